@@ -1,0 +1,1 @@
+"""How a compressed weight meets its input: plans, products, look-ups."""

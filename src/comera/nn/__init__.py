@@ -1,0 +1,1 @@
+"""Layers: TTLinear, TTMEmbedding, TTMProjection, and the chain of cores they hold."""

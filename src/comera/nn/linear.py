@@ -1,0 +1,66 @@
+"""TTLinear: a linear layer whose weight is a tensor train."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from comera.contract.linear import tt_linear
+from comera.nn.bonds import TensorTrain
+from comera.tt.spec import TTSpec
+
+
+class TTLinear(nn.Module):
+    """Drop-in for `nn.Linear`: y = x W + bias with W a tensor train.
+
+    tt: the chain, or a TTSpec from which one is made with the std that `nn.Linear` would have had.
+    bias: True, False, or a Parameter of shape (out_features,) to keep (so that a tied bias stays tied).
+    Input (..., in_features) -> output (..., out_features), dtype of the input (or of autocast).
+    """
+
+    def __init__(
+        self,
+        tt: TensorTrain | TTSpec,
+        bias: bool | nn.Parameter = True,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(tt, TTSpec):  # nn.Linear draws U(-1/sqrt(in), 1/sqrt(in)): std 1/sqrt(3 in)
+            tt = TensorTrain(tt, init_std=1 / math.sqrt(3 * tt.in_features), dtype=dtype, device=device)
+        if not isinstance(tt.spec, TTSpec):
+            raise TypeError(f"TTLinear needs a TensorTrain with a TTSpec, got {tt.spec}")
+        self.tt = tt
+        if bias is True:
+            bias = nn.Parameter(torch.zeros(tt.spec.out_features, dtype=tt.cores[0].dtype, device=tt.cores[0].device))
+        self.bias = bias if isinstance(bias, nn.Parameter) else None
+
+    @property
+    def spec(self) -> TTSpec:
+        """Modes and ranks of the weight."""
+        assert isinstance(self.tt.spec, TTSpec)
+        return self.tt.spec
+
+    @property
+    def in_features(self) -> int:
+        """Size of the input's last axis."""
+        return self.spec.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Size of the output's last axis."""
+        return self.spec.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The materialised weight (out_features, in_features), made anew at each access: for inspection only."""
+        return self.tt.dense().t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tt_linear(x, self.spec, self.tt.effective_cores(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,1 @@
+"""Rank adaptation: sizes, objectives, the controller, physical shrinking."""

@@ -1,0 +1,1 @@
+"""Full training jobs on real input."""

@@ -1,0 +1,1 @@
+"""Readers of raw input for the recipes."""
