@@ -1,4 +1,4 @@
-"""From cores to dense tensors: merging neighbours, and materialising the whole weight.
+"""Between cores and dense tensors: merging neighbours, materialising the whole weight, and the way back.
 
 Shapes: R/S left/right rank, N mode(s). `materialize` is the slow oracle of the tests, and the export.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comera.tt.spec import Spec, TTMSpec
@@ -46,11 +47,33 @@ def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
         full = full.reshape([n for pair in zip(spec.row_modes, spec.col_modes, strict=True) for n in pair])
         full = full.permute([*range(0, 2 * spec.order, 2), *range(1, 2 * spec.order, 2)])
     rows, cols = spec.shape
-    return full.reshape(_padded_rows(spec), -1)[:rows, :cols]
+    return full.reshape(spec.padded_shape)[:rows, :cols]
 
 
-def _padded_rows(spec: Spec) -> int:
-    rows = 1
-    for mode in spec.row_modes if isinstance(spec, TTMSpec) else spec.in_modes:
-        rows *= mode
-    return rows
+def fold(spec: Spec, weight: Tensor) -> Tensor:
+    """The dense weight as one tensor with an axis per core: the inverse of `materialize`, padding filled with zeros.
+
+    weight: (rows, columns) of `spec.shape`. Returns a tensor of shape `spec.sizes`.
+    """
+    (rows, cols), (padded_rows, padded_cols) = spec.shape, spec.padded_shape
+    full = F.pad(weight, (0, padded_cols - cols, 0, padded_rows - rows))
+    if isinstance(spec, TTMSpec):
+        # (m1, m2, ..., n1, n2, ...) -> (m1, n1, m2, n2, ...)
+        full = full.reshape([*spec.row_modes, *spec.col_modes])
+        full = full.permute([axis for k in range(spec.order) for axis in (k, spec.order + k)])
+    return full.reshape(spec.sizes)
+
+
+def frobenius_norm(cores: Sequence[Tensor]) -> Tensor:
+    """‖W‖_F over the padded weight, from the cores alone.
+
+    cores: `order` tensors (R, modes..., S) with the rank parameters absorbed. The Gram matrix of the cores so far,
+    M_k = Σ_n G_k[n]ᵀ M_{k-1} G_k[n], is carried from bond to bond: O(order · modes · rank³), W is never formed.
+    Returns a float64 scalar.
+    """
+    gram_SS = cores[0].new_ones(1, 1, dtype=torch.float64)
+    for core in cores:
+        core_RNS = core.double().flatten(1, -2)
+        weighted_RNS = torch.tensordot(gram_SS, core_RNS, dims=1)
+        gram_SS = torch.tensordot(core_RNS, weighted_RNS, dims=([0, 1], [0, 1]))
+    return gram_SS.sum().sqrt()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
+from functools import partial
+from math import isfinite, prod, sqrt
 
 import torch
 from torch import Tensor
 
-from comera.tt.spec import Spec
+from comera.errors import SpecError
+from comera.tt.dense import frobenius_norm
+from comera.tt.spec import Spec, TTMSpec
 
 
 def init_cores(
@@ -18,6 +22,46 @@ def init_cores(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> list[Tensor]:
-    """Random cores for rank parameters of one; provisional: per-core std only."""
-    scale = (std**2 / max(1, prod(spec.ranks))) ** (1 / (2 * spec.order))
-    return [torch.randn(s, generator=generator, dtype=dtype, device=device) * scale for s in spec.core_shapes]
+    """Random cores, for rank parameters of one, whose materialised weight has the standard deviation `std`.
+
+    A chain of Gaussian cores multiplies their unevenness: rows of very unequal norm, entries of heavy tails and a
+    spread of singular values that grow with the order. So each mode's slice of a core is drawn as a random isometry
+    (semi-orthogonal matrix), which keeps every row of the weight (a feature, a token) at about the same norm.
+
+    std: target root mean square of the weight, padding included; met to rounding, not only on average.
+    Every core gets about the same entries, s = (std² / Π r_k)^(1 / 2·order) (METHOD §1). A rank of 0 gives empty cores.
+    generator: its device draws the numbers (default: the CPU, so that a seed gives the same cores on every device).
+    Drawn in float32, or float64 for that dtype, then cast. Raises SpecError for a std that is negative or not finite.
+    """
+    if not (isfinite(std) and std >= 0):
+        raise SpecError(f"the std of a materialised weight must be finite and >= 0, got {std} for {spec}")
+    rows = spec.row_modes if isinstance(spec, TTMSpec) else spec.sizes
+    device_drawn = generator.device if generator else torch.device("cpu")
+    wide = torch.promote_types(dtype, torch.float32)
+    draw = partial(torch.randn, generator=generator, device=device_drawn, dtype=wide)
+    cores = []
+    for shape, mode in zip(spec.core_shapes, rows, strict=True):
+        # one slice per row mode (TT: per mode): left rank × (column mode · right rank)
+        core = _isometries(mode, shape[0], prod(shape[1:]) // mode, draw).transpose(0, 1).reshape(shape)
+        cores.append(core * sqrt(core.numel()) / core.norm() if core.numel() else core)
+    norm = float(frobenius_norm(cores))
+    scale = (std * sqrt(prod(spec.padded_shape)) / norm) ** (1 / spec.order) if norm else 0.0
+    return [(core * scale).to(device=device, dtype=dtype) for core in cores]
+
+
+def _isometries(count: int, rows: int, columns: int, draw: Callable[..., Tensor]) -> Tensor:
+    """Random semi-orthogonal matrices (count, rows, columns): Q Qᵀ = I, or Qᵀ Q = I where rows > columns.
+
+    As many as fit are cut from one orthogonal matrix, so that together they treat every direction alike too.
+    """
+    short, long = sorted((rows, columns))
+    if short == 0:
+        return draw(count, rows, columns)
+    per_draw = min(count, long // short)
+    gauss = draw(-(-count // per_draw), long, per_draw * short)
+    q, r = torch.linalg.qr(gauss)
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform over the orthogonal matrices (Mezzadri 2007)
+    if long == 1:
+        q = q + gauss  # a 1 × 1 isometry is a sign only, and equal slices would stay equal features
+    slices: Tensor = q.mT.reshape(-1, short, long)[:count]
+    return slices if rows == short else slices.mT

@@ -25,6 +25,8 @@ from comera.errors import SpecError
 
 
 def _check_modes(what: str, modes: tuple[int, ...], features: int) -> None:
+    if not isinstance(features, int) or features < 1:
+        raise SpecError(f"the features behind {what} must be a positive integer, got {features!r}")
     if not modes or any(not isinstance(m, int) or m < 1 for m in modes):
         raise SpecError(f"{what} must be positive integers, got {modes}")
     if prod(modes) < features:
@@ -50,6 +52,10 @@ def _check_ranks(ranks: tuple[int, ...], limits: tuple[int, ...]) -> None:
                 f"rank {rank} at bond {k} is above {limit}, the largest that the modes on its two sides allow: "
                 f"lower it, or give one integer rank, which is clipped bond by bond (limits: {limits})"
             )
+
+
+def _join(separator: str, numbers: Sequence[int]) -> str:
+    return separator.join(map(str, numbers))
 
 
 def rank_limits(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -122,6 +128,11 @@ class _Chain:
         raise AssertionError("defined by the formats")
 
     @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Shape that the modes hold: `shape` before the padding is sliced away."""
+        raise AssertionError("defined by the formats")
+
+    @property
     def ratio(self) -> float:
         """Dense numbers per stored number (rank parameters counted); infinite for rank 0."""
         stored = self.numel + self.rank_numel
@@ -169,6 +180,10 @@ class TTSpec(_Chain):
         return (self.in_features, self.out_features)
 
     @property
+    def padded_shape(self) -> tuple[int, int]:
+        return (prod(self.in_modes), prod(self.out_modes))
+
+    @property
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(zip(self.ranks[:-1], self.modes, self.ranks[1:], strict=True))
 
@@ -181,7 +196,7 @@ class TTSpec(_Chain):
         return {"format": "tt", **{k: getattr(self, k) for k in self.__dataclass_fields__}}
 
     def __str__(self) -> str:
-        return f"TT {'·'.join(map(str, self.in_modes))} / {'·'.join(map(str, self.out_modes))} ranks {'-'.join(map(str, self.bonds))}"
+        return f"TT {_join('·', self.in_modes)} / {_join('·', self.out_modes)} ranks {_join('-', self.bonds)}"
 
 
 @dataclass(frozen=True)
@@ -206,8 +221,8 @@ class TTMSpec(_Chain):
         _check_modes("col_modes", self.col_modes, self.embedding_dim)
         if len(self.row_modes) != len(self.col_modes):
             raise SpecError(
-                f"row_modes and col_modes must have one entry per core each, got {self.row_modes} and {self.col_modes}: "
-                "pad the shorter one with ones"
+                f"row_modes and col_modes must have one entry per core each, "
+                f"got {self.row_modes} and {self.col_modes}: pad the shorter one with ones"
             )
         _check_ranks(self.ranks, self.rank_limits)
 
@@ -218,6 +233,10 @@ class TTMSpec(_Chain):
     @property
     def shape(self) -> tuple[int, int]:
         return (self.num_embeddings, self.embedding_dim)
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        return (prod(self.row_modes), prod(self.col_modes))
 
     @property
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -232,7 +251,7 @@ class TTMSpec(_Chain):
         return {"format": "ttm", **{k: getattr(self, k) for k in self.__dataclass_fields__}}
 
     def __str__(self) -> str:
-        return f"TTM {'·'.join(map(str, self.row_modes))} × {'·'.join(map(str, self.col_modes))} ranks {'-'.join(map(str, self.bonds))}"
+        return f"TTM {_join('·', self.row_modes)} × {_join('·', self.col_modes)} ranks {_join('-', self.bonds)}"
 
 
 Spec = TTSpec | TTMSpec
@@ -242,9 +261,12 @@ def spec_from_dict(fields: dict[str, Any]) -> Spec:
     """Rebuild a spec from `to_dict`. Raises SpecError on an unknown format or missing and unknown fields."""
     kinds: dict[str, type[TTSpec] | type[TTMSpec]] = {"tt": TTSpec, "ttm": TTMSpec}
     rest = dict(fields)
-    kind = kinds.get(rest.pop("format", None))  # type: ignore[arg-type]
+    kind = kinds.get(str(rest.pop("format", None)))
     if kind is None:
         raise SpecError(f"expected a spec with format 'tt' or 'ttm', got {fields.get('format')!r}")
     if set(rest) != set(kind.__dataclass_fields__):
         raise SpecError(f"a {kind.__name__} needs the fields {sorted(kind.__dataclass_fields__)}, got {sorted(rest)}")
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in rest.items()})
+    try:
+        return kind(**rest)
+    except TypeError as error:
+        raise SpecError(f"the fields of a {kind.__name__} are integers and lists of integers, got {rest}") from error

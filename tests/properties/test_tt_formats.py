@@ -1,0 +1,124 @@
+"""Every format over random shapes: against the formula entry by entry, and against each other."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from comera.tt.decompose import round_cores, tt_svd
+from comera.tt.dense import fold, frobenius_norm, materialize, merge
+from comera.tt.init import init_cores
+from comera.tt.spec import TTMSpec, spec_from_dict
+
+from .strategies import random_cores, specs
+
+
+def digits(index, modes):
+    found = []
+    for mode in reversed(modes):
+        index, digit = divmod(index, mode)
+        found.append(digit)
+    return found[::-1]
+
+
+def entry(spec, cores, row, col):
+    """W[row, col] by METHOD §1: a product of one matrix per core."""
+    if isinstance(spec, TTMSpec):
+        pairs = zip(cores, digits(row, spec.row_modes), digits(col, spec.col_modes), strict=True)
+        matrices = [core[:, i, j] for core, i, j in pairs]
+    else:
+        indices = digits(row, spec.in_modes) + digits(col, spec.out_modes)
+        matrices = [core[:, i] for core, i in zip(cores, indices, strict=True)]
+    product = torch.eye(1, dtype=torch.float64)
+    for matrix in matrices:
+        product = product @ matrix
+    return product.sum()
+
+
+def unfoldings(spec, weight):
+    """Matrices of bonds 1 .. order-1, whose best low-rank errors bound the error of any chain."""
+    tensor = fold(spec, weight)
+    return [tensor.reshape(prod(spec.sizes[:k]), -1) for k in range(1, spec.order)]
+
+
+@given(specs(), st.data())
+def test_the_dense_weight_has_the_entries_of_the_formula(spec, data):
+    cores = random_cores(spec)
+    weight = materialize(spec, cores)
+    assert weight.shape == spec.shape
+    for _ in range(5):
+        row, col = (data.draw(st.integers(0, size - 1)) for size in spec.shape)
+        torch.testing.assert_close(weight[row, col], entry(spec, cores, row, col), rtol=1e-10, atol=1e-12)
+
+
+@given(specs())
+def test_fold_undoes_materialize_and_pads_with_zeros(spec):
+    weight = torch.arange(1.0, prod(spec.shape) + 1).reshape(spec.shape)
+    full = fold(spec, weight)
+    assert full.shape == spec.sizes
+    assert torch.equal(full.sum(), weight.sum())
+    rows, cols = spec.padded_shape
+    if isinstance(spec, TTMSpec):
+        pairs = [n for pair in zip(spec.row_modes, spec.col_modes, strict=True) for n in pair]
+        full = full.reshape(pairs).permute(*range(0, len(pairs), 2), *range(1, len(pairs), 2))
+    assert torch.equal(full.reshape(rows, cols)[: spec.shape[0], : spec.shape[1]], weight)
+
+
+@given(specs())
+def test_the_norm_from_the_cores_is_that_of_the_padded_weight(spec):
+    cores = random_cores(spec)
+    assert float(frobenius_norm(cores)) == pytest.approx(float(merge(cores).norm()), rel=1e-10)
+
+
+@given(specs(min_rank=1))
+def test_initial_cores_meet_the_std_at_every_shape(spec):
+    cores = init_cores(spec, 0.3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert [tuple(core.shape) for core in cores] == list(spec.core_shapes)
+    assert float(merge(cores).square().mean().sqrt()) == pytest.approx(0.3, rel=1e-10)
+
+
+@given(specs())
+def test_specs_survive_their_description(spec):
+    assert spec_from_dict(spec.to_dict()) == spec
+
+
+@given(specs(min_rank=1), st.integers(0, 2**16))
+def test_tt_svd_is_quasi_optimal(spec, seed):
+    weight = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    found = tt_svd(weight, spec)
+    tails = [torch.linalg.svdvals(m)[r:].norm() for m, r in zip(unfoldings(spec, weight), spec.bonds, strict=True)]
+    # best >= each tail, so sqrt(Σ tails²) <= sqrt(order - 1) · best (Oseledets 2011, theorem 2.2)
+    bound = float(sum(tail**2 for tail in tails)) ** 0.5 / float(weight.norm())
+    assert found.error <= bound + 1e-12
+    if spec.shape == spec.padded_shape:
+        assert found.error >= max([float(tail) for tail in tails], default=0.0) / float(weight.norm()) - 1e-12
+
+
+@given(specs(), st.floats(0.01, 0.99), st.integers(0, 2**16))
+def test_tt_svd_keeps_a_wanted_error(spec, wanted, seed):
+    weight = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    found = tt_svd(weight, spec.with_ranks(10**9), rel_error=wanted)
+    assert found.error <= wanted
+    assert all(found.spec.bonds)
+
+
+@given(specs(), st.integers(0, 6), st.integers(0, 2**16))
+def test_rounding_makes_the_error_that_it_returns(spec, cap, seed):
+    cores = random_cores(spec, seed=seed)
+    full = merge(cores)
+    found = round_cores(spec, cores, ranks=cap)
+    assert all(new <= min(old, cap) for new, old in zip(found.spec.bonds, spec.bonds, strict=True))
+    distance = float((full - merge(found.cores)).norm())
+    assert distance == pytest.approx(found.error * float(full.norm()), rel=1e-6, abs=1e-10 * float(full.norm()))
+
+
+@given(specs(min_rank=1), st.floats(0.0, 0.9), st.integers(0, 2**16))
+def test_rounding_keeps_a_wanted_error_and_never_needs_more_ranks(spec, wanted, seed):
+    cores = random_cores(spec, seed=seed)
+    full = merge(cores)
+    assume(float(full.norm()) > 1e-6)
+    found = round_cores(spec, cores, rel_error=wanted)
+    assert float((full - merge(found.cores)).norm()) <= (wanted + 1e-10) * float(full.norm())
+    assert found.spec.numel <= spec.numel
