@@ -1,3 +1,30 @@
 """CoMERA for PyTorch: rank-adaptive tensor-compressed training."""
 
 __version__ = "0.1.0"
+
+from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
+from comera.errors import ComeraError
+from comera.nn.embedding import TTMEmbedding
+from comera.nn.linear import TTLinear
+from comera.rank.controller import RankController
+from comera.rank.objective import EarlyStage
+from comera.rank.size import model_size
+from comera.train.checkpoint import load_pretrained, save_pretrained
+from comera.train.optimizer import param_groups
+
+__all__ = [
+    "TT",
+    "TTM",
+    "ComeraError",
+    "EarlyStage",
+    "RankController",
+    "TTLinear",
+    "TTMEmbedding",
+    "TensorizeConfig",
+    "load_pretrained",
+    "materialize_",
+    "model_size",
+    "param_groups",
+    "save_pretrained",
+    "tensorize_",
+]

@@ -1,6 +1,6 @@
 """The chain of cores as a module: cores, rank parameters on the bonds, and their pure masking.
 
-Every compressed layer owns one `TensorTrain` (tied layers share one), so sizes, rank adaptation, pruning and
+Every `CompressedLayer` holds one `TensorTrain` (tied layers share one), so sizes, rank adaptation, pruning and
 checkpoints walk over `TensorTrain`s by type and never over names of parameters.
 """
 
@@ -40,19 +40,41 @@ class TensorTrain(nn.Module):
         self.spec = spec
         self.init_std = init_std
         self.threshold = threshold
-        factory = {"dtype": dtype or torch.get_default_dtype(), "device": device}
-        self.cores = nn.ParameterList([nn.Parameter(torch.empty(s, **factory)) for s in spec.core_shapes])
-        self.rank_params = nn.ParameterList([nn.Parameter(torch.empty(r, **factory)) for r in spec.bonds])
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.cores = nn.ParameterList([empty(*shape) for shape in spec.core_shapes])
+        self.rank_params = nn.ParameterList([empty(rank) for rank in spec.bonds])
         self.reset_parameters(generator)
+
+    @classmethod
+    def from_numbers(
+        cls,
+        spec: Spec,
+        cores: Sequence[Tensor],
+        rank_params: Sequence[Tensor] | None = None,
+        *,
+        init_std: float,
+        threshold: float = 1e-2,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> TensorTrain:
+        """A chain that holds copies of the given numbers and draws none, so the random state stays as it was.
+
+        cores, rank_params: as `set_` takes them; dtype, device: those of the first core if left out.
+        """
+        empty = cls(spec, init_std=init_std, threshold=threshold, dtype=dtype or cores[0].dtype, device="meta")
+        train = empty.to_empty(device=device or cores[0].device)
+        train.set_(spec, cores, rank_params)
+        return train
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the cores anew for `init_std` and set the rank parameters to ones (meta tensors stay meta)."""
         device = self.cores[0].device
         if device.type != "meta":
-            fresh = init_cores(
-                self.spec, self.init_std, generator=generator, dtype=self.cores[0].dtype, device=device
-            )
+            fresh = init_cores(self.spec, self.init_std, generator=generator, dtype=self.cores[0].dtype, device=device)
             for core, value in zip(self.cores, fresh, strict=True):
                 core.copy_(value)
         for d in self.rank_params:
@@ -73,8 +95,12 @@ class TensorTrain(nn.Module):
             raise SpecError(f"expected cores and rank parameters of shapes {want} for {spec}, got {came}")
         self.spec = spec
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
-            parameter.data = value.detach().to(parameter.dtype).contiguous().clone()
+            data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
             parameter.grad = None
+            # A graph that is still alive (a kept loss) holds the parameter's gradient node, which remembers the old
+            # shape and would refuse the next backward; torch renews the node only when the dtype changes.
+            parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype == torch.float32 else torch.float32)
+            parameter.data = data
 
     def active(self) -> list[Tensor]:
         """Per bond, a boolean vector: which rank parameters are above the threshold."""
@@ -91,6 +117,33 @@ class TensorTrain(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} numbers"
+
+
+class CompressedLayer(nn.Module):
+    """Base of the layers around a chain of cores, `tt`; layers tied to each other hold the same one.
+
+    dense_type: the type of layer that `materialize_` turns it back into.
+    """
+
+    tt: TensorTrain
+    dense_type: type[nn.Module]
+
+    def _add_bias(self, bias: bool | nn.Parameter, features: int) -> None:
+        """Register a bias of `features` entries: True gives zeros, a Parameter is kept as the same object."""
+        if bias is True:
+            like = self.tt.cores[0]
+            bias = nn.Parameter(torch.zeros(features, dtype=like.dtype, device=like.device))
+        if isinstance(bias, nn.Parameter) and bias.shape != (features,):
+            raise SpecError(f"expected a bias of shape ({features},) for {self.tt.spec}, got {tuple(bias.shape)}")
+        self.register_parameter("bias", bias if isinstance(bias, nn.Parameter) else None)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the chain anew and set the bias to zeros, as after `to_empty` of a model built on the meta device."""
+        self.tt.reset_parameters()
+        bias = self._parameters.get("bias")
+        if bias is not None:
+            bias.zero_()
 
 
 def named_trains(model: nn.Module) -> Iterator[tuple[str, TensorTrain]]:

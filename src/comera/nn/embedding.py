@@ -7,23 +7,36 @@ from torch import Tensor, nn
 
 from comera.contract.linear import ttm_linear
 from comera.contract.lookup import ttm_lookup
-from comera.nn.bonds import TensorTrain
+from comera.errors import SpecError
+from comera.nn.bonds import CompressedLayer, TensorTrain
 from comera.tt.spec import TTMSpec
 
 
-class _TTMLayer(nn.Module):
-    """A layer around a tensor-train matrix of shape (num_embeddings, embedding_dim)."""
+class _TTMLayer(CompressedLayer):
+    """A layer around a tensor-train matrix of shape (num_embeddings, embedding_dim).
 
-    tt: TensorTrain
+    tt: the chain, or a TTMSpec from which one is made with unit std, as `nn.Embedding` has.
+    padding_idx: the row of the table that is exactly zero and gets no gradient; negative ones count from the end.
+    """
 
-    def _adopt(
-        self, tt: TensorTrain | TTMSpec, dtype: torch.dtype | None, device: torch.device | str | None
+    def __init__(
+        self,
+        tt: TensorTrain | TTMSpec,
+        padding_idx: int | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
     ) -> None:
-        if isinstance(tt, TTMSpec):  # nn.Embedding draws N(0, 1)
+        super().__init__()
+        if isinstance(tt, TTMSpec):
             tt = TensorTrain(tt, init_std=1.0, dtype=dtype, device=device)
-        if not isinstance(tt.spec, TTMSpec):
-            raise TypeError(f"{type(self).__name__} needs a TensorTrain with a TTMSpec, got {tt.spec}")
+        if not isinstance(tt, TensorTrain) or not isinstance(tt.spec, TTMSpec):
+            kind = type(self).__name__
+            raise SpecError(f"{kind} needs a TTMSpec or a TensorTrain with one, got {getattr(tt, 'spec', tt)}")
+        rows = tt.spec.num_embeddings
+        if padding_idx is not None and not -rows <= padding_idx < rows:
+            raise SpecError(f"padding_idx must be an id of the table's {rows} rows, got {padding_idx}")
         self.tt = tt
+        self.padding_idx = padding_idx % rows if padding_idx is not None else None
 
     @property
     def spec(self) -> TTMSpec:
@@ -34,7 +47,10 @@ class _TTMLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The materialised table (num_embeddings, embedding_dim), made anew at each access: for inspection only."""
-        return self.tt.dense()
+        table_VD = self.tt.dense()
+        if self.padding_idx is None:
+            return table_VD
+        return table_VD.index_fill(0, torch.tensor([self.padding_idx], device=table_VD.device), 0)
 
 
 class TTMEmbedding(_TTMLayer):
@@ -43,7 +59,10 @@ class TTMEmbedding(_TTMLayer):
     tt: the chain, or a TTMSpec from which one is made with unit std, as `nn.Embedding` has.
     padding_idx: its row is exactly zero and gets no gradient.
     Input: integer ids of any shape -> (..., embedding_dim). An id outside the table is an IdError.
+    Raises SpecError for a chain of another format or a padding_idx outside the table.
     """
+
+    dense_type: type[nn.Module] = nn.Embedding
 
     def __init__(
         self,
@@ -53,9 +72,7 @@ class TTMEmbedding(_TTMLayer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        self._adopt(tt, dtype, device)
-        self.padding_idx = padding_idx
+        super().__init__(tt, padding_idx, dtype, device)
 
     @property
     def num_embeddings(self) -> int:
@@ -79,23 +96,25 @@ class TTMProjection(_TTMLayer):
     """Output head over a tensor-train matrix: logits = x Eᵀ + bias, usually sharing E with a TTMEmbedding.
 
     Input (..., embedding_dim) -> logits (..., num_embeddings).
-    bias: True, False, or a Parameter of shape (num_embeddings,) to keep.
+    bias: True (zeros), False, or a Parameter of shape (num_embeddings,) to keep.
+    padding_idx: the zero row of the TTMEmbedding that shares the table: its logit is the bias alone.
+    Raises SpecError for a chain of another format, a bias of another shape or a padding_idx outside the table.
     """
+
+    dense_type: type[nn.Module] = nn.Linear
+    bias: nn.Parameter | None
 
     def __init__(
         self,
         tt: TensorTrain | TTMSpec,
         bias: bool | nn.Parameter = True,
+        padding_idx: int | None = None,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        self._adopt(tt, dtype, device)
-        if bias is True:
-            first = self.tt.cores[0]
-            bias = nn.Parameter(torch.zeros(self.spec.num_embeddings, dtype=first.dtype, device=first.device))
-        self.bias = bias if isinstance(bias, nn.Parameter) else None
+        super().__init__(tt, padding_idx, dtype, device)
+        self._add_bias(bias, self.spec.num_embeddings)
 
     @property
     def in_features(self) -> int:
@@ -108,7 +127,12 @@ class TTMProjection(_TTMLayer):
         return self.spec.num_embeddings
 
     def forward(self, x: Tensor) -> Tensor:
-        return ttm_linear(x, self.spec, self.tt.effective_cores(), self.bias)
+        logits = ttm_linear(x, self.spec, self.tt.effective_cores(), self.bias)
+        if self.padding_idx is not None:  # one column written in place: the logits are the widest tensor of a model
+            logits[..., self.padding_idx] = self.bias[self.padding_idx] if self.bias is not None else 0.0
+        return logits
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        pad = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}{pad}"

@@ -8,17 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from comera.contract.linear import tt_linear
-from comera.nn.bonds import TensorTrain
+from comera.errors import SpecError
+from comera.nn.bonds import CompressedLayer, TensorTrain
 from comera.tt.spec import TTSpec
 
 
-class TTLinear(nn.Module):
+class TTLinear(CompressedLayer):
     """Drop-in for `nn.Linear`: y = x W + bias with W a tensor train.
 
     tt: the chain, or a TTSpec from which one is made with the std that `nn.Linear` would have had.
-    bias: True, False, or a Parameter of shape (out_features,) to keep (so that a tied bias stays tied).
+    bias: True (zeros), False, or a Parameter of shape (out_features,) to keep (so that a tied bias stays tied).
     Input (..., in_features) -> output (..., out_features), dtype of the input (or of autocast).
+    Raises SpecError for a chain of another format or a bias of another shape.
     """
+
+    dense_type: type[nn.Module] = nn.Linear
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -31,12 +36,10 @@ class TTLinear(nn.Module):
         super().__init__()
         if isinstance(tt, TTSpec):  # nn.Linear draws U(-1/sqrt(in), 1/sqrt(in)): std 1/sqrt(3 in)
             tt = TensorTrain(tt, init_std=1 / math.sqrt(3 * tt.in_features), dtype=dtype, device=device)
-        if not isinstance(tt.spec, TTSpec):
-            raise TypeError(f"TTLinear needs a TensorTrain with a TTSpec, got {tt.spec}")
+        if not isinstance(tt, TensorTrain) or not isinstance(tt.spec, TTSpec):
+            raise SpecError(f"TTLinear needs a TTSpec or a TensorTrain with one, got {getattr(tt, 'spec', tt)}")
         self.tt = tt
-        if bias is True:
-            bias = nn.Parameter(torch.zeros(tt.spec.out_features, dtype=tt.cores[0].dtype, device=tt.cores[0].device))
-        self.bias = bias if isinstance(bias, nn.Parameter) else None
+        self._add_bias(bias, tt.spec.out_features)
 
     @property
     def spec(self) -> TTSpec:

@@ -1,0 +1,69 @@
+"""Ties that a Hugging Face model declares by name (`_tied_weights_keys`, target: source), kept true over a swap.
+
+`tie_weights()` and `save_pretrained()` of such a model read the declaration; one that names weights which have become
+chains would make them fail. Works on the attributes alone: transformers is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from comera.nn.bonds import CompressedLayer
+
+
+class DeclaredTies(NamedTuple):
+    """What one (sub)model declares: pairs target -> source of full parameter names, and which layers get swapped."""
+
+    model: Any
+    pairs: Mapping[str, str]
+    swapped: frozenset[str]
+
+    def layer_of(self, parameter: str) -> str | None:
+        """Path of the swapped layer whose weight, dense or in cores, the parameter is; None for any other one."""
+        for path in self.swapped:
+            leaf = parameter.removeprefix(path + ".")
+            if leaf != parameter and (leaf == "weight" or leaf.startswith("tt.")):
+                return path
+        return None
+
+
+def read_ties(model: nn.Module, swapped: Mapping[nn.Module, nn.Module]) -> list[DeclaredTies]:
+    """The declarations of a model and its submodels, to be read before the swap."""
+    found = []
+    for module in model.modules():
+        expand = getattr(module, "get_expanded_tied_weights_keys", None)
+        if expand is not None and isinstance(getattr(module, "_tied_weights_keys", None), Mapping):
+            pairs = expand(all_submodels=False)
+            paths = frozenset(path for path, m in module.named_modules(remove_duplicate=False) if m in swapped)
+            if pairs and paths:
+                found.append(DeclaredTies(module, pairs, paths))
+    return found
+
+
+def rewrite_ties(model: nn.Module, declared: list[DeclaredTies]) -> None:
+    """Declare again after the swap: shared chains by the name of the chain, ties that were cut no more."""
+    for ties in declared:
+        pairs: dict[str, str] = {}
+        for target, source in ties.pairs.items():
+            paths = ties.layer_of(target), ties.layer_of(source)
+            if paths == (None, None):
+                pairs[target] = source
+            elif paths[0] is not None and paths[1] is not None:
+                a, b = (_weight(ties.model.get_submodule(path)) for path in paths)
+                if a[1] is b[1]:
+                    pairs[f"{paths[0]}.{a[0]}"] = f"{paths[1]}.{b[0]}"
+        ties.model._tied_weights_keys = pairs
+    if declared:
+        for module in model.modules():
+            if "all_tied_weights_keys" in vars(module):
+                module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(  # type: ignore[operator]
+                    all_submodels=True
+                )
+
+
+def _weight(layer: nn.Module) -> tuple[str, Any]:
+    """Name and object of what ties are made of: the chain of a compressed layer, the weight of a dense one."""
+    return ("tt", layer.tt) if isinstance(layer, CompressedLayer) else ("weight", layer.weight)

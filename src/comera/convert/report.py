@@ -1,0 +1,104 @@
+"""The table of what became what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer that was looked at.
+
+    name: qualified name. before, after: type of layer; the same where it stays dense.
+    format: modes and ranks, empty for a dense layer.
+    dense, stored: numbers of the weight before and now, biases left out; a tied weight counts where it comes first.
+    error: relative Frobenius error of the decomposition, None for random cores.
+    note: why it stays dense, or what it is tied to.
+    """
+
+    name: str
+    before: str
+    after: str
+    format: str
+    dense: int
+    stored: int
+    error: float | None
+    note: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Dense numbers per stored number; None where one of them is zero."""
+        return self.dense / self.stored if self.dense and self.stored else None
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the layer is compressed now."""
+        return bool(self.format)
+
+
+@dataclass(frozen=True)
+class TensorizeReport:
+    """What a conversion did: rows in the model's order; numbers of the whole model before (dense) and now (total)."""
+
+    rows: tuple[LayerRow, ...]
+    dense_total: int
+    total: int
+
+    @classmethod
+    def of(cls, model: nn.Module, rows: Iterable[LayerRow]) -> TensorizeReport:
+        """The report on a model that has just been converted."""
+        rows = tuple(rows)
+        total = sum(p.numel() for p in model.parameters())
+        return cls(rows, total + sum(row.dense - row.stored for row in rows), total)
+
+    @property
+    def dense_tensorized(self) -> int:
+        """Numbers that the compressed layers' weights had."""
+        return sum(row.dense for row in self.rows if row.compressed)
+
+    @property
+    def tensorized(self) -> int:
+        """Numbers that the compressed layers store in cores and rank parameters."""
+        return sum(row.stored for row in self.rows if row.compressed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: "rows", one object each, and the totals."""
+        return {
+            "rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows],
+            "dense_total": self.dense_total,
+            "total": self.total,
+            "dense_tensorized": self.dense_tensorized,
+            "tensorized": self.tensorized,
+        }
+
+    def __str__(self) -> str:
+        with_errors = any(row.error is not None for row in self.rows)
+        head = ("layer", "was", "is", "modes and ranks", "dense", "stored", "ratio", "error", "note")
+        table = [head]
+        for row in self.rows:
+            error = f"{row.error:.2g}" if row.error is not None else ""
+            after = row.after if row.compressed else "dense"
+            table.append((row.name, row.before, after, row.format, *_numbers(row.dense, row.stored), error, row.note))
+        count = sum(row.compressed for row in self.rows)
+        compressed = f"{count} of {len(self.rows)} layers compressed"
+        table.append((compressed, "", "", "", *_numbers(self.dense_tensorized, self.tensorized), "", ""))
+        table.append(("whole model", "", "", "", *_numbers(self.dense_total, self.total), "", ""))
+
+        columns = [i for i, name in enumerate(head) if with_errors or name != "error"]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
+        right = {"dense", "stored", "ratio", "error"}
+        lines = [
+            "  ".join(f"{c[i]:>{widths[i]}}" if head[i] in right else f"{c[i]:<{widths[i]}}" for i in columns).rstrip()
+            for c in table
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:-2], rule, *lines[-2:]])
+
+
+def _numbers(dense: int, stored: int) -> tuple[str, str, str]:
+    ratio = f"{dense / stored:.1f}x" if dense and stored else ""
+    return f"{dense:,}" if dense else "-", f"{stored:,}" if stored else "-", ratio

@@ -1,0 +1,211 @@
+"""Which layers get compressed, which of them share a chain, and with what modes and ranks; changes nothing.
+
+A weight that several layers hold (a tied weight) is one decision: its users share a chain, or all stay dense, or are
+untied on request.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from comera.convert.config import TT, TTM, TensorizeConfig
+from comera.convert.registry import Converter, converters, refusal
+from comera.errors import ConversionError, SpecError
+from comera.nn.bonds import CompressedLayer
+from comera.tt.spec import Spec
+
+
+@dataclass
+class Site:
+    """A layer of a registered type: all its names, the format chosen for it, and what the report says about it.
+
+    explicit: whether an override chose the format. refused: why the layer itself cannot be converted, or None.
+    """
+
+    names: list[str]
+    layer: nn.Module
+    converter: Converter
+    choice: TT | TTM | None
+    explicit: bool
+    refused: str | None
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The dense weight; only layers that are not refused are sure to have one."""
+        return self.layer.get_parameter("weight")
+
+    def __str__(self) -> str:
+        rows, cols = self.converter.shape(self.layer)
+        return f"{self.name} ({type(self.layer).__name__} {rows} -> {cols})"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sites that get one chain of this spec; `leader` is the one whose format it is."""
+
+    sites: tuple[Site, ...]
+    leader: Site
+    spec: Spec
+
+
+def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every module once, in the model's order, with each name that it is registered under."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> list[Site]:
+    """The layers of registered types with their formats. Raises ConversionError for overrides that do not fit."""
+    sites = []
+    for layer, own in names.items():
+        converter = converters().get(type(layer))
+        if converter is None:
+            continue
+        choice = config.linear if converter.format == "tt" else config.embedding
+        matches = [p for p in config.overrides if _matches(p, own)]
+        refused = refusal(layer, converter)
+        site = Site(own, layer, converter, choice, bool(matches), refused, note=refused or "")
+        if matches:
+            site.choice = config.overrides[matches[-1]]
+            needed = TT if converter.format == "tt" else TTM
+            if not isinstance(site.choice, needed | None):
+                raise ConversionError(
+                    f"the override {matches[-1]!r} gives a {type(site.choice).__name__} to {site}, "
+                    f"which needs a {needed.__name__} or None: narrow the pattern or write a later one for this layer"
+                )
+        if site.choice is None and not refused:
+            site.note = "left dense as configured"
+        sites.append(site)
+    _check_patterns(names, sites, config)
+    return sites
+
+
+def _matches(pattern: str, names: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _check_patterns(names: dict[nn.Module, list[str]], sites: list[Site], config: TensorizeConfig) -> None:
+    """Raise ConversionError for a pattern that matches neither a convertible layer nor a converted one."""
+    known = [site.names for site in sites]
+    known += [own for module, own in names.items() if isinstance(module, CompressedLayer)]
+    for pattern in config.overrides:
+        if any(_matches(pattern, own) for own in known):
+            continue
+        flat = [name for own in known for name in own]
+        near = difflib.get_close_matches(pattern.strip("*."), flat, n=5, cutoff=0.5) or flat[:5]
+        others = [f"{own[0]} ({type(module).__name__})" for module, own in names.items() if _matches(pattern, own)]
+        matched = f"it matches only {', '.join(others[:3])}, of other types" if others else "it matches no module"
+        raise ConversionError(
+            f"the override {pattern!r} matches no layer that can be converted: {matched}. "
+            f"Near matches: {', '.join(near) or 'none, the model has no such layer'}"
+        )
+
+
+def find_groups(names: dict[nn.Module, list[str]], sites: list[Site], config: TensorizeConfig) -> list[Group]:
+    """The chains to make; sites that stay dense get their reason as note. Raises SpecError for formats that misfit."""
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in names:
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((module, leaf))
+    by_weight: dict[nn.Parameter, list[Site]] = {}
+    for site in sites:
+        if site.choice is not None and not site.refused:
+            by_weight.setdefault(site.weight, []).append(site)
+
+    groups = []
+    for weight, chosen in by_weight.items():
+        users = {module: (names[module][0], leaf) for module, leaf in holders[weight]}
+        for members in _partners(chosen, users, sites, config):
+            group = _group(members)
+            if group.spec.ratio > config.min_ratio:
+                groups.append(group)
+                continue
+            for site in members:
+                stored = group.spec.numel + group.spec.rank_numel
+                site.note = f"would store {stored:,} numbers (min_ratio {config.min_ratio:g}) in {group.spec}"
+    return groups
+
+
+def _partners(
+    chosen: list[Site], users: dict[nn.Module, tuple[str, str]], sites: list[Site], config: TensorizeConfig
+) -> Iterator[list[Site]]:
+    """Split the sites chosen among the `users` of one weight into those that share a chain; write notes on ties."""
+    dense = [site.name for site in sites if site.layer in users and site not in chosen]
+    kept = f"untied from {', '.join(dense)} (left dense)" if dense else ""
+    if config.tied == "untie":
+        for site in chosen:
+            others = [name for name, _ in users.values() if name != site.name and name not in dense]
+            site.note = "; ".join(filter(None, [f"untied from {', '.join(others)}" if others else "", kept]))
+            yield [site]
+        return
+    obstacle = _obstacle(chosen, users, sites)
+    for site in chosen:
+        if obstacle:
+            site.note = f"its weight is tied: {obstacle}; tied='untie' would convert it alone"
+        else:
+            site.note = "; ".join(filter(None, [f"tied to {chosen[0].name}" if site is not chosen[0] else "", kept]))
+    if not obstacle:
+        yield chosen
+
+
+def _obstacle(chosen: list[Site], users: dict[nn.Module, tuple[str, str]], sites: list[Site]) -> str | None:
+    """Why the users of one weight cannot share a chain, or None."""
+    fit = {site.layer for site in sites if not site.refused}
+    for module, (name, leaf) in users.items():
+        if module not in fit or leaf != "weight":
+            return f"{name or 'the model itself'} ({type(module).__name__}.{leaf}) uses it and cannot be converted"
+    tables = [site for site in chosen if site.converter.format == "ttm"]
+    # a table and nn.Linear both store (out, in); one that stores (in, out) would need the chain read backwards
+    if len({site.converter.in_first for site in chosen}) > 1:
+        return f"{chosen[0].name} and others store it transposed to each other"
+    if len({site.layer.padding_idx for site in tables}) > 1:
+        return "the tables that use it have different padding_idx"
+    return None
+
+
+def _group(members: list[Site]) -> Group:
+    """The chain for sites that share a weight: a table's TTM where one is among them; an override goes first."""
+    deciders = [site for site in members if site.converter.format == "ttm"] or members
+    leader = next((site for site in deciders if site.explicit), deciders[0])
+    for site in deciders:
+        if site.explicit and site.choice != leader.choice:
+            raise ConversionError(
+                f"{leader} and {site} share a weight, but the overrides give them {leader.choice} and {site.choice}: "
+                "give both the same, or set tied='untie'"
+            )
+    assert leader.choice is not None
+    try:
+        return Group(tuple(members), leader, leader.choice.spec(*leader.converter.shape(leader.layer)))
+    except SpecError as error:
+        raise SpecError(f"{leader}: {error}") from error
+
+
+def why_nothing(model: nn.Module, sites: list[Site]) -> str:
+    """The message for a model in which no layer gets compressed."""
+    kind = type(model).__name__
+    if not sites:
+        types = ", ".join(layer_type.__name__ for layer_type in converters())
+        return (
+            f"nothing to convert in {kind}: expected layers whose type is exactly one of {types}, got none; "
+            "register_converter makes others known"
+        )
+    reasons = "; ".join(f"{site}: {site.note}" for site in sites[:5])
+    more = f" (and {len(sites) - 5} more)" if len(sites) > 5 else ""
+    return (
+        f"nothing to convert in {kind}: all of its {len(sites)} layers stay dense. {reasons}{more}. "
+        "Lower the rank or min_ratio, or change the overrides"
+    )

@@ -1,0 +1,111 @@
+"""Putting compressed layers in the place of dense ones and back, with everything a layer carries besides its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from comera.convert.declared_ties import read_ties, rewrite_ties
+from comera.convert.registry import converters
+from comera.nn.bonds import CompressedLayer, TensorTrain
+from comera.nn.embedding import TTMEmbedding, TTMProjection
+from comera.nn.linear import TTLinear
+from comera.tt.dense import materialize
+from comera.tt.spec import TTSpec
+
+# Hooks see calls, not parameters, so they move along; the very dictionaries do, so that their handles keep working.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) -> None:
+    """Replace dense layers of registered types by compressed ones around the given chains; several may share one.
+
+    A chain takes over its layers' `requires_grad`; biases stay the same objects, hooks and train mode move along.
+    """
+    padding: dict[TensorTrain, int | None] = {}
+    for layer, tt in trains.items():
+        tt.requires_grad_(layer.get_parameter("weight").requires_grad)
+        if converters()[type(layer)].format == "ttm":
+            padding[tt] = layer.padding_idx  # type: ignore[assignment]
+
+    def compressed(layer: nn.Module, tt: TensorTrain) -> CompressedLayer:
+        new: CompressedLayer
+        bias = layer._parameters.get("bias")
+        kept = False if bias is None else bias
+        if isinstance(tt.spec, TTSpec):
+            new = TTLinear(tt, kept)
+        elif converters()[type(layer)].format == "ttm":
+            new = TTMEmbedding(tt, padding[tt])
+        else:
+            new = TTMProjection(tt, kept, padding.get(tt))
+        new.dense_type = type(layer)
+        return new
+
+    _swap_(model, {layer: compressed(layer, tt) for layer, tt in trains.items()})
+
+
+def materialize_layers_(model: nn.Module) -> int:
+    """Replace every compressed layer by a dense one of its original type; returns how many there were.
+
+    Layers that share a chain share one weight again, if their types store it the same way round.
+    """
+    weights: dict[tuple[TensorTrain, bool], nn.Parameter] = {}
+    swaps: dict[nn.Module, nn.Module] = {}
+    for layer in model.modules():
+        if isinstance(layer, CompressedLayer):
+            converter = converters()[layer.dense_type]
+            key = layer.tt, converter.in_first
+            if key not in weights:
+                weight = _dense_weight(layer)
+                value = weight.t() if converter.in_first else weight
+                trainable = any(p.requires_grad for p in layer.tt.parameters())
+                weights[key] = nn.Parameter(value.contiguous(), requires_grad=trainable)
+            with torch.device("meta"):
+                dense = converter.build(layer)
+            dense.register_parameter("weight", weights[key])
+            if converter.format == "tt":
+                dense.register_parameter("bias", layer._parameters["bias"])
+            swaps[layer] = dense
+    if swaps:
+        _swap_(model, swaps)
+    return len(swaps)
+
+
+@torch.no_grad()
+def _dense_weight(layer: CompressedLayer) -> Tensor:
+    """The weight of a compressed layer, (out, in) or table, as new memory; half precisions sum up in float32."""
+    spec, cores = layer.tt.spec, layer.tt.effective_cores()
+    dtype = cores[0].dtype
+    weight = materialize(spec, [core.to(torch.promote_types(dtype, torch.float32)) for core in cores]).to(dtype)
+    if isinstance(spec, TTSpec):
+        weight = weight.t()
+    weight = weight.clone(memory_format=torch.contiguous_format)
+    padding = getattr(layer, "padding_idx", None)
+    if padding is not None:
+        weight[padding] = 0
+    return weight
+
+
+def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
+    """Put the new modules wherever the old ones are registered."""
+    ties = read_ties(model, swaps)
+    for old, new in swaps.items():
+        new.train(old.training)
+        for hooks in _HOOKS:
+            setattr(new, hooks, getattr(old, hooks))
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in swaps:
+                setattr(parent, name, swaps[child])
+    rewrite_ties(model, ties)

@@ -1,0 +1,165 @@
+"""`tensorize_` and `materialize_`.
+
+`tensorize_` first decides everything, then makes all chains, and only then touches the model: after an error the model
+is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from comera.convert.config import TensorizeConfig
+from comera.convert.registry import converters
+from comera.convert.report import LayerRow, TensorizeReport
+from comera.convert.select import Group, Site, all_names, find_groups, find_sites, why_nothing
+from comera.convert.swap import compress_layers_, materialize_layers_
+from comera.errors import ConversionError, SpecError
+from comera.nn.bonds import CompressedLayer, TensorTrain
+from comera.tt.decompose import tt_svd
+from comera.tt.spec import TTSpec
+
+
+def tensorize_(
+    model: nn.Module, config: TensorizeConfig | None = None, *, generator: torch.Generator | None = None
+) -> TensorizeReport:
+    """Compress a model's linear and embedding layers in place; returns the table of what became what.
+
+    Keeps dtype, device, biases (the same objects), `requires_grad`, train mode, forward and backward hooks, and tied
+    weights. Make optimizers and DDP wrappers afterwards. Works on the meta device; a model that is already converted
+    stays as it is. generator: source of the random cores.
+    Raises ConversionError or SpecError, the model untouched, for a pattern without a match, a format that does not
+    fit its layer, or a model in which nothing gets smaller.
+    """
+    config = config or TensorizeConfig()
+    if type(model) in converters():
+        raise ConversionError(
+            f"tensorize_ replaces layers inside a module: {_wrap(model)}, "
+            "or make a comera.TTLinear or comera.TTMEmbedding yourself"
+        )
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ConversionError("the model is wrapped in DistributedDataParallel: convert first, then wrap")
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConversionError(f"{lazy[0]} has no shape yet (a lazy module): run one batch through the model first")
+    names = all_names(model)
+    sites = find_sites(names, config)
+    groups = find_groups(names, sites, config)
+    if not groups and not any(isinstance(module, CompressedLayer) for module in names):
+        raise ConversionError(why_nothing(model, sites))
+
+    trains: dict[nn.Module, TensorTrain] = {}
+    errors: dict[TensorTrain, float] = {}
+    for group in groups:
+        tt, error = _chain(group, config, generator)
+        trains |= dict.fromkeys([site.layer for site in group.sites], tt)
+        if error is not None:
+            errors[tt] = error
+    compress_layers_(model, trains)
+    return TensorizeReport.of(model, _rows(model, names, sites, errors))
+
+
+def materialize_(model: nn.Module) -> nn.Module:
+    """Turn every compressed layer back into a dense one of its original type, in place; returns the model.
+
+    The function is the same to rounding. Layers that share a chain share one weight again; dtype, device, biases,
+    `requires_grad`, train mode, hooks and padding rows are kept. Make optimizers afterwards.
+    Raises ConversionError for a model without compressed layers, or one that is a single such layer.
+    """
+    if isinstance(model, CompressedLayer):
+        raise ConversionError(f"materialize_ replaces layers inside a module: {_wrap(model)}")
+    if not materialize_layers_(model):
+        raise ConversionError(
+            f"nothing to materialize in {type(model).__name__}: it has no compressed layer; tensorize_ it first"
+        )
+    return model
+
+
+def _wrap(model: nn.Module) -> str:
+    return f"a single {type(model).__name__} has no parent to hold the new layer; wrap it, as in nn.Sequential(layer)"
+
+
+def _chain(
+    group: Group, config: TensorizeConfig, generator: torch.Generator | None
+) -> tuple[TensorTrain, float | None]:
+    """The chain of one group, and the relative error of its decomposition."""
+    site, weight = group.leader, group.leader.weight.detach()
+    std = config.init_std or _std(site)
+    if config.init == "random":
+        tt = TensorTrain(
+            group.spec,
+            init_std=std,
+            threshold=config.threshold,
+            dtype=weight.dtype,
+            device=weight.device,
+            generator=generator,
+        )
+        return tt, None
+    if weight.is_meta:
+        raise ConversionError(f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'")
+    matrix = weight.t() if isinstance(group.spec, TTSpec) and not site.converter.in_first else weight
+    try:
+        result = tt_svd(matrix, group.spec)
+    except SpecError as error:
+        raise SpecError(f"{site}: {error}") from error
+    tt = TensorTrain.from_numbers(
+        result.spec,
+        result.cores,
+        init_std=std,
+        threshold=config.threshold,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    return tt, result.error
+
+
+def _std(site: Site) -> float:
+    """Standard deviation of the weight, or of its layer's own initialisation where the weight does not tell."""
+    weight = site.weight.detach()
+    if not weight.is_meta and weight.numel():
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        std, mean = float(wide.std(correction=0)), float(wide.mean())
+        if 1e-6 * abs(mean) < std < float("inf"):
+            return std
+    return site.converter.std(site.layer)
+
+
+def _rows(
+    model: nn.Module, names: dict[nn.Module, list[str]], sites: list[Site], errors: dict[TensorTrain, float]
+) -> Iterator[LayerRow]:
+    """What became of each site, of layers compressed earlier, and of subclasses of registered types.
+
+    A weight counts in the first row that had it, a chain in the first row that has it, so that columns can be added.
+    """
+    by_layer = {site.layer: site for site in sites}
+    kinds = tuple(converters())
+    counted: set[object] = set()
+
+    def once(key: object, numbers: int) -> int:
+        known = key in counted
+        counted.add(key)
+        return 0 if known else numbers
+
+    for old, (name, *_) in names.items():
+        site = by_layer.get(old)
+        if site is None and not isinstance(old, (CompressedLayer, *kinds)):
+            continue
+        new = model.get_submodule(name)
+        before, after = type(old).__name__, type(new).__name__
+        weight = old._parameters.get("weight")
+        if isinstance(new, CompressedLayer):
+            spec = new.tt.spec
+            note = site.note if site else "already compressed"
+            dense = once(new.tt if site is None else weight, spec.dense_numel)
+            stored = once(("stored", new.tt), spec.numel + spec.rank_numel)
+            yield LayerRow(name, before, after, str(spec), dense, stored, errors.get(new.tt), note)
+        else:
+            numbers = weight.numel() if weight is not None else 0
+            note = site.note if site else "a subclass of a known layer; register_converter makes it known"
+            yield LayerRow(
+                name, before, after, "", once(weight, numbers), once(("stored", weight), numbers), None, note
+            )

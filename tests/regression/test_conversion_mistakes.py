@@ -1,0 +1,86 @@
+"""Mistakes of earlier implementations that conversion must not repeat (DESIGN §4)."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
+from comera.nn.bonds import named_trains
+
+CONFIG = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
+
+
+def test_no_bias_is_invented_for_a_bias_free_layer() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    tensorize_(model, CONFIG)
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+    assert materialize_(model)[0].bias is None
+
+
+@pytest.mark.parametrize("init", ["random", "decompose"])
+def test_no_storage_is_shared_with_the_source_layer(init: str) -> None:
+    source = nn.Linear(64, 64)
+    model = nn.Sequential(source)
+    kept = source.weight.detach().clone()
+    # order 2 at full rank: the decomposition could hand out the weight itself
+    config = TensorizeConfig(TT(order=2, rank=64), init=init, min_ratio=0)
+    tensorize_(model, config)
+    with torch.no_grad():
+        for parameter in model[0].tt.parameters():
+            parameter.zero_()
+    assert torch.equal(source.weight, kept)
+
+
+def test_no_mask_is_written_into_parameters_by_a_forward() -> None:
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64))
+    tensorize_(model, CONFIG)
+    with torch.no_grad():
+        for _, tt in named_trains(model):
+            tt.rank_params[0][1] = 5e-3  # inactive, but not zero
+    before = copy.deepcopy(model.state_dict())
+    model(torch.tensor([1, 2])).sum().backward()
+    model.eval()(torch.tensor([1, 2]))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("order", [2, 4, 6, 8])
+def test_the_materialised_std_is_that_of_the_dense_layer(order: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(512, 256), nn.Linear(256, 512))
+    with torch.no_grad():
+        model[0].weight.mul_(0.02)
+    want = [layer.weight.std().item() for layer in model]
+    tensorize_(model, TensorizeConfig(TT(order=order, rank=16), TTM(order=order // 2, rank=16), min_ratio=0))
+    assert [layer.weight.std().item() for layer in model] == pytest.approx(want, rel=0.1)
+
+
+@pytest.mark.parametrize(("in_modes", "out_modes"), [((64,), (4, 4, 4)), ((4, 4, 2, 2), (64,)), ((8, 8), (4, 4, 2, 2))])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_any_number_of_cores_and_any_rank_trains(
+    in_modes: tuple[int, ...], out_modes: tuple[int, ...], rank: int
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    tensorize_(model, TensorizeConfig(TT(rank=rank, in_modes=in_modes, out_modes=out_modes)))
+    x = torch.randn(5, 64)
+    out = model(x)
+    out.square().sum().backward()
+    assert model[0].bias.grad is not None
+    for parameter in model[0].tt.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+    if rank == 0:
+        assert torch.equal(out, model[0].bias.expand(5, 64))
+
+
+def test_layers_are_not_found_by_substrings_of_their_names() -> None:
+    model = nn.ModuleDict({"linear": nn.LayerNorm(64), "norm": nn.Linear(64, 64), "conv_bias": nn.Embedding(64, 64)})
+    report = tensorize_(model, CONFIG)
+    assert {row.name: row.after for row in report.rows} == {"norm": "TTLinear", "conv_bias": "TTMEmbedding"}
+
+
+def test_a_conversion_that_matches_nothing_is_no_silent_success() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match=r"stay dense. 0 .*left dense as configured"):
+        tensorize_(model, TensorizeConfig(linear=None))

@@ -1,0 +1,51 @@
+"""TT, TTM and TensorizeConfig: checked at construction."""
+
+from collections.abc import Callable
+
+import pytest
+
+from comera.convert import TT, TTM, TensorizeConfig
+from comera.errors import ConversionError, SpecError
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: TT(order=1), SpecError, "TT needs an order of at least 2"),
+        (lambda: TT(order=True), SpecError, "order"),
+        (lambda: TTM(order=0), SpecError, "TTM needs an order of at least 1"),
+        (lambda: TT(rank=-1), SpecError, "TT needs rank to be an integer >= 0"),
+        (lambda: TT(rank=2.5), SpecError, "got 2.5"),
+        (lambda: TT(rank=()), SpecError, r"got \(\)"),
+        (lambda: TT(in_modes=(4, 0)), SpecError, "in_modes to be a tuple of positive integers or None"),
+        (lambda: TTM(col_modes="8·8"), SpecError, "col_modes to be"),
+        (lambda: TensorizeConfig(linear=TTM()), ConversionError, "linear must be a TT or None"),
+        (lambda: TensorizeConfig(embedding=TT()), ConversionError, "embedding must be a TTM or None"),
+        (lambda: TensorizeConfig(overrides={"a": 3}), ConversionError, "overrides must be a mapping"),
+        (lambda: TensorizeConfig(overrides=[("a", None)]), ConversionError, "overrides must be a mapping"),
+        (lambda: TensorizeConfig(tied="yes"), ConversionError, "tied must be 'share' or 'untie', got 'yes'"),
+        (lambda: TensorizeConfig(init="svd"), ConversionError, "init must be"),
+        (lambda: TensorizeConfig(init_std=0.0), ConversionError, "init_std must be"),
+        (lambda: TensorizeConfig(min_ratio=-1), ConversionError, "min_ratio must be"),
+        (lambda: TensorizeConfig(threshold=1.0), ConversionError, "threshold must be in"),
+    ],
+)
+def test_configurations_are_checked_at_construction(
+    make: Callable[[], object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_configurations_take_lists_and_keep_their_own_overrides() -> None:
+    assert TT(rank=[1, 2, 1], in_modes=[4], out_modes=[4]) == TT(rank=(1, 2, 1), in_modes=(4,), out_modes=(4,))
+    overrides: dict[str, TT | TTM | None] = {"up": None}
+    config = TensorizeConfig(overrides=overrides)
+    overrides["down"] = None
+    assert config.overrides == {"up": None}
+
+
+def test_given_modes_tell_the_order() -> None:
+    assert TT(in_modes=(4, 4), out_modes=(16,)).spec(16, 16).order == 3
+    assert TTM(row_modes=(4, 4), rank=3).spec(16, 16).order == 2
+    assert TT(order=5, in_modes=(4, 4)).spec(16, 64).split == 2

@@ -1,0 +1,277 @@
+"""Saved models that are damaged, foreign or of another shape, and saves that fail: one clear error, nothing changed."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.errors import CheckpointError
+from comera.train import checkpoint
+from comera.train.checkpoint import load_pretrained, read_manifest, save_pretrained
+
+SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool = True, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(60, 32)
+        self.up = nn.Linear(32, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(32, 60)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def net(config: TensorizeConfig | None = SMALL, seed: int = 1, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    model = Net(**options)
+    if config is not None:
+        tensorize_(model, config)
+    return model
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with a compressed model."""
+    save_pretrained(net(), tmp_path)
+    return tmp_path
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_refused(model: nn.Module, folder: Path, message: str, *, strict: bool = True) -> None:
+    modules, before = list(model.modules()), state(model)
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(model, folder, strict=strict)
+    assert list(model.modules()) == modules
+    assert same(state(model), before)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> None:
+    """Change tensors and manifest of a saved model."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        manifest = json.loads(file.metadata()["comera"])
+    change(tensors, manifest)
+    save_file(tensors, path, {"comera": json.dumps(manifest)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, m: t.pop("up.bias"), r"up.bias \(64,\) is in the model only"),
+        (lambda t, m: t.update(extra=torch.zeros(2)), r"extra \(2,\) is in the file only"),
+        (lambda t, m: t.update({"up.bias": torch.zeros(3)}), r"up.bias: expected \(64,\), got \(3,\) in the file"),
+        (lambda t, m: t.pop("up.tt.cores.1"), r"up.tt.cores.1: expected \(.*\) as the manifest says, got nothing"),
+        (lambda t, m: t.update({"up.tt.cores.1": torch.zeros(1)}), r"up.tt.cores.1: expected .* got \(1,\)"),
+        (lambda t, m: m["trains"][1].update(names={"over.tt": "TTLinear"}), r"over \(TTLinear\) is in the file only"),
+        (lambda t, m: m["trains"][1].update(names={"norm.tt": "TTLinear"}), "norm: expected a layer that holds or can"),
+        (lambda t, m: m["trains"][0].update(names={"up.tt": "TTMEmbedding"}), "up: expected a chain for a .*Linear"),
+        (lambda t, m: m["trains"][0]["names"].update({"embed.tt": "TTLinear"}), "embed: expected a chain for a"),
+        (lambda t, m: m["trains"][0]["spec"].update(row_modes=[1]), "manifest is damaged"),
+        (lambda t, m: m.pop("trains"), "manifest is damaged"),
+        (lambda t, m: m.update(tied={"x": "y"}), "manifest is damaged"),
+        (lambda t, m: m.update(transient=["x"]), "manifest is damaged"),
+        (lambda t, m: m.update(format=2), r"expected manifest format 1, got 2 \(written by version .*update"),
+    ],
+)
+@pytest.mark.parametrize("into", [None, SMALL])
+def test_files_that_do_not_fit_are_refused(
+    saved: Path,
+    change: Callable[[dict[str, Tensor], dict[str, Any]], object],
+    message: str,
+    into: TensorizeConfig | None,
+) -> None:
+    rewrite(saved, change)
+    assert_refused(net(into, seed=2), saved, message)
+
+
+def sparse() -> Net:
+    model = net(None)
+    model.embed.sparse = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), r"embed \(TTMEmbedding\) is in the file only"),
+        (lambda: net(None, width=48), "up: expected a chain for a Linear 32 -> 48, got TTLinear with TT"),
+        (lambda: net(SMALL, width=48), "up: expected a chain for a TTLinear 32 x 48, got TTLinear with TT"),
+        (sparse, "embed: expected a layer that can be converted .*sparse"),
+        (
+            lambda: net(TensorizeConfig(SMALL.linear, SMALL.embedding, tied="untie")),
+            "head: expected a chain for a TTLin",
+        ),
+        (
+            lambda: net(TensorizeConfig(SMALL.linear, SMALL.embedding, {"head": None})),
+            "expected to share one chain",
+        ),
+    ],
+)
+def test_models_of_another_architecture_are_refused(saved: Path, model: Callable[[], nn.Module], message: str) -> None:
+    assert_refused(model(), saved, message)
+
+
+def test_a_dense_file_does_not_fit_a_compressed_model(tmp_path: Path) -> None:
+    save_pretrained(net(None), tmp_path)
+    assert_refused(
+        net(seed=2), tmp_path, r"up \(TTLinear\) is compressed in the model only.*up.weight .* is in the file only"
+    )
+
+
+def test_weights_that_are_tied_in_the_model_only_must_be_equal(tmp_path: Path) -> None:
+    save_pretrained(net(None, tied=False), tmp_path)
+    assert_refused(net(None, seed=2), tmp_path, "head.weight and embed.weight are tied in the model, but differ")
+    assert same(state(load_pretrained(net(None, 2, tied=False), tmp_path)), state(net(None, tied=False)))
+
+
+def test_chains_that_are_tied_in_the_file_only_are_refused(tmp_path: Path) -> None:
+    save_pretrained(net(), tmp_path)
+    apart = TensorizeConfig(SMALL.linear, SMALL.embedding)
+    model = net(None, tied=False)
+    model.head = nn.Embedding(60, 32)
+    tensorize_(model, apart)
+    rewrite(tmp_path, lambda t, m: m["trains"][0]["names"].update({"head.tt": "TTMEmbedding"}))
+    assert_refused(model, tmp_path, "embed.tt, head.tt: expected to share one chain in the model as in the file")
+
+
+def test_numbers_that_no_file_holds_are_refused(saved: Path) -> None:
+    with torch.device("meta"):
+        model = Net()
+        model.register_buffer("positions", torch.arange(5), persistent=False)
+    with pytest.raises(CheckpointError, match=r"buffer positions is on the meta device and its numbers are not in the"):
+        load_pretrained(model, saved)
+    with torch.device("meta"):
+        model = Net()
+        model.more = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"more.weight is on the meta device and not in the file"):
+        load_pretrained(model, saved, strict=False)
+    with torch.device("meta"):
+        model = net()
+        model.more = nn.Sequential(nn.Linear(64, 64))
+    tensorize_(model, SMALL)
+    with pytest.raises(CheckpointError, match=r"more.0.tt is on the meta device and not in the file"):
+        load_pretrained(model, saved, strict=False)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999])
+def test_a_truncated_file_is_refused(saved: Path, share: float) -> None:
+    path = saved / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    assert_refused(net(seed=2), saved, "truncated or no safetensors file")
+    with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
+        read_manifest(saved)
+
+
+def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
+    model = net(None)
+    assert_refused(model, tmp_path, "expected a saved model in .*, but it has no model.safetensors")
+    assert_refused(model, tmp_path / "nowhere", "has no model.safetensors")
+    (tmp_path / "model.safetensors").write_text("not tensors")
+    assert_refused(model, tmp_path, "truncated or no safetensors file")
+    save_file(state(net(None, tied=False)), tmp_path / "model.safetensors")
+    assert_refused(model, tmp_path, "was not written by save_pretrained .* init='decompose'")
+
+
+def test_without_strict_what_fits_is_loaded_and_the_rest_named(saved: Path) -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(60, 32)
+            self.up = nn.Linear(32, 64)
+            self.classes = nn.Linear(64, 3)
+
+    torch.manual_seed(3)
+    model = Classifier()
+    classes = model.classes.weight.clone()
+    assert_refused(model, saved, "strict=False loads what fits")
+    with pytest.warns(UserWarning, match=r"head \(TTMProjection\) is in the file only; classes.weight .*norm.weight"):
+        load_pretrained(model, saved, strict=False)
+    source = net()
+    assert torch.equal(model.embed.weight, source.embed.weight)
+    assert torch.equal(model.up.weight, source.up.weight)
+    assert torch.equal(model.up.bias, source.up.bias)
+    assert torch.equal(model.classes.weight, classes)
+
+
+def test_without_strict_other_shapes_and_strangers_are_still_refused(saved: Path) -> None:
+    assert_refused(net(None, width=48), saved, "up: expected a chain", strict=False)
+    assert_refused(nn.Sequential(nn.Linear(2, 2)), saved, "it has no tensor of that name", strict=False)
+
+
+# -- saves that fail --
+
+
+def test_a_save_that_fails_leaves_the_old_model(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+
+    def torn(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", torn)
+    with pytest.raises(OSError, match="no space left"):
+        save_pretrained(net(seed=5), saved)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+
+
+def test_a_kill_between_the_two_files_leaves_a_whole_model(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[Path] = []
+
+    def once(source: Path, target: Path) -> None:
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(target)
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "replace", once)
+    model = net(TensorizeConfig(TT(order=3, rank=3), TTM(order=3, rank=3)), seed=5)
+    with pytest.raises(KeyboardInterrupt):
+        save_pretrained(model, saved)
+    assert sorted(path.name for path in saved.iterdir()) == ["comera.json", "model.safetensors"]
+    assert same(state(load_pretrained(net(None), saved)), state(model))
+
+
+class WithState(nn.Linear):
+    def get_extra_state(self) -> str:
+        return "text"
+
+    def set_extra_state(self, value: str) -> None:
+        pass
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with torch.device("meta"):
+        meta = Net()
+    for model, message in (
+        (meta, "embed.weight of this Net is on the meta device"),
+        (WithState(2, 2), "_extra_state of this WithState is a str, no tensor"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save_pretrained(model, folder)
+    for metadata in ({"a": object()}, {"a": float("nan")}):
+        with pytest.raises(CheckpointError, match="must be JSON-ready"):
+            save_pretrained(net(), folder, metadata=metadata)
+    assert not folder.exists()
+    folder.write_text("a file")
+    with pytest.raises(CheckpointError, match="expected a folder to save in, found a file"):
+        save_pretrained(net(), folder)
