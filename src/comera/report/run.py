@@ -1,0 +1,222 @@
+"""A run folder as a typed value: configuration, metrics, layers, summary. Reads what is there, of partial runs too."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from comera.convert import LayerRow
+from comera.errors import CheckpointError, DataError
+from comera.train.metrics import Summary
+
+
+@dataclass(frozen=True)
+class TrainPoint:
+    """One logged training step. time: s of training; tokens: seen so far; step_time: s."""
+
+    step: int
+    time: float
+    loss: float
+    tokens: int
+    step_time: float
+
+
+@dataclass(frozen=True)
+class EvalPoint:
+    """One evaluation on held-out data."""
+
+    step: int
+    time: float
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class SizePoint:
+    """Numbers stored at a step. active: numbers of the chains whose rank parameters are above the threshold.
+
+    ranks: per chain, the active ranks of its inner bonds.
+    """
+
+    step: int
+    time: float
+    total: int
+    tensorized: int
+    ratio: float
+    tensorized_ratio: float
+    active: int
+    ranks: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PrunePoint:
+    """A physical shrinking: numbers stored before and after."""
+
+    step: int
+    time: float
+    before: int
+    after: int
+
+
+Point = TrainPoint | EvalPoint | SizePoint | PrunePoint
+P = TypeVar("P", TrainPoint, EvalPoint, SizePoint, PrunePoint)
+KINDS: dict[str, type[Point]] = {"train": TrainPoint, "eval": EvalPoint, "size": SizePoint, "prune": PrunePoint}
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Everything a run folder tells. layers: of the conversion, empty for a dense run; summary: None before the end."""
+
+    folder: Path
+    config_text: str
+    config: Mapping[str, Any]
+    points: tuple[Point, ...]
+    layers: tuple[LayerRow, ...]
+    summary: Summary | None
+
+    def _of(self, kind: type[P]) -> tuple[P, ...]:
+        return tuple(point for point in self.points if isinstance(point, kind))
+
+    @cached_property
+    def train(self) -> tuple[TrainPoint, ...]:
+        """Logged training steps, in order."""
+        return self._of(TrainPoint)
+
+    @cached_property
+    def evals(self) -> tuple[EvalPoint, ...]:
+        """Evaluations, in order."""
+        return self._of(EvalPoint)
+
+    @cached_property
+    def sizes(self) -> tuple[SizePoint, ...]:
+        """Records of the size, in order."""
+        return self._of(SizePoint)
+
+    @cached_property
+    def prunes(self) -> tuple[PrunePoint, ...]:
+        """Physical shrinkings, in order."""
+        return self._of(PrunePoint)
+
+    @property
+    def method(self) -> str:
+        """Name of the method: from the summary, else the configuration, else what the metrics show."""
+        shown = "comera" if any(size.ranks for size in self.sizes) else "dense"
+        return self.summary.method if self.summary else str(self.config.get("method") or shown)
+
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe, or of the folder where nothing tells it."""
+        return self.summary.recipe if self.summary else str(self.config.get("recipe") or self.folder.name)
+
+    @property
+    def number_bytes(self) -> float:
+        """Bytes of a stored number: as the summary measured, else the 4 of float32."""
+        return self.summary.size_bytes / self.summary.parameters if self.summary and self.summary.parameters else 4.0
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run folder: config.yaml, metrics.jsonl, layers.json and summary.json, as far as the run wrote them.
+
+    A torn last line of the metrics (the run was killed while writing it) is left out.
+    Raises DataError for a folder that is missing, foreign or malformed.
+    """
+    folder = Path(folder)
+    config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise DataError(f"expected a run folder at {folder}, found {'a file' if folder.exists() else 'nothing'} there")
+    if not config.is_file() and not metrics.is_file():
+        raise DataError(
+            f"{folder} is no run folder: it holds neither config.yaml nor metrics.jsonl; "
+            "give the folder that `comera train` wrote"
+        )
+    config_text = config.read_text("utf-8") if config.is_file() else ""
+    try:
+        settings = yaml.safe_load(config_text) or {}
+    except yaml.YAMLError as error:
+        raise DataError(f"{config} is not YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{config}: expected a mapping of settings, got {_shown(settings)}")
+    try:
+        summary = Summary.read(folder / "summary.json")
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    points = _read_points(metrics) if metrics.is_file() else ()
+    return RunData(folder, config_text, settings, points, _read_layers(folder / "layers.json"), summary)
+
+
+def _read_layers(path: Path) -> tuple[LayerRow, ...]:
+    if not path.is_file():
+        return ()
+    names = [field.name for field in fields(LayerRow)]
+    try:
+        return tuple(LayerRow(**{name: row[name] for name in names}) for row in json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: expected a list of layers with {', '.join(names)} ({error!r})") from error
+
+
+def _read_points(path: Path) -> tuple[Point, ...]:
+    points: list[Point] = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # no newline behind it: the writer was killed inside this line
+                break
+            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
+        point = _point(row, f"{path}, line {number}")
+        if point is not None:
+            points.append(point)
+    return tuple(points)
+
+
+def _point(row: Any, where: str) -> Point | None:
+    """A record of a known kind, None for other kinds (later versions may log more)."""
+    if not isinstance(row, dict) or "kind" not in row:
+        raise DataError(f"{where}: expected a record with a 'kind', got {_shown(row)}")
+    kind = KINDS.get(row["kind"])
+    if kind is None:
+        return None
+    casts: dict[str, Callable[[Any], Any]] = {"int": int, "float": _float, "Mapping[str, tuple[int, ...]]": _ranks}
+    try:
+        return kind(**{field.name: casts[str(field.type)](row[field.name]) for field in fields(kind)})
+    except KeyError as error:
+        raise DataError(f"{where}: expected the field {error} in a {row['kind']!r} record, got {sorted(row)}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{where}: a {row['kind']!r} record holds a value of another kind: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+def _float(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _ranks(value: Any) -> dict[str, tuple[int, ...]]:
+    return {str(name): tuple(int(rank) for rank in ranks) for name, ranks in value.items()}
+
+
+def write_atomic(path: Path, content: str | bytes) -> Path:
+    """Write a file beside its place and rename it, so that readers see the old or the new one, never a part."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path

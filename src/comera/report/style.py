@@ -1,0 +1,117 @@
+"""How figures look: one palette, thin axes, direct labels; saved as PNG or as SVG that follows the page's colours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
+from io import BytesIO, StringIO
+from math import isfinite
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, MUTED, GRID, PAPER = "#1d2330", "#69707d", "#e1e4ea", "#ffffff"
+BLUE, ORANGE, TEAL, PURPLE, PINK, GREY = "#2f6fbb", "#c8590b", "#0e857a", "#7b4fc4", "#b8336a", "#7a828f"
+# an SVG inside a page takes these variables in place of the colours, so one figure serves light, dark and print
+VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    BLUE: "--blue",
+    ORANGE: "--orange",
+    TEAL: "--teal",
+    PURPLE: "--purple",
+    PINK: "--pink",
+    GREY: "--grey",
+}
+RC: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.formatter.limits": (-4, 6),
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.6,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.facecolor": PAPER,
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "comera",
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "xtick.major.size": 3,
+    "xtick.major.width": 0.6,
+    "ytick.color": MUTED,
+    "ytick.major.size": 0,
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """The house style while figures are drawn and saved; matplotlib's own settings are back afterwards."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(RC)
+        yield
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, gap: float = 0.075) -> None:
+    """Write (y, text, colour) at the right edge where the lines end, moved apart to `gap` of the axes' height."""
+    low, high = axes.get_ylim()
+    heights: list[float] = []
+    ends = sorted((end for end in ends if isfinite(end[0])), key=lambda end: end[0])
+    for y, _, _ in ends:
+        height = (min(max(y, low), high) - low) / (high - low)
+        heights.append(max(height, heights[-1] + gap) if heights else height)
+    over = max(0.0, *heights, 1.0) - 1.0
+    for height, (_, text, colour) in zip(heights, ends, strict=True):
+        at, beside = (1.0, height - over), (6.0, 0.0)
+        axes.annotate(text, at, beside, "axes fraction", "offset points", va="center", color=colour)
+
+
+def export(figure: Figure, name: str, label: str) -> tuple[bytes, str]:
+    """The figure as PNG on white, and as an SVG element to put into a page.
+
+    In the SVG colours are CSS variables, text is text in `--sans`, and ids start with `name`.
+    label: what a screen reader says in place of the picture.
+    """
+    png, out = BytesIO(), StringIO()
+    figure.savefig(png, format="png", dpi=200)
+    figure.set_layout_engine("none")  # as the PNG laid it out; measuring all texts anew takes most of the time
+    figure.savefig(out, format="svg", facecolor="none")
+    return png.getvalue(), _for_page(out.getvalue(), name, label)
+
+
+def _for_page(svg: str, name: str, label: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    # its style sheet would reach the whole page; the page sets the same for its figures
+    svg = re.sub(r"\s*<metadata>.*?</metadata>|\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'href="#|url\(#', lambda found: f"{found[0]}{name}-", svg)
+    svg = svg.replace("'DejaVu Sans'", "var(--sans)")
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)

@@ -1,0 +1,48 @@
+"""What the figures and the table of layers are computed from."""
+
+import numpy as np
+import pytest
+
+from comera.report.layers import stored_numbers
+from comera.report.plots import short_names, smooth, thin
+from comera.tt.shapes import tt_spec, ttm_spec
+from comera.tt.spec import Spec
+
+SPECS = [
+    tt_spec(64, 48, order=4, rank=6),
+    tt_spec(7, 13, order=3, rank=2),
+    ttm_spec(500, 64, order=3, rank=5),
+    ttm_spec(9, 5, order=1, rank=1),
+]
+
+
+def test_thinning_keeps_every_spike() -> None:
+    y = np.sin(np.arange(10_000.0))
+    y[[1234, 8000]] = 50, -50
+    y[5] = np.nan
+    x, kept = thin(np.arange(10_000.0), y, bins=100)
+    assert len(x) <= 200
+    assert (np.diff(x) > 0).all()
+    assert {50.0, -50.0} <= set(kept)
+
+
+def test_smoothing_is_a_mean_without_lag() -> None:
+    line = np.arange(600.0)
+    np.testing.assert_allclose(smooth(line)[10:-10], line[10:-10])
+    holes = np.where(np.arange(600) % 7 == 0, np.nan, 3.0)
+    np.testing.assert_allclose(smooth(holes), 3.0)
+    np.testing.assert_array_equal(smooth(np.array([1.0, np.nan])), [1.0, np.nan])
+
+
+def test_names_lose_what_all_share() -> None:
+    assert short_names(["bert.encoder.0.up.tt", "bert.encoder.0.down.tt"]) == ["0.up", "0.down"]
+    assert short_names(["bert.up.tt"]) == ["bert.up"]
+    assert short_names(["a" * 30 + "b" * 30]) == ["a" * 19 + "…" + "b" * 20]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_numbers_follow_from_the_printed_spec(spec: Spec) -> None:
+    assert stored_numbers(str(spec), spec.bonds) == spec.numel + spec.rank_numel
+    fewer = [rank // 2 for rank in spec.bonds]
+    less = spec.with_ranks((1, *fewer, 1))
+    assert stored_numbers(str(spec), fewer) == less.numel + less.rank_numel

@@ -1,0 +1,63 @@
+"""Tables print themselves alike in a terminal, Markdown and HTML; numbers read well."""
+
+import math
+
+import pytest
+
+from comera.report.tables import Table, count, duration, megabytes, number, times
+
+TABLE = Table(("name", "size"), "lr", (("a", "1"), ("b<c", "1,234"), ("all", "1,235")), total=True)
+
+
+def test_text_is_aligned_and_rules_off_the_total() -> None:
+    assert TABLE.text().splitlines() == [
+        "name   size",
+        "────  ─────",
+        "a         1",
+        "b<c   1,234",
+        "────  ─────",
+        "all   1,235",
+    ]
+
+
+def test_markdown_is_aligned_in_its_source() -> None:
+    assert TABLE.markdown().splitlines() == [
+        "| name |  size |",
+        "| ---- | ----: |",
+        "| a    |     1 |",
+        "| b<c  | 1,234 |",
+        "| all  | 1,235 |",
+    ]
+
+
+def test_html_escapes_and_puts_the_total_into_the_foot() -> None:
+    html = TABLE.html()
+    assert '<td class="txt">b&lt;c</td><td class="num">1,234</td>' in html
+    assert '<tfoot><tr><td class="txt">all</td><td class="num">1,235</td></tr></tfoot>' in html
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"),
+        (math.nan, "–"),
+        (math.inf, "∞"),
+        (0, "0.00"),
+        (0.0567, "0.0567"),
+        (1e-9, "0.00000"),
+        (6.7, "6.70"),
+        (43.21, "43.2"),
+        (361.2, "361"),
+        (12345.6, "12,346"),
+        (-2.5, "-2.50"),
+    ],
+)
+def test_number(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_units() -> None:
+    assert [count(n) for n in (7, 1500, 66.9e6, 2e9)] == ["7", "1.50 k", "66.9 M", "2.00 G"]
+    assert [megabytes(n) for n in (0, 256 * 2**20)] == ["–", "256"]
+    assert [times(r) for r in (None, 99.4, math.inf)] == ["–", "99.4×", "∞×"]
+    assert [duration(s) for s in (59.94, 1800, 36000)] == ["59.9 s", "30.0 min", "10.0 h"]
