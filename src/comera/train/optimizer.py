@@ -1,0 +1,87 @@
+"""Parameter groups for any torch optimizer, and the learning-rate schedule as a pure function."""
+
+from __future__ import annotations
+
+from math import cos, isfinite, pi
+from typing import Any, Literal
+
+from torch import nn
+
+from comera.errors import ConfigError
+from comera.nn.bonds import named_trains
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    core_lr: float | None = None,
+    rank_lr: float | None = None,
+    weight_decay: float = 0.0,
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer's constructor, each with its "name", "lr" and "weight_decay".
+
+    "cores": `core_lr` (`lr` if left out), decayed. "ranks": `rank_lr` (`lr`), never decayed: the size objective alone
+    pulls them down. "dense": other parameters of two dimensions or more, decayed. "dense_no_decay": biases and norms.
+    A parameter's group follows from the chain that owns it, whatever its name; each trainable parameter is in one
+    group once, tied or not; empty groups are left out.
+    Raises ConfigError for a negative value or a model without trainable parameters.
+    """
+    core_lr, rank_lr = lr if core_lr is None else core_lr, lr if rank_lr is None else rank_lr
+    for name, value in {"lr": lr, "core_lr": core_lr, "rank_lr": rank_lr, "weight_decay": weight_decay}.items():
+        if not isfinite(value) or value < 0:
+            raise ConfigError(f"{name} must be a finite number >= 0, got {value}")
+
+    trains = [train for _, train in named_trains(model)]
+    cores = {core for train in trains for core in train.cores}
+    ranks = {d for train in trains for d in train.rank_params}
+    members: dict[str, list[nn.Parameter]] = {"cores": [], "ranks": [], "dense": [], "dense_no_decay": []}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter in cores:
+            kind = "cores"
+        elif parameter in ranks:
+            kind = "ranks"
+        else:
+            kind = "dense" if parameter.ndim >= 2 else "dense_no_decay"
+        members[kind].append(parameter)
+    if not any(members.values()):
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameter (all have requires_grad=False, or there are none): "
+            "unfreeze what is to be trained"
+        )
+    settings = {
+        "cores": (core_lr, weight_decay),
+        "ranks": (rank_lr, 0.0),
+        "dense": (lr, weight_decay),
+        "dense_no_decay": (lr, 0.0),
+    }
+    return [
+        {"name": name, "params": parameters, "lr": settings[name][0], "weight_decay": settings[name][1]}
+        for name, parameters in members.items()
+        if parameters
+    ]
+
+
+def lr_multiplier(
+    progress: float, *, warmup: float, schedule: Literal["cosine", "linear", "constant"], final: float
+) -> float:
+    """What to multiply each group's learning rate by at `progress`, the part of training that is done.
+
+    progress: steps done per steps, or time per budget; clamped to [0, 1]. warmup: the part, in [0, 1), over which the
+    multiplier rises linearly from 0 to 1. Then it falls to `final`, in [0, 1], along a half cosine or a line;
+    "constant" stays at 1. Raises ConfigError for values out of range.
+    """
+    if not 0 <= warmup < 1:
+        raise ConfigError(f"warmup must be a part of training, 0 <= warmup < 1, got {warmup}")
+    if not 0 <= final <= 1:
+        raise ConfigError(f"final must be a multiplier from 0 to 1, got {final}")
+    if schedule not in ("cosine", "linear", "constant"):
+        raise ConfigError(f"schedule must be 'cosine', 'linear' or 'constant', got {schedule!r}")
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup:
+        return progress / warmup
+    done = (progress - warmup) / (1 - warmup)
+    falls = {"cosine": (1 - cos(pi * done)) / 2, "linear": done, "constant": 0.0}
+    return 1 - (1 - final) * falls[schedule]

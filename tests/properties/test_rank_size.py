@@ -1,0 +1,54 @@
+"""S and Ŝ over random chains: one formula, whether masked, pruned or counted side by side."""
+
+from math import prod
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comera.nn.bonds import TensorTrain
+from comera.rank.size import SizeTable, active_ranks, active_size, surrogate_grads
+from comera.tt.spec import TTMSpec, clip_ranks
+
+
+@st.composite
+def trains(draw: st.DrawFn) -> TensorTrain:
+    """Tables of order 1 to 6 and ranks 0 to 5; rank parameters on both sides of the threshold."""
+    modes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=6))
+    rows, cols = tuple(m for m, _ in modes), tuple(n for _, n in modes)
+    ranks = clip_ranks(draw(st.integers(0, 5)), [m * n for m, n in modes])
+    train = TensorTrain(TTMSpec(prod(rows), prod(cols), rows, cols, ranks), init_std=1.0, dtype=torch.float64)
+    with torch.no_grad():
+        for d in train.rank_params:
+            size = {"min_size": len(d), "max_size": len(d)}
+            d.copy_(torch.tensor(draw(st.lists(st.floats(-1, 3, width=32), **size)), dtype=torch.float64))
+    return train
+
+
+@settings(max_examples=30, deadline=None)
+@given(chains=st.lists(trains(), min_size=1, max_size=3))
+def test_the_gradient_is_that_of_the_surrogate_for_any_chains(chains: list[TensorTrain]) -> None:
+    table = SizeTable(chains)
+    expected = [torch.zeros_like(d) for d in table.rank_params]
+    for train in chains:
+        if len(train.rank_params):
+            value = SizeTable([train]).surrogate()
+            auto = iter(torch.autograd.grad(value, list(train.rank_params)))
+            first = next(k for k, d in enumerate(table.rank_params) if d is train.rank_params[0])
+            expected[first : first + len(train.rank_params)] = auto
+    for grad, auto in zip(table.surrogate_grads(), expected, strict=True):
+        torch.testing.assert_close(grad, auto, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(train=trains())
+def test_with_active_entries_of_one_the_surrogate_is_the_size(train: TensorTrain) -> None:
+    with torch.no_grad():
+        for d, active in zip(train.rank_params, train.active(), strict=True):
+            d[active] = 1.0
+    assert SizeTable([train]).surrogate().item() == active_size(train)
+    ranks = (1, *active_ranks(train), 1)
+    assert active_size(train) == sum(ranks[k] * n * ranks[k + 1] for k, n in enumerate(train.spec.sizes))
+    for k, grad in enumerate(surrogate_grads(train)):
+        slope = ranks[k] * train.spec.sizes[k] + train.spec.sizes[k + 1] * ranks[k + 2]
+        assert set(grad.tolist()) <= {0.0, float(slope)}
