@@ -1,0 +1,155 @@
+"""How a run is trained, as one frozen dataclass; the text under a field is its help on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from comera.errors import ConfigError
+from comera.rank.objective import EarlyStage
+
+# Fields that a resumed run may change: they say what is shown, written and measured, never what is learned.
+_FREE = {
+    *("eval_every", "eval_batches", "save_every", "log_every"),
+    *("tensorboard", "progress", "threads", "device"),
+}
+
+# field: (smallest value, whether that value itself is allowed)
+_BOUNDS: dict[str, tuple[float, bool]] = {
+    "steps": (1, True),
+    "max_seconds": (0, False),
+    "seed": (0, True),
+    "batch_size": (1, True),
+    "accumulation": (1, True),
+    "lr": (0, False),
+    "core_lr": (0, True),
+    "rank_lr": (0, True),
+    "weight_decay": (0, True),
+    "clip": (0, True),
+    "warmup": (0, True),
+    "final_lr": (0, True),
+    "prune_every": (0, True),
+    "eval_every": (0, True),
+    "eval_batches": (0, True),
+    "save_every": (0, True),
+    "log_every": (1, True),
+    "threads": (1, True),
+}
+
+_CHOICES = {
+    "schedule": ("cosine", "linear", "constant"),
+    "precision": ("fp32", "bf16"),
+    "device": ("auto", "cpu"),
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run is trained: its length, optimizer, rank adaptation, and what it writes.
+
+    Raises ConfigError for a value out of range, or when neither `steps` nor `max_seconds` bounds the run.
+    """
+
+    steps: int | None = None
+    """Optimisation steps. With `max_seconds` too, the bound that is reached first ends the run."""
+
+    max_seconds: float | None = None
+    """Wall-clock seconds of training. Evaluation and saving are not counted."""
+
+    seed: int = 0
+    """Seed of the initial weights, the order of the data and dropout."""
+
+    batch_size: int = 32
+    """Examples in a micro-batch of one process; a step sees batch_size x accumulation x processes of them."""
+
+    accumulation: int = 1
+    """Micro-batches whose gradients are averaged into one step."""
+
+    lr: float = 1e-3
+    """Peak learning rate of the dense parameters."""
+
+    core_lr: float | None = None
+    """Peak learning rate of the cores; `lr` if left out."""
+
+    rank_lr: float | None = None
+    """Peak learning rate of the rank parameters; `lr` if left out."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW; never on biases, norms and rank parameters."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0 turns clipping off."""
+
+    warmup: float = 0.05
+    """Fraction of the run over which the learning rates rise from zero."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rates fall after the warm-up."""
+
+    final_lr: float = 0.0
+    """Learning rates at the end of the run, as a fraction of their peaks."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of forward and backward: bf16 is autocast; parameters and optimizer stay in float32."""
+
+    device: Literal["auto", "cpu"] = "auto"
+    """Where to train: auto takes the accelerator if there is one."""
+
+    early: EarlyStage = field(default_factory=EarlyStage)
+    """How strongly training presses the ranks down."""
+
+    prune_every: int = 0
+    """Steps between physical cuts of inactive ranks; 0 cuts none during the run."""
+
+    prune_at_end: bool = True
+    """Cut inactive ranks once more when the run ends."""
+
+    eval_every: int = 100
+    """Steps between evaluations on held-out data; 0 evaluates at the end only."""
+
+    eval_batches: int = 0
+    """Held-out batches in an evaluation; 0 takes all of them."""
+
+    save_every: int = 500
+    """Steps between checkpoints; 0 leaves those at a new best evaluation and at the end."""
+
+    log_every: int = 10
+    """Steps between lines of training metrics; on a GPU each one waits for the device."""
+
+    tensorboard: bool = False
+    """Write TensorBoard event files too."""
+
+    progress: bool = True
+    """Show a progress bar, or without a terminal a line per evaluation."""
+
+    threads: int | None = None
+    """CPU threads for PyTorch; its own choice if left out."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # YAML has lists only
+        if self.steps is None and self.max_seconds is None:
+            raise ConfigError("expected a bound of the run, got neither: set train.steps, train.max_seconds or both")
+        for name, (low, allowed) in _BOUNDS.items():
+            value = getattr(self, name)
+            inside = value is None or low < value < float("inf") or (allowed and value == low)
+            self._expect(name, inside, f"a number {'>=' if allowed else '>'} {low}")
+        for name, choices in _CHOICES.items():
+            self._expect(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        self._expect("warmup", self.warmup < 1, "a fraction of the run, >= 0 and < 1")
+        self._expect("final_lr", self.final_lr <= 1, "a fraction of the peak, >= 0 and <= 1")
+        decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        self._expect("betas", decays, "two numbers >= 0 and < 1")
+
+    def _expect(self, name: str, fits: bool, what: str) -> None:
+        if not fits:
+            raise ConfigError(f"train.{name} must be {what}, got {getattr(self, name)!r}")
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide what is learned, JSON-ready: a run resumes only under the same ones."""
+        fields = dataclasses.asdict(self)
+        fields["betas"] = list(self.betas)
+        return {name: value for name, value in fields.items() if name not in _FREE}

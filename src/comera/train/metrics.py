@@ -1,0 +1,187 @@
+"""What a run tells while it trains: metrics.jsonl and TensorBoard for the report, a progress bar for the person."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from comera.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended.
+
+    steps, tokens: trained; time: seconds of training; step_time: median seconds of a step, the first ones left out;
+    peak_memory, size_bytes: bytes; the losses: on held-out data; parameters: numbers stored, `tensorized` of them in
+    chains; ratio, tensorized_ratio: dense numbers per stored one (None where nothing is stored);
+    stopped: "steps", "time" or "interrupted".
+    """
+
+    method: str
+    recipe: str
+    steps: int
+    time: float
+    tokens: int
+    step_time: float
+    peak_memory: int
+    held_out_loss: float | None
+    best_held_out_loss: float | None
+    parameters: int
+    size_bytes: int
+    tensorized: int
+    tensorized_ratio: float | None
+    ratio: float | None
+    stopped: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run reached its bound."""
+        return self.stopped != "interrupted"
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        write_text(path, to_json(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Summary | None:
+        """The summary in a file, None without the file; raises CheckpointError when it holds something else."""
+        try:
+            return cls(**json.loads(path.read_text("utf-8"))) if path.exists() else None
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"expected the summary of a run in {path}, got something else ({error}): move it away to resume the run"
+            ) from error
+
+
+class MetricsLog:
+    """Appends records to `folder`/metrics.jsonl, one JSON object a line, each flushed as it is written.
+
+    step: records of later steps, left by a run that was killed after its last checkpoint, are cut off first; -1 all.
+    tensorboard: write every number of a record as a scalar too.
+    """
+
+    def __init__(self, folder: Path, *, step: int = -1, tensorboard: bool = False) -> None:
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            write_text(path, "".join(_lines_until(path, step)))
+        self._file = path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append a record; values are numbers, or mappings and sequences of them."""
+        self._file.write(to_json({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, number in _scalars(kind, values):
+                self._board.add_scalar(name, number, step)
+
+    def sync(self) -> None:
+        """Have what was written on the disk: before a checkpoint, which promises the records up to its step."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class Display:
+    """A progress bar on the terminal, or where there is none a line for each evaluation; nothing if not `shown`."""
+
+    def __init__(self, name: str, *, shown: bool = True, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, quiet=not shown, highlight=False)
+        self._bar = Progress(
+            TextColumn(name),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self.console,
+            disable=not (shown and self.console.is_terminal),
+            transient=True,
+        )
+        self._task = self._bar.add_task(name, total=1.0, text="")
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, done: float, *, step: int, loss: float, tokens_per_s: float, ratio: float, time: float) -> None:
+        """Show the part of the run that is `done`, after `time` seconds of training."""
+        left = time / done * (1 - done) if done else 0.0
+        text = (
+            f"step {step:,}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {ratio:.1f}x smaller  "
+            f"{int(left) // 60}:{int(left) % 60:02} left"
+        )
+        self._bar.update(self._task, completed=done, text=text)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place, flush it to the disk and rename it: readers see the old or the new one, whole."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON; numbers that it has no form for, infinite ones, become null."""
+    return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines_until(path: Path, step: int) -> Iterator[str]:
+    """Lines of whole records up to and including `step`; nothing after the first torn one."""
+    for line in path.read_text("utf-8", "replace").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if not line.endswith("\n"):
+            return
+        if record["step"] <= step:
+            yield line
+
+
+def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every number inside `value`, with the path to it."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _scalars(f"{name}/{key}", item)
+    elif isinstance(value, list | tuple):
+        for k, item in enumerate(value, start=1):
+            yield from _scalars(f"{name}/{k}", item)
+    elif isinstance(value, int | float):
+        yield name, value

@@ -1,0 +1,34 @@
+"""What a recipe gives to `fit`: a model, its batches and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+Batch = Any
+
+
+class Task(Protocol):
+    """What a recipe gives to `fit`.
+
+    Optional attributes: `method` ("dense", "comera", ...: what the report calls it), `report_rows` (for layers.json:
+    the rows of the conversion's report), and `identity` (JSON-ready: what besides the TrainConfig decides what is
+    learned, such as a hash of the data; a run resumes only under the same one).
+    """
+
+    name: str
+    model: nn.Module
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
+        """Micro-batch `micro` of step `step`, both from 0, for process `rank` of `world`: a pure function."""
+
+    def eval_batches(self) -> Iterable[Batch]:
+        """Held-out batches, the same ones each time."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The batch's mean loss, a scalar."""
+
+    def tokens(self, batch: Batch) -> int:
+        """Tokens, or whatever the recipe counts as its input, in a batch."""

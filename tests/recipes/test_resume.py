@@ -1,0 +1,220 @@
+"""A run that is killed, at whatever moment, resumes to the bit; several processes train as one."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from comera.nn.linear import TTLinear
+from comera.rank.objective import EarlyStage
+from comera.train.checkpoint import load_pretrained
+from comera.train.config import TrainConfig
+from comera.train.loop import fit
+from comera.train.runs import checkpoints
+from comera.tt.spec import TTSpec
+
+VOCABULARY, LENGTH, BATCH = 13, 5, 4
+CONFIG = TrainConfig(
+    steps=24,
+    batch_size=BATCH,
+    accumulation=2,
+    lr=1e-2,
+    rank_lr=0.1,
+    early=EarlyStage(size_weight=0.2),
+    prune_every=2,
+    eval_every=6,
+    save_every=3,
+    log_every=1,
+    progress=False,
+    threads=1,
+)
+
+
+class Tiny:
+    """Predicts the next token through a compressed layer and dropout."""
+
+    name = "tiny"
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        torch.manual_seed(3)
+        spec = TTSpec(8, 12, (2, 2, 2), (3, 2, 2), (1, 2, 4, 6, 4, 2, 1))
+        layers = [
+            nn.Embedding(VOCABULARY, 8),
+            TTLinear(spec),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(12, VOCABULARY),
+        ]
+        self.model: nn.Module = nn.Sequential(*layers)
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + micro)
+        rows = torch.randint(VOCABULARY, (2 * BATCH, LENGTH), generator=generator)
+        return rows.tensor_split(world)[rank]
+
+    def eval_batches(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(3):
+            yield torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def tokens(self, batch: Tensor) -> int:
+        return batch.numel()
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """All records without what the clock says."""
+    clock = {"time", "tokens_per_s", "step_time"}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in clock} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing stopped."""
+    run = tmp_path_factory.mktemp("whole")
+    fit(Tiny(), CONFIG, run)
+    prunes = [line["step"] for line in history(run) if line["kind"] == "prune"]
+    assert prunes[0] < 19 < 21 < prunes[-1]  # so that ranks shrink before and after a stop
+    return run
+
+
+def end_state(run: Path) -> dict[str, list[float]]:
+    """Every number of the last checkpoint's model and optimizer."""
+    last = checkpoints(run)[-1]
+    files = [load_file(last / name) for name in ("model.safetensors", "optimizer.safetensors")]
+    return {name: value.flatten().tolist() for file in files for name, value in file.items()}
+
+
+class Stopped(Tiny):
+    """Gets a SIGTERM in the middle of a step."""
+
+    def __init__(self, step: int, dropout: float = 0.2) -> None:
+        super().__init__(dropout)
+        self.step = step
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
+        if (step, micro) == (self.step, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().train_batch(step, micro, rank, world)
+
+
+def test_a_run_stopped_again_and_again_is_the_whole_run_to_the_bit(tmp_path: Path, whole: Path) -> None:
+    for step in (4, 5, 18, 20):  # twice in a row, and between prunes
+        assert fit(Stopped(step), CONFIG, tmp_path, resume=True).stopped == "interrupted"
+        assert checkpoints(tmp_path)[-1].name == f"step-{step + 1:08d}"
+    assert fit(Tiny(), CONFIG, tmp_path, resume=True).stopped == "steps"
+    assert history(tmp_path) == history(whole)
+    assert end_state(tmp_path) == end_state(whole)
+
+
+def run_and_die(run: str, moment: int) -> None:
+    """Train in this process and kill it at its `moment`-th operation on files (open, rename, remove, ...)."""
+    left = [moment]
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir"):
+            left[0] -= str(run) in str(args[0])
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    fit(Tiny(), CONFIG, run, resume=True)
+
+
+def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", __name__])  # imported once, by the server that forks
+    process = context.Process(target=target, args=args)
+    process.start()
+    return process
+
+
+def test_a_run_killed_at_its_file_operations_is_the_whole_run_to_the_bit(tmp_path: Path, whole: Path) -> None:
+    """The moments that matter most, hit exactly: each leaves checkpoints that load, once one was saved."""
+    moments = random.Random(0)
+    run, kills = tmp_path / "run", 0
+    while kills < 10:
+        process = start(run_and_die, str(run), moments.randrange(1, 120))
+        process.join()
+        if process.exitcode == 0:
+            assert history(run) == history(whole)
+            assert end_state(run) == end_state(whole)
+            run = tmp_path / f"run-{kills}"  # it got to its end: begin another
+            continue
+        assert process.exitcode == -signal.SIGKILL
+        kills += 1
+        for folder in checkpoints(run):
+            load_pretrained(Tiny().model, folder)
+            assert load_file(folder / "optimizer.safetensors")
+    fit(Tiny(), CONFIG, run, resume=True)
+    assert history(run) == history(whole)
+    assert end_state(run) == end_state(whole)
+
+
+def train_as(rank: int, world: int, port: int, run: str, dropout: float, stop_at: int | None) -> None:
+    """What `accelerate launch --cpu` would do in process `rank`."""
+    warnings.simplefilter("error")
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    stops = stop_at is not None and rank == world - 1  # one process alone hears of it
+    task = Stopped(stop_at, dropout) if stops and stop_at is not None else Tiny(dropout)
+    if rank:
+        for parameter in task.model.parameters():  # every process must start from the first one's model
+            nn.init.zeros_(parameter)
+    fit(task, replace(CONFIG, device="cpu"), run, resume=True)
+    torch.distributed.destroy_process_group()
+
+
+def launch(run: Path, *, dropout: float = 0.2, stop_at: int | None = None, world: int = 2) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [start(train_as, rank, world, port, str(run), dropout, stop_at) for rank in range(world)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * world
+
+
+def numbers(value: Any) -> list[float]:
+    """Every number inside a record, in order."""
+    if isinstance(value, dict | list):
+        return [n for item in (value.values() if isinstance(value, dict) else value) for n in numbers(item)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_two_processes_train_as_one_with_the_joint_batch_through_prunes(tmp_path: Path) -> None:
+    fit(Tiny(dropout=0.0), CONFIG, tmp_path / "one")
+    launch(tmp_path / "two", dropout=0.0)
+    one, two = history(tmp_path / "one"), history(tmp_path / "two")
+    assert [line["step"] for line in one if line["kind"] == "prune"]
+    assert [(line["kind"], line["step"]) for line in two] == [(line["kind"], line["step"]) for line in one]
+    for a, b in zip(one, two, strict=True):
+        assert numbers(b) == pytest.approx(numbers(a), rel=1e-5)
+
+
+def test_two_processes_stop_together_and_resume_to_the_bit(tmp_path: Path) -> None:
+    launch(tmp_path / "whole")
+    launch(tmp_path / "stopped", stop_at=18)
+    assert checkpoints(tmp_path / "stopped")[-1].name == "step-00000019"
+    assert len(history(tmp_path / "stopped")) < len(history(tmp_path / "whole"))
+    launch(tmp_path / "stopped")
+    assert history(tmp_path / "stopped") == history(tmp_path / "whole")
+    assert end_state(tmp_path / "stopped") == end_state(tmp_path / "whole")
