@@ -12,7 +12,7 @@ import comera
 SRC = Path(comera.__file__).parent
 # left never imports right (DESIGN §2); rooms on one floor are named together
 FLOORS = [
-    {"errors"},
+    {"errors", "files"},
     {"tt"},
     {"contract"},
     {"nn"},
@@ -60,7 +60,9 @@ def test_imports_run_one_way(path: Path) -> None:
 def test_the_rule_sees_an_import_against_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = tmp_path / "tt" / "wrong.py"
     wrong.parent.mkdir()
-    wrong.write_text("def f():\n    from comera.train import loop\n    from ..nn import bonds\n    from comera import cli\n")
+    wrong.write_text(
+        "def f():\n    from comera.train import loop\n    from ..nn import bonds\n    from comera import cli\n"
+    )
     monkeypatch.setattr(sys.modules[__name__], "SRC", tmp_path)
     assert [room for room, _ in imported_rooms(wrong)] == ["train", "nn", "cli"]
 

@@ -18,7 +18,6 @@ from comera.errors import DataError
 from comera.report import compare, read_run, render
 from comera.report.layers import layer_table
 from comera.report.plots import loss_over_time, ranks_over_time, size_over_steps
-from comera.report.run import write_atomic
 from comera.report.style import styled
 from comera.train.metrics import Summary, to_json
 from comera.tt.shapes import tt_spec, ttm_spec
@@ -269,15 +268,6 @@ def test_records_of_other_kinds_are_passed_over(tmp_path: Path) -> None:
     before = read_run(run).points
     _append('{"kind": "weather", "step": 1}\n')(run)
     assert read_run(run).points == before
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "page.html"
-    path.write_text("old")
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, "new")
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("page.html", "old")]
 
 
 def test_matplotlib_stays_as_it_was(tmp_path: Path) -> None:

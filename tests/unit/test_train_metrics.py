@@ -11,7 +11,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from comera.errors import CheckpointError
-from comera.train.metrics import Display, MetricsLog, Summary, to_json, write_text
+from comera.train.metrics import Display, MetricsLog, Summary, to_json
 
 SUMMARY = Summary("comera", "tiny", 10, 1.5, 640, 0.15, 1 << 30, 2.5, 2.25, 500, 2000, 178, 40.0, 30.0, "steps")
 
@@ -82,16 +82,6 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 def test_no_tensorboard_files_unless_asked(tmp_path: Path) -> None:
     log(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_write_text_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    write_text(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "new \ud800")
-    assert path.read_text() == "old"
-    write_text(path, "newer")
-    assert (path.read_text(), [p.name for p in tmp_path.iterdir()]) == ("newer", ["a.txt"])
 
 
 def test_summary_round_trips_and_null_stands_for_infinite(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from html import escape
 from pathlib import Path
 
 from comera.errors import DataError
+from comera.files import replace_file
 from comera.report.html import figure_html, page
-from comera.report.run import RunData, read_run, write_atomic
+from comera.report.run import RunData, read_run
 from comera.report.tables import Table, count, duration, megabytes, number, times
 from comera.train.metrics import Summary
 
@@ -39,13 +40,13 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     rows = [{"name": name, "run": str(run.folder), **asdict(summary)} for name, (run, summary) in ended.items()]
-    write_atomic(out / "compare.json", json.dumps(rows, indent=1) + "\n")
-    write_atomic(out / "compare.png", png)
+    replace_file(out / "compare.json", json.dumps(rows, indent=1) + "\n")
+    replace_file(out / "compare.png", png)
     title = f"{recipe}: methods side by side"
-    write_atomic(out / "compare.md", f"# {title}\n\n{table.markdown()}\n\n![{READING}](compare.png)\n")
+    replace_file(out / "compare.md", f"# {title}\n\n{table.markdown()}\n\n![{READING}](compare.png)\n")
     lead = f'<p class="muted">{escape(", ".join(ended))}</p>'
     body = [figure_html(svg, READING, wide=True), f"<section><h2>Figures</h2>{table.html()}</section>"]
-    write_atomic(out / "compare.html", page(title, lead, body))
+    replace_file(out / "compare.html", page(title, lead, body))
     return table.markdown()
 
 

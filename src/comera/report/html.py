@@ -9,8 +9,9 @@ from pathlib import Path
 from string import Template
 
 import comera
+from comera.files import replace_file
 from comera.report.layers import layer_table
-from comera.report.run import RunData, read_run, write_atomic
+from comera.report.run import RunData, read_run
 from comera.report.tables import count, duration, megabytes, number, times
 
 FOOTER = f"Made by comera {comera.__version__}. 1 MB = 2<sup>20</sup> bytes."
@@ -31,7 +32,7 @@ def render(run: Path) -> Path:
             figure = plot.draw(data)
             if figure is not None:
                 png, svg = export(figure, plot.name, plot.title)
-                write_atomic(data.folder / f"{plot.name}.png", png)
+                replace_file(data.folder / f"{plot.name}.png", png)
                 plots.append(figure_html(svg, plot.reading, wide=figure.get_figwidth() > 6))
     table = layer_table(data)
     sections = [
@@ -42,7 +43,7 @@ def render(run: Path) -> Path:
     if data.config_text:
         sections.append(_section("Configuration", f"<pre>{escape(data.config_text.rstrip())}</pre>"))
     heading = f"{data.recipe}, {data.method}"
-    return write_atomic(data.folder / "report.html", page(heading, _lead(data), sections))
+    return replace_file(data.folder / "report.html", page(heading, _lead(data), sections))
 
 
 def page(heading: str, lead: str, sections: Iterable[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -206,17 +205,3 @@ def _float(value: Any) -> float:
 
 def _ranks(value: Any) -> dict[str, tuple[int, ...]]:
     return {str(name): tuple(int(rank) for rank in ranks) for name, ranks in value.items()}
-
-
-def write_atomic(path: Path, content: str | bytes) -> Path:
-    """Write a file beside its place and rename it, so that readers see the old or the new one, never a part."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    return path

@@ -12,10 +12,9 @@ never leaves a pair that does not match; `comera.json` is a copy of it for peopl
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import comera
 from comera.convert.registry import converters, refusal
 from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError, SpecError
+from comera.files import replace_file
 from comera.nn.bonds import TensorTrain
 from comera.tt.spec import Spec, TTSpec, spec_from_dict
 
@@ -62,9 +62,11 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
         raise CheckpointError(f"metadata for {folder} must be JSON-ready, but: {error}") from error
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"expected a folder to save in, found a file at {folder}") from error
-    _replace(folder / WEIGHTS, lambda beside: save_file(tensors, beside, header))
-    readable = json.dumps(manifest, indent=1) + "\n"
-    _replace(folder / MANIFEST, lambda beside: beside.write_text(readable, "utf-8"))
+    try:
+        replace_file(folder / WEIGHTS, lambda beside: save_file(tensors, beside, header))
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / WEIGHTS} could not be written: {error}") from error
+    replace_file(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -365,18 +367,3 @@ def _read(folder: Path, *, with_tensors: bool = True) -> tuple[dict[str, Any], d
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, SpecError) as error:
         raise CheckpointError(f"{path}: its manifest is damaged ({error!r}): take another copy") from error
     return manifest, tensors
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place, flush it to the disk and rename it there; after an error nothing has changed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        write(beside)
-        with open(beside, "r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException as error:
-        beside.unlink(missing_ok=True)
-        if isinstance(error, SafetensorError):
-            raise CheckpointError(f"{path} could not be written: {error}") from error
-        raise

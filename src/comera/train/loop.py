@@ -25,13 +25,14 @@ from accelerate.utils import broadcast, gather_object, send_to_device, set_seed
 from torch import Tensor
 
 from comera.errors import ConfigError, TrainingError
+from comera.files import replace_file
 from comera.nn.bonds import named_trains
 from comera.rank.controller import RankController
 from comera.rank.size import active_ranks, active_size, model_size
 from comera.train.clock import Clock, Interrupt
 from comera.train.config import TrainConfig
 from comera.train.memory import MemoryMeter
-from comera.train.metrics import Display, MetricsLog, Summary, to_json, write_text
+from comera.train.metrics import Display, MetricsLog, Summary, to_json
 from comera.train.optimizer import lr_multiplier, param_groups
 from comera.train.runs import Progress, checkpoints, clean, load_checkpoint, rng_state, save_checkpoint
 from comera.train.step import TrainStep, autocast
@@ -161,8 +162,8 @@ class _Run:
     def _open_folder(self, resolved: Mapping[str, Any] | None) -> MetricsLog:
         self.out.mkdir(parents=True, exist_ok=True)
         settings = _plain({"train": asdict(self.config)} if resolved is None else resolved)
-        write_text(self.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-        write_text(self.out / "layers.json", to_json(list(getattr(self.task, "report_rows", ())), indent=1) + "\n")
+        replace_file(self.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        replace_file(self.out / "layers.json", to_json(list(getattr(self.task, "report_rows", ())), indent=1) + "\n")
         return MetricsLog(self.out, step=self.progress.step or -1, tensorboard=self.config.tensorboard)
 
     def train(self) -> Summary:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from comera.errors import CheckpointError
+from comera.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
-        write_text(path, to_json(asdict(self), indent=1) + "\n")
+        replace_file(path, to_json(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Summary | None:
@@ -73,7 +74,7 @@ class MetricsLog:
     def __init__(self, folder: Path, *, step: int = -1, tensorboard: bool = False) -> None:
         path = folder / "metrics.jsonl"
         if path.exists():
-            write_text(path, "".join(_lines_until(path, step)))
+            replace_file(path, "".join(_lines_until(path, step)))
         self._file = path.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard:
@@ -137,16 +138,6 @@ class Display:
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, markup=False)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place, flush it to the disk and rename it: readers see the old or the new one, whole."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
