@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
+from comera.convert import TT, TTM, LayerRow, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError, SpecError
 from comera.nn.bonds import named_trains
 from comera.nn.embedding import TTMEmbedding
@@ -379,6 +379,7 @@ def test_the_report_prints_a_table_and_is_json_ready() -> None:
     assert "11,474" in lines[-1]
     assert len({line.index("1,920") + 5 for line in lines if "1,920" in line} | {lines[0].index("dense") + 5}) == 1
     data = json.loads(json.dumps(report.to_dict()))
-    assert sum(row["dense"] for row in data["rows"] if row["format"]) == data["dense_tensorized"]
-    assert sum(row["stored"] for row in data["rows"] if row["format"]) == data["tensorized"]
+    assert tuple(map(LayerRow.from_dict, data["rows"])) == report.rows
+    assert sum(row["dense"] for row in data["rows"] if row["spec"]) == data["dense_tensorized"]
+    assert sum(row["stored"] for row in data["rows"] if row["spec"]) == data["tensorized"]
     assert data["rows"][1]["ratio"] == pytest.approx(data["rows"][1]["dense"] / data["rows"][1]["stored"])

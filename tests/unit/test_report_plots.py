@@ -1,12 +1,9 @@
 """What the figures and the table of layers are computed from."""
 
 import numpy as np
-import pytest
 
-from comera.report.layers import stored_numbers
 from comera.report.plots import short_names, smooth, thin
 from comera.tt.shapes import tt_spec, ttm_spec
-from comera.tt.spec import Spec
 
 SPECS = [
     tt_spec(64, 48, order=4, rank=6),
@@ -38,11 +35,3 @@ def test_names_lose_what_all_share() -> None:
     assert short_names(["bert.encoder.0.up.tt", "bert.encoder.0.down.tt"]) == ["0.up", "0.down"]
     assert short_names(["bert.up.tt"]) == ["bert.up"]
     assert short_names(["a" * 30 + "b" * 30]) == ["a" * 19 + "…" + "b" * 20]
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_numbers_follow_from_the_printed_spec(spec: Spec) -> None:
-    assert stored_numbers(str(spec), spec.bonds) == spec.numel + spec.rank_numel
-    fewer = [rank // 2 for rank in spec.bonds]
-    less = spec.with_ranks((1, *fewer, 1))
-    assert stored_numbers(str(spec), fewer) == less.numel + less.rank_numel

@@ -3,7 +3,7 @@
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,13 @@ def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: b
             rows.append({"kind": "size", **at, **size, "ratio": 7.5, "tensorized_ratio": 8.0, "ranks": ranks})
     (folder / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows))
     layers = [
-        LayerRow(
-            name.removesuffix(".tt"), "Linear", "TTLinear", str(s), s.dense_numel, s.numel + s.rank_numel, None, ""
-        )
+        LayerRow(name.removesuffix(".tt"), "Linear", "TTLinear", s, s.dense_numel, s.numel + s.rank_numel, None, "")
         for name, s in chains.items()
     ]
     if chains:
-        layers.append(LayerRow("head", "Linear", "TTMProjection", str(TTM), 0, 0, None, "tied to embed"))
-        layers.append(LayerRow("position", "Embedding", "Embedding", "", 100, 100, None, "left dense by an override"))
-    (folder / "layers.json").write_text(json.dumps([asdict(layer) for layer in layers]))
+        layers.append(LayerRow("head", "Linear", "TTMProjection", TTM, 0, 0, None, "tied to embed"))
+        layers.append(LayerRow("position", "Embedding", "Embedding", None, 100, 100, None, "left dense by an override"))
+    (folder / "layers.json").write_text(json.dumps([layer.to_dict() for layer in layers]))
     if ended:
         Summary(
             method=method,
@@ -248,7 +246,7 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
         (_append('{"kind": "prune", "step": "x", "time": 1, "before": 1, "after": 1}\n'), "value of another kind"),
         (_write("config.yaml", "a: [1"), "is not YAML"),
         (_write("config.yaml", "- 1"), "expected a mapping of settings, got list"),
-        (_write("layers.json", '[{"name": "x"}]'), "expected a list of layers with name, before"),
+        (_write("layers.json", '[{"name": "x"}]'), r"list of layers as .comera train. writes it \(KeyError\('spec'\)\)"),
         (_write("layers.json", "{"), "expected a list of layers"),
         (_write("summary.json", '{"steps": 1}'), "expected the summary of a run"),
     ],

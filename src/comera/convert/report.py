@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
+
+from comera.tt.spec import Spec, spec_from_dict
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class LayerRow:
     """One layer that was looked at.
 
     name: qualified name. before, after: type of layer; the same where it stays dense.
-    format: modes and ranks, empty for a dense layer.
+    spec: modes and ranks, None for a dense layer.
     dense, stored: numbers of the weight before and now, biases left out; a tied weight counts where it comes first.
     error: relative Frobenius error of the decomposition, None for random cores.
     note: why it stays dense, or what it is tied to.
@@ -23,7 +25,7 @@ class LayerRow:
     name: str
     before: str
     after: str
-    format: str
+    spec: Spec | None
     dense: int
     stored: int
     error: float | None
@@ -37,7 +39,18 @@ class LayerRow:
     @property
     def compressed(self) -> bool:
         """Whether the layer is compressed now."""
-        return bool(self.format)
+        return self.spec is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` reads it back."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"spec": self.spec.to_dict() if self.spec else None, "ratio": self.ratio}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayerRow:
+        """Read `to_dict` back. Raises KeyError for a missing field, SpecError for a malformed spec."""
+        spec = spec_from_dict(values["spec"]) if values["spec"] else None
+        return cls(**{field.name: values[field.name] for field in fields(cls)} | {"spec": spec})
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class TensorizeReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: "rows", one object each, and the totals."""
         return {
-            "rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows],
+            "rows": [row.to_dict() for row in self.rows],
             "dense_total": self.dense_total,
             "total": self.total,
             "dense_tensorized": self.dense_tensorized,
@@ -81,8 +94,8 @@ class TensorizeReport:
         table = [head]
         for row in self.rows:
             error = f"{row.error:.2g}" if row.error is not None else ""
-            after = row.after if row.compressed else "dense"
-            table.append((row.name, row.before, after, row.format, *_numbers(row.dense, row.stored), error, row.note))
+            after, form = (row.after, str(row.spec)) if row.compressed else ("dense", "")
+            table.append((row.name, row.before, after, form, *_numbers(row.dense, row.stored), error, row.note))
         count = sum(row.compressed for row in self.rows)
         compressed = f"{count} of {len(self.rows)} layers compressed"
         table.append((compressed, "", "", "", *_numbers(self.dense_tensorized, self.tensorized), "", ""))

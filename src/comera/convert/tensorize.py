@@ -156,10 +156,10 @@ def _rows(
             note = site.note if site else "already compressed"
             dense = once(new.tt if site is None else weight, spec.dense_numel)
             stored = once(("stored", new.tt), spec.numel + spec.rank_numel)
-            yield LayerRow(name, before, after, str(spec), dense, stored, errors.get(new.tt), note)
+            yield LayerRow(name, before, after, spec, dense, stored, errors.get(new.tt), note)
         else:
             numbers = weight.numel() if weight is not None else 0
             note = site.note if site else "a subclass of a known layer; register_converter makes it known"
             yield LayerRow(
-                name, before, after, "", once(weight, numbers), once(("stored", weight), numbers), None, note
+                name, before, after, None, once(weight, numbers), once(("stored", weight), numbers), None, note
             )

@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from math import prod
-
 from comera.report.run import RunData
 from comera.report.tables import Table, times
-
-
-def chain_sizes(form: str) -> tuple[int, ...]:
-    """Entries of each core's modes, from how a spec prints itself: "TT 4·2 / 2·4 ranks …", "TTM 4·2 × 2·4 ranks …"."""
-    kind, _, rest = form.partition(" ")
-    groups = [
-        [int(mode) for mode in group.split("·")]
-        for group in rest.partition(" ranks")[0].split(" × " if kind == "TTM" else " / ")
-    ]
-    return tuple(map(prod, zip(*groups, strict=True))) if kind == "TTM" else tuple(groups[0] + groups[1])
-
-
-def stored_numbers(form: str, bonds: Sequence[int]) -> int:
-    """Numbers in cores and rank parameters with these ranks of the inner bonds."""
-    ranks = (1, *bonds, 1)
-    return sum(r * n * s for (r, s), n in zip(pairwise(ranks), chain_sizes(form), strict=True)) + sum(bonds)
 
 
 def layer_table(run: RunData) -> Table | None:
@@ -33,9 +13,12 @@ def layer_table(run: RunData) -> Table | None:
     now = run.sizes[-1].ranks if run.sizes else {}
     rows, dense_total, stored_total = [], 0, 0
     for layer in run.layers:
-        modes, _, first = layer.format.partition(" ranks ")
+        modes, _, first = str(layer.spec or "").partition(" ranks ")
         bonds = now.get(f"{layer.name}.tt")
-        stored = stored_numbers(layer.format, bonds) if bonds is not None and layer.compressed else layer.stored
+        stored = layer.stored
+        if layer.spec is not None and bonds is not None:
+            left = layer.spec.with_ranks((1, *bonds, 1))
+            stored = left.numel + left.rank_numel
         dense_total, stored_total = dense_total + layer.dense, stored_total + stored
         ratio = times(layer.dense / stored) if layer.compressed and layer.dense and stored else ""
         last = "-".join(map(str, bonds or ())) if now else first

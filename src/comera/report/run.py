@@ -154,11 +154,10 @@ def read_run(folder: Path) -> RunData:
 def _read_layers(path: Path) -> tuple[LayerRow, ...]:
     if not path.is_file():
         return ()
-    names = [field.name for field in fields(LayerRow)]
     try:
-        return tuple(LayerRow(**{name: row[name] for name in names}) for row in json.loads(path.read_text("utf-8")))
+        return tuple(LayerRow.from_dict(row) for row in json.loads(path.read_text("utf-8")))
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: expected a list of layers with {', '.join(names)} ({error!r})") from error
+        raise DataError(f"{path}: expected a list of layers as `comera train` writes it ({error!r})") from error
 
 
 def _read_points(path: Path) -> tuple[Point, ...]:
