@@ -31,6 +31,7 @@ class Net(nn.Module):
         self.head = nn.Linear(64, 500, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("positions", torch.arange(32))
+        self.register_buffer("frequencies", torch.ones(16), persistent=False)
 
 
 def compressed() -> Net:

@@ -25,13 +25,14 @@ Scales = tuple[float | Tensor, float | Tensor]
 class EarlyStage:
     """Linear scalarisation: min L + γ Ŝ/Ŝ_0 + β Σ‖G_k‖_F² ([CoMERA] eq. 9), for stable convergence first.
 
-    size_weight: γ, what the whole initial size weighs against the loss; 0 leaves the ranks to the loss alone.
-    ridge: β.
     Raises ConfigError on a negative or non-finite value.
     """
 
     size_weight: float = 0.01
+    """γ: what the whole initial size weighs against the loss; 0 leaves the ranks to the loss alone."""
+
     ridge: float = 0.0
+    """β: what the squared norm of the cores weighs; it keeps them from growing while the rank parameters shrink."""
 
     def __post_init__(self) -> None:
         for name in ("size_weight", "ridge"):

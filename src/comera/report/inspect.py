@@ -61,8 +61,10 @@ def inspect(path: Path) -> str:
 
 def account(folder: Path) -> str:
     """The layers of a saved model as a table, and its totals. Raises CheckpointError as `read_manifest` does."""
-    specs = [(entry["names"], spec_from_dict(entry["spec"])) for entry in read_manifest(folder)["trains"]]
-    tensors = _tensors(folder)
+    manifest = read_manifest(folder)
+    specs = [(entry["names"], spec_from_dict(entry["spec"])) for entry in manifest["trains"]]
+    transient = set(manifest["transient"])
+    tensors = {key: tensor for key, tensor in _tensors(folder).items() if key not in transient}
     inside = tuple(f"{name}." for names, _ in specs for name in names)
     loose = {key: tensor for key, tensor in tensors.items() if not key.startswith(inside or "\0")}
     chains = [_chain_row(names, spec) for names, spec in specs]
