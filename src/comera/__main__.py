@@ -1,0 +1,7 @@
+"""`python -m comera` is `comera`."""
+
+import sys
+
+from comera.cli import main
+
+sys.exit(main())

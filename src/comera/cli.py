@@ -1,0 +1,267 @@
+"""The shell: comera train | compare | inspect | estimate.
+
+Each command imports what it needs when it runs, so that help and typing errors answer at once. The fields of a recipe's
+configuration are the options; the text under a field is its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import inspect as inspection
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from comera import __version__
+from comera.errors import ComeraError, ConfigError, TrainingError
+
+# A recipe is a module with preset(method) -> configuration, a dataclass with the fields `method` and `out` and the
+# property `folder`; run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}.
+RECIPES = {"code-lm": "comera.recipes.code_lm"}
+INTERRUPTED = 130  # exit code of a shell for SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 when training failed, 2 for bad input, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser("comera", description="Rank-adaptive tensor-compressed training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"comera {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=_summary(command), add_help=False)
+    command = COMMANDS[parser.parse_args(arguments[:1]).command]
+    try:
+        return command(arguments[1:])
+    except ComeraError as error:
+        print(f"comera: {error}", file=sys.stderr)
+        return 1 if isinstance(error, TrainingError) else 2
+    except KeyboardInterrupt:
+        print("comera: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def train(argv: list[str]) -> int:
+    """Train a recipe: progress bar, metrics, checkpoints, and a report at the end."""
+    name, rest = _take_recipe("train", train, argv)
+    recipe, config, resume = _parse("train", name, rest)
+    summary = recipe.run(config, resume=resume)
+
+    from accelerate import PartialState
+
+    if PartialState().is_main_process:
+        from comera import report
+
+        print(f"report: {report.render(config.folder)}", file=sys.stderr)
+        if not summary.finished:
+            go_on = shlex.join(["comera", "train", name, "--out", str(config.folder), "--resume"])
+            print(f"interrupted after step {summary.steps:,}; to go on: {go_on}", file=sys.stderr)
+    return 0 if summary.finished else INTERRUPTED
+
+
+def compare(argv: list[str]) -> int:
+    """Train a recipe with several methods, each in a process of its own for the same time; ends with one table."""
+    name, rest = _take_recipe("compare", compare, argv)
+    parser = argparse.ArgumentParser(
+        f"comera compare {name}",
+        description=_summary(compare),
+        epilog=f"Every option of `comera train {name}` may follow; it holds for all methods.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--methods", default="dense,comera", help="methods to train (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, required=True, help="seconds of training for each method")
+    parser.add_argument("--out", default=f"runs/compare-{name}", help="folder of the runs (default: %(default)s)")
+    options, shared = parser.parse_known_args(rest)
+    out = Path(options.out).expanduser()
+    runs: dict[str, list[str]] = {}
+    for method in options.methods.split(","):
+        own = ["--method", method, "--train.steps", "null", "--train.max_seconds", str(options.seconds)]
+        runs[method] = [*shared, *own, "--out", str(out / method)]
+    for method, arguments in runs.items():  # all mistakes come to light before the first run
+        _parse("compare", name, arguments)
+        if (out / method).exists():
+            raise ConfigError(
+                f"expected a new folder for the comparison, got {out}, which has runs: give another --out"
+            )
+    for arguments in runs.values():
+        code = subprocess.run([sys.executable, "-m", "comera", "train", name, *arguments], check=False).returncode
+        if code:
+            raise TrainingError(f"`comera train {name} {shlex.join(arguments)}` ended with exit code {code}, see above")
+
+    from comera import report
+
+    print(report.compare({method: out / method for method in runs}, out))
+    return 0
+
+
+def inspect(argv: list[str]) -> int:
+    """Show a run or a checkpoint: layers, modes, ranks, sizes."""
+    parser = argparse.ArgumentParser("comera inspect", description=_summary(inspect))
+    parser.add_argument("path", help="folder of a run or of a checkpoint")
+    path = parser.parse_args(argv).path
+
+    from comera import report
+
+    print(report.inspect(Path(path)))
+    return 0
+
+
+def estimate(argv: list[str]) -> int:
+    """Memory and FLOPs of a recipe's training step by part, before any training."""
+    name, rest = _take_recipe("estimate", estimate, argv)
+    recipe, config, _ = _parse("estimate", name, rest)
+    from comera.report.tables import Table, megabytes, number, times
+
+    estimates = recipe.estimate(config)
+    dense = estimates["dense"]
+    parts = ("weights", "gradients", "optimizer", "activations", "total")
+    header = ("one training step", *(f"{part} MB" for part in parts), "GFLOPs", "less memory", "less compute")
+    rows = [
+        (
+            method,
+            *(megabytes(getattr(step, part)) for part in parts),
+            number(step.flops / 1e9),
+            times(dense.total / step.total),
+            times(dense.flops / step.flops),
+        )
+        for method, step in sorted(estimates.items(), key=lambda item: item[0] != "dense")
+    ]
+    print(Table(header, "l" + "r" * (len(header) - 1), tuple(rows)).text())
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "compare": compare,
+    "inspect": inspect,
+    "estimate": estimate,
+}
+
+
+def _summary(documented: Any) -> str:
+    """First line of a docstring."""
+    return str(documented.__doc__).partition("\n")[0]
+
+
+def _take_recipe(name: str, command: Callable[..., int], argv: list[str]) -> tuple[str, list[str]]:
+    """The recipe's name and the arguments after it."""
+    parser = argparse.ArgumentParser(
+        f"comera {name}", description=_summary(command), epilog=f"`comera {name} RECIPE --help` lists all options."
+    )
+    parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help=", ".join(sorted(RECIPES)))
+    return parser.parse_args(argv[:1]).recipe, argv[1:]
+
+
+def _parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
+    """The recipe's module, its configuration (presets of the method < --config file < options), and --resume.
+
+    Raises ConfigError for unknown fields and values of a wrong type or out of range. SystemExit after --help.
+    """
+    recipe = importlib.import_module(RECIPES[name])
+    default = recipe.preset()
+    parser = _config_parser(f"comera {command} {name}", default, resumes=command == "train")
+    hints = dict(_field_types(type(default)))
+    _check_fields(argv, set(hints), f"comera {command} {name}")
+    try:
+        method = parser.parse_args(argv).method
+        if method != default.method:  # once more, on top of what suits this method
+            parser.set_defaults(dict(_leaves(dataclasses.asdict(recipe.preset(method)))))
+        values = parser.instantiate(parser.parse_args(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(_explain(str(error), hints)) from None
+    config = type(default)(**{field.name: values[field.name] for field in dataclasses.fields(default)})
+    saved = config.folder / "config.yaml"
+    resume = command == "train" and values.resume
+    if resume and saved.is_file() and str(saved) not in argv:  # a resumed run goes on with what it was begun with
+        return _parse(command, name, ["--config", str(saved), *argv, "--out", str(config.folder)])
+    return recipe, config, resume
+
+
+def _config_parser(prog: str, default: Any, *, resumes: bool) -> Any:
+    """A jsonargparse parser with an option for each field of the configuration, nested ones by dotted names."""
+    from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    usage = f"{prog} [--config FILE] {'[--resume] ' if resumes else ''}[--FIELD VALUE ...]"
+    parser = ArgumentParser(
+        prog=prog, usage=usage, description=_summary(type(default)), exit_on_error=False, print_config=None
+    )
+    parser.add_argument(
+        "--config", action=ActionConfigFile, help="YAML file of settings; a run's config.yaml repeats it"
+    )
+    if resumes:
+        parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the run's folder")
+    parser.add_class_arguments(type(default), as_group=False)
+    parser.set_defaults(dict(_leaves(dataclasses.asdict(default))))
+    return parser
+
+
+def _check_fields(argv: list[str], known: set[str], prog: str) -> None:
+    """Raise ConfigError for an option, or a key of a --config file, that is no field, naming those that are near."""
+    names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
+    came = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
+    for path in _config_files(argv):
+        came += [(f"{key!r} in {path}", key) for key, _ in _leaves(_read_yaml(path))]
+    for shown, name in came:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.75) or [
+                field for field in sorted(known) if field.rpartition(".")[2] == name.rpartition(".")[2]
+            ]
+            hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it."
+            raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help` lists all")
+
+
+def _config_files(argv: list[str]) -> Iterator[str]:
+    for place, word in enumerate(argv):
+        if word == "--config":
+            yield from argv[place + 1 : place + 2]
+        elif word.startswith("--config="):
+            yield word.partition("=")[2]
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"expected a YAML file at --config {path}, got: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"expected fields and values in --config {path}, got {type(content).__name__} {content!r}")
+    return content
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of nested dictionaries."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and types of a configuration's fields, groups included."""
+    for name, hint in get_type_hints(kind).items():
+        yield prefix + name, hint
+        if dataclasses.is_dataclass(hint):
+            yield from _field_types(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+def _explain(message: str, hints: dict[str, Any]) -> str:
+    """What jsonargparse says of a value of a wrong type in one line: the field, what it takes, what came."""
+    found = re.search(r'Parser key "(?P<field>[^"]+)":.*value: (?P<came>.*)', message, re.DOTALL)
+    if not found or found["field"] not in hints:
+        return " ".join(message.split())
+    return (
+        f"{found['field']}: expected {inspection.formatannotation(hints[found['field']])}, got {found['came'].strip()}"
+    )

@@ -1,0 +1,214 @@
+"""The main job: a BERT-style transformer pre-trained from scratch on source code, dense or compressed.
+
+Masked language modelling on packed blocks. The loss looks at the masked positions alone, so the output head is computed
+for 15 % of the tokens.  B batch, T block size, P masked positions, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate import PartialState
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
+
+from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
+from comera.errors import ConfigError
+from comera.recipes.data.code import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
+from comera.train.config import TrainConfig
+from comera.train.loop import fit
+from comera.train.memory import MemoryEstimate
+from comera.train.memory import estimate as estimate_step
+from comera.train.metrics import Summary
+
+NAME = "code-lm"
+Method = Literal["comera", "dense"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the transformer: post-norm encoders with GELU, learned positions, output head tied to the embedding."""
+
+    hidden: int = 768
+    """Width of the model."""
+    layers: int = 6
+    """Number of encoders."""
+    heads: int = 12
+    """Attention heads of an encoder."""
+    ffn: int = 3072
+    """Width of the feed-forward layers."""
+    dropout: float = 0.0
+    """Dropout of hidden states and of attention."""
+    max_positions: int = 512
+    """Longest sequence that the model can read."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "ffn", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name} must be at least 1, got {getattr(self, name)!r}")
+        if self.hidden % self.heads:
+            raise ConfigError(f"model.hidden must be a multiple of model.heads, got {self.hidden} and {self.heads}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout!r}")
+
+
+@dataclass(frozen=True)
+class CompressConfig:
+    """How the method comera compresses the model; the other methods do not look at it."""
+
+    order: int = 6
+    """Cores of a linear layer's tensor train."""
+    rank: int | tuple[int, ...] = 30
+    """Ranks of the linear layers at the start: one number, clipped where the modes allow less, or all of them."""
+    embedding_order: int = 4
+    """Cores of the token embedding's tensor-train matrix."""
+    embedding_rank: int | tuple[int, ...] = 32
+    """Ranks of the token embedding at the start."""
+    head: Literal["share", "untie", "dense"] = "share"
+    """Output head: share the embedding's cores, have a tensor train of its own, or a dense weight of its own."""
+
+    def tensorize(self) -> TensorizeConfig:
+        """The conversion that this describes; tables of positions and segments stay dense, as published."""
+        overrides: dict[str, TT | TTM | None] = {"*.position_embeddings": None, "*.token_type_embeddings": None}
+        if self.head == "dense":
+            overrides["cls.predictions.decoder"] = None
+        return TensorizeConfig(
+            linear=TT(order=self.order, rank=self.rank),
+            embedding=TTM(order=self.embedding_order, rank=self.embedding_rank),
+            overrides=overrides,
+            tied="share" if self.head == "share" else "untie",
+        )
+
+
+_TRAIN = TrainConfig(steps=10_000, batch_size=16, lr=1e-3, core_lr=2e-3, eval_batches=16)
+PRESETS: dict[str, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, lr=2e-4, core_lr=None)}
+
+
+@dataclass(frozen=True)
+class CodeLMConfig:
+    """Pre-training of a BERT-style transformer on source code."""
+
+    method: Method = "comera"
+    """comera trains the compressed model with adaptive ranks; dense trains the model as it is, for comparison."""
+    out: str | None = None
+    """Folder of the run; left out: runs/code-lm-METHOD."""
+    data: CodeDataConfig = field(default_factory=CodeDataConfig)
+    """Source code, tokenizer, masking."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Sizes of the transformer."""
+    compress: CompressConfig = field(default_factory=CompressConfig)
+    """Formats of the compressed layers."""
+    train: TrainConfig = field(default_factory=lambda: _TRAIN)
+    """Length, optimizer, rank adaptation, outputs."""
+
+    def __post_init__(self) -> None:
+        if self.method not in PRESETS:
+            raise ConfigError(f"method must be one of {', '.join(PRESETS)}, got {self.method!r}")
+        if self.data.block_size > self.model.max_positions:
+            raise ConfigError(
+                f"data.block_size ({self.data.block_size}) must not be above model.max_positions "
+                f"({self.model.max_positions}): lower the one or raise the other"
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.out or f"runs/{NAME}-{self.method}").expanduser()
+
+
+def preset(method: Method = "comera") -> CodeLMConfig:
+    """The defaults that suit a method: they differ in the learning rates."""
+    return CodeLMConfig(method=method, train=PRESETS[method])
+
+
+def build_model(config: CodeLMConfig, vocab_size: int) -> tuple[BertForMaskedLM, TensorizeReport | None]:
+    """A stock BertForMaskedLM, seeded by train.seed, and for the method comera its conversion's report."""
+    torch.manual_seed(config.train.seed)
+    sizes = config.model
+    model = BertForMaskedLM(
+        BertConfig(
+            vocab_size=vocab_size,
+            hidden_size=sizes.hidden,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            intermediate_size=sizes.ffn,
+            hidden_dropout_prob=sizes.dropout,
+            attention_probs_dropout_prob=sizes.dropout,
+            max_position_embeddings=sizes.max_positions,
+            type_vocab_size=1,
+            bos_token_id=START,
+            pad_token_id=PAD,
+            eos_token_id=END,
+        )
+    )
+    report = tensorize_(model, config.compress.tensorize()) if config.method == "comera" else None
+    return model, report
+
+
+def masked_loss(model: Any, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the masked positions, in nats: the head sees (P, hidden) instead of (B, T, hidden)."""
+    hidden_BTH = model.bert(batch.input_ids)[0]
+    logits_PV = model.cls(hidden_BTH.flatten(0, 1)[batch.positions])
+    return F.cross_entropy(logits_PV, batch.labels)
+
+
+class CodeLMTask:
+    """The job as `comera.train.loop.fit` wants it."""
+
+    name = NAME
+
+    def __init__(self, config: CodeLMConfig, data: CodeData) -> None:
+        self.config, self.data = config, data
+        self.method = config.method
+        self.model: nn.Module
+        self.model, report = build_model(config, data.vocab_size)
+        self.report_rows = report.to_dict()["rows"] if report else []
+        data_fields = {"prepared": data.folder.name, **asdict(config.data)}
+        self.identity = {
+            **{f"data.{name}": data_fields[name] for name in ("prepared", "block_size", "mask_share")},
+            **{f"model.{name}": value for name, value in asdict(config.model).items()},
+            **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
+        }
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
+        """Every micro-batch of every process is the next one of a single sequence."""
+        train = self.config.train
+        return self.data.train_batch((step * train.accumulation + micro) * world + rank, train.batch_size, train.seed)
+
+    def eval_batches(self) -> Iterator[Batch]:
+        """Held-out blocks in the size of a training batch."""
+        return self.data.held_out_batches(self.config.train.batch_size)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The batch's mean loss."""
+        return masked_loss(model, batch)
+
+    def tokens(self, batch: Batch) -> int:
+        """Tokens that the model reads."""
+        return batch.input_ids.numel()
+
+
+def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
+    """Prepare the data, build the model and train it into `config.folder`; what is raised: see `prepare` and `fit`."""
+    data = prepare(config.data, quiet=not PartialState(cpu=config.train.device == "cpu").is_main_process)
+    resolved = asdict(replace(config, out=str(config.folder)))
+    return fit(CodeLMTask(config, data), config.train, config.folder, resume=resume, resolved=resolved)
+
+
+def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
+    """Memory and FLOPs of a training step for every method, on the meta device: nothing is allocated or computed."""
+    rows, width = config.train.batch_size, config.data.block_size
+    masked = max(1, round(config.data.mask_share * rows * width))
+    estimates = {}
+    for method in PRESETS:
+        with torch.device("meta"):
+            model, _ = build_model(replace(config, method=method), config.data.vocab_size)  # type: ignore[arg-type]
+            ids = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
+            estimates[method] = estimate_step(model, partial(masked_loss, model, Batch(*ids)))
+    return estimates

@@ -1,0 +1,380 @@
+"""Source code as packed blocks of tokens, and the masked batches of a BERT-style pre-training.
+
+    files -> training | held-out (by a hash of the path) -> byte-level BPE -> <s> file </s> <s> file </s> ... -> blocks
+
+Preparing is deterministic and happens once: tokens and tokenizer are kept in a cache folder named by a digest of the
+files' contents and the settings. Batches are pure functions of their place in the run, so that a resumed run meets
+exactly those that it would have met.  B batch, T block size, P masked positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from comera.errors import ConfigError, DataError
+
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+START, PAD, END, UNKNOWN, MASK = range(len(SPECIAL_TOKENS))
+SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE begins with the 256 bytes
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
+FORMAT = 1  # of the cache folder; raise it when what is stored or how it is made changes
+ENCODE_BYTES = 1_000_000  # source text handed to the tokenizer at a time
+HELD_OUT_SEED = 0x5EED  # the same held-out masks for every method and every training seed
+
+# fmt: off
+SUFFIXES = (
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".cs", ".go",
+    ".rs", ".swift", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml",
+    ".ex", ".exs", ".erl", ".clj", ".sh", ".sql",
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class CodeDataConfig:
+    """Where the source code comes from and how it becomes blocks of tokens."""
+
+    path: str | None = None
+    """Folder of source code, read with its subfolders; left out: the source files of Python's own standard library."""
+    suffixes: tuple[str, ...] = SUFFIXES
+    """Endings of the file names to read."""
+    max_bytes: int | None = None
+    """Read only a random part of the files, of at most this many bytes; the same part every time."""
+    held_out: float = 0.05
+    """Share of the files kept out of training to measure the held-out loss on."""
+    vocab_size: int = 8192
+    """Tokens of the byte-level BPE vocabulary, the five special ones and the 256 bytes included."""
+    tokenizer_bytes: int = 4_000_000
+    """Bytes of the training files that the tokenizer is trained on."""
+    block_size: int = 128
+    """Tokens in a block: the sequence length."""
+    mask_share: float = 0.15
+    """Share of the tokens that are masked and predicted."""
+    cache: str | None = None
+    """Folder for prepared data; left out: $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "suffixes", tuple(self.suffixes))
+        checks = {
+            "suffixes": (bool(self.suffixes), "at least one ending, such as .py"),
+            "max_bytes": (self.max_bytes is None or self.max_bytes > 0, "a number above 0, or none"),
+            "held_out": (0 < self.held_out < 1, "a share between 0 and 1"),
+            "vocab_size": (self.vocab_size >= SMALLEST_VOCABULARY, f"at least {SMALLEST_VOCABULARY}"),
+            "tokenizer_bytes": (self.tokenizer_bytes > 0, "a number above 0"),
+            "block_size": (self.block_size >= 4, "at least 4 tokens"),
+            "mask_share": (0 < self.mask_share < 0.3, "a share between 0 and 0.3"),
+        }
+        for name, (holds, expected) in checks.items():
+            if not holds:
+                raise ConfigError(f"data.{name}: expected {expected}, got {getattr(self, name)!r}")
+
+
+class Batch(NamedTuple):
+    """One masked batch, all int64: input_ids (B, T); positions (P,) into the flattened ids; labels (P,)."""
+
+    input_ids: Tensor
+    positions: Tensor
+    labels: Tensor
+
+
+class Source(NamedTuple):
+    """A source file: its path below the root, and the size and digest of its contents."""
+
+    path: str
+    size: int
+    digest: str
+
+
+class CodeData:
+    """Prepared source code: training and held-out blocks, memory-mapped, with their tokenizer.
+
+    train, held_out: (blocks, T) arrays of token ids. manifest: what they were made of.
+    """
+
+    def __init__(self, folder: Path, config: CodeDataConfig) -> None:
+        self.config = config
+        self.folder = folder
+        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        self.vocab_size: int = self.manifest["vocab_size"]
+        self.train = self._blocks("train")
+        self.held_out = self._blocks("held_out")
+
+    def _blocks(self, part: str) -> np.ndarray[Any, Any]:
+        tokens, width = self.manifest[part]["tokens"], self.config.block_size
+        if tokens < width:
+            raise DataError(
+                f"expected at least one block of {width} tokens in the {part.replace('_', '-')} part, got {tokens} "
+                f"tokens from {self.manifest[part]['files']} files: "
+                "give a folder with more code or a smaller data.block_size"
+            )
+        flat = np.memmap(self.folder / f"{part}.bin", dtype=self.manifest["dtype"], mode="r", shape=(tokens,))
+        return flat[: tokens // width * width].reshape(-1, width)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The byte-level BPE tokenizer that was trained on the training part."""
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+    def train_batch(self, index: int, size: int, seed: int) -> Batch:
+        """The `index`-th batch of `size` blocks: every epoch is a new permutation of all blocks, with new masks."""
+        places = np.arange(index * size, (index + 1) * size)
+        epochs, offsets = np.divmod(places, len(self.train))
+        rows = [_permutation(len(self.train), seed, int(e))[o] for e, o in zip(epochs, offsets, strict=True)]
+        count = max(1, round(self.config.mask_share * size * self.config.block_size))
+        return self._mask(self.train[rows], count, np.random.default_rng([seed, 1, index]))
+
+    def held_out_batches(self, size: int) -> Iterator[Batch]:
+        """The held-out part in batches of `size` blocks (one smaller batch if there are not as many).
+
+        What does not fill the last batch is left out, so that the mean over batches is that over blocks. Blocks and
+        masks depend on the data alone: not on the seed, the method or the batch size.
+        """
+        width = self.config.block_size
+        order = _permutation(len(self.held_out), HELD_OUT_SEED, 0)
+        count = max(1, round(self.config.mask_share * width))
+        for first in range(0, max(1, len(order) - size + 1), size):
+            masked = [
+                self._mask(self.held_out[row : row + 1], count, np.random.default_rng([HELD_OUT_SEED, 1, int(row)]))
+                for row in order[first : first + size]
+            ]
+            ids, positions, labels = zip(*masked, strict=True)
+            flat = [p + row * width for row, p in enumerate(positions)]
+            yield Batch(torch.cat(ids), torch.cat(flat), torch.cat(labels))
+
+    def _mask(self, blocks: np.ndarray[Any, Any], count: int, rng: np.random.Generator) -> Batch:
+        """Choose `count` tokens (never special ones): 80 % become <mask>, 10 % a random token, 10 % stay (BERT)."""
+        ids = blocks.astype(np.int64).reshape(-1)
+        candidates = np.flatnonzero(ids >= len(SPECIAL_TOKENS))
+        positions = np.sort(rng.choice(candidates, count, replace=False))
+        labels = ids[positions]
+        kind = rng.random(count)
+        random_ids = rng.integers(len(SPECIAL_TOKENS), self.vocab_size, count)
+        ids[positions] = np.where(kind < 0.8, MASK, np.where(kind < 0.9, random_ids, labels))
+        return Batch(*(torch.from_numpy(a) for a in (ids.reshape(blocks.shape), positions, labels)))
+
+
+@lru_cache(maxsize=4)
+def _permutation(length: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng([seed, 0, epoch]).permutation(length)
+
+
+def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
+    """Read, tokenize and cache the source code that `config` names; a second call with the same files opens the cache.
+
+    The cache folder appears only when it is complete, and of several processes one prepares while the others wait.
+    Raises DataError for a missing folder, one without code, or one with too little of it.
+    """
+    root = Path(config.path or sysconfig.get_paths()["stdlib"]).expanduser()
+    sources, skipped = find_sources(root, config)
+    parts = dict(zip(("train", "held_out"), split_sources(sources, config.held_out), strict=True))
+    settings = [FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out, sources]
+    name = "code-" + hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
+    cache = cache_folder(config)
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{name}.lock"):
+        if (cache / name).exists():
+            try:
+                return CodeData(cache / name, config)
+            except DataError:
+                raise
+            except (OSError, ValueError, KeyError, TypeError):  # damaged: made anew
+                shutil.rmtree(cache / name)
+        partial = cache / f"{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+        partial.mkdir()
+        _write(partial, root, parts, skipped, config, quiet)
+        partial.rename(cache / name)
+        return CodeData(cache / name, config)
+
+
+def cache_folder(config: CodeDataConfig) -> Path:
+    """The folder that holds prepared data."""
+    if config.cache:
+        return Path(config.cache).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "comera"
+
+
+def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
+    """The source files below `root`, sorted by path, and how many were skipped, by reason.
+
+    Skipped: hidden folders and those of installed packages, files that cannot be read, are empty, are not UTF-8 or
+    repeat another one (a copy in the held-out part would be a file already seen).
+    """
+    if not root.is_dir():
+        raise DataError(f"expected a folder of source code, got {root}, which {_what_is(root)}: check data.path")
+    skipped = {"unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0}
+    chosen: dict[str, Source] = {}
+    left = float("inf") if config.max_bytes is None else config.max_bytes
+    # in an order that is random but always the same, so that max_bytes takes a random part
+    for path in sorted(_walk(root, config.suffixes), key=lambda p: _place("subset", p)):
+        try:
+            if (root / path).stat().st_size > left:
+                continue
+            content = (root / path).read_bytes()
+            content.decode("utf-8")
+        except OSError:
+            skipped["unreadable"] += 1
+            continue
+        except UnicodeDecodeError:
+            skipped["not_utf8"] += 1
+            continue
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        if not content or digest in chosen:
+            skipped["repeated" if content else "empty"] += 1
+            continue
+        chosen[digest] = Source(path, len(content), digest)
+        left -= len(content)
+    if len(chosen) < 2:
+        raise DataError(
+            f"expected at least two source files in {root}, one to train on and one to hold out, got {len(chosen)} "
+            f"(skipped: {skipped}): check data.path, data.suffixes ({' '.join(config.suffixes)}) "
+            f"and data.max_bytes ({config.max_bytes})"
+        )
+    return sorted(chosen.values()), skipped
+
+
+def split_sources(sources: Sequence[Source], share: float) -> tuple[list[Source], list[Source]]:
+    """Training and held-out files, by a hash of the path: a file stays on its side when others come and go."""
+    places = {s: _place("held-out", s.path) for s in sources}
+    first, last = min(places, key=places.__getitem__), max(places, key=places.__getitem__)  # one on each side at least
+    held_out = {s for s in sources if s != last and (places[s] < share or s == first)}
+    return [s for s in sources if s not in held_out], [s for s in sources if s in held_out]
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer (as GPT-2 and RoBERTa use) of at most `vocab_size` tokens, special ones first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _what_is(path: Path) -> str:
+    return "is a file" if path.exists() else "does not exist"
+
+
+def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Paths of the source files, relative to `root`, with forward slashes."""
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in SKIPPED_FOLDERS and not name.startswith(".")]
+        for name in files:
+            if name.endswith(suffixes):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _place(purpose: str, path: str) -> float:
+    """A number in [0, 1] that depends on the path alone."""
+    digest = hashlib.blake2b(os.fsencode(path), digest_size=8, person=purpose.encode()).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _read(root: Path, source: Source) -> str:
+    content = (root / source.path).read_bytes()
+    if hashlib.blake2b(content, digest_size=16).hexdigest() != source.digest:
+        raise DataError(f"{root / source.path} changed while it was being read: run again")
+    return content.decode("utf-8")
+
+
+def _sample(root: Path, sources: Sequence[Source], limit: int) -> Iterator[str]:
+    """Text of a random part of the files, of about `limit` bytes: always the same part."""
+    for source in sorted(sources, key=lambda s: _place("tokenizer", s.path)):
+        if limit <= 0:
+            return
+        yield _read(root, source)[:limit]
+        limit -= source.size
+
+
+def _write(
+    folder: Path,
+    root: Path,
+    parts: dict[str, list[Source]],
+    skipped: dict[str, int],
+    config: CodeDataConfig,
+    quiet: bool,
+) -> None:
+    """Write tokenizer.json, train.bin, held_out.bin and manifest.json."""
+    progress = _Progress(sum(s.size for part in parts.values() for s in part), quiet)
+    tokenizer = train_tokenizer(_sample(root, parts["train"], config.tokenizer_bytes), config.vocab_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
+    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+    manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": tokenizer.get_vocab_size(), "dtype": dtype.name}
+    for part, sources in parts.items():
+        tokens = 0
+        with open(folder / f"{part}.bin", "wb") as out:
+            for chunk in _chunks(sources):
+                for encoding in tokenizer.encode_batch_fast([_read(root, s) for s in chunk], add_special_tokens=False):
+                    ids = np.array([START, *encoding.ids, END], dtype)
+                    ids.tofile(out)
+                    tokens += len(ids)
+                progress.add(sum(s.size for s in chunk))
+        manifest[part] = {"files": len(sources), "bytes": sum(s.size for s in sources), "tokens": tokens}
+    manifest["skipped"] = skipped
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    progress.done(manifest)
+
+
+def _chunks(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    """Neighbouring files of about ENCODE_BYTES together: bounds the memory, and keeps every core busy."""
+    chunk: list[Source] = []
+    size = 0
+    for source in sources:
+        chunk.append(source)
+        size += source.size
+        if size >= ENCODE_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+class _Progress:
+    """One line on stderr that grows with the bytes tokenized."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        self.total, self.seen = total, 0
+        self.live = sys.stderr.isatty() and not quiet
+        self.quiet = quiet
+        self._show("preparing the source code: training the tokenizer")
+
+    def _show(self, text: str, end: str = "") -> None:
+        if self.live:
+            print(f"\r\x1b[K{text}", end=end, file=sys.stderr, flush=True)
+
+    def add(self, size: int) -> None:
+        self.seen += size
+        self._show(f"preparing the source code: {self.seen / self.total:4.0%} of {self.total / 1e6:.1f} MB")
+
+    def done(self, manifest: dict[str, Any]) -> None:
+        self._show("")
+        if not self.quiet:
+            train, held_out = manifest["train"], manifest["held_out"]
+            print(
+                f"source code: {train['files']:,} files ({train['tokens']:,} tokens) to train on, "
+                f"{held_out['files']:,} ({held_out['tokens']:,}) held out",
+                file=sys.stderr,
+            )

@@ -1,0 +1,185 @@
+"""The code model end to end, small: its loss, its conversion, its batches, and runs of a few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from comera.errors import ConfigError, DataError
+from comera.nn.bonds import named_trains
+from comera.nn.embedding import TTMProjection
+from comera.nn.linear import TTLinear
+from comera.recipes import code_lm
+from comera.recipes.code_lm import CodeLMConfig, CodeLMTask, CompressConfig, ModelConfig, build_model, masked_loss
+from comera.recipes.data.code import Batch, CodeData, CodeDataConfig, prepare
+from comera.train.config import TrainConfig
+
+SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
+TINY = ModelConfig(hidden=64, layers=2, heads=4, ffn=128, max_positions=32)
+RANKS = CompressConfig(order=4, rank=6, embedding_order=3, embedding_rank=8)
+
+
+@pytest.fixture(scope="module")
+def data_config(tmp_path_factory: pytest.TempPathFactory) -> CodeDataConfig:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return CodeDataConfig(path=SOURCES, vocab_size=400, block_size=32, held_out=0.2, cache=cache)
+
+
+@pytest.fixture(scope="module")
+def data(data_config: CodeDataConfig) -> CodeData:
+    return prepare(data_config, quiet=True)
+
+
+@pytest.fixture
+def config(data_config: CodeDataConfig, tmp_path: Path) -> CodeLMConfig:
+    train = TrainConfig(steps=4, batch_size=4, lr=1e-3, eval_every=2, eval_batches=2, progress=False, device="cpu")
+    return CodeLMConfig(out=str(tmp_path / "run"), data=data_config, model=TINY, compress=RANKS, train=train)
+
+
+@pytest.mark.parametrize("method", ["comera", "dense"])
+def test_loss_is_that_of_the_whole_model_with_other_labels_ignored(
+    config: CodeLMConfig, data: CodeData, method: Literal["comera", "dense"]
+) -> None:
+    model, _ = build_model(replace(config, method=method), data.vocab_size)
+    model.double()
+    batch = data.train_batch(0, 4, seed=0)
+    labels = torch.full_like(batch.input_ids, -100)
+    labels.view(-1)[batch.positions] = batch.labels
+    whole = model(batch.input_ids, labels=labels).loss
+    torch.testing.assert_close(masked_loss(model, batch), whole, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("head", ["share", "untie", "dense"])
+def test_every_kind_of_head_trains_all_parameters(
+    config: CodeLMConfig, data: CodeData, head: Literal["share", "untie", "dense"]
+) -> None:
+    model, report = build_model(replace(config, compress=replace(RANKS, head=head)), data.vocab_size)
+    kinds: dict[str, type] = {"share": TTMProjection, "untie": TTLinear, "dense": torch.nn.Linear}
+    assert type(model.cls.predictions.decoder) is kinds[head]
+    assert report is not None
+    masked_loss(model, data.train_batch(0, 4, seed=0)).backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+    assert without <= {f"bert.encoder.layer.{i}.attention.self.key.bias" for i in range(2)}  # softmax cancels them
+
+
+def test_the_model_of_the_main_job_is_compressed_as_published() -> None:
+    with torch.device("meta"):
+        model, report = build_model(code_lm.preset("comera"), 8192)
+    assert report is not None
+    assert report.dense_tensorized / report.tensorized > 40
+    assert len(dict(named_trains(model))) == 6 * 6 + 2  # six layers per encoder, the embedding, the head's transform
+    dense = {row.name for row in report.rows if not row.compressed}
+    assert dense == {"bert.embeddings.position_embeddings", "bert.embeddings.token_type_embeddings"}
+
+
+def test_the_seed_decides_the_weights(config: CodeLMConfig, data: CodeData) -> None:
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        return build_model(replace(config, train=replace(config.train, seed=seed)), data.vocab_size)[0].state_dict()
+
+    first, again, other = weights(1), weights(1), weights(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_micro_batches_of_all_processes_are_one_sequence(config: CodeLMConfig, data: CodeData) -> None:
+    task = CodeLMTask(replace(config, train=replace(config.train, accumulation=3)), data)
+    order = [(step, micro, rank) for step in range(2) for micro in range(3) for rank in range(2)]
+    for index, (step, micro, rank) in enumerate(order):
+        expected, came = data.train_batch(index, 4, seed=0), task.train_batch(step, micro, rank, 2)
+        assert all(torch.equal(a, b) for a, b in zip(expected, came, strict=True))
+        assert task.tokens(came) == 4 * 32
+
+
+@pytest.mark.parametrize("method", ["comera", "dense"])
+def test_a_run_leaves_its_folder_and_resumes_to_its_summary(
+    config: CodeLMConfig, method: Literal["comera", "dense"]
+) -> None:
+    config = replace(config, method=method)
+    summary = code_lm.run(config)
+    assert (summary.method, summary.recipe, summary.steps, summary.tokens) == (method, "code-lm", 4, 4 * 4 * 32)
+    assert summary.held_out_loss is not None
+    rows = _rows(config.folder)
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [2, 4]
+    assert bool(json.loads((config.folder / "layers.json").read_text())) == (method == "comera")
+    assert code_lm.run(config, resume=True) == summary
+
+
+def test_both_methods_and_all_seeds_are_evaluated_on_the_same_batches(config: CodeLMConfig, data: CodeData) -> None:
+    other = replace(config, method="dense", train=replace(config.train, seed=7))
+    for one, two in zip(CodeLMTask(config, data).eval_batches(), CodeLMTask(other, data).eval_batches(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_training_learns_about_held_out_code(config: CodeLMConfig, data: CodeData) -> None:
+    train = replace(config.train, steps=60, batch_size=16, lr=1e-2, eval_every=0, eval_batches=0)
+    summary = code_lm.run(replace(config, model=replace(TINY, layers=1), train=train))
+    assert summary.held_out_loss is not None
+    assert summary.held_out_loss < math.log(data.vocab_size) - 0.7  # a model that knows nothing has the logarithm
+
+
+def test_a_run_does_not_resume_on_other_data_or_another_model(config: CodeLMConfig) -> None:
+    code_lm.run(replace(config, train=replace(config.train, save_every=2)))
+    (config.folder / "summary.json").unlink()  # as if it had been killed before it ended
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("data.mask_share", {"data": replace(config.data, mask_share=0.2)}),
+        ("data.prepared", {"data": replace(config.data, vocab_size=390)}),
+        ("model.dropout", {"model": replace(config.model, dropout=0.1)}),
+        ("compress.rank", {"compress": replace(config.compress, rank=5)}),
+    ]
+    for name, change in changes:
+        with pytest.raises(ConfigError, match=rf"{name}: expected"):
+            code_lm.run(replace(config, **change), resume=True)
+
+
+def test_estimate_shows_both_methods_without_computing(config: CodeLMConfig) -> None:
+    estimates = code_lm.estimate(code_lm.preset())
+    assert set(estimates) == {"comera", "dense"}
+    assert estimates["dense"].weights / estimates["comera"].weights > 30
+    assert estimates["dense"].flops / estimates["comera"].flops > 3
+    model, _ = build_model(replace(config, method="dense"), config.data.vocab_size)
+    tiny = code_lm.estimate(config)["dense"]
+    assert tiny.gradients == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_presets_differ_by_method_in_learning_rates_alone() -> None:
+    comera, dense = code_lm.preset("comera"), code_lm.preset("dense")
+    assert comera.train.lr != dense.train.lr
+    rates = {"lr": 1.0, "core_lr": None, "rank_lr": None}
+    assert replace(comera.train, **rates) == replace(dense.train, **rates)
+
+
+def test_configurations_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"multiple of model\.heads, got 64 and 5"):
+        ModelConfig(hidden=64, heads=5)
+    with pytest.raises(ConfigError, match=r"model\.layers must be at least 1"):
+        ModelConfig(layers=0)
+    with pytest.raises(ConfigError, match=r"model\.dropout must be in \[0, 1\)"):
+        ModelConfig(dropout=1.0)
+    with pytest.raises(ConfigError, match=r"data\.block_size \(600\) must not be above model\.max_positions \(512\)"):
+        CodeLMConfig(data=CodeDataConfig(block_size=600))
+    with pytest.raises(ConfigError, match="method must be one of comera, dense, got 'lora'"):
+        CodeLMConfig(method="lora")  # type: ignore[arg-type]
+
+
+def test_a_folder_without_code_stops_before_anything_is_written(config: CodeLMConfig, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="at least two source files"):
+        code_lm.run(replace(config, data=replace(config.data, path=str(tmp_path / "empty"))))
+    assert not config.folder.exists()
+
+
+def test_loss_needs_no_more_than_the_batch(data: CodeData, config: CodeLMConfig) -> None:
+    model, _ = build_model(config, data.vocab_size)
+    batch = data.train_batch(0, 2, seed=0)
+    moved = Batch(batch.input_ids.flip(0), (batch.positions + 32) % 64, batch.labels)  # the two blocks swapped
+    torch.testing.assert_close(masked_loss(model, moved), masked_loss(model, batch), rtol=1e-5, atol=1e-6)
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
