@@ -124,7 +124,9 @@ class _Halves(torch.autograd.Function):
     """y = (x A) B + bias with A, B the merged input and output cores; kept: x, P, A, B and the partial merges.
 
     P = A xᵀ,  y = Pᵀ B + bias;   U = B dyᵀ,  dx = Uᵀ A,  ∂A = U x,  ∂B = P dy,  ∂bias = Σ_B dy,
-    then ∂A and ∂B go back into the cores (halves.py). W and ∂W are never formed.
+    then ∂A and ∂B go back into the cores (halves.py). W and ∂W are never formed. Written by hand because forward and
+    backward, merges included, take 20 % less time than two F.linear under autograd (one core, rank 30, 1024 rows:
+    768→768 7.1 ms instead of 8.9, 768→3072 17.5 instead of 21.7; the dense layer takes 46 and 189).
     """
 
     @staticmethod

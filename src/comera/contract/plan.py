@@ -10,12 +10,12 @@ and the bytes make skinny products slow, as they are. The constants come from si
 core of an AMD EPYC 7003 (AVX2, MKL), fresh output buffers included; GFLOP/s measured and by the formula:
 
     m × k × n               measured   formula        m × k × n               measured   formula
-    1024 × 768 × 768            85        83           30 × 768 × 1024            56        54
-    1024 × 30 × 768             58        54           12 × 768 × 1024            43        32
-    1024 × 30 × 3072            50        56           30 × 768 × 128             67        51
+    1024 × 768 × 768            85        89           30 × 768 × 1024            56        56
+    1024 × 30 × 768             58        56           12 × 768 × 1024            40        36
+    1024 × 30 × 3072            55        57           30 × 768 × 128             68        50
 
-Only ratios decide: about 10 operations per byte moved and 0.5 million operations per call. An accelerator has other
-numbers but the same order of magnitude between them, and the choice is flat around the crossings.
+Only ratios decide: about 10 operations per byte moved and 0.5 million operations per call. An accelerator does more
+operations per byte and per call; the constants were not measured on one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALL_SECONDS = 5e-6
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of some products, forward and backward: floating-point operations, bytes moved, calls of a product."""
+    """Work of some products, forward and backward: floating-point operations, bytes moved, calls of an operation."""
 
     flops: int = 0
     bytes: int = 0
@@ -212,10 +212,10 @@ def _plan_lookup(spec: TTMSpec, count: int, itemsize: int) -> ContractionPlan:
         rank, (_, cols_l), (_, cols_r) = spec.ranks[split], *half_shapes(spec, split)
         cost = _merging(spec, 0, split) + _merging(spec, split, spec.order)
         cost += _product(cols_l, rank, cols_r, itemsize, times=count)
-        gathered = count * rank * (cols_l + cols_r)
-        options.append(Option("halves", split, cost + Cost(0, 6 * gathered * itemsize, 0)))
-    gathered = count * prod(spec.col_modes)
-    dense = _materialising(spec) + Cost(0, 6 * gathered * itemsize, 3)
+        # finding the different ids, gathering two blocks (twice), adding up their gradients: some 30 small operations
+        cost += Cost(0, 6 * count * rank * (cols_l + cols_r) * itemsize, 30)
+        options.append(Option("halves", split, cost))
+    dense = _materialising(spec) + Cost(0, 6 * count * prod(spec.col_modes) * itemsize, 3)
     return _cheapest(f"{count} rows of {spec}", *options, Option("dense", 0, dense))
 
 

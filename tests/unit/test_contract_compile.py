@@ -1,0 +1,93 @@
+"""torch.compile traces every product and look-up as one graph, with the same values and gradients."""
+
+import pytest
+import torch
+
+from comera.contract.linear import tt_linear, ttm_linear
+from comera.contract.lookup import ttm_lookup
+from comera.contract.plan import plan_linear, plan_lookup, plan_projection
+from comera.tt.spec import TTMSpec, TTSpec
+
+# torch.compile itself instantiates torch.autograd.Function for its own bookkeeping and warns about it
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+LINEAR = TTSpec(23, 22, (3, 4, 2), (4, 6), (1, 3, 5, 4, 3, 1))
+TABLE = TTMSpec(50, 11, (4, 13), (3, 4), (1, 5, 1))
+
+
+class Chain(torch.nn.Module):
+    """What the layers do: hold a spec and cores, and call a product with them."""
+
+    def __init__(self, function, spec, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.spec, self.options = function, spec, options
+        self.cores = torch.nn.ParameterList([torch.randn(shape) for shape in spec.core_shapes])
+
+    def forward(self, x):
+        return self.function(x, self.spec, list(self.cores), **self.options)
+
+
+def compiled(module, **options):
+    torch._dynamo.reset()
+    return torch.compile(module, backend="aot_eager", fullgraph=True, **options)
+
+
+def values_and_gradients(module, *x):
+    y = module(*x)
+    dy = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+    leaves = [*module.parameters(), *(t for t in x if t.requires_grad)]
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("strategy", ["halves", "chain", "dense", None])
+def test_tt_linear(strategy):
+    plan = strategy and plan_linear(LINEAR, 14).using(strategy)
+    module = Chain(tt_linear, LINEAR, bias=torch.randn(22), plan=plan)
+    x = torch.randn(2, 7, 23, requires_grad=True)
+    torch.testing.assert_close(
+        values_and_gradients(compiled(module), x), values_and_gradients(module, x), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("strategy", ["halves", "dense"])
+def test_ttm_linear(strategy):
+    module = Chain(ttm_linear, TABLE, plan=plan_projection(TABLE, 14).using(strategy))
+    x = torch.randn(2, 7, 11, requires_grad=True)
+    torch.testing.assert_close(
+        values_and_gradients(compiled(module), x), values_and_gradients(module, x), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("strategy", ["halves", "dense"])
+def test_ttm_lookup(strategy):
+    module = Chain(ttm_lookup, TABLE, padding_idx=3, plan=plan_lookup(TABLE, 14).using(strategy))
+    ids = torch.tensor([[0, 3, 49], [7, 7, 3]])
+    torch.testing.assert_close(
+        values_and_gradients(compiled(module), ids), values_and_gradients(module, ids), rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(RuntimeError, match=r"expected every id in 0 ... 49"):
+        compiled(module)(torch.tensor([[0, 50, 49], [7, 7, 3]]))
+
+
+def test_autocast():
+    module = Chain(tt_linear, LINEAR, bias=torch.randn(22))
+
+    def under_autocast(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(x)
+
+    x = torch.randn(600, 23)
+    y = compiled(under_autocast)(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, under_autocast(x))
+
+
+def test_choice_follows_the_batch_bucket():
+    spec = TTSpec(256, 256, (4, 4, 4, 4), (4, 4, 4, 4), (1, 4, 12, 12, 12, 12, 12, 4, 1))
+    assert plan_linear(spec, 1).strategy != plan_linear(spec, 1024).strategy
+    module = Chain(tt_linear, spec)
+    one_graph = compiled(module, dynamic=True)
+    for batch in (3, 1000, 1024):
+        x = torch.randn(batch, 256)
+        torch.testing.assert_close(one_graph(x), module(x), rtol=1e-4, atol=1e-3)
