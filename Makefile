@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # wall-clock seconds of training that the demo gives to each method
 SECONDS_EACH ?= 100
+# a new folder each time: nothing that was there is lost
+DEMO_OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: help install demo test check format clean
 
@@ -24,7 +26,9 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@touch $@
 
 demo: install
-	@$(BIN)/comera compare code-lm --methods dense,comera --config recipes/code-lm-demo.yaml --seconds $(SECONDS_EACH) --out runs/demo
+	@$(BIN)/comera compare code-lm --methods dense,comera \
+		--data.max_bytes 8000000 --train.batch_size 8 --train.eval_every 25 --train.eval_batches 8 \
+		--seconds $(SECONDS_EACH) --out $(DEMO_OUT)
 
 test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from transformers import BertForMaskedLM
 
 from comera.errors import ConfigError, DataError
 from comera.nn.bonds import named_trains
@@ -73,9 +74,27 @@ def test_the_model_of_the_main_job_is_compressed_as_published() -> None:
         model, report = build_model(code_lm.preset("comera"), 8192)
     assert report is not None
     assert report.dense_tensorized / report.tensorized > 40
-    assert len(dict(named_trains(model))) == 6 * 6 + 2  # six layers per encoder, the embedding, the head's transform
+    assert len(dict(named_trains(model))) == 6 * 6 + 3  # six layers per encoder, the embedding, the head's two
     dense = {row.name for row in report.rows if not row.compressed}
     assert dense == {"bert.embeddings.position_embeddings", "bert.embeddings.token_type_embeddings"}
+
+
+@pytest.mark.parametrize("head", ["share", "untie", "dense"])
+def test_ratios_are_taken_to_the_dense_model_with_its_tied_head(
+    config: CodeLMConfig, data: CodeData, head: Literal["share", "untie", "dense"]
+) -> None:
+    task = CodeLMTask(replace(config, compress=replace(RANKS, head=head)), data)
+    dense, _ = build_model(replace(config, method="dense"), data.vocab_size)
+    assert task.dense_total == sum(p.numel() for p in dense.parameters())
+
+
+def test_the_head_starts_from_the_frequencies_of_the_tokens(config: CodeLMConfig, data: CodeData) -> None:
+    model = CodeLMTask(config, data).model
+    assert isinstance(model, BertForMaskedLM)
+    counts = torch.bincount(torch.from_numpy(data.train.astype("int64")).flatten(), minlength=data.vocab_size)
+    shares = model.cls.predictions.decoder.bias.exp()
+    torch.testing.assert_close(shares, (counts + 1) / (counts + 1).sum(), rtol=1e-5, atol=0)
+    assert shares.sum().item() == pytest.approx(1)
 
 
 def test_the_seed_decides_the_weights(config: CodeLMConfig, data: CodeData) -> None:

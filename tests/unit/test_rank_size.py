@@ -146,6 +146,14 @@ def test_model_size_counts_tied_parameters_once_and_biases_under_total_only() ->
     assert f"{size.total:,} numbers" in str(size)
 
 
+def test_a_known_dense_original_takes_the_place_of_the_chains_own_weights() -> None:
+    model = nn.Sequential(TTLinear(TT), nn.Linear(20, 12))
+    alone = model_size(model)
+    size = model_size(model, dense_total=alone.dense_total - 100)
+    assert (size.dense_total, size.dense_tensorized) == (alone.dense_total - 100, alone.dense_tensorized - 100)
+    assert (size.total, size.tensorized) == (alone.total, alone.tensorized)
+
+
 def test_model_size_of_dense_empty_and_meta_models() -> None:
     dense = model_size(nn.Linear(3, 4))
     assert (dense.total, dense.tensorized, dense.ratio, dense.tensorized_ratio) == (16, 0, 1.0, 1.0)

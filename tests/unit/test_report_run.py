@@ -246,7 +246,10 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
         (_append('{"kind": "prune", "step": "x", "time": 1, "before": 1, "after": 1}\n'), "value of another kind"),
         (_write("config.yaml", "a: [1"), "is not YAML"),
         (_write("config.yaml", "- 1"), "expected a mapping of settings, got list"),
-        (_write("layers.json", '[{"name": "x"}]'), r"list of layers as .comera train. writes it \(KeyError\('spec'\)\)"),
+        (
+            _write("layers.json", '[{"name": "x"}]'),
+            r"list of layers as .comera train. writes it \(KeyError\('spec'\)\)",
+        ),
         (_write("layers.json", "{"), "expected a list of layers"),
         (_write("summary.json", '{"steps": 1}'), "expected the summary of a run"),
     ],

@@ -158,18 +158,23 @@ class ModelSize:
         )
 
 
-def model_size(model: nn.Module) -> ModelSize:
-    """Count a model's parameters, tied ones once; reads shapes only, so it works on the meta device too."""
+def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize:
+    """Count a model's parameters, tied ones once; reads shapes only, so it works on the meta device too.
+
+    dense_total: numbers of the dense original, where it is known. Without it every chain stands for a dense weight of
+    its own, which overstates the original if a weight that was tied there has become two chains.
+    """
     parameters = list(model.parameters())
     trains = [train for _, train in named_trains(model)]
     total = sum(p.numel() for p in parameters)
     tensorized = sum(p.numel() for p in {p for train in trains for p in train.parameters()})
-    dense_tensorized = sum(train.spec.dense_numel for train in trains)
+    if dense_total is None:
+        dense_total = total - tensorized + sum(train.spec.dense_numel for train in trains)
     return ModelSize(
         total=total,
         tensorized=tensorized,
-        dense_total=total - tensorized + dense_tensorized,
-        dense_tensorized=dense_tensorized,
+        dense_total=dense_total,
+        dense_tensorized=dense_total - (total - tensorized),
         bytes=sum(p.numel() * p.element_size() for p in parameters),
     )
 

@@ -70,14 +70,17 @@ class CompressConfig:
     """Cores of the token embedding's tensor-train matrix."""
     embedding_rank: int | tuple[int, ...] = 32
     """Ranks of the token embedding at the start."""
-    head: Literal["share", "untie", "dense"] = "share"
+    head: Literal["share", "untie", "dense"] = "untie"
     """Output head: share the embedding's cores, have a tensor train of its own, or a dense weight of its own."""
+    head_rank: int | tuple[int, ...] = 64
+    """Ranks of an output head with a tensor train of its own."""
 
     def tensorize(self) -> TensorizeConfig:
         """The conversion that this describes; tables of positions and segments stay dense, as published."""
         overrides: dict[str, TT | TTM | None] = {"*.position_embeddings": None, "*.token_type_embeddings": None}
-        if self.head == "dense":
-            overrides["cls.predictions.decoder"] = None
+        if self.head != "share":
+            own = TT(order=self.order, rank=self.head_rank)
+            overrides["cls.predictions.decoder"] = own if self.head == "untie" else None
         return TensorizeConfig(
             linear=TT(order=self.order, rank=self.rank),
             embedding=TTM(order=self.embedding_order, rank=self.embedding_rank),
@@ -166,9 +169,12 @@ class CodeLMTask:
     def __init__(self, config: CodeLMConfig, data: CodeData) -> None:
         self.config, self.data = config, data
         self.method = config.method
-        self.model: nn.Module
-        self.model, report = build_model(config, data.vocab_size)
+        model, report = build_model(config, data.vocab_size)
+        with torch.no_grad():  # from the start the head knows how frequent each token is: no steps are spent on that
+            model.cls.predictions.bias.copy_(data.log_frequencies())
+        self.model: nn.Module = model
         self.report_rows = report.to_dict()["rows"] if report else []
+        self.dense_total = report.dense_total if report else None
         data_fields = {"prepared": data.folder.name, **asdict(config.data)}
         self.identity = {
             **{f"data.{name}": data_fields[name] for name in ("prepared", "block_size", "mask_share")},

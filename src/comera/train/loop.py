@@ -28,7 +28,7 @@ from comera.errors import ConfigError, TrainingError
 from comera.files import replace_file
 from comera.nn.bonds import named_trains
 from comera.rank.controller import RankController
-from comera.rank.size import active_ranks, active_size, model_size
+from comera.rank.size import ModelSize, active_ranks, active_size, model_size
 from comera.train.clock import Clock, Interrupt
 from comera.train.config import TrainConfig
 from comera.train.memory import MemoryMeter
@@ -131,7 +131,7 @@ class _Run:
         self.identity = {**config.identity(), **about, **getattr(task, "identity", {})}
 
         self.progress = self._take_up()
-        self.size = model_size(self.model)
+        self.size = self._model_size()
         self.clock = Clock(self.device, self.progress.time)
         self.pending: list[tuple[int, Tensor, Tensor]] = []  # step, loss, gradient norm: not yet seen by the host
         self.seen = (0.0, 0.0)
@@ -286,10 +286,13 @@ class _Run:
         if self.metrics:
             self.metrics.write(kind, self.progress.step, time=self.progress.time, **values)
 
+    def _model_size(self) -> ModelSize:
+        return model_size(self.model, dense_total=getattr(self.task, "dense_total", None))
+
     def _prune(self) -> None:
         report = self.controller.prune_() if self.controller else None
         if report and report.changed:
-            self.size = model_size(self.model)
+            self.size = self._model_size()
             self._write("prune", before=report.before, after=report.after)
 
     @torch.no_grad()

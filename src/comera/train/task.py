@@ -14,8 +14,9 @@ class Task(Protocol):
     """What a recipe gives to `fit`.
 
     Optional attributes: `method` ("dense", "comera", ...: what the report calls it), `report_rows` (for layers.json:
-    the rows of the conversion's report), and `identity` (JSON-ready: what besides the TrainConfig decides what is
-    learned, such as a hash of the data; a run resumes only under the same one).
+    the rows of the conversion's report), `dense_total` (numbers of the dense original, for the ratios), and `identity`
+    (JSON-ready: what besides the TrainConfig decides what is learned, such as a hash of the data; a run resumes only
+    under the same one).
     """
 
     name: str
