@@ -23,7 +23,7 @@ from comera.train.config import TrainConfig
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
 TINY = ModelConfig(hidden=64, layers=2, heads=4, ffn=128, max_positions=32)
-RANKS = CompressConfig(order=4, rank=6, embedding_order=3, embedding_rank=8)
+RANKS = CompressConfig(order=4, rank=6, embedding_order=3, embedding_rank=8, head_rank=6)
 
 
 @pytest.fixture(scope="module")

@@ -248,7 +248,7 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
         (_write("config.yaml", "- 1"), "expected a mapping of settings, got list"),
         (
             _write("layers.json", '[{"name": "x"}]'),
-            r"list of layers as .comera train. writes it \(KeyError\('spec'\)\)",
+            r"as .comera train. writes it \(KeyError\('spec'\)\)",
         ),
         (_write("layers.json", "{"), "expected a list of layers"),
         (_write("summary.json", '{"steps": 1}'), "expected the summary of a run"),
