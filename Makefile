@@ -27,7 +27,8 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 
 demo: install
 	@$(BIN)/comera compare code-lm --methods dense,comera \
-		--data.max_bytes 8000000 --train.batch_size 8 --train.eval_every 25 --train.eval_batches 8 \
+		--data.max_bytes 8000000 --train.batch_size 8 --train.eval_every 20 --train.eval_batches 8 \
+		--train.rank_lr 2e-2 --train.early.size_weight 0.1 --train.prune_every 20 \
 		--seconds $(SECONDS_EACH) --out $(DEMO_OUT)
 
 test: install

@@ -89,8 +89,8 @@ class CompressConfig:
         )
 
 
-_TRAIN = TrainConfig(steps=10_000, batch_size=16, lr=1e-3, core_lr=2e-3, eval_batches=16)
-PRESETS: dict[str, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, lr=2e-4, core_lr=None)}
+_TRAIN = TrainConfig(steps=10_000, batch_size=16, lr=1e-3, core_lr=3e-3, eval_batches=16)
+PRESETS: dict[str, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, lr=1e-4, core_lr=None)}
 
 
 @dataclass(frozen=True)
