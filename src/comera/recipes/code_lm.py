@@ -89,8 +89,19 @@ class CompressConfig:
         )
 
 
-_TRAIN = TrainConfig(steps=10_000, batch_size=16, lr=1e-3, core_lr=3e-3, eval_batches=16)
-PRESETS: dict[str, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, lr=1e-4, core_lr=None)}
+# Measured on short runs (docs/LOG.md): higher rates for cores or dense parameters collapse onto the tokens' frequencies.
+_TRAIN = TrainConfig(
+    steps=10_000,
+    batch_size=16,
+    lr=3e-4,
+    core_lr=1.5e-3,
+    rank_lr=1e-3,
+    betas=(0.9, 0.98),
+    warmup=0.1,
+    prune_every=500,
+    eval_batches=16,
+)
+PRESETS: dict[str, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, lr=1e-4, core_lr=None, rank_lr=None)}
 
 
 @dataclass(frozen=True)

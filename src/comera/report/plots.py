@@ -196,7 +196,7 @@ def _bonds(axes: Axes, names: list[str], first: SizePoint, last: SizePoint) -> N
     axes.set_yticks([])
 
 
-def short_names(names: Sequence[str], longest: int = 40) -> list[str]:
+def short_names(names: Sequence[str], longest: int = 48) -> list[str]:
     """Names without the leading parts that all share and the trailing `.tt`, shortened in the middle."""
     parts = [name.removesuffix(".tt").split(".") for name in names]
     columns = zip(*parts, strict=False) if len(parts) > 1 else ()
