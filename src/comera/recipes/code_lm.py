@@ -89,7 +89,7 @@ class CompressConfig:
         )
 
 
-# Measured on short runs (docs/LOG.md): higher rates for cores or dense parameters collapse onto the tokens' frequencies.
+# Measured on short runs (docs/LOG.md): with higher rates the model collapses onto the frequencies of the tokens.
 _TRAIN = TrainConfig(
     steps=10_000,
     batch_size=16,
