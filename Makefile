@@ -28,7 +28,6 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 demo: install
 	@$(BIN)/comera compare code-lm --methods dense,comera \
 		--data.max_bytes 8000000 --train.batch_size 4 --train.eval_every 40 --train.eval_batches 16 \
-		--train.rank_lr 1e-2 --train.early.size_weight 0.1 --train.prune_every 20 \
 		--seconds $(SECONDS_EACH) --out $(DEMO_OUT)
 
 test: install

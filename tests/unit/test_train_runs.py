@@ -289,7 +289,7 @@ def test_another_identity_is_a_config_error_that_names_the_change(tmp_path: Path
 
 def test_tuples_in_an_identity_are_their_lists(tmp_path: Path) -> None:
     folder = save(tmp_path, make(), 1)
-    load_checkpoint(folder, *make(), identity={**IDENTITY, "betas": (0.9, 0.999)})
+    assert load_checkpoint(folder, *make(), identity={**IDENTITY, "betas": (0.9, 0.999)}).step == 1
 
 
 def test_an_unreadable_neighbour_is_neither_best_nor_dropped(tmp_path: Path) -> None:

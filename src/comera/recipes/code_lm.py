@@ -95,13 +95,12 @@ _TRAIN = TrainConfig(
     batch_size=16,
     lr=3e-4,
     core_lr=1.5e-3,
-    rank_lr=1e-3,
     betas=(0.9, 0.98),
     warmup=0.1,
     prune_every=500,
     eval_batches=16,
 )
-PRESETS: dict[str, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, lr=1e-4, core_lr=None, rank_lr=None)}
+PRESETS: dict[str, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, lr=1e-4, core_lr=None)}
 
 
 @dataclass(frozen=True)
