@@ -97,6 +97,13 @@ def test_the_head_starts_from_the_frequencies_of_the_tokens(config: CodeLMConfig
     assert shares.sum().item() == pytest.approx(1)
 
 
+def test_frequencies_alone_lose_what_a_model_without_context_loses(config: CodeLMConfig, data: CodeData) -> None:
+    batches = list(data.held_out_batches(config.train.batch_size))[: config.train.eval_batches]
+    alone = data.log_frequencies()
+    losses = [torch.nn.functional.cross_entropy(alone.expand(len(b.labels), -1), b.labels) for b in batches]
+    assert code_lm.frequency_loss(config, data) == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
 def test_the_seed_decides_the_weights(config: CodeLMConfig, data: CodeData) -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         return build_model(replace(config, train=replace(config.train, seed=seed)), data.vocab_size)[0].state_dict()

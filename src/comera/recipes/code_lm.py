@@ -6,9 +6,11 @@ for 15 % of the tokens.  B batch, T block size, P masked positions, H hidden, V 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +173,14 @@ def masked_loss(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(logits_PV, batch.labels)
 
 
+def frequency_loss(config: CodeLMConfig, data: CodeData) -> float:
+    """Held-out loss, in nats, of a model that ignores its input and knows how frequent each token is: what the head
+    starts from, and what a model has to beat to have learned anything from context."""
+    batches = islice(data.held_out_batches(config.train.batch_size), config.train.eval_batches or None)
+    frequencies = data.log_frequencies()
+    return float(torch.stack([-frequencies[batch.labels].mean() for batch in batches]).mean())
+
+
 class CodeLMTask:
     """The job as `comera.train.loop.fit` wants it."""
 
@@ -212,7 +222,10 @@ class CodeLMTask:
 
 def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
     """Prepare the data, build the model and train it into `config.folder`; what is raised: see `prepare` and `fit`."""
-    data = prepare(config.data, quiet=not PartialState(cpu=config.train.device == "cpu").is_main_process)
+    main = PartialState(cpu=config.train.device == "cpu").is_main_process
+    data = prepare(config.data, quiet=not main)
+    if main:
+        print(f"held-out loss of the tokens' frequencies alone: {frequency_loss(config, data):.4f}", file=sys.stderr)
     resolved = asdict(replace(config, out=str(config.folder)))
     return fit(CodeLMTask(config, data), config.train, config.folder, resume=resume, resolved=resolved)
 
