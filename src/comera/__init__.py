@@ -4,10 +4,9 @@ __version__ = "0.1.0"
 
 from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ComeraError
-from comera.nn.embedding import TTMEmbedding
-from comera.nn.linear import TTLinear
+from comera.rank.budget import round_
 from comera.rank.controller import RankController
-from comera.rank.objective import EarlyStage
+from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import model_size
 from comera.train.checkpoint import load_pretrained, save_pretrained
 from comera.train.optimizer import param_groups
@@ -17,14 +16,14 @@ __all__ = [
     "TTM",
     "ComeraError",
     "EarlyStage",
+    "LateStage",
     "RankController",
-    "TTLinear",
-    "TTMEmbedding",
     "TensorizeConfig",
     "load_pretrained",
     "materialize_",
     "model_size",
     "param_groups",
+    "round_",
     "save_pretrained",
     "tensorize_",
 ]

@@ -242,7 +242,7 @@ def test_a_model_in_which_nothing_matches_is_an_error() -> None:
 
 @pytest.mark.parametrize("layer", [nn.Linear(8, 8), nn.Embedding(8, 8)])
 def test_a_root_layer_is_an_error(layer: nn.Module) -> None:
-    with pytest.raises(ConversionError, match=r"nn.Sequential\(layer\), or make a comera.TTLinear"):
+    with pytest.raises(ConversionError, match=r"nn.Sequential\(layer\), or make a comera.nn.TTLinear"):
         tensorize_(layer)
 
 

@@ -39,7 +39,7 @@ def tensorize_(
     if type(model) in converters():
         raise ConversionError(
             f"tensorize_ replaces layers inside a module: {_wrap(model)}, "
-            "or make a comera.TTLinear or comera.TTMEmbedding yourself"
+            "or make a comera.nn.TTLinear or comera.nn.TTMEmbedding yourself"
         )
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ConversionError("the model is wrapped in DistributedDataParallel: convert first, then wrap")

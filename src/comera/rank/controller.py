@@ -16,7 +16,8 @@ norm is the same before and after pruning.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +26,51 @@ from torch.utils.hooks import RemovableHandle
 
 from comera.errors import RankError
 from comera.nn.bonds import named_trains
-from comera.rank.objective import EarlyStage, Scales, early_scales
+from comera.rank.budget import RoundReport, canonicalize_, round_
+from comera.rank.objective import EarlyStage, LateStage, Scales, early_scales, late_budget, late_scales
 from comera.rank.prune import PruneReport, prune_, unwrap
-from comera.rank.size import SizeTable, size_tables
+from comera.rank.sensitivity import accumulate_, switch_off_
+from comera.rank.size import SizeTable, active_ranks, active_size, size_tables
+from comera.rank.target import resolve_target, smallest_size
 
-_EARLY = EarlyStage()
+_EARLY, _LATE = EarlyStage(), LateStage()
+_CUT_EVERY = 20  # steps between cuts: about as many as the sensitivities look back
+_HORIZON = 100  # steps over which the loss that the stages weigh is averaged: one batch says little
+
+
+@dataclass
+class _State:
+    """What a controller remembers from step to step, as numbers.
+
+    surrogate_0: Ŝ when adaptation began; target_size, target_loss: S0 and L0, None in the early stage; switch_size,
+    switch_step: size and steps when the late stage began; steps, epochs: counted; best_held_out, evaluations_since:
+    for the plateau; loss: mean of the last ones, when it was saved.
+    """
+
+    surrogate_0: float | None = None
+    target_size: int | None = None
+    target_loss: float | None = None
+    switch_size: int = 0
+    switch_step: int = 0
+    steps: int = 0
+    epochs: int = 0
+    best_held_out: float | None = None
+    evaluations_since: int = 0
+    loss: float | None = None
 
 
 class RankController:
     """Adapts the ranks of a model's chains while any optimizer trains it.
 
     model: with at least one compressed layer; the chains are those that it has now.
-    early: weights of the early stage.
+    early, late: the two stages; without a target in `late` the early one goes on to the end.
     Raises RankError for a model without compressed layers.
     """
 
-    def __init__(self, model: nn.Module, early: EarlyStage = _EARLY) -> None:
+    def __init__(self, model: nn.Module, early: EarlyStage = _EARLY, late: LateStage = _LATE) -> None:
         self.model = model
         self.early = early
+        self.late = late
         self._trains = [train for _, train in named_trains(model)]
         self._cores = [core for train in self._trains for core in train.cores]
         if not self._trains:
@@ -51,9 +79,9 @@ class RankController:
                 "call comera.tensorize_(model) first"
             )
         self._tables: list[SizeTable] = []
-        self._hooks: dict[Optimizer, RemovableHandle] = {}
-        self._surrogate_0: float | None = None
-        self._loss: Tensor | None = None
+        self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
+        self._state = _State()
+        self._loss: Tensor | None = None  # mean of the last losses, on their device
 
     def attach(self, optimizer: Optimizer) -> RankController:
         """Adapt at each step of `optimizer`, for the parameters that it holds; returns self.
@@ -71,37 +99,131 @@ class RankController:
                 f"this {type(optimizer).__name__} holds {len(held)} parameters, none of them a core or rank parameter "
                 "of the model: make it after tensorize_, from comera.param_groups(model, ...)"
             )
-        if self._surrogate_0 is None:
-            self._surrogate_0 = sum(float(table.surrogate().detach()) for table in self._current_tables())
-        self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        if self._state.surrogate_0 is None:
+            self._state.surrogate_0 = sum(float(table.surrogate().detach()) for table in self._current_tables())
+        self._hooks[optimizer] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         return self
 
     def detach(self) -> None:
         """Let go of all optimizers; they step without rank adaptation from now on."""
-        for hook in self._hooks.values():
+        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
             hook.remove()
         self._hooks.clear()
 
+    @property
+    def stage(self) -> Literal["early", "late"]:
+        """The stage that the next step belongs to."""
+        return "early" if self._state.target_size is None else "late"
+
+    @property
+    def target_size(self) -> int | None:
+        """S0 in numbers stored; None in the early stage."""
+        return self._state.target_size
+
+    @property
+    def target_loss(self) -> float | None:
+        """L0; None in the early stage."""
+        return self._state.target_loss
+
     def observe(self, loss: Tensor) -> None:
-        """Keep the step's loss, a scalar: detached, on its device, for stages that weigh it. Call before the step."""
+        """Take note of a step's loss, a scalar, before the step; waits for nothing. Counts the steps.
+
+        Raises RankError when it is no scalar.
+        """
         if loss.numel() != 1:
             raise RankError(f"expected the loss as a scalar, got shape {tuple(loss.shape)}: reduce it first")
-        self._loss = loss.detach()
+        self._state.steps += 1
+        value = loss.detach().reshape(()).float()
+        if self._loss is None:
+            known = self._state.loss
+            self._loss = torch.zeros_like(value) if known is None else torch.full_like(value, known)
+        self._loss = self._loss + (value - self._loss) / min(self._state.steps, _HORIZON)
 
-    def prune_(self) -> PruneReport:
+    def epoch_ended(self) -> None:
+        """Count an epoch, for `LateStage.start_epoch`."""
+        self._state.epochs += 1
+        self._begin_if(self.late.start_epoch is not None and self._state.epochs >= self.late.start_epoch)
+
+    def evaluated(self, held_out_loss: float) -> None:
+        """Take note of a held-out loss, for `LateStage.plateau`."""
+        state = self._state
+        if state.best_held_out is None or held_out_loss < state.best_held_out:
+            state.best_held_out, state.evaluations_since = held_out_loss, 0
+        else:
+            state.evaluations_since += 1
+        self._begin_if(self.late.plateau is not None and state.evaluations_since >= self.late.plateau)
+
+    def start_late(self) -> None:
+        """Begin the late stage now, between two steps: fix S0 from the present size and L0 from the last losses.
+
+        By sensitivity, the chains are brought into canonical form, and their moments start afresh.
+        Raises RankError without a target, in the late stage, before any step was observed (a late stage follows an
+        early one), and for a target above the present size or below the smallest possible.
+        """
+        if self.late.target_size is None:
+            raise RankError("expected a target for the late stage, got none: set LateStage(target_size=0.2)")
+        if self.stage == "late":
+            raise RankError(f"the late stage has begun already, with S0 = {self.target_size:,} numbers")
+        if not self._state.steps:
+            raise RankError(
+                "expected an early stage before the late one, but no loss was observed yet: "
+                "call observe(loss) in each step, and start_late() after the early stage"
+            )
+        size = self.size()
+        numbers = [p for train in self._trains for p in train.parameters()]
+        stored = sum(p.numel() for p in numbers)
+        self._state.target_size = resolve_target(
+            self.late.target_size,
+            size=size,
+            smallest=smallest_size(self.model),
+            bytes_per_number=sum(p.numel() * p.element_size() for p in numbers) / max(1, stored),
+            where="LateStage.target_size",
+        )
+        given = self.late.target_loss
+        self._state.target_loss = self._mean_loss() if given is None else given
+        self._state.switch_size, self._state.switch_step = size, self._state.steps
+        if self.late.shrink == "sensitivity":
+            canonicalize_(self._trains, list(self._hooks))
+
+    def size(self) -> int:
+        """S now: numbers of active slices and active rank parameters, those that pruning would leave. Waits."""
+        return sum(active_size(train) + sum(active_ranks(train)) for train in self._trains)
+
+    def prune_(self, *, multiple: int = 1) -> PruneReport:
         """Cut the inactive slices out of the model and the attached optimizers: see `comera.rank.prune.prune_`."""
-        return prune_(self.model, list(self._hooks))
+        return prune_(self.model, list(self._hooks), multiple=multiple)
 
-    def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs to go on exactly: Ŝ_0, once an optimizer was attached."""
-        return {} if self._surrogate_0 is None else {"surrogate_0": self._surrogate_0}
+    def meet_target_(self, *, multiple: int = 1) -> RoundReport | None:
+        """Prune, and round to S0 where that was not enough (`comera.rank.budget.round_`).
+
+        Returns None in the early stage, and where pruning was enough.
+        """
+        if self._state.target_size is None:
+            return None
+        if self.prune_(multiple=multiple).after <= self._state.target_size:
+            return None
+        return round_(self.model, self._state.target_size, optimizers=list(self._hooks), multiple=multiple)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on exactly, JSON-ready: Ŝ_0, the stage and its targets, counts, mean loss."""
+        return {**asdict(self._state), "loss": self._mean_loss()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a `state_dict`, before or after attaching. Raises RankError when it is foreign."""
-        surrogate_0 = state.get("surrogate_0")
-        if set(state) - {"surrogate_0"} or not isinstance(surrogate_0, float | int | None):
-            raise RankError(f"expected the state of a RankController, {{'surrogate_0': number}}, got {state}")
-        self._surrogate_0 = surrogate_0
+        known = {field.name for field in fields(_State)}
+        if set(state) != known or not all(isinstance(value, float | int | None) for value in state.values()):
+            raise RankError(f"expected the state of a RankController, numbers for {sorted(known)}, got {state}")
+        self._state, self._loss = _State(**state), None
+
+    def _mean_loss(self) -> float | None:
+        return self._state.loss if self._loss is None else float(self._loss)
+
+    def _begin_if(self, due: bool) -> None:
+        if due and self.stage == "early" and self.late.target_size is not None:
+            self.start_late()
 
     def _current_tables(self) -> list[SizeTable]:
         """The size tables of all chains, made anew when a rank, dtype or device has changed."""
@@ -111,8 +233,23 @@ class RankController:
 
     def _scales(self) -> Scales:
         """(c_L, c_S) of the present stage."""
-        assert self._surrogate_0 is not None
-        return early_scales(self.early, self._surrogate_0)
+        state, tables = self._state, self._current_tables()
+        assert state.surrogate_0 is not None
+        if state.target_size is None:
+            return early_scales(self.early, state.surrogate_0)
+        if self.late.shrink == "sensitivity":
+            return 1.0, 0.0
+        assert self._loss is not None
+        assert state.target_loss is not None
+        device = self._loss.device
+        return late_scales(
+            self.late,
+            loss=self._loss,
+            target_loss=state.target_loss,
+            size=torch.stack([table.size().to(device) for table in tables]).sum(),
+            target_size=state.target_size,
+            surrogate=torch.stack([table.surrogate().detach().to(device) for table in tables]).sum(),
+        )
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -152,3 +289,36 @@ class RankController:
         if cores:
             scaled = cores if amp is None else torch._foreach_mul(cores, amp)
             torch._foreach_add_([core.grad for core in cores], scaled, alpha=2 * self.early.ridge)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the late stage when it is time; by sensitivity measure, and now and then switch slices off."""
+        state, late = self._state, self.late
+        by_sensitivity = state.target_size is not None and late.shrink == "sensitivity"
+        if by_sensitivity:
+            held = {p for group in optimizer.param_groups for p in group["params"]}
+            accumulate_(optimizer, [d for train in self._trains for d in train.rank_params if d in held])
+        if optimizer is not next(reversed(self._hooks)):
+            return  # the last one to be attached ends the step
+        self._begin_if(late.start_step is not None and state.steps >= late.start_step)
+        passed = state.steps - state.switch_step
+        if by_sensitivity and passed and passed % _CUT_EVERY == 0:
+            self._cut(passed)
+
+    def _cut(self, passed: int) -> None:
+        """Switch off what is above the budget of this moment, `passed` steps into the late stage."""
+        state, size = self._state, self.size()
+        assert state.target_size is not None
+        if size <= state.target_size or (self.late.target_loss is not None and self._loss_behind(size)):
+            return
+        steps = state.switch_step // 2 if self.late.steps is None else self.late.steps
+        budget = late_budget(state.switch_size, state.target_size, passed / steps if steps else 1.0)
+        if size > budget:
+            switch_off_(self._trains, list(self._hooks), budget)
+
+    def _loss_behind(self, size: int) -> bool:
+        """Whether the loss is relatively further from its target than the size from its own. Waits for the device."""
+        state, loss = self._state, self._mean_loss()
+        assert loss is not None
+        assert state.target_loss is not None
+        assert state.target_size is not None
+        return (loss - state.target_loss) * size >= (size - state.target_size) * abs(loss)

@@ -63,17 +63,18 @@ class PruneReport:
 
 
 @torch.no_grad()
-def prune_(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> PruneReport:
+def prune_(model: nn.Module, optimizers: Sequence[Optimizer] = (), *, multiple: int = 1) -> PruneReport:
     """Cut the inactive slices out of a model's chains, in place, and out of the optimizers' state for them.
 
     The Parameter objects stay, so optimizers, ties and hooks keep theirs. Their shapes change: whatever holds copies
     of shapes or storage (a DistributedDataParallel wrapper, a captured CUDA graph) has to be made anew.
     optimizers: every one that holds parameters of the model; each state tensor of a parameter's shape is cut with it,
     scalar state stays.
+    multiple: keep ranks at multiples of it (8 or 16 suit tensor cores), by keeping the largest inactive entries too.
     Raises RankError, with nothing changed, for rank parameters that are NaN or infinite and for state of a shape that
     cannot be cut (factored moments).
     """
-    chains = [_Chain(name, train) for name, train in named_trains(model)]
+    chains = [_Chain(name, train, multiple) for name, train in named_trains(model)]
     changed = [chain for chain in chains if chain.spec != chain.train.spec]
     cuts = {parameter: cut for chain in changed for parameter, cut in chain.cuts.items()}
     # Everything is computed before anything is changed, so that an error leaves model and optimizers as they were.
@@ -102,14 +103,14 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
 class _Chain:
     """What pruning one chain comes to: its new spec, and the cut for each of its parameters."""
 
-    def __init__(self, name: str, train: TensorTrain) -> None:
+    def __init__(self, name: str, train: TensorTrain, multiple: int) -> None:
         for k, d in enumerate(train.rank_params, start=1):
             if not d.isfinite().all():
                 raise RankError(
                     f"the rank parameters of {name!r}, bond {k}, hold NaN or infinite values, so which are active is "
                     "unknown: go back to the last good checkpoint (nothing was pruned)"
                 )
-        keep = [mask.nonzero().flatten() for mask in train.active()]
+        keep = [_kept(d.detach(), mask, multiple) for d, mask in zip(train.rank_params, train.active(), strict=True)]
         if any(len(kept) == 0 for kept in keep):
             keep = [kept[:0] for kept in keep]
         self.name = name
@@ -121,6 +122,13 @@ class _Chain:
             core: _core_cut(left, right) for core, (left, right) in zip(train.cores, sides, strict=True)
         }
         self.cuts.update({d: _bond_cut(kept) for d, kept in zip(train.rank_params, keep, strict=True)})
+
+
+def _kept(d: Tensor, active: Tensor, multiple: int) -> Tensor:
+    """Indices of the active entries and, up to a multiple, of the largest others; none if none is active."""
+    count = int(active.sum())
+    count = min(len(d), -(-count // multiple) * multiple)
+    return torch.where(active, torch.inf, d).argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _core_cut(left: Tensor, right: Tensor) -> Cut:

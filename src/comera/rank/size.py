@@ -83,6 +83,13 @@ class SizeTable:
         """Whether ranks, thresholds, dtypes and devices are still those that the table was made for."""
         return all(_key(train) == key for train, key in zip(self.trains, self._key, strict=True))
 
+    @torch.no_grad()
+    def size(self) -> Tensor:
+        """S with the active rank parameters, Σ ‖d_k‖_0 more: the numbers that pruning would leave, on the device."""
+        counts = self._norms((self._active() != 0).to(self._one.dtype))
+        cores = (counts[self._left_C] * self._sizes_C * counts[self._right_C]).sum()
+        return cores + counts[:-1].sum()
+
     def surrogate(self) -> Tensor:
         """Ŝ, a scalar on the device in float32 at least; differentiable in the rank parameters."""
         norms = self._norms(self._active())

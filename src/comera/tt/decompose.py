@@ -80,18 +80,9 @@ def round_cores(
     The error returned is that of the truncation, padding included, before the cores are cast back.
     Raises SpecError for other shapes, ranks that do not fit the modes, NaN or infinity.
     """
-    came = tuple(tuple(core.shape) for core in cores)
-    if came != spec.core_shapes:
-        raise SpecError(f"expected cores of shapes {spec.core_shapes} for {spec}, got {came}")
-    for k, core in enumerate(cores):
-        _check_numbers(f"core {k}", core)
+    _check_cores(spec, cores)
     caps = _caps(spec if ranks is None else spec.with_ranks(ranks))
-    # right to left: every core but the first gets orthonormal rows (R, N·S), so the first alone carries the norm
-    chain = [core.double().flatten(1, -2) for core in cores]
-    for k in range(spec.order - 1, 0, -1):
-        q, r = torch.linalg.qr(chain[k].flatten(1).mT)
-        chain[k] = q.mT.reshape(q.shape[1], *chain[k].shape[1:])
-        chain[k - 1] = torch.tensordot(chain[k - 1], r.mT, dims=1)
+    chain = _right_orthogonal(cores)
     norm = float(chain[0].norm())
     delta = _delta(rel_error, norm, spec.order)
     # left to right: truncate, and hand what remains to the next core
@@ -103,6 +94,40 @@ def round_cores(
         dropped += lost**2
     spec = spec.with_ranks((*new_ranks, 1))
     return Decomposition(spec, _finish(spec, chain, cores[0].dtype), sqrt(dropped) / norm if norm else 0.0)
+
+
+@torch.no_grad()
+def bond_singular_values(spec: Spec, cores: Sequence[Tensor]) -> list[Tensor]:
+    """Singular values of the unfolding at each inner bond, descending, float64; the dense weight is never formed.
+
+    cores: as in `round_cores`. Dropping σ at one bond makes a Frobenius error of σ. Raises SpecError as it does.
+    """
+    _check_cores(spec, cores)
+    chain = _right_orthogonal(cores)
+    values = []
+    for k in range(spec.order - 1):
+        _, sigma, vh = torch.linalg.svd(chain[k].flatten(0, 1), full_matrices=False)
+        values.append(sigma)
+        chain[k + 1] = torch.tensordot(sigma[:, None] * vh, chain[k + 1], dims=1)
+    return values
+
+
+def _right_orthogonal(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Cores (R, N, S) in float64, all but the first with orthonormal rows (R, N·S), so that it alone has the norm."""
+    chain = [core.double().flatten(1, -2) for core in cores]
+    for k in range(len(chain) - 1, 0, -1):
+        q, r = torch.linalg.qr(chain[k].flatten(1).mT)
+        chain[k] = q.mT.reshape(q.shape[1], *chain[k].shape[1:])
+        chain[k - 1] = torch.tensordot(chain[k - 1], r.mT, dims=1)
+    return chain
+
+
+def _check_cores(spec: Spec, cores: Sequence[Tensor]) -> None:
+    came = tuple(tuple(core.shape) for core in cores)
+    if came != spec.core_shapes:
+        raise SpecError(f"expected cores of shapes {spec.core_shapes} for {spec}, got {came}")
+    for k, core in enumerate(cores):
+        _check_numbers(f"core {k}", core)
 
 
 def _truncate(matrix: Tensor, cap: int, delta: float | None) -> tuple[Tensor, Tensor, float]:

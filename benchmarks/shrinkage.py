@@ -1,0 +1,271 @@
+"""How ranks should fall: held-out loss at equal final size, for several ways, over several seeds.
+
+A small causal language model on the bytes of Python's standard library trains compressed: an early stage at full ranks,
+which all ways share, then a late stage in which each way brings the compressed layers to 0.2 of their
+size. Where a way has not met the target at 0.6 of the late stage, it is rounded to it there, so all heal equally long.
+
+    sensitivity   the default: canonical form at the switch, then slices the loss leans on least, along a falling budget
+    surrogate     the paper's: Adam on d with the l1 surrogate, by the achievement rule; at two rates of d
+    proximal      Adam on d with the loss alone, then a decoupled soft threshold with exact zeros
+    canonical     a soft threshold on the singular values themselves, in canonical form, every 20 steps
+    oneshot       SVD rounding at the switch, then training
+    small         ranks of that size from the first step on
+    full          no shrinking at all: what the size costs
+
+    python benchmarks/shrinkage.py [--seeds 3] [--steps 600]      one thread, about 6 minutes a seed
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import about, write
+from torch import Tensor, nn
+
+import comera
+from comera.nn.bonds import named_trains
+from comera.rank.controller import RankController
+from comera.rank.objective import EarlyStage, LateStage
+from comera.rank.prune import prune_
+from comera.rank.size import SizeTable
+from comera.tt.decompose import round_cores
+
+WIDTH, HEADS, LAYERS, LENGTH, BATCH, RANK = 192, 6, 3, 64, 16, 32
+TARGET, FORCED = 0.2, 0.6
+WAYS: dict[str, dict[str, Any]] = {
+    "sensitivity": {"shrink": "sensitivity"},
+    "surrogate, rate 5e-3": {"shrink": "surrogate", "rank_lr": 5e-3},
+    "surrogate, rate 1e-2": {"shrink": "surrogate", "rank_lr": 1e-2},
+    "proximal": {"threshold": 4e-3},
+    "canonical": {"singular": 2e-3},
+    "oneshot": {"oneshot": True},
+    "small": {"rank": 11},
+    "full": {},
+}
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        h = self.norm1(x)
+        q, k, v = (layer(h).view(batch, length, HEADS, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ByteLM(nn.Module):
+    """Causal language model over bytes; embedding and head stay dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        nn.init.normal_(self.bytes.weight, std=0.1)
+        nn.init.normal_(self.positions.weight, std=0.1)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.bytes(ids) + self.positions.weight)))
+
+
+class Corpus:
+    """Bytes of the standard library: nine tenths to train on, one tenth held out."""
+
+    def __init__(self) -> None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [f for pattern in ("*.py", "*/*.py") for f in sorted(root.glob(pattern)) if "test" not in f.parts[-2]]
+        files = [f for f in files if "site-packages" not in f.parts][:600]
+        data = torch.from_numpy(np.frombuffer(b"".join(f.read_bytes() for f in files), dtype=np.uint8).copy()).long()
+        self.train, held = data.split([len(data) * 9 // 10, len(data) - len(data) * 9 // 10])
+        fixed = np.random.RandomState(7)
+        self.held_out = [self.batch(held, fixed, 64) for _ in range(12)]
+
+    def batch(self, source: Tensor, random: np.random.RandomState, size: int = BATCH) -> tuple[Tensor, Tensor]:
+        rows = torch.stack([source[i : i + LENGTH + 1] for i in random.randint(0, len(source) - LENGTH - 1, size)])
+        return rows[:, :-1], rows[:, 1:]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+class Run:
+    """A model under training, with everything that its next step depends on."""
+
+    def __init__(self, corpus: Corpus, seed: int, steps: int, way: dict[str, Any]) -> None:
+        torch.manual_seed(seed)
+        self.corpus, self.steps, self.way = corpus, steps, way
+        self.model = ByteLM()
+        config = comera.TensorizeConfig(
+            linear=comera.TT(order=4, rank=way.get("rank", RANK)), embedding=None, overrides={"head": None}
+        )
+        comera.tensorize_(self.model, config)
+        groups = comera.param_groups(self.model, lr=1e-3, core_lr=2e-3, rank_lr=1e-3)
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
+        self.random = np.random.RandomState(seed)
+        self.step = 0
+        self.losses: list[float] = []
+        self.controller: RankController | None = None
+
+    def late(self, way: dict[str, Any]) -> Run:
+        """A copy of this run that goes on in its own way."""
+        other = copy.deepcopy(self)
+        other.way = way
+        stage = LateStage(target_size=TARGET, shrink=way.get("shrink", "surrogate"), steps=int(0.4 * self.steps))
+        other.controller = RankController(other.model, EarlyStage(size_weight=0.0), stage)
+        for loss in self.losses[-100:]:
+            other.controller.observe(torch.tensor(loss))
+        if "shrink" in way:
+            other.controller.attach(other.optimizer).start_late()
+        elif way.get("oneshot"):
+            comera.round_(other.model, TARGET, optimizers=[other.optimizer])
+        return other
+
+    def train(self, steps: int) -> None:
+        """Take steps: the rates rise over 80 steps and fall along a cosine over both stages."""
+        trains = [train for _, train in named_trains(self.model)]
+        first = sum(map(stored, trains))
+        for passed in range(steps):
+            progress = self.step / (2 * self.steps)
+            rate = min((self.step + 1) / 80, 1.0) * (0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
+            for group, peak in zip(self.optimizer.param_groups, (2e-3, 1e-3, 1e-3, 1e-3), strict=True):
+                own = self.way.get("rank_lr") if group["name"] == "ranks" else None
+                group["lr"] = (own or peak) * rate
+            loss = loss_of(self.model, self.corpus.batch(self.corpus.train, self.random))
+            self.optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            if self.controller is not None:
+                self.controller.observe(loss)
+            self.optimizer.step()
+            self.losses.append(loss.item())
+            self.step += 1
+            if self.controller is None:
+                continue
+            small = sum(map(stored, trains)) <= TARGET * first
+            if "threshold" in self.way and not small:
+                soft_threshold_(trains, self.way["threshold"])
+            if "singular" in self.way and not small and passed % 20 == 19:
+                soft_threshold_singular_values_(trains, 20 * self.way["singular"], self.optimizer)
+            if passed % 20 == 19:
+                prune_(self.model, [self.optimizer])
+            if passed == int(FORCED * steps) and self.way.keys() & {"shrink", "threshold", "singular"} and not small:
+                comera.round_(self.model, int(TARGET * first), optimizers=[self.optimizer])
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        return sum(float(loss_of(self.model, batch)) for batch in self.corpus.held_out) / len(self.corpus.held_out)
+
+
+def stored(train: Any) -> int:
+    return int(train.spec.numel + train.spec.rank_numel)
+
+
+@torch.no_grad()
+def soft_threshold_(trains: list[Any], rate: float) -> None:
+    """d ← max(d − rate · slope / mean slope, 0), slope = ∂Ŝ/∂d."""
+    table = SizeTable(trains)
+    slopes = table.surrogate_grads()
+    mean = torch.cat(slopes)[torch.cat(slopes) > 0].mean()
+    for d, slope in zip(table.rank_params, slopes, strict=True):
+        d.sub_(rate * slope / mean).clamp_min_(0)
+
+
+@torch.no_grad()
+def soft_threshold_singular_values_(trains: list[Any], rate: float, optimizer: torch.optim.Optimizer) -> None:
+    """σ ← max(σ − rate · slope / mean slope · mean σ, 0) on each bond in turn; the norm of the weight is kept."""
+    slopes = iter(SizeTable(trains).surrogate_grads())
+    means = [float(slope[0]) for slope in SizeTable(trains).surrogate_grads()]
+    mean = sum(means) / len(means)
+    for train in trains:
+        spec, cores = train.spec, train.effective_cores()
+        norm = float(round_cores(spec, cores).cores[0].norm()) ** spec.order
+        for k in range(1, spec.order):
+            slope = float(next(slopes)[0]) / mean
+            found = round_cores(spec, cores)
+            spec, cores = found.spec, found.cores
+            left = cores[0].flatten(0, -2)
+            for core in cores[1:k]:
+                left = torch.tensordot(left, core, dims=1).flatten(0, -2)
+            sigma = left.norm(dim=0)
+            sigma = sigma * _right_norms(cores[k:])
+            factor = ((sigma - rate * slope * sigma.mean()).clamp_min(0) / sigma.clamp_min(1e-12)).clamp_max(1)
+            factor[sigma.argmax()] = factor[sigma.argmax()].clamp_min(1e-3)
+            keep = factor > 0
+            ranks = list(spec.ranks)
+            ranks[k] = int(keep.sum())
+            cores[k - 1] = (cores[k - 1] * factor)[..., keep]
+            cores[k] = cores[k][keep]
+            spec = spec.with_ranks(tuple(ranks))
+        found = round_cores(spec, cores)
+        scale = (norm / float(found.cores[0].norm()) ** spec.order) ** (1 / spec.order)
+        train.set_(found.spec, [core * scale for core in found.cores])
+        for parameter in train.parameters():
+            optimizer.state.pop(parameter, None)
+
+
+def _right_norms(cores: list[Tensor]) -> Tensor:
+    """Norm of each row of the merged right part."""
+    gram = torch.ones(1, 1, dtype=cores[0].dtype)
+    for core in reversed(cores):
+        gram = torch.einsum("rns,st,qnt->rq", core, gram, core)
+    return gram.diagonal().sqrt()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600, help="of each stage")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    corpus, rows = Corpus(), []
+    for seed in range(options.seeds):
+        early = Run(corpus, seed, options.steps, {})
+        early.train(options.steps)
+        switch = early.held_out()
+        full = sum(stored(train) for _, train in named_trains(early.model))
+        for name, way in WAYS.items():
+            started = time.perf_counter()
+            if "rank" in way:
+                run = Run(corpus, seed, options.steps, way)
+                run.train(2 * options.steps)
+            else:
+                run = early.late(way)
+                run.train(options.steps)
+            trains = [train for _, train in named_trains(run.model)]
+            row = {
+                "way": name,
+                "seed": seed,
+                "steps": options.steps,
+                "size": sum(map(stored, trains)),
+                "part": f"{sum(map(stored, trains)) / full:.4f}",
+                "dead": sum(0 in train.spec.bonds for train in trains),
+                "switch_loss": f"{switch:.4f}",
+                "held_out_loss": f"{run.held_out():.4f}",
+                "seconds": f"{time.perf_counter() - started:.0f}",
+            }
+            rows.append({**row, **about()})
+            print(" ".join(f"{value:>10}" for value in row.values()), flush=True)
+            write("shrinkage", rows)
+
+
+if __name__ == "__main__":
+    main()
