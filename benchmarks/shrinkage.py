@@ -160,7 +160,7 @@ class Run:
             self.step += 1
             if self.controller is None:
                 continue
-            small = sum(map(stored, trains)) <= TARGET * first
+            small = self.controller.size() <= TARGET * first
             if "threshold" in self.way and not small:
                 soft_threshold_(trains, self.way["threshold"])
             if "singular" in self.way and not small and passed % 20 == 19:

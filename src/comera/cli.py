@@ -23,8 +23,9 @@ from comera import __version__
 from comera.errors import ComeraError, ConfigError, TrainingError
 
 # A recipe is a module with preset(method) -> configuration, a dataclass with the fields `method` and `out` and the
-# property `folder`; run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}.
-RECIPES = {"code-lm": "comera.recipes.code_lm"}
+# property `folder` (further parameters of `preset` are fields that choose between presets, as `method` does);
+# run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}.
+RECIPES = {"code-lm": "comera.recipes.code_lm", "mnli": "comera.recipes.mnli"}
 INTERRUPTED = 130  # exit code of a shell for SIGINT
 
 
@@ -159,7 +160,7 @@ def _take_recipe(name: str, command: Callable[..., int], argv: list[str]) -> tup
 
 
 def _parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
-    """The recipe's module, its configuration (presets of the method < --config file < options), and --resume.
+    """The recipe's module, its configuration (the chosen preset < --config file < options), and --resume.
 
     Raises ConfigError for unknown fields and values of a wrong type or out of range. SystemExit after --help.
     """
@@ -169,9 +170,10 @@ def _parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     hints = dict(_field_types(type(default)))
     _check_fields(argv, set(hints), f"comera {command} {name}")
     try:
-        method = parser.parse_args(argv).method
-        if method != default.method:  # once more, on top of what suits this method
-            parser.set_defaults(dict(_leaves(dataclasses.asdict(recipe.preset(method)))))
+        chosen = parser.parse_args(argv)
+        choice = {name: chosen[name] for name in inspection.signature(recipe.preset).parameters}
+        if any(value != getattr(default, name) for name, value in choice.items()):  # once more, on top of that preset
+            parser.set_defaults(dict(_leaves(dataclasses.asdict(recipe.preset(**choice)))))
         values = parser.instantiate(parser.parse_args(argv))
     except argparse.ArgumentError as error:
         raise ConfigError(_explain(str(error), hints)) from None

@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
-from comera.rank.objective import EarlyStage
+from comera.rank.objective import EarlyStage, LateStage
 from comera.train.checkpoint import load_pretrained
 from comera.train.config import TrainConfig
 from comera.train.loop import fit
+from comera.train.metrics import Summary
 from comera.train.runs import checkpoints
 from comera.tt.spec import TTSpec
 
@@ -33,7 +34,8 @@ CONFIG = TrainConfig(
     batch_size=BATCH,
     accumulation=2,
     lr=1e-2,
-    rank_lr=0.1,
+    rank_lr=0.04,
+    schedule="constant",
     early=EarlyStage(size_weight=0.2),
     prune_every=2,
     eval_every=6,
@@ -42,6 +44,12 @@ CONFIG = TrainConfig(
     progress=False,
     threads=1,
 )
+# Through both stages, with each way to shrink: ranks fall by and by in the late one, and rounding does the rest.
+_LATE = replace(CONFIG, early=EarlyStage(size_weight=0.0), rank_lr=0.03)
+STAGES = {
+    "surrogate": replace(_LATE, late=LateStage(target_size=0.15, start_step=6, shrink="surrogate")),
+    "sensitivity": replace(_LATE, steps=54, late=LateStage(target_size=0.15, start_step=6, steps=60)),
+}
 
 
 class Tiny:
@@ -51,10 +59,12 @@ class Tiny:
 
     def __init__(self, dropout: float = 0.2) -> None:
         torch.manual_seed(3)
-        spec = TTSpec(8, 12, (2, 2, 2), (3, 2, 2), (1, 2, 4, 6, 4, 2, 1))
+        layer = TTLinear(TTSpec(8, 12, (2, 2, 2), (3, 2, 2), (1, 2, 4, 6, 4, 2, 1)))
+        for d in layer.tt.rank_params:
+            d.data = torch.linspace(0.2, 1.0, len(d))  # so that they fall one by one
         layers = [
             nn.Embedding(VOCABULARY, 8),
-            TTLinear(spec),
+            layer,
             nn.GELU(),
             nn.Dropout(dropout),
             nn.Linear(12, VOCABULARY),
@@ -68,21 +78,32 @@ class Tiny:
 
     def eval_batches(self) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(7)
-        for _ in range(3):
-            yield torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+        for rows in (BATCH, 1, 2):
+            yield torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
+    def evaluate(self, model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], int]:
+        hits = model(batch[:, :-1]).argmax(-1) == batch[:, 1:]
+        return {"accuracy": hits.float().mean(), "loss": self.loss(model, batch)}, len(batch)
+
     def tokens(self, batch: Tensor) -> int:
         return batch.numel()
 
+    def examples(self, batch: Tensor) -> int:
+        return len(batch)
+
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """All records without what the clock says."""
-    clock = {"time", "tokens_per_s", "step_time"}
+    """All records without what clock and memory say."""
+    measured = {"time", "tokens_per_s", "step_time", "peak_memory"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in clock} for line in lines]
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+def steps_of(run: Path, kind: str) -> list[int]:
+    return [line["step"] for line in history(run) if line["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +111,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing stopped."""
     run = tmp_path_factory.mktemp("whole")
     fit(Tiny(), CONFIG, run)
-    prunes = [line["step"] for line in history(run) if line["kind"] == "prune"]
+    prunes = steps_of(run, "prune")
     assert prunes[0] < 19 < 21 < prunes[-1]  # so that ranks shrink before and after a stop
     return run
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs through both stages that nothing stopped."""
+    runs = {shrink: tmp_path_factory.mktemp(shrink) for shrink in STAGES}
+    for shrink, run in runs.items():
+        fit(Tiny(), STAGES[shrink], run)
+        assert steps_of(run, "stage") == [6]
+        assert 6 < steps_of(run, "prune")[0] < steps_of(run, "prune")[1]
+        assert steps_of(run, "round") == [STAGES[shrink].steps]
+    return runs
 
 
 def end_state(run: Path) -> dict[str, list[float]]:
@@ -100,6 +133,11 @@ def end_state(run: Path) -> dict[str, list[float]]:
     last = checkpoints(run)[-1]
     files = [load_file(last / name) for name in ("model.safetensors", "optimizer.safetensors")]
     return {name: value.flatten().tolist() for file in files for name, value in file.items()}
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    assert history(run) == history(whole)
+    assert end_state(run) == end_state(whole)
 
 
 class Stopped(Tiny):
@@ -120,11 +158,56 @@ def test_a_run_stopped_again_and_again_is_the_whole_run_to_the_bit(tmp_path: Pat
         assert fit(Stopped(step), CONFIG, tmp_path, resume=True).stopped == "interrupted"
         assert checkpoints(tmp_path)[-1].name == f"step-{step + 1:08d}"
     assert fit(Tiny(), CONFIG, tmp_path, resume=True).stopped == "steps"
-    assert history(tmp_path) == history(whole)
-    assert end_state(tmp_path) == end_state(whole)
+    assert_same(tmp_path, whole)
 
 
-def run_and_die(run: str, moment: int) -> None:
+@pytest.mark.parametrize("shrink", STAGES)
+def test_a_late_run_stopped_after_two_cuts_is_the_whole_run_to_the_bit(
+    tmp_path: Path, staged: dict[str, Path], shrink: str
+) -> None:
+    first, second = steps_of(staged[shrink], "prune")[:2]
+    for step in (5, 6, first, second + 1):  # on both sides of the switch, and after each cut
+        assert fit(Stopped(step), STAGES[shrink], tmp_path, resume=True).stopped == "interrupted"
+    assert fit(Tiny(), STAGES[shrink], tmp_path, resume=True).stopped == "steps"
+    assert_same(tmp_path, staged[shrink])
+
+
+@pytest.mark.parametrize("shrink", STAGES)
+@pytest.mark.parametrize("part", [random.Random(k).random() for k in range(2)])
+def test_a_late_run_stopped_anywhere_is_the_whole_run_to_the_bit(
+    tmp_path: Path, staged: dict[str, Path], shrink: str, part: float
+) -> None:
+    config = STAGES[shrink]
+    assert config.steps is not None
+    assert fit(Stopped(int(part * (config.steps - 1))), config, tmp_path).stopped == "interrupted"
+    fit(Tiny(), config, tmp_path, resume=True)
+    assert_same(tmp_path, staged[shrink])
+
+
+def test_a_run_that_a_plateau_turned_late_resumes_to_the_bit(tmp_path: Path) -> None:
+    config = replace(_LATE, late=LateStage(target_size=0.3, plateau=1), lr=0.1, eval_every=3)
+    fit(Tiny(), config, tmp_path / "whole")
+    (switch,) = steps_of(tmp_path / "whole", "stage")
+    assert switch < 20
+    for step in (switch - 2, switch - 1, switch, 21):
+        assert fit(Stopped(step), config, tmp_path / "run", resume=True).stopped == "interrupted"
+    fit(Tiny(), config, tmp_path / "run", resume=True)
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_that_began_with_another_one_resumes_to_the_bit(tmp_path: Path) -> None:
+    fit(Tiny(), _LATE, tmp_path / "early")
+    config = replace(_LATE, late=LateStage(target_size=0.4, shrink="surrogate"))
+    fit(Tiny(), config, tmp_path / "whole", start_from=tmp_path / "early")
+    assert len(steps_of(tmp_path / "whole", "prune")) >= 2
+    for step in (0, 9, 17):
+        stopped = fit(Stopped(step), config, tmp_path / "run", resume=True, start_from=tmp_path / "early")
+        assert stopped.stopped == "interrupted"
+    fit(Tiny(), config, tmp_path / "run", resume=True)
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def run_and_die(config: TrainConfig, run: str, moment: int) -> None:
     """Train in this process and kill it at its `moment`-th operation on files (open, rename, remove, ...)."""
     left = [moment]
 
@@ -135,7 +218,7 @@ def run_and_die(run: str, moment: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    fit(Tiny(), CONFIG, run, resume=True)
+    fit(Tiny(), config, run, resume=True)
 
 
 def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
@@ -146,16 +229,19 @@ def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.Ba
     return process
 
 
-def test_a_run_killed_at_its_file_operations_is_the_whole_run_to_the_bit(tmp_path: Path, whole: Path) -> None:
+@pytest.mark.parametrize("shrink", [None, "surrogate"])
+def test_a_run_killed_at_its_file_operations_is_the_whole_run_to_the_bit(
+    tmp_path: Path, whole: Path, staged: dict[str, Path], shrink: str | None
+) -> None:
     """The moments that matter most, hit exactly: each leaves checkpoints that load, once one was saved."""
+    config, whole = (STAGES[shrink], staged[shrink]) if shrink else (CONFIG, whole)
     moments = random.Random(0)
     run, kills = tmp_path / "run", 0
-    while kills < 10:
-        process = start(run_and_die, str(run), moments.randrange(1, 120))
+    while kills < (5 if shrink else 10):
+        process = start(run_and_die, config, str(run), moments.randrange(1, 120))
         process.join()
         if process.exitcode == 0:
-            assert history(run) == history(whole)
-            assert end_state(run) == end_state(whole)
+            assert_same(run, whole)
             run = tmp_path / f"run-{kills}"  # it got to its end: begin another
             continue
         assert process.exitcode == -signal.SIGKILL
@@ -163,12 +249,13 @@ def test_a_run_killed_at_its_file_operations_is_the_whole_run_to_the_bit(tmp_pat
         for folder in checkpoints(run):
             load_pretrained(Tiny().model, folder)
             assert load_file(folder / "optimizer.safetensors")
-    fit(Tiny(), CONFIG, run, resume=True)
-    assert history(run) == history(whole)
-    assert end_state(run) == end_state(whole)
+    fit(Tiny(), config, run, resume=True)
+    assert_same(run, whole)
 
 
-def train_as(rank: int, world: int, port: int, run: str, dropout: float, stop_at: int | None) -> None:
+def train_as(
+    rank: int, world: int, port: int, config: TrainConfig, run: str, dropout: float, stop_at: int | None
+) -> None:
     """What `accelerate launch --cpu` would do in process `rank`."""
     warnings.simplefilter("error")
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
@@ -179,15 +266,17 @@ def train_as(rank: int, world: int, port: int, run: str, dropout: float, stop_at
     if rank:
         for parameter in task.model.parameters():  # every process must start from the first one's model
             nn.init.zeros_(parameter)
-    fit(task, replace(CONFIG, device="cpu"), run, resume=True)
+    fit(task, replace(config, device="cpu"), run, resume=True)
     torch.distributed.destroy_process_group()
 
 
-def launch(run: Path, *, dropout: float = 0.2, stop_at: int | None = None, world: int = 2) -> None:
+def launch(
+    run: Path, *, config: TrainConfig = CONFIG, dropout: float = 0.2, stop_at: int | None = None, world: int = 2
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [start(train_as, rank, world, port, str(run), dropout, stop_at) for rank in range(world)]
+    processes = [start(train_as, rank, world, port, config, str(run), dropout, stop_at) for rank in range(world)]
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * world
@@ -200,14 +289,26 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
-def test_two_processes_train_as_one_with_the_joint_batch_through_prunes(tmp_path: Path) -> None:
-    fit(Tiny(dropout=0.0), CONFIG, tmp_path / "one")
-    launch(tmp_path / "two", dropout=0.0)
+@pytest.mark.parametrize("config", [CONFIG, *STAGES.values()], ids=["early", *STAGES])
+def test_two_processes_train_as_one_with_the_joint_batch_through_prunes(tmp_path: Path, config: TrainConfig) -> None:
+    fit(Tiny(dropout=0.0), config, tmp_path / "one")
+    launch(tmp_path / "two", config=config, dropout=0.0)
     one, two = history(tmp_path / "one"), history(tmp_path / "two")
-    assert [line["step"] for line in one if line["kind"] == "prune"]
+    assert steps_of(tmp_path / "one", "prune")
     assert [(line["kind"], line["step"]) for line in two] == [(line["kind"], line["step"]) for line in one]
     for a, b in zip(one, two, strict=True):
         assert numbers(b) == pytest.approx(numbers(a), rel=1e-5)
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_two_processes_evaluate_as_one_even_when_one_has_no_batch(tmp_path: Path, batches: int) -> None:
+    config = replace(CONFIG, steps=2, eval_batches=batches)
+    one = fit(Tiny(dropout=0.0), config, tmp_path / "one")
+    launch(tmp_path / "two", config=config, dropout=0.0)
+    two = Summary.read(tmp_path / "two" / "summary.json")
+    assert two is not None
+    assert (two.held_out_loss, two.metrics) == (pytest.approx(one.held_out_loss), pytest.approx(one.metrics))
+    assert two.examples == one.examples == 2 * 2 * 2 * BATCH
 
 
 def test_two_processes_stop_together_and_resume_to_the_bit(tmp_path: Path) -> None:
@@ -216,5 +317,4 @@ def test_two_processes_stop_together_and_resume_to_the_bit(tmp_path: Path) -> No
     assert checkpoints(tmp_path / "stopped")[-1].name == "step-00000019"
     assert len(history(tmp_path / "stopped")) < len(history(tmp_path / "whole"))
     launch(tmp_path / "stopped")
-    assert history(tmp_path / "stopped") == history(tmp_path / "whole")
-    assert end_state(tmp_path / "stopped") == end_state(tmp_path / "whole")
+    assert_same(tmp_path / "stopped", tmp_path / "whole")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from comera.errors import CheckpointError, ConfigError, TrainingError
 from comera.nn.linear import TTLinear
-from comera.rank.objective import EarlyStage
+from comera.rank.objective import EarlyStage, LateStage
 from comera.train.config import TrainConfig
 from comera.train.loop import fit
 from comera.train.optimizer import lr_multiplier
@@ -91,12 +91,13 @@ def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
     train, evals, sizes = (records(run, kind) for kind in ("train", "eval", "size"))
     assert [line["step"] for line in train] == list(range(1, 13))
     fields = {"kind", "step", "time", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time"}
-    assert set(train[0]) == fields
+    assert set(train[0]) == fields | {"peak_memory", "size", "stage"}
+    assert {line["stage"] for line in train} == {"early"}
     assert set(train[0]["lr"]) == {"cores", "ranks", "dense", "dense_no_decay"}
     assert [line["tokens"] for line in train] == [BATCH * LENGTH * step for step in range(1, 13)]
-    assert [(line["step"], set(line)) for line in evals] == [
-        (k, {"kind", "step", "time", "tokens", "loss"}) for k in (4, 8, 12)
-    ]
+    fields = {"kind", "step", "time", "tokens", "loss", "metrics", "epoch"}
+    assert [(line["step"], set(line)) for line in evals] == [(k, fields) for k in (4, 8, 12)]
+    assert [(line["metrics"], line["epoch"]) for line in evals] == [({}, None)] * 3
     assert [line["step"] for line in sizes] == [0, 4, 8, 12]
     ranks = sizes[0]["ranks"]
     assert ranks == {"1.tt": [2, 4, 6, 4, 2]}
@@ -105,9 +106,11 @@ def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
 
     assert (summary.recipe, summary.method, summary.steps, summary.stopped) == ("tiny", "comera", 12, "steps")
     assert summary.tokens == 12 * BATCH * LENGTH
+    assert (summary.examples, summary.metrics, summary.epoch_time) == (12 * BATCH, {}, None)
     assert summary.held_out_loss == evals[-1]["loss"]
     assert summary.best_held_out_loss == min(line["loss"] for line in evals)
     assert summary.peak_memory > 2**26
+    assert summary.peak_memory >= max(line["peak_memory"] for line in train) > 2**26
     assert 0 < summary.step_time <= summary.time
 
 
@@ -131,13 +134,15 @@ def test_a_dense_task_trains_without_ranks(tmp_path: Path) -> None:
     assert (summary.method, summary.tensorized, summary.tensorized_ratio, summary.ratio) == ("dense", 0, 1.0, 1.0)
     assert losses(tmp_path)[-1][1] < first
     assert records(tmp_path, "prune") == []
+    assert {(line["size"], line["stage"]) for line in records(tmp_path, "train")} == {(0, None)}
     assert records(tmp_path, "size")[0]["ranks"] == {}
 
 
 def test_config_yaml_is_the_configuration_or_what_was_resolved(tmp_path: Path) -> None:
     fit(Tiny(), replace(CONFIG, steps=1), tmp_path / "a")
     saved = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["train"]
-    assert TrainConfig(**{**saved, "early": EarlyStage(**saved["early"])}) == replace(CONFIG, steps=1)
+    stages = {"early": EarlyStage(**saved["early"]), "late": LateStage(**saved["late"])}
+    assert TrainConfig(**{**saved, **stages}) == replace(CONFIG, steps=1)
     resolved = {"recipe": "tiny", "data": {"path": Path("x/y")}, "train": {"betas": (0.9, 0.99), "steps": None}}
     fit(Tiny(), replace(CONFIG, steps=1), tmp_path / "b", resolved=resolved)
     saved = yaml.safe_load((tmp_path / "b" / "config.yaml").read_text())

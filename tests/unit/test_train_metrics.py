@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,15 @@ def test_summary_round_trips_and_null_stands_for_infinite(tmp_path: Path) -> Non
     assert Summary.read(tmp_path / "nothing.json") is None
 
 
+def test_a_summary_of_an_earlier_version_still_reads(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    values = asdict(replace(SUMMARY, metrics={"accuracy": 0.5}, epoch_time=2.0, examples=320))
+    path.write_text(json.dumps(values))
+    assert Summary.read(path) == Summary(**values)
+    path.write_text(json.dumps({k: v for k, v in values.items() if k not in ("metrics", "epoch_time", "examples")}))
+    assert Summary.read(path) == SUMMARY
+
+
 @pytest.mark.parametrize("text", ["{", '{"pages": 3}', "[]"])
 def test_a_foreign_summary_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "summary.json").write_text(text)
@@ -104,10 +113,10 @@ def test_only_an_interrupted_run_is_unfinished() -> None:
     assert [replace(SUMMARY, stopped=s).finished for s in ("steps", "time", "interrupted")] == [True, True, False]
 
 
-def show(terminal: bool, shown: bool = True) -> str:
+def show(terminal: bool, shown: bool = True, counted: str = "tokens") -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=160, quiet=not shown, color_system=None)
-    with Display("tiny", shown=shown, console=console) as display:
+    with Display("tiny", shown=shown, counted=counted, console=console) as display:
         display.update(0.25, step=1234, loss=2.5, tokens_per_s=5678.9, ratio=42.0, time=20.0)
         display.say("tiny: held-out loss 2.0 [best]")
     return screen.getvalue()
@@ -117,6 +126,10 @@ def test_a_terminal_shows_a_bar_with_loss_speed_ratio_and_time_left() -> None:
     text = show(terminal=True)
     for part in ("25%", "step 1,234", "loss 2.5000", "5,679 tokens/s", "42.0x smaller", "1:00 left", "held-out loss"):
         assert part in text
+
+
+def test_the_rate_is_named_after_what_the_task_counts() -> None:
+    assert "5,679 pairs/s" in show(terminal=True, counted="pairs")
 
 
 def test_without_a_terminal_only_lines_are_printed() -> None:

@@ -25,6 +25,7 @@ from comera.train.runs import (
     rng_state,
     save_checkpoint,
     set_rng_state,
+    take_over,
 )
 from comera.tt.spec import TTSpec
 
@@ -115,11 +116,12 @@ def test_parameters_stay_the_optimizers_own(tmp_path: Path) -> None:
 
 def test_progress_and_controller_come_back(tmp_path: Path) -> None:
     state = make()
-    progress = Progress(10, 1234, 5.678901234567891, 0.1, 10, 0.1, 0.02, 1 << 33, "interrupted")
+    about: Any = {"examples": 320, "metrics": {"accuracy": 0.3}, "start_from": {"step": 4, "parameters": 99}}
+    progress = Progress(10, 1234, 5.678901234567891, 0.1, 10, 0.1, 0.02, 1 << 33, "interrupted", **about)
     folder = save_checkpoint(tmp_path, *state, progress, identity=IDENTITY, rng=[rng_state()])
     resumed = make(seed=1)
     assert resumed[2].state_dict() == state[2].state_dict()  # the same ranks: tell them apart
-    resumed[2].load_state_dict({"surrogate_0": 1.0})
+    resumed[2].load_state_dict({**state[2].state_dict(), "surrogate_0": 1.0})
     assert load_checkpoint(folder, *resumed, identity=IDENTITY) == progress
     assert resumed[2].state_dict() == state[2].state_dict()
 
@@ -238,6 +240,7 @@ def edit(folder: Path, **values: Any) -> None:
         (lambda f: edit(f, version=99), "expected trainer.json with"),
         (lambda f: edit(f, progress={"pages": 3}), "expected the progress of a run"),
         (lambda f: edit(f, controller={}), "expected a rank controller's state"),
+        (lambda f: edit(f, controller={"pages": 3}), "expected a rank controller's state, got .*pages"),
         (lambda f: edit(f, parameters=["2.weight"]), r"expected this optimizer's parameters, got others: 0\.bias"),
         (lambda f: edit(f, rng=[]), "expected the random state of process 0, got that of 0 processes"),
     ],
@@ -299,3 +302,72 @@ def test_an_unreadable_neighbour_is_neither_best_nor_dropped(tmp_path: Path) -> 
     save(tmp_path, make(), 3, 2.0)
     assert find_checkpoint(tmp_path, "best").name == "step-00000002"
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("at", ["run", "checkpoint"])
+def test_another_run_begins_where_one_stood(tmp_path: Path, at: str) -> None:
+    state = make()
+    train(state, 3)
+    cut(state)
+    train(state, 1)
+    folder = save(tmp_path, state, 4, rng=[])
+    other = make(seed=1)
+    drawn = torch.get_rng_state()
+    progress = take_over(tmp_path if at == "run" else folder, *other)
+    assert progress.step == 4
+    assert torch.equal(torch.get_rng_state(), drawn)  # it draws on as it would have
+    assert other[2].state_dict() == state[2].state_dict()
+    assert_equal(snapshot(other)[:-1], snapshot(state)[:-1])
+    assert train(other, 3) == train(state, 3)
+
+
+def test_a_run_keeps_its_own_learning_rates_when_it_takes_another_over(tmp_path: Path) -> None:
+    state = make()
+    train(state, 1)
+    save(tmp_path, state, 1)
+    other = make(seed=1)
+    for group in other[1].param_groups:
+        group["lr"] = 0.5
+    take_over(tmp_path, *other)
+    assert {group["lr"] for group in other[1].param_groups} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: truncate(f, "model.safetensors"), r"expected model\.safetensors of [\d,]+ bytes, got"),
+        (lambda f: edit(f, parameters=["2.weight"]), r"expected this optimizer's parameters, got others: 0\.bias"),
+        (lambda f: edit(f, controller={"pages": 3}), "expected a rank controller's state, got .*pages"),
+    ],
+)
+def test_what_cannot_be_taken_over_changes_nothing(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    state = make()
+    train(state, 1)
+    folder = save(tmp_path, state, 1)
+    damage(folder)
+    other = make(seed=1)
+    train(other, 1)
+    before, adaptation = snapshot(other), other[2].state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        take_over(tmp_path, *other)
+    assert_equal(snapshot(other), before)
+    assert other[2].state_dict() == adaptation
+
+
+def test_a_model_of_other_shapes_is_not_taken_over(tmp_path: Path) -> None:
+    state = make()
+    train(state, 1)
+    save(tmp_path, state, 1)
+    other = make(hidden=16)
+    before, adaptation = snapshot(other), other[2].state_dict()
+    with pytest.raises(CheckpointError, match="does not fit"):
+        take_over(tmp_path, *other)
+    assert_equal(snapshot(other), before)
+    assert other[2].state_dict() == adaptation != state[2].state_dict()
+
+
+def test_a_folder_without_a_run_cannot_be_taken_over(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected checkpoints in"):
+        take_over(tmp_path / "nowhere", *make())

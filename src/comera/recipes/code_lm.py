@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertForMaskedLM
 
 from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError
 from comera.recipes.data.code import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
+from comera.recipes.models.bert import ModelConfig
 from comera.train.config import TrainConfig
 from comera.train.loop import fit
 from comera.train.memory import MemoryEstimate
@@ -31,33 +32,6 @@ from comera.train.metrics import Summary
 
 NAME = "code-lm"
 Method = Literal["comera", "dense"]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the transformer: post-norm encoders with GELU, learned positions, output head tied to the embedding."""
-
-    hidden: int = 768
-    """Width of the model."""
-    layers: int = 6
-    """Number of encoders."""
-    heads: int = 12
-    """Attention heads of an encoder."""
-    ffn: int = 3072
-    """Width of the feed-forward layers."""
-    dropout: float = 0.0
-    """Dropout of hidden states and of attention."""
-    max_positions: int = 512
-    """Longest sequence that the model can read."""
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "ffn", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name} must be at least 1, got {getattr(self, name)!r}")
-        if self.hidden % self.heads:
-            raise ConfigError(f"model.hidden must be a multiple of model.heads, got {self.hidden} and {self.heads}")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout!r}")
 
 
 @dataclass(frozen=True)
@@ -145,23 +119,8 @@ def preset(method: Method = "comera") -> CodeLMConfig:
 def build_model(config: CodeLMConfig, vocab_size: int) -> tuple[BertForMaskedLM, TensorizeReport | None]:
     """A stock BertForMaskedLM, seeded by train.seed, and for the method comera its conversion's report."""
     torch.manual_seed(config.train.seed)
-    sizes = config.model
-    model = BertForMaskedLM(
-        BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=sizes.hidden,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            intermediate_size=sizes.ffn,
-            hidden_dropout_prob=sizes.dropout,
-            attention_probs_dropout_prob=sizes.dropout,
-            max_position_embeddings=sizes.max_positions,
-            type_vocab_size=1,
-            bos_token_id=START,
-            pad_token_id=PAD,
-            eos_token_id=END,
-        )
-    )
+    tokens = {"type_vocab_size": 1, "bos_token_id": START, "pad_token_id": PAD, "eos_token_id": END}
+    model = BertForMaskedLM(config.model.bert(vocab_size, **tokens))
     report = tensorize_(model, config.compress.tensorize()) if config.method == "comera" else None
     return model, report
 

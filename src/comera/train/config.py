@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Literal
 
 from comera.errors import ConfigError
-from comera.rank.objective import EarlyStage
+from comera.rank.objective import EarlyStage, LateStage
 
 # Fields that a resumed run may change: they say what is shown, written and measured, never what is learned.
 _FREE = {
@@ -15,9 +16,12 @@ _FREE = {
     *("tensorboard", "progress", "threads", "device"),
 }
 
+_EVAL_STEPS = 100  # between evaluations, where nothing says when
+
 # field: (smallest value, whether that value itself is allowed)
 _BOUNDS: dict[str, tuple[float, bool]] = {
     "steps": (1, True),
+    "epochs": (0, False),
     "max_seconds": (0, False),
     "seed": (0, True),
     "batch_size": (1, True),
@@ -30,6 +34,7 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
     "warmup": (0, True),
     "final_lr": (0, True),
     "prune_every": (0, True),
+    "rank_multiple": (1, True),
     "eval_every": (0, True),
     "eval_batches": (0, True),
     "save_every": (0, True),
@@ -48,11 +53,14 @@ _CHOICES = {
 class TrainConfig:
     """How a run is trained: its length, optimizer, rank adaptation, and what it writes.
 
-    Raises ConfigError for a value out of range, or when neither `steps` nor `max_seconds` bounds the run.
+    Raises ConfigError for a value out of range, or when none of `steps`, `epochs` and `max_seconds` bounds the run.
     """
 
     steps: int | None = None
-    """Optimisation steps. With `max_seconds` too, the bound that is reached first ends the run."""
+    """Optimisation steps. Of several bounds, the one that is reached first ends the run."""
+
+    epochs: float | None = None
+    """Passes over the training data, for recipes whose data has an end."""
 
     max_seconds: float | None = None
     """Wall-clock seconds of training. Evaluation and saving are not counted."""
@@ -102,14 +110,20 @@ class TrainConfig:
     early: EarlyStage = field(default_factory=EarlyStage)
     """How strongly training presses the ranks down."""
 
+    late: LateStage = field(default_factory=LateStage)
+    """The size to reach, and when training turns towards it."""
+
     prune_every: int = 0
     """Steps between physical cuts of inactive ranks; 0 cuts none during the run."""
 
     prune_at_end: bool = True
     """Cut inactive ranks once more when the run ends."""
 
-    eval_every: int = 100
-    """Steps between evaluations on held-out data; 0 evaluates at the end only."""
+    rank_multiple: int = 1
+    """Cuts leave ranks at multiples of this: 8 or 16 suit tensor cores."""
+
+    eval_every: int | None = None
+    """Steps between evaluations on held-out data; 0: at the end only; left out: an epoch, or 100 without epochs."""
 
     eval_batches: int = 0
     """Held-out batches in an evaluation; 0 takes all of them."""
@@ -131,8 +145,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # YAML has lists only
-        if self.steps is None and self.max_seconds is None:
-            raise ConfigError("expected a bound of the run, got neither: set train.steps, train.max_seconds or both")
+        if self.steps is None and self.epochs is None and self.max_seconds is None:
+            raise ConfigError(
+                "expected a bound of the run, got none: set train.steps, train.epochs, train.max_seconds or several"
+            )
         for name, (low, allowed) in _BOUNDS.items():
             value = getattr(self, name)
             inside = value is None or low < value < float("inf") or (allowed and value == low)
@@ -148,8 +164,29 @@ class TrainConfig:
         if not fits:
             raise ConfigError(f"train.{name} must be {what}, got {getattr(self, name)!r}")
 
+    def bound(self, epoch: int | None) -> int | None:
+        """Steps after which the run ends, None for one that only the clock ends; epoch: steps in one, if known.
+
+        Raises ConfigError for `epochs` of a task that has none.
+        """
+        if self.epochs is None:
+            return self.steps
+        if epoch is None:
+            raise ConfigError(
+                f"train.epochs is {self.epochs}, but this recipe's data has no end: set train.steps or "
+                "train.max_seconds instead"
+            )
+        steps = max(1, ceil(self.epochs * epoch - 1e-6))  # 0.07 epochs of 100 steps are 7.000000000000001 of them
+        return steps if self.steps is None else min(steps, self.steps)
+
+    def eval_steps(self, epoch: int | None) -> int:
+        """Steps between evaluations, 0 for one at the end only; epoch: steps in one, if known."""
+        return (epoch or _EVAL_STEPS) if self.eval_every is None else self.eval_every
+
     def identity(self) -> dict[str, Any]:
         """The fields that decide what is learned, JSON-ready: a run resumes only under the same ones."""
         fields = dataclasses.asdict(self)
         fields["betas"] = list(self.betas)
-        return {name: value for name, value in fields.items() if name not in _FREE}
+        # Where evaluations decide when the late stage begins, they decide what is learned.
+        free = _FREE if self.late.plateau is None else _FREE - {"eval_every", "eval_batches"}
+        return {name: value for name, value in fields.items() if name not in free}

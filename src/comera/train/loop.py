@@ -10,32 +10,30 @@ The clock of a run counts training: batches, steps and logging, but neither eval
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
-from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object, send_to_device, set_seed
 from torch import Tensor
 
 from comera.errors import ConfigError, TrainingError
-from comera.files import replace_file
 from comera.nn.bonds import named_trains
 from comera.rank.controller import RankController
-from comera.rank.size import ModelSize, active_ranks, active_size, model_size
+from comera.rank.size import model_size
 from comera.train.clock import Clock, Interrupt
 from comera.train.config import TrainConfig
-from comera.train.memory import MemoryMeter
-from comera.train.metrics import Display, MetricsLog, Summary, to_json
+from comera.train.evaluation import evaluate
+from comera.train.journal import Journal
+from comera.train.memory import peak_memory, reset_peak
+from comera.train.metrics import Display, Summary
 from comera.train.optimizer import lr_multiplier, param_groups
-from comera.train.runs import Progress, checkpoints, clean, load_checkpoint, rng_state, save_checkpoint
-from comera.train.step import TrainStep, autocast
+from comera.train.runs import Progress, checkpoints, clean, load_checkpoint, rng_state, save_checkpoint, take_over
+from comera.train.step import TrainStep
 from comera.train.task import Task
 
 # The first steps after a start are slower (memory pools, threads, plans): they count in no step time.
@@ -50,16 +48,22 @@ def fit(
     *,
     resume: bool = False,
     resolved: Mapping[str, Any] | None = None,
+    start_from: Path | str | None = None,
 ) -> Summary:
     """Train `task.model` in place; leave configuration, metrics, checkpoints and summary of the run in `out`.
 
     resume: go on from the last checkpoint in `out`, from the start without one; a finished run returns its summary.
     resolved: the whole configuration for config.yaml, which re-runs the run; `config` under "train" if left out.
+    start_from: folder of another run of this model, or of a checkpoint of it, to begin with: its model with the ranks,
+    optimizer and rank adaptation are taken over, steps count from 0. A late stage that names no start begins at once.
+    A resumed run goes on from its own checkpoint and needs that folder no more.
     SIGINT and SIGTERM end the run after the current step, with a checkpoint to resume from.
+    With a late stage, a run that reaches its bound ends with a model of the target size or below.
 
-    Raises ConfigError when `out` holds a run and `resume` is not set, or one begun under another configuration;
-    CheckpointError for one that cannot be read; TrainingError when loss or gradient is no longer finite, with the last
-    good checkpoint kept.
+    Raises ConfigError when `out` holds a run and `resume` is not set, or one begun under another configuration, and for
+    a late stage that nothing starts; CheckpointError for a run that cannot be read or taken over; RankError for a
+    target size that cannot be; TrainingError when loss or gradient is no longer finite, with the last good checkpoint
+    kept.
     """
     out = Path(out)
     if out.exists() and not out.is_dir():
@@ -81,11 +85,11 @@ def fit(
         if config.threads is not None:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.threads)
-        return _Run(task, config, out, accelerator, resolved, stack).train()
+        return _Run(task, config, out, accelerator, resolved, start_from, stack).train()
 
 
 class _Run:
-    """A run under way: the state of the loop, its step, and what it writes."""
+    """A run under way: the state of the loop and its step."""
 
     def __init__(
         self,
@@ -94,13 +98,16 @@ class _Run:
         out: Path,
         accelerator: Accelerator,
         resolved: Mapping[str, Any] | None,
+        start_from: Path | str | None,
         stack: ExitStack,
     ) -> None:
         self.task, self.config, self.out, self.accelerator = task, config, out, accelerator
         self.main: bool = accelerator.is_main_process
         self.world: int = accelerator.num_processes
         self.device: torch.device = accelerator.device
-        self.memory = MemoryMeter.start(self.device)
+        self.epoch: int | None = getattr(task, "steps_per_epoch", None)
+        self.bound = config.bound(self.epoch)
+        reset_peak(self.device)
         set_seed(config.seed, device_specific=True)  # every process draws its own dropout
         self.model = task.model.to(self.device)
         if self.world > 1:
@@ -115,8 +122,10 @@ class _Run:
         # Fused, one kernel a parameter: on CPU 2-3 times faster over dense weights, 6 times over many small cores.
         self.optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=True)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.trains = dict(named_trains(self.model))
-        self.controller = RankController(self.model, config.early).attach(self.optimizer) if self.trains else None
+        compressed = next(named_trains(self.model), None) is not None
+        self.controller = RankController(self.model, config.early, config.late) if compressed else None
+        if self.controller:
+            self.controller.attach(self.optimizer)
         self.step = TrainStep(
             self.model,
             task.loss,
@@ -126,70 +135,93 @@ class _Run:
             precision=config.precision,
             average=(lambda flat: accelerator.reduce(flat, "mean")) if self.world > 1 else None,
         )
-        self.method: str = getattr(task, "method", "comera" if self.trains else "dense")
-        about = {"recipe": task.name, "method": self.method, "processes": self.world}
+        self.method: str = getattr(task, "method", "comera" if compressed else "dense")
+        about = {"recipe": task.name, "method": self.method, "processes": self.world, "steps_per_epoch": self.epoch}
         self.identity = {**config.identity(), **about, **getattr(task, "identity", {})}
 
-        self.progress = self._take_up()
-        self.size = self._model_size()
+        self.progress = self._take_up(start_from)
+        self.late = self.progress.step > 0 and self._is_late()  # as far as told
         self.clock = Clock(self.device, self.progress.time)
         self.pending: list[tuple[int, Tensor, Tensor]] = []  # step, loss, gradient norm: not yet seen by the host
         self.seen = (0.0, 0.0)
         self.checked_at = self.progress.time
-        self.logged_at = (self.progress.step, self.progress.tokens, self.progress.time)
         self.durations: list[float] = []
-        self.metrics = self._open_folder(resolved) if self.main else None
-        if self.metrics:
-            stack.callback(self.metrics.close)
+        state = (self.model, self.optimizer, self.controller, self.progress)
+        journal = Journal(task, config, out, *state, method=self.method, resolved=resolved, main=self.main)
+        self.journal = stack.enter_context(journal)
         self.interrupt = stack.enter_context(Interrupt())
-        self.display = stack.enter_context(Display(task.name, shown=config.progress and self.main))
 
-    def _take_up(self) -> Progress:
-        """The progress of the last checkpoint, loaded, or of a run that begins."""
+    def _take_up(self, start_from: Path | str | None) -> Progress:
+        """Load the last checkpoint, or what another run has left, or nothing; returns the progress to go on from."""
         if self.main:
             clean(self.out)
         self.accelerator.wait_for_everyone()
-        found = checkpoints(self.out)
-        if not found:
-            return Progress()
-        rank = self.accelerator.process_index
         state = (self.model, self.optimizer, self.controller)
-        progress = load_checkpoint(found[-1], *state, identity=self.identity, process=rank)
-        if progress.stopped == "interrupted":
-            progress.stopped = None
+        if found := checkpoints(self.out):
+            rank = self.accelerator.process_index
+            progress = load_checkpoint(found[-1], *state, identity=self.identity, process=rank)
+            if progress.stopped == "interrupted":
+                progress.stopped = None
+            return progress
+        progress = Progress()
+        if start_from is not None:
+            step = take_over(Path(start_from), *state).step
+            size = model_size(self.model)
+            progress.start_from = {"step": step, "parameters": size.total, "tensorized": size.tensorized}
+        if self.controller and self.config.late.target_size is not None:
+            self._prepare_late_stage(self.controller, start_from)
         return progress
 
-    def _open_folder(self, resolved: Mapping[str, Any] | None) -> MetricsLog:
-        self.out.mkdir(parents=True, exist_ok=True)
-        settings = _plain({"train": asdict(self.config)} if resolved is None else resolved)
-        replace_file(self.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-        replace_file(self.out / "layers.json", to_json(list(getattr(self.task, "report_rows", ())), indent=1) + "\n")
-        return MetricsLog(self.out, step=self.progress.step or -1, tensorboard=self.config.tensorboard)
+    def _prepare_late_stage(self, controller: RankController, start_from: Path | str | None) -> None:
+        """At the start of a run: begin a late stage that nothing else begins, if there has been an early one."""
+        late = self.config.late
+        target = f"train.late.target_size is {late.target_size!r}"
+        if controller.stage == "late":
+            raise ConfigError(
+                f"{target}, but the run in {start_from} is in its late stage already, towards "
+                f"{controller.target_size:,} numbers: leave the target out to go on towards those, or start from a "
+                "run in its early stage"
+            )
+        if not late.starts:
+            if start_from is None:
+                raise ConfigError(
+                    f"{target}, but nothing starts the late stage: set train.late.start_step, start_epoch or plateau, "
+                    "or start from a run that has been through its early stage"
+                )
+            controller.start_late()
 
     def train(self) -> Summary:
         """Step until a bound, and at the steps that are due for it log, prune, evaluate and save."""
         progress, config = self.progress, self.config
+        eval_every = config.eval_steps(self.epoch)
         if progress.step == 0:
-            self._log_size()
+            self.journal.log_size()
+            self._tell_stage()
         self.model.train()
         self.clock.start()
         while progress.stopped is None:
             self._take_step()
             ends = progress.stopped is not None
             complete = ends and progress.stopped != "interrupted"
+            epoch_ends = self._due(self.epoch or 0)
             prunes = self._due(config.prune_every) or (complete and config.prune_at_end)
-            evaluates = self._due(config.eval_every) or complete
+            evaluates = self._due(eval_every) or complete
             saves = self._due(config.save_every) or ends
             logs = self._due(config.log_every) or ends
-            if logs or prunes or evaluates or saves or self.device.type == "cpu":
+            if epoch_ends or logs or prunes or evaluates or saves or self.device.type == "cpu":
                 self._check()
+            if epoch_ends and self.controller:
+                self.controller.epoch_ended()
+            self._tell_stage()
             if logs:
-                self._log()
+                self.journal.log_train(*self.seen, self._memory(), self._done())
             if prunes or evaluates or saves:
                 with self.clock.paused():
                     if prunes:
                         self._prune()
-                    if evaluates and self._evaluate():
+                    if complete:
+                        self._meet_target()
+                    if evaluates and self._evaluate(complete):
                         saves = True  # a new best one
                     if saves:
                         self._save()
@@ -200,8 +232,8 @@ class _Run:
 
     def _done(self, ahead: float = 0.0) -> float:
         """The part of the run that is done; `ahead`: steps to count in addition."""
-        steps, seconds = self.config.steps, self.config.max_seconds
-        by_steps = (self.progress.step + ahead) / steps if steps else 0.0
+        seconds = self.config.max_seconds
+        by_steps = (self.progress.step + ahead) / self.bound if self.bound else 0.0
         return min(1.0, max(by_steps, self.progress.time / seconds if seconds else 0.0))
 
     def _take_step(self) -> None:
@@ -217,25 +249,30 @@ class _Run:
             self.task.train_batch(progress.step, micro, rank, self.world) for micro in range(config.accumulation)
         ]
         tokens = sum(map(self.task.tokens, batches))
+        count = getattr(self.task, "examples", lambda batch: config.batch_size)
+        examples = sum(map(count, batches))
         result = self.step([send_to_device(batch, self.device, non_blocking=True) for batch in batches])
         progress.step += 1
         self.pending.append((progress.step, result.loss, result.grad_norm))
-        progress.time, tokens, interrupted = self._agree(self.clock.seconds, tokens, self.interrupt.seen)
+        progress.time, tokens, examples, interrupted = self._agree(
+            self.clock.seconds, tokens, examples, self.interrupt.seen
+        )
         progress.tokens += tokens
-        if config.steps and progress.step >= config.steps:
+        progress.examples += examples
+        if self.bound and progress.step >= self.bound:
             progress.stopped = "steps"
         elif config.max_seconds and progress.time >= config.max_seconds:
             progress.stopped = "time"
         elif interrupted:
             progress.stopped = "interrupted"
 
-    def _agree(self, seconds: float, tokens: int, interrupted: bool) -> tuple[float, int, bool]:
-        """Longest time, all tokens, any interruption: the processes must take the same decisions."""
+    def _agree(self, seconds: float, tokens: int, examples: int, interrupted: bool) -> tuple[float, int, int, bool]:
+        """Longest time, all tokens and examples, any interruption: the processes must take the same decisions."""
         if self.world == 1:
-            return seconds, tokens, interrupted
-        mine = torch.tensor([[seconds, tokens, interrupted]], dtype=torch.float64, device=self.device)
-        all_seconds, all_tokens, any_interrupted = self.accelerator.gather(mine).T.tolist()
-        return max(all_seconds), int(sum(all_tokens)), any(any_interrupted)
+            return seconds, tokens, examples, interrupted
+        mine = torch.tensor([[seconds, tokens, examples, interrupted]], dtype=torch.float64, device=self.device)
+        times, all_tokens, all_examples, any_interrupted = self.accelerator.gather(mine).T.tolist()
+        return max(times), int(sum(all_tokens)), int(sum(all_examples)), any(any_interrupted)
 
     def _check(self) -> None:
         """Bring the losses and norms of the steps since the last check to the host: the loop's one wait for the device.
@@ -252,78 +289,58 @@ class _Run:
         self.seen = tuple(values[-1])
         self.pending.clear()
 
-    def _log(self) -> None:
-        progress, (loss, grad_norm) = self.progress, self.seen
-        step, tokens, seconds = self.logged_at
-        self.logged_at = (progress.step, progress.tokens, progress.time)
-        passed = max(progress.time - seconds, 1e-9)
-        tokens_per_s = (progress.tokens - tokens) / passed
-        self._write(
-            "train",
-            loss=loss,
-            grad_norm=grad_norm,
-            lr={group["name"]: group["lr"] for group in self.optimizer.param_groups},
-            tokens=progress.tokens,
-            tokens_per_s=tokens_per_s,
-            step_time=passed / (progress.step - step),
-        )
-        about = {"tokens_per_s": tokens_per_s, "ratio": self.size.ratio, "time": progress.time}
-        self.display.update(self._done(), step=progress.step, loss=loss, **about)
+    def _memory(self) -> int:
+        """Peak bytes since this was last called."""
+        peak = peak_memory(self.device)
+        self.progress.peak_memory = max(self.progress.peak_memory, peak)
+        reset_peak(self.device)
+        return peak
 
-    def _log_size(self) -> None:
-        size = self.size
-        self._write(
-            "size",
-            total=size.total,
-            tensorized=size.tensorized,
-            ratio=size.ratio,
-            tensorized_ratio=size.tensorized_ratio,
-            active=sum(map(active_size, self.trains.values())),
-            ranks={name: active_ranks(train) for name, train in self.trains.items()},
-        )
+    def _is_late(self) -> bool:
+        return self.controller is not None and self.controller.stage == "late"
 
-    def _write(self, kind: str, **values: Any) -> None:
-        if self.metrics:
-            self.metrics.write(kind, self.progress.step, time=self.progress.time, **values)
-
-    def _model_size(self) -> ModelSize:
-        return model_size(self.model, dense_total=getattr(self.task, "dense_total", None))
+    def _tell_stage(self) -> None:
+        """Record the late stage, once, when it has begun."""
+        if self.controller and not self.late and self._is_late():
+            self.late = True
+            self.journal.log_stage(self.controller)
 
     def _prune(self) -> None:
-        report = self.controller.prune_() if self.controller else None
+        report = self.controller.prune_(multiple=self.config.rank_multiple) if self.controller else None
         if report and report.changed:
-            self.size = self._model_size()
-            self._write("prune", before=report.before, after=report.after)
+            self.journal.log_prune(report)
 
-    @torch.no_grad()
-    def _evaluate(self) -> bool:
-        """Mean loss over the held-out batches, shared out among the processes; whether it is a new best."""
-        progress, rank = self.progress, self.accelerator.process_index
-        sums = torch.zeros(2, device=self.device)
-        # What evaluation draws at random must not shift what training draws.
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            self.model.eval()
-            for batch in islice(self.task.eval_batches(), rank, self.config.eval_batches or None, self.world):
-                with autocast(self.device, self.config.precision):
-                    loss = self.task.loss(self.model, send_to_device(batch, self.device))
-                sums += torch.stack([loss.float(), loss.new_ones((), dtype=torch.float32)])
-            self.model.train()
-        total, count = self.accelerator.reduce(sums, "sum").tolist()
-        if not count:
-            raise ConfigError(f"expected held-out batches from {self.task.name}, got none: give it more held-out data")
-        loss_value = total / count
-        if not isfinite(loss_value):
-            raise self._failure(f"held-out loss {loss_value}", progress.step)
-        best = progress.best_held_out_loss is None or loss_value < progress.best_held_out_loss
-        progress.held_out_loss, progress.held_out_step = loss_value, progress.step
+    def _meet_target(self) -> None:
+        """Bring a run that is complete to its target size, in the late stage; without one, nothing."""
+        if self.controller is None:
+            return
+        if self._is_late():
+            self._prune()
+        report = self.controller.meet_target_(multiple=self.config.rank_multiple)
+        if report:
+            self.journal.log_round(report)
+        elif self.config.late.target_size is not None and not self.late:
+            self.journal.say(
+                "the late stage never began, so the model was not brought to its target size: start it earlier "
+                "(train.late) or train longer"
+            )
+
+    def _evaluate(self, complete: bool) -> bool:
+        """Take the means over the held-out data; whether their loss is a new best."""
+        progress, config = self.progress, self.config
+        batches, precision = config.eval_batches, config.precision
+        means = evaluate(self.task, self.model, self.accelerator, batches=batches, precision=precision)
+        loss = means.pop("loss")
+        if not isfinite(loss):
+            raise self._failure(f"held-out loss {loss}", progress.step)
+        best = progress.best_held_out_loss is None or loss < progress.best_held_out_loss
+        progress.held_out_loss, progress.held_out_step, progress.metrics = loss, progress.step, means
         if best:
-            progress.best_held_out_loss = loss_value
-        self._write("eval", tokens=progress.tokens, loss=loss_value)
-        self._log_size()
-        self.display.say(
-            f"{self.task.name}: step {progress.step:,}, {progress.time:.0f} s: held-out loss {loss_value:.4f}"
-            f"{' (best so far)' if best else ''}, {self.size.ratio:.1f}x smaller"
-        )
+            progress.best_held_out_loss = loss
+        self.journal.log_eval(best)
+        if self.controller and not complete:  # at its very end a run begins no stage
+            self.controller.evaluated(loss)
+            self._tell_stage()
         return best
 
     def _save(self) -> None:
@@ -333,10 +350,10 @@ class _Run:
             raise self._failure("parameters that are not finite", progress.step)
         if steady := self.durations[_WARM_UP_STEPS:] or self.durations:
             progress.step_time = statistics.median(steady)
-        progress.peak_memory = max(progress.peak_memory, self.memory.peak)
+        self._memory()
         rng = gather_object([rng_state()])
-        if self.metrics:
-            self.metrics.sync()
+        if self.main:
+            self.journal.sync()
             state = (self.model, self.optimizer, self.controller, progress)
             save_checkpoint(self.out, *state, identity=self.identity, rng=rng)
         self.accelerator.wait_for_everyone()
@@ -350,35 +367,8 @@ class _Run:
         )
 
     def _finish(self) -> Summary:
-        progress, size = self.progress, self.size
-        assert progress.stopped is not None
-        summary = Summary(
-            method=self.method,
-            recipe=self.task.name,
-            steps=progress.step,
-            time=progress.time,
-            tokens=progress.tokens,
-            step_time=progress.step_time,
-            peak_memory=progress.peak_memory,
-            held_out_loss=progress.held_out_loss,
-            best_held_out_loss=progress.best_held_out_loss,
-            parameters=size.total,
-            size_bytes=size.bytes,
-            tensorized=size.tensorized,
-            tensorized_ratio=size.tensorized_ratio if isfinite(size.tensorized_ratio) else None,
-            ratio=size.ratio if isfinite(size.ratio) else None,
-            stopped=progress.stopped,
-        )
+        summary = self.journal.summary()
         if self.main:
             summary.write(self.out / "summary.json")
         self.accelerator.wait_for_everyone()
         return summary
-
-
-def _plain(value: Any) -> Any:
-    """Built-in types only, for YAML."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(value)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,9 @@ class Summary:
     steps, tokens: trained; time: seconds of training; step_time: median seconds of a step, the first ones left out;
     peak_memory, size_bytes: bytes; the losses: on held-out data; parameters: numbers stored, `tensorized` of them in
     chains; ratio, tensorized_ratio: dense numbers per stored one (None where nothing is stored);
-    stopped: "steps", "time" or "interrupted".
+    stopped: "steps" (or epochs), "time" or "interrupted".
+    metrics: of the last evaluation by name, besides the loss; epoch_time: seconds of training per epoch (None without
+    epochs); examples: trained.
     """
 
     method: str
@@ -43,6 +45,9 @@ class Summary:
     tensorized_ratio: float | None
     ratio: float | None
     stopped: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    epoch_time: float | None = None
+    examples: int = 0
 
     @property
     def finished(self) -> bool:
@@ -102,9 +107,15 @@ class MetricsLog:
 
 
 class Display:
-    """A progress bar on the terminal, or where there is none a line for each evaluation; nothing if not `shown`."""
+    """A progress bar on the terminal, or where there is none a line for each evaluation; nothing if not `shown`.
 
-    def __init__(self, name: str, *, shown: bool = True, console: Console | None = None) -> None:
+    counted: what the rate of tokens is called.
+    """
+
+    def __init__(
+        self, name: str, *, shown: bool = True, counted: str = "tokens", console: Console | None = None
+    ) -> None:
+        self.counted = counted
         self.console = console or Console(stderr=True, quiet=not shown, highlight=False)
         self._bar = Progress(
             TextColumn(name),
@@ -130,7 +141,7 @@ class Display:
         """Show the part of the run that is `done`, after `time` seconds of training."""
         left = time / done * (1 - done) if done else 0.0
         text = (
-            f"step {step:,}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {ratio:.1f}x smaller  "
+            f"step {step:,}  loss {loss:.4f}  {tokens_per_s:,.0f} {self.counted}/s  {ratio:.1f}x smaller  "
             f"{int(left) // 60}:{int(left) % 60:02} left"
         )
         self._bar.update(self._task, completed=done, text=text)

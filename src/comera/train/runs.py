@@ -18,7 +18,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.errors import CheckpointError, ConfigError
+from comera.errors import CheckpointError, ConfigError, RankError
 from comera.train.checkpoint import WEIGHTS, load_pretrained, save_pretrained
 
 _FORMAT = {"format": "comera-trainer", "version": 1}
@@ -54,6 +54,8 @@ class Progress:
     step: optimizer steps done; tokens: seen by all processes; time: seconds of training.
     held_out_loss: of the last evaluation, at step `held_out_step`; best_held_out_loss: the lowest so far.
     step_time: median seconds of a step; peak_memory: bytes; stopped: "steps", "time" or "interrupted" at the end.
+    examples: seen by all processes; metrics: of the last evaluation, besides the loss.
+    start_from: of the other run's checkpoint that this run began with, its step and the numbers in its model.
     """
 
     step: int = 0
@@ -65,6 +67,9 @@ class Progress:
     step_time: float = 0.0
     peak_memory: int = 0
     stopped: str | None = None
+    examples: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    start_from: dict[str, int] | None = None
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -162,23 +167,23 @@ def load_checkpoint(
     folder = Path(folder)
     trainer, progress = _read_trainer(folder)
     _check_identity(folder, trainer["identity"], identity)
-    for name, size in trainer["files"].items():
-        came = (folder / name).stat().st_size if (folder / name).is_file() else 0
-        if came != size:
-            raise _broken(folder, f"{name} of {size:,} bytes", f"{came:,} bytes")
-    if bool(controller) != bool(trainer["controller"]):
-        raise _broken(folder, f"{'a' if controller else 'no'} rank controller's state", str(trainer["controller"]))
     if process >= len(trainer["rng"]):
         raise _broken(folder, f"the random state of process {process}", f"that of {len(trainer['rng'])} processes")
-    if trainer["parameters"] != _trained(model, optimizer):
-        differ = sorted({*trainer["parameters"]}.symmetric_difference(_trained(model, optimizer)))
-        raise _broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4]) or 'in another order'}")
-    tensors = _read_tensors(folder)
-    load_pretrained(model, folder)
-    _set_optimizer_state(model, optimizer, tensors, trainer["scalars"])
-    if controller:
-        controller.load_state_dict(trainer["controller"])
+    _load_state(folder, trainer, model, optimizer, controller)
     set_rng_state(trainer["rng"][process])
+    return progress
+
+
+def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: Stateful | None) -> Progress:
+    """Put model (ranks included), optimizer and controller to where another run stood; returns how far it had come.
+
+    source: the run's folder, for its last checkpoint, or the folder of a checkpoint. How that run was configured does
+    not matter, nor does its random state. Raises CheckpointError as `load_checkpoint` does, with nothing changed.
+    """
+    source = Path(source)
+    folder = source if (source / "trainer.json").is_file() else find_checkpoint(source)
+    trainer, progress = _read_trainer(folder)
+    _load_state(folder, trainer, model, optimizer, controller)
     return progress
 
 
@@ -207,6 +212,34 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
         kind, keys, *rest = state["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def _load_state(
+    folder: Path, trainer: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, controller: Stateful | None
+) -> None:
+    """Load a checkpoint's model, optimizer and controller, after all has been looked at."""
+    for name, size in trainer["files"].items():
+        came = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if came != size:
+            raise _broken(folder, f"{name} of {size:,} bytes", f"{came:,} bytes")
+    if bool(controller) != bool(trainer["controller"]):
+        raise _broken(folder, f"{'a' if controller else 'no'} rank controller's state", str(trainer["controller"]))
+    if trainer["parameters"] != _trained(model, optimizer):
+        differ = sorted({*trainer["parameters"]}.symmetric_difference(_trained(model, optimizer)))
+        raise _broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4]) or 'in another order'}")
+    tensors = _read_tensors(folder)
+    before = controller.state_dict() if controller else {}
+    try:
+        if controller:
+            controller.load_state_dict(trainer["controller"])
+        load_pretrained(model, folder)
+    except RankError as error:
+        raise _broken(folder, "a rank controller's state", str(error)) from error
+    except CheckpointError:
+        if controller:
+            controller.load_state_dict(before)
+        raise
+    _set_optimizer_state(model, optimizer, tensors, trainer["scalars"])
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
@@ -336,7 +369,7 @@ def _sync(path: Path) -> None:
 def _broken(folder: Path, expected: str, came: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {folder}: expected {expected}, got {came}; nothing was loaded: "
-        "resume with the model and optimizer that wrote it, or move this checkpoint away to use an older one"
+        "use the model and optimizer that wrote it, or an older checkpoint (to resume from one, move this one away)"
     )
 
 

@@ -11,12 +11,19 @@ Batch = Any
 
 
 class Task(Protocol):
-    """What a recipe gives to `fit`.
+    """What a recipe gives to `fit`. Batches may have any size, another one at each step.
 
-    Optional attributes: `method` ("dense", "comera", ...: what the report calls it), `report_rows` (for layers.json:
-    the rows of the conversion's report), `dense_total` (numbers of the dense original, for the ratios), and `identity`
-    (JSON-ready: what besides the TrainConfig decides what is learned, such as a hash of the data; a run resumes only
-    under the same one).
+    Optional members:
+    - `method`: "dense", "comera", ...: what the report calls it.
+    - `report_rows`: for layers.json, the rows of the conversion's report.
+    - `dense_total`: numbers of the dense original, for the ratios.
+    - `identity`: JSON-ready, what besides the TrainConfig decides what is learned, such as a hash of the data; a run
+      resumes only under the same one.
+    - `steps_per_epoch`: steps that see the training data once, for data that has an end.
+    - `evaluate(model, batch) -> (means, weight)`: means over a held-out batch by name, scalars with "loss" among them,
+      and what the batch counts, such as its examples; without it, the loss alone and every batch alike.
+    - `examples(batch) -> int`: examples in a batch; without it, `batch_size`.
+    - `counted`: what `tokens` counts, for people: "tokens" if left out.
     """
 
     name: str
@@ -32,4 +39,4 @@ class Task(Protocol):
         """The batch's mean loss, a scalar."""
 
     def tokens(self, batch: Batch) -> int:
-        """Tokens, or whatever the recipe counts as its input, in a batch."""
+        """Tokens, or whatever the recipe counts as its input, in a batch; padding is none."""

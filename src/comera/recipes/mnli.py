@@ -1,0 +1,325 @@
+"""Natural-language inference on MNLI: the six-encoder transformer of METHOD §4 from scratch, dense or compressed.
+
+    comera  out/early          early stage, `train.epochs` long
+            out/late-0.8, ...  for each target a late stage of its own, from the end of the early one
+    dense   out                the twin: as long as the early stage and one late stage
+
+Batches follow from the seed and their place in one sequence, where the late stages go on after the early one: the twin
+meets exactly the batches of the early stage and of each late one.  B batch, T tokens of its longest pair.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import yaml
+from accelerate import PartialState
+from torch import Tensor, nn
+from transformers import BertForSequenceClassification
+
+from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
+from comera.errors import ConfigError
+from comera.files import replace_file
+from comera.rank.objective import LateStage
+from comera.recipes.data.mnli import (
+    MNLIData,
+    MNLIDataConfig,
+    PairBatch,
+    find_vocabulary,
+    parse_vocabulary,
+    prepare,
+)
+from comera.recipes.models.bert import ModelConfig
+from comera.train.config import TrainConfig
+from comera.train.loop import fit
+from comera.train.memory import MemoryEstimate
+from comera.train.memory import estimate as estimate_step
+from comera.train.metrics import Summary
+
+NAME = "mnli"
+Method = Literal["comera", "dense"]
+Preset = Literal["tuned", "published"]
+
+# The published modes of BERT's table; those of linear layers are what balanced modes come to at their widths.
+_TABLE = (30_522, 768)
+_TABLE_ROWS, _TABLE_COLUMNS = (16, 20, 10, 10), (4, 4, 8, 6)
+
+
+@dataclass(frozen=True)
+class CompressConfig:
+    """How the method comera compresses the model; dense does not look at it. The defaults are the published ones."""
+
+    order: int = 6
+    """Cores of a linear layer's tensor train."""
+    rank: int | tuple[int, ...] = 30
+    """Ranks of the linear layers at the start: one number, clipped where the modes allow less, or all of them."""
+    embedding_order: int = 4
+    """Cores of the token embedding's tensor-train matrix."""
+    embedding_rank: int | tuple[int, ...] = 30
+    """Ranks of the token embedding at the start."""
+
+    def tensorize(self, vocab_size: int, hidden: int) -> TensorizeConfig:
+        """The conversion that this describes; positions, segments and the classifier stay dense, as published."""
+        table = TTM(order=self.embedding_order, rank=self.embedding_rank)
+        if (vocab_size, hidden) == _TABLE and self.embedding_order == len(_TABLE_ROWS):
+            table = replace(table, row_modes=_TABLE_ROWS, col_modes=_TABLE_COLUMNS)
+        dense = ("*.position_embeddings", "*.token_type_embeddings", "classifier")
+        return TensorizeConfig(
+            linear=TT(order=self.order, rank=self.rank), embedding=table, overrides=dict.fromkeys(dense)
+        )
+
+
+# METHOD §4: AdamW without weight decay, batches of 32 to 128, the ranks by the surrogate of the size.
+_TUNED = TrainConfig(epochs=6, batch_size=64, lr=5e-5, core_lr=1e-4, rank_lr=1e-3, prune_every=100)
+_PUBLISHED = replace(_TUNED, lr=5e-5, core_lr=1e-4, rank_lr=1e-3, late=LateStage(shrink="surrogate"))
+PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
+    "tuned": {"comera": _TUNED, "dense": _TUNED},
+    "published": {"comera": _PUBLISHED, "dense": _PUBLISHED},
+}
+
+
+@dataclass(frozen=True)
+class MNLIConfig:
+    """Natural-language inference: does a sentence follow from another, contradict it, or neither."""
+
+    method: Method = "comera"
+    """comera trains the compressed model, an early stage and late ones; dense trains its twin, for comparison."""
+    preset: Preset = "tuned"
+    """Learning rates and way of shrinking to start from: what was found best here, or the paper's."""
+    out: str | None = None
+    """Folder of the runs; left out: runs/mnli-METHOD."""
+    late_targets: tuple[float, ...] = (0.8, 0.5, 0.2)
+    """Sizes to reach, each as a part of the size at the end of the early stage, by a late stage of its own."""
+    late_epochs: float = 2.0
+    """Passes over the training pairs in each late stage; train.epochs are those of the early one. The size falls over
+    the first half of it, unless train.late.steps says otherwise."""
+    data: MNLIDataConfig = field(default_factory=MNLIDataConfig)
+    """Pairs of sentences, vocabulary, lengths."""
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(dropout=0.1))
+    """Sizes of the transformer."""
+    compress: CompressConfig = field(default_factory=CompressConfig)
+    """Formats of the compressed layers."""
+    train: TrainConfig = field(default_factory=lambda: _TUNED)
+    """Length of the early stage, optimizer, rank adaptation, outputs. Bounds in steps and seconds hold for each run."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "late_targets", tuple(self.late_targets))  # YAML has lists only
+        for name, allowed in (("preset", tuple(PRESETS)), ("method", tuple(PRESETS["tuned"]))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for target in self.late_targets:
+            if isinstance(target, bool) or not 0 < target < 1:
+                raise ConfigError(f"late_targets must be parts of the early size above 0 and below 1, got {target!r}")
+        if len({f"{target:g}" for target in self.late_targets}) < len(self.late_targets):
+            raise ConfigError(f"late_targets must differ, a folder is named after each, got {self.late_targets}")
+        if not 0 < self.late_epochs < float("inf"):
+            raise ConfigError(f"late_epochs must be a number > 0, got {self.late_epochs!r}")
+        late = self.train.late
+        if late.target_size is not None or late.starts:
+            raise ConfigError("train.late takes no target_size and no start here: set late_targets and train.epochs")
+        if self.data.max_length > self.model.max_positions:
+            raise ConfigError(
+                f"data.max_length ({self.data.max_length}) must not be above model.max_positions "
+                f"({self.model.max_positions}): lower the one or raise the other"
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all runs."""
+        return Path(self.out or f"runs/{NAME}-{self.method}").expanduser()
+
+
+def preset(method: Method = "comera", preset: Preset = "tuned") -> MNLIConfig:
+    """The defaults that suit a method: they differ in the learning rates."""
+    return MNLIConfig(method=method, preset=preset, train=PRESETS[preset][method])
+
+
+def runs(config: MNLIConfig) -> dict[str, Path]:
+    """Run folders by name, in their order: "early", "late 0.8", ..., or "dense" alone."""
+    if config.method == "dense":
+        return {"dense": config.folder}
+    late = {f"late {target:g}": config.folder / f"late-{target:g}" for target in config.late_targets}
+    return {"early": config.folder / "early", **late}
+
+
+def build_model(
+    config: MNLIConfig, vocab_size: int, labels: int = 3
+) -> tuple[BertForSequenceClassification, TensorizeReport | None]:
+    """A stock BertForSequenceClassification, seeded by train.seed, and for comera the report on its conversion."""
+    torch.manual_seed(config.train.seed)
+    model = BertForSequenceClassification(config.model.bert(vocab_size, type_vocab_size=2, num_labels=labels))
+    if config.method == "dense":
+        return model, None
+    return model, tensorize_(model, config.compress.tensorize(vocab_size, config.model.hidden))
+
+
+def scores(model: Any, batch: PairBatch) -> Tensor:
+    """Logits of the labels, (B, labels)."""
+    # As (B, 1, T, T), which the model takes as it is: of a (B, T) mask it would ask the device whether all is true.
+    mask_B1TT = batch.attention_mask[:, None, None, :].expand(-1, -1, batch.attention_mask.shape[1], -1)
+    outputs = model(input_ids=batch.input_ids, token_type_ids=batch.token_type_ids, attention_mask=mask_B1TT)
+    logits: Tensor = outputs.logits
+    return logits
+
+
+def pair_loss(model: Any, batch: PairBatch) -> Tensor:
+    """Mean cross-entropy of the labels, in nats."""
+    return F.cross_entropy(scores(model, batch), batch.labels)
+
+
+class MNLITask:
+    """A run as `comera.train.loop.fit` wants it; `first`: steps of other runs that it goes on after."""
+
+    name = NAME
+    counted = "tokens"
+
+    def __init__(self, config: MNLIConfig, data: MNLIData, first: int = 0) -> None:
+        self.config, self.data, self.first = config, data, first
+        self.method = config.method
+        train = config.train
+        batches = train.accumulation * PartialState(cpu=train.device == "cpu").num_processes
+        self.steps_per_epoch = data.steps_per_epoch(train.batch_size, batches)
+        model, report = build_model(config, data.vocab_size, len(data.label_names))
+        self.model: nn.Module = model
+        self.report_rows = report.to_dict()["rows"] if report else []
+        self.dense_total = report.dense_total if report else None
+        self.identity = {
+            "data.prepared": data.folder.name,
+            "data.first_step": first,
+            **{f"model.{name}": value for name, value in asdict(config.model).items()},
+            **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
+        }
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> PairBatch:
+        """Every micro-batch of every process is the next one of a single sequence."""
+        train = self.config.train
+        index = ((self.first + step) * train.accumulation + micro) * world + rank
+        return self.data.train_batch(index, train.batch_size, train.seed)
+
+    def eval_batches(self) -> Iterator[PairBatch]:
+        """The matched development pairs, in the size of a training batch; always the same batches in the same order."""
+        batches = list(self.data.dev_batches(self.config.train.batch_size))
+        Random(0).shuffle(batches)  # they come by length: so the first few stand for all
+        return iter(batches)
+
+    def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
+        """The batch's mean loss."""
+        return pair_loss(model, batch)
+
+    def evaluate(self, model: nn.Module, batch: PairBatch) -> tuple[dict[str, Tensor], int]:
+        """Loss and share of right answers, means over the batch; its pairs."""
+        logits = scores(model, batch)
+        right = (logits.argmax(-1) == batch.labels).float()
+        return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": right.mean()}, len(batch.labels)
+
+    def examples(self, batch: PairBatch) -> int:
+        """Pairs in a batch."""
+        return len(batch.labels)
+
+    def tokens(self, batch: PairBatch) -> int:
+        """Tokens that the model reads; padding is none."""
+        return int(batch.attention_mask.sum())
+
+
+def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
+    """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one.
+
+    resume: finished runs are kept, one that was interrupted goes on. An interruption ends the run that is under way and
+    leaves out the others. Raises ConfigError when there is a run already and `resume` is not set, and what `prepare`
+    and `fit` raise.
+    """
+    main = PartialState(cpu=config.train.device == "cpu").is_main_process
+    folders = runs(config)
+    present = [str(folder) for folder in folders.values() if (folder / "metrics.jsonl").exists()]
+    if present and not resume:
+        raise ConfigError(
+            f"expected a folder without a run, got {config.folder} with {', '.join(present)}: "
+            "resume those runs, give another folder, or move this one away"
+        )
+    data = prepare(config.data, quiet=not main)
+    _say(main, _about(data))
+    resolved = asdict(replace(config, out=str(config.folder)))
+    if config.method == "dense":
+        task = MNLITask(config, data)
+        return fit(task, _twin(config, task.steps_per_epoch), config.folder, resume=resume, resolved=resolved)
+    if main:  # each run has this file too; the one that `--resume` reads is that of the whole
+        config.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(config.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+    _say(main, f"early stage, in {folders['early']}")
+    early = fit(MNLITask(config, data), config.train, folders["early"], resume=resume, resolved=resolved)
+    summary = early
+    for target in config.late_targets:
+        if not summary.finished:
+            break
+        folder = folders[f"late {target:g}"]
+        _say(main, f"late stage to {target:g} of the size, in {folder}")
+        task = MNLITask(config, data, first=early.steps)
+        late = _late(config, target, task.steps_per_epoch)
+        summary = fit(task, late, folder, resume=resume, resolved=resolved, start_from=folders["early"])
+    return summary
+
+
+def _say(main: bool, text: str) -> None:
+    if main:
+        print(f"{NAME}: {text}", file=sys.stderr)
+
+
+def _late(config: MNLIConfig, target: float, epoch: int) -> TrainConfig:
+    """How a late stage is trained; epoch: steps in one."""
+    train = replace(config.train, epochs=config.late_epochs)
+    half = (train.bound(epoch) or 0) // 2
+    steps = half if train.late.steps is None else train.late.steps
+    return replace(train, late=replace(train.late, target_size=target, steps=steps))
+
+
+def _twin(config: MNLIConfig, epoch: int) -> TrainConfig:
+    """How the dense twin is trained: by steps, so that it sees exactly what the early stage and a late one see."""
+    early, late = (
+        replace(config.train, epochs=epochs).bound(epoch) for epochs in (config.train.epochs, config.late_epochs)
+    )
+    if early is None or late is None or not config.late_targets:
+        return config.train
+    return replace(config.train, steps=early + late, epochs=None)
+
+
+def _about(data: MNLIData) -> str:
+    """What was left out and why, and what a model that ignores its input is right on: the share to beat."""
+    skipped = {why: count for why, count in data.skipped.items() if count}
+    reasons = f" ({', '.join(f'{why}: {count:,}' for why, count in skipped.items())})" if skipped else ""
+    counts = data.label_counts["dev"]
+    label = max(counts, key=counts.__getitem__)
+    return (
+        f"{sum(skipped.values()):,} pairs skipped{reasons}; always answering {label!r} is right on "
+        f"{counts[label] / data.dev_size:.4f} of the {data.dev_size:,} held-out pairs"
+    )
+
+
+def estimate(config: MNLIConfig) -> dict[str, MemoryEstimate]:
+    """Memory and FLOPs of a training step on pairs of the full length for every method, on the meta device: nothing is
+    allocated or computed, and no data are read but the vocabulary."""
+    rows, width, vocab_size = config.train.batch_size, config.data.max_length, _vocab_size(config.data)
+    estimates: dict[str, MemoryEstimate] = {}
+    for method in PRESETS["tuned"]:
+        with torch.device("meta"):
+            model, _ = build_model(replace(config, method=method), vocab_size)
+            ids, segments = (torch.empty(rows, width, dtype=torch.int64) for _ in range(2))
+            mask = torch.empty(rows, width, dtype=torch.bool)
+            batch = PairBatch(ids, segments, mask, torch.empty(rows, dtype=torch.int64))
+            estimates[method] = estimate_step(model, partial(pair_loss, model, batch))
+    return estimates
+
+
+def _vocab_size(config: MNLIDataConfig) -> int:
+    """Size of the vocabulary, that of BERT where the data are still to be fetched and none is named."""
+    if config.vocab is None and not Path(config.path).expanduser().is_dir():
+        return _TABLE[0]
+    file = find_vocabulary(config)
+    return max(parse_vocabulary(file.read_bytes(), file).values()) + 1

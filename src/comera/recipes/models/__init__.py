@@ -1,0 +1,1 @@
+"""Sizes of the transformers that the recipes train."""

@@ -1,0 +1,286 @@
+"""The late stage: how it begins, what it does to ranks and gradients, and that its target is met."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comera.errors import RankError
+from comera.nn.embedding import TTMEmbedding
+from comera.nn.linear import TTLinear
+from comera.rank.budget import canonicalize_
+from comera.rank.controller import RankController
+from comera.rank.objective import EarlyStage, LateStage, late_scales
+from comera.rank.sensitivity import STATE, switch_off_
+from comera.rank.size import SizeTable, surrogate_grads
+from comera.tt.spec import TTMSpec, TTSpec
+
+QUIET = EarlyStage(size_weight=0.0)
+
+
+class Small(nn.Module):
+    """A table, a layer that the loss needs and one that it hardly sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = TTMEmbedding(TTMSpec(12, 12, (3, 4), (3, 4), (1, 6, 1)))
+        self.needed = TTLinear(TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1)))
+        self.idle = TTLinear(TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.table(ids)
+        out: Tensor = self.needed(hidden) + 1e-3 * self.idle(hidden)
+        return out
+
+
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9 if kind == "momentum" else 0.0)
+
+
+def train(model: nn.Module, controller: RankController, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    target = torch.sin(torch.arange(144.0)).view(12, 12)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(torch.arange(12)) - target).square().mean()
+        loss.backward()
+        controller.observe(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def begun(late: LateStage, kind: str = "adamw", steps: int = 3) -> tuple[Small, RankController, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = optimizer_of(model, kind)
+    controller = RankController(model, QUIET, late).attach(optimizer)
+    train(model, controller, optimizer, steps)
+    return model, controller, optimizer
+
+
+def test_it_begins_by_call_with_a_part_of_the_present_size_and_the_mean_loss() -> None:
+    model, controller, _ = begun(LateStage(target_size=0.5))
+    size, mean = controller.size(), float(controller._loss)  # type: ignore[arg-type]
+    assert (controller.stage, controller.target_size, controller.target_loss) == ("early", None, None)
+    controller.start_late()
+    assert controller.stage == "late"
+    assert controller.target_size == size // 2
+    assert controller.target_loss == mean
+    assert size == sum(p.numel() for layer in (model.table, model.needed, model.idle) for p in layer.tt.parameters())
+
+
+@pytest.mark.parametrize(("target", "numbers"), [(300, 300), ("1200B", 300), ("1.2 kB", 307), (1.0, None)])
+def test_targets_are_numbers_bytes_or_parts(target: Any, numbers: int | None) -> None:
+    _, controller, _ = begun(LateStage(target_size=target))
+    size = controller.size()
+    controller.start_late()
+    assert controller.target_size == (numbers or size)
+
+
+def test_it_begins_after_a_step_an_epoch_or_a_plateau() -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.5, start_step=5), steps=4)
+    assert controller.stage == "early"
+    train(model, controller, optimizer, 1)
+    assert controller.stage == "late"
+
+    _, controller, _ = begun(LateStage(target_size=0.5, start_epoch=2))
+    controller.epoch_ended()
+    assert controller.stage == "early"
+    controller.epoch_ended()
+    assert controller.stage == "late"
+
+    _, controller, _ = begun(LateStage(target_size=0.5, plateau=2))
+    for loss in (3.0, 2.0, 2.5, 1.9, 2.0):
+        controller.evaluated(loss)
+    assert controller.stage == "early"
+    controller.evaluated(1.9)
+    assert controller.stage == "late"
+
+
+def test_without_a_target_nothing_begins() -> None:
+    _, controller, _ = begun(LateStage(start_step=1, start_epoch=1, plateau=1))
+    controller.epoch_ended()
+    controller.evaluated(1.0)
+    controller.evaluated(1.0)
+    assert controller.stage == "early"
+    assert controller.meet_target_() is None
+    with pytest.raises(RankError, match=r"expected a target.*LateStage\(target_size=0.2\)"):
+        controller.start_late()
+
+
+def test_what_cannot_begin_is_refused() -> None:
+    model = Small()
+    with pytest.raises(RankError, match="an early stage before the late one, but no loss was observed"):
+        RankController(model, late=LateStage(target_size=0.5)).start_late()
+    _, controller, _ = begun(LateStage(target_size=10**6))
+    with pytest.raises(RankError, match=r"LateStage.target_size: expected at most the present \d+ numbers"):
+        controller.start_late()
+    assert controller.stage == "early"
+    _, controller, _ = begun(LateStage(target_size=5))
+    with pytest.raises(RankError, match="below the smallest possible, 60 "):
+        controller.start_late()
+    _, controller, _ = begun(LateStage(target_size=0.5))
+    controller.start_late()
+    with pytest.raises(RankError, match="has begun already, with S0 = "):
+        controller.start_late()
+
+
+@pytest.mark.parametrize("shrink", ["sensitivity", "surrogate"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum", "adagrad"])
+def test_the_target_is_met(shrink: Any, kind: str) -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.5, shrink=shrink, steps=60), kind)
+    controller.start_late()
+    losses = train(model, controller, optimizer, 80)
+    assert controller.target_size is not None
+    if shrink == "sensitivity":  # by the falling budget alone, without rounding
+        assert controller.size() <= controller.target_size
+    controller.meet_target_()
+    assert sum(p.numel() for _, p in model.named_parameters() if "tt" in _) <= controller.target_size
+    assert controller.size() <= controller.target_size
+    assert all(torch.isfinite(torch.tensor(losses + train(model, controller, optimizer, 3))))
+
+
+def test_the_layer_that_the_loss_hardly_sees_goes_first() -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.6, steps=40))
+    controller.start_late()
+    train(model, controller, optimizer, 60)
+    controller.prune_()
+    assert model.idle.tt.spec.numel < 0.3 * 180
+    assert model.needed.tt.spec.numel > 2 * model.idle.tt.spec.numel
+    assert min(model.idle.tt.spec.bonds) >= 1
+
+
+def test_the_switch_leaves_the_function_and_makes_what_entries_carry_orthogonal() -> None:
+    model, controller, _ = begun(LateStage(target_size=0.5))
+    before = model(torch.arange(12))
+    controller.start_late()
+    torch.testing.assert_close(model(torch.arange(12)), before)
+    tt = model.needed.tt
+    cores = [core.double() for core in tt.effective_cores()]
+    left = torch.tensordot(cores[0].flatten(0, 1), cores[1], dims=1).flatten(0, -2)
+    right = torch.tensordot(cores[2], cores[3].flatten(1), dims=1).flatten(1)
+    for gram in (left.T @ left, right @ right.T):
+        torch.testing.assert_close(gram, gram.diagonal().diag(), atol=1e-6, rtol=0)
+    sigma = left.norm(dim=0) * right.norm(dim=1)
+    dense = torch.linalg.svdvals(tt.dense().detach().double())
+    torch.testing.assert_close(sigma, dense[: len(sigma)], atol=1e-5, rtol=1e-5)
+
+
+def test_sensitivity_is_the_running_mean_of_the_squared_first_order_change() -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.9, steps=1000))
+    controller.start_late()
+    d = model.needed.tt.rank_params[1]
+    mean: Tensor | None = None
+    for _ in range(5):
+        train(model, controller, optimizer, 1)
+        assert d.grad is not None
+        change = (d.detach() * d.grad).square()
+        mean = change if mean is None else 0.95 * mean + 0.05 * change
+        torch.testing.assert_close(optimizer.state[d][STATE], mean)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_sensitivity() -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.9, steps=1000), "sgd")
+    controller.start_late()
+    train(model, controller, optimizer, 2)
+    d = model.needed.tt.rank_params[1]
+    before = optimizer.state[d][STATE].clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    controller._after_step(optimizer, (), {})
+    torch.testing.assert_close(optimizer.state[d][STATE], before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_no_momentum_brings_back_what_is_off(kind: str) -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.5, steps=1000), kind)
+    controller.start_late()
+    train(model, controller, optimizer, 5)
+    trains = [model.table.tt, model.needed.tt, model.idle.tt]
+    switch_off_(trains, [optimizer], 200)
+    off = [(d, d == 0) for tt in trains for d in tt.rank_params]
+    assert sum(int(mask.sum()) for _, mask in off) > 0
+    assert controller.size() <= 200
+    train(model, controller, optimizer, 10)
+    assert all((d[mask] == 0).all() for d, mask in off)
+
+
+def test_a_given_loss_makes_the_size_wait() -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.5, steps=0, target_loss=1e-9))
+    controller.start_late()
+    size = controller.size()
+    train(model, controller, optimizer, 60)
+    assert controller.size() == size
+
+    model, controller, optimizer = begun(LateStage(target_size=0.5, steps=0, target_loss=1e9))
+    controller.start_late()
+    train(model, controller, optimizer, 21)
+    assert controller.size() <= size // 2
+
+
+def test_by_surrogate_the_hook_scales_the_loss_and_adds_the_size() -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.5, shrink="surrogate"), "sgd")
+    controller.start_late()
+    optimizer.zero_grad()
+    loss = model(torch.arange(12)).square().mean()
+    loss.backward()
+    controller.observe(loss)
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    tables = [SizeTable([tt]) for tt in (model.table.tt, model.needed.tt, model.idle.tt)]
+    assert controller._loss is not None
+    assert controller.target_size is not None
+    assert controller.target_loss is not None
+    c_loss, c_size = late_scales(
+        controller.late,
+        loss=controller._loss,
+        target_loss=controller.target_loss,
+        size=torch.tensor(float(controller.size())),
+        target_size=controller.target_size,
+        surrogate=sum(table.surrogate().detach() for table in tables),  # type: ignore[arg-type]
+    )
+    size_grad = surrogate_grads(model.needed.tt)[1]
+    optimizer.step()
+    for name, p in model.named_parameters():
+        extra = c_size * size_grad if name == "needed.tt.rank_params.1" else 0.0
+        if "rank_params" not in name or name == "needed.tt.rank_params.1":
+            torch.testing.assert_close(p.grad, before[name] * c_loss + extra)
+
+
+@pytest.mark.parametrize("shrink", ["sensitivity", "surrogate"])
+def test_a_resumed_late_stage_goes_on_to_the_bit(shrink: Any) -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.4, shrink=shrink, steps=60))
+    controller.start_late()
+    train(model, controller, optimizer, 25)
+    controller.prune_()
+    state = json.loads(json.dumps(controller.state_dict()))
+    other = copy.deepcopy(model)
+    resumed_optimizer = optimizer_of(other, "adamw")
+    resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed = RankController(other, QUIET, controller.late)
+    resumed.load_state_dict(state)
+    resumed.attach(resumed_optimizer)
+    assert resumed.stage == "late"
+    expected = train(model, controller, optimizer, 50)
+    assert train(other, resumed, resumed_optimizer, 50) == expected
+    assert resumed.size() == controller.size()
+    assert resumed.state_dict() == controller.state_dict()
+
+
+def test_canonical_form_refuses_numbers_that_are_not_finite() -> None:
+    model = Small()
+    with torch.no_grad():
+        model.idle.tt.cores[1].fill_(torch.nan)
+    before = [p.clone() for p in model.needed.parameters()]
+    with pytest.raises(RankError, match="NaN or infinite"):
+        canonicalize_([model.needed.tt, model.idle.tt])
+    assert all(torch.equal(p, value) for p, value in zip(model.needed.parameters(), before, strict=True))
