@@ -106,7 +106,7 @@ def test_it_begins_after_a_step_an_epoch_or_a_plateau() -> None:
 
 
 def test_without_a_target_nothing_begins() -> None:
-    _, controller, _ = begun(LateStage(start_step=1, start_epoch=1, plateau=1))
+    _, controller, _ = begun(LateStage())
     controller.epoch_ended()
     controller.evaluated(1.0)
     controller.evaluated(1.0)

@@ -65,9 +65,12 @@ def test_early_weights_out_of_range_are_refused(field: str, value: float) -> Non
         ({"target_loss": float("inf")}, "target_loss must be a finite number"),
         ({"loss_weight": -0.1}, "loss_weight must be a finite number >= 0"),
         ({"size_weight": float("nan")}, "size_weight must be a finite number >= 0"),
-        ({"start_step": 0}, "start_step must be above 0, got 0: the late stage needs an early one"),
-        ({"start_epoch": -1}, "start_epoch must be above 0"),
-        ({"plateau": 0}, "plateau must be above 0"),
+        ({"target_size": 0.2, "start_step": 0}, "start_step must be above 0, got 0: the late stage needs an early one"),
+        ({"target_size": 0.2, "start_epoch": -1}, "start_epoch must be above 0"),
+        ({"target_size": 0.2, "plateau": 0}, "plateau must be above 0"),
+        ({"plateau": 3}, "has a start but no target_size"),
+        ({"shrink": "lasso"}, "shrink must be 'sensitivity' or 'surrogate', got 'lasso'"),
+        ({"steps": -1}, "steps must be >= 0"),
     ],
 )
 def test_late_values_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -77,6 +80,6 @@ def test_late_values_out_of_range_are_refused(fields: dict[str, Any], message: s
 
 def test_a_late_stage_knows_whether_it_begins_by_itself() -> None:
     assert not LateStage(target_size=0.2).starts
-    assert LateStage(start_step=3).starts
-    assert LateStage(start_epoch=1).starts
-    assert LateStage(plateau=2).starts
+    assert LateStage(target_size=0.2, start_step=3).starts
+    assert LateStage(target_size=0.2, start_epoch=1).starts
+    assert LateStage(target_size=0.2, plateau=2).starts

@@ -165,7 +165,7 @@ def _round(
         norm = float(values[0].square().sum()) if values else 0.0
         weight = weights.get(name, 1.0) / norm if norm else 0.0
         importances.append([(sigma.square() * weight).flip(0).tolist() if norm else [] for sigma in values])
-    ranks = allocate([train.spec for train in trains.values()], importances, budget, multiple=multiple)
+    ranks = allocate([train.spec for train in trains.values()], importances, budget, multiple=multiple, rounding=True)
     return {
         name: round_cores(train.spec, cores[name], ranks=(1, *bonds, 1))
         for (name, train), bonds in zip(trains.items(), ranks, strict=True)

@@ -64,13 +64,17 @@ class RankController:
 
     model: with at least one compressed layer; the chains are those that it has now.
     early, late: the two stages; without a target in `late` the early one goes on to the end.
+    multiple: cuts leave ranks at multiples of it (8 or 16 suit tensor cores) where they can.
     Raises RankError for a model without compressed layers.
     """
 
-    def __init__(self, model: nn.Module, early: EarlyStage = _EARLY, late: LateStage = _LATE) -> None:
+    def __init__(
+        self, model: nn.Module, early: EarlyStage = _EARLY, late: LateStage = _LATE, *, multiple: int = 1
+    ) -> None:
         self.model = model
         self.early = early
         self.late = late
+        self.multiple = multiple
         self._trains = [train for _, train in named_trains(model)]
         self._cores = [core for train in self._trains for core in train.cores]
         if not self._trains:
@@ -178,7 +182,7 @@ class RankController:
         self._state.target_size = resolve_target(
             self.late.target_size,
             size=size,
-            smallest=smallest_size(self.model),
+            smallest=smallest_size(self.model, multiple=self.multiple),
             bytes_per_number=sum(p.numel() * p.element_size() for p in numbers) / max(1, stored),
             where="LateStage.target_size",
         )
@@ -192,20 +196,20 @@ class RankController:
         """S now: numbers of active slices and active rank parameters, those that pruning would leave. Waits."""
         return sum(active_size(train) + sum(active_ranks(train)) for train in self._trains)
 
-    def prune_(self, *, multiple: int = 1) -> PruneReport:
+    def prune_(self) -> PruneReport:
         """Cut the inactive slices out of the model and the attached optimizers: see `comera.rank.prune.prune_`."""
-        return prune_(self.model, list(self._hooks), multiple=multiple)
+        return prune_(self.model, list(self._hooks), multiple=self.multiple)
 
-    def meet_target_(self, *, multiple: int = 1) -> RoundReport | None:
+    def meet_target_(self) -> RoundReport | None:
         """Prune, and round to S0 where that was not enough (`comera.rank.budget.round_`).
 
         Returns None in the early stage, and where pruning was enough.
         """
         if self._state.target_size is None:
             return None
-        if self.prune_(multiple=multiple).after <= self._state.target_size:
+        if self.prune_().after <= self._state.target_size:
             return None
-        return round_(self.model, self._state.target_size, optimizers=list(self._hooks), multiple=multiple)
+        return round_(self.model, self._state.target_size, optimizers=list(self._hooks), multiple=self.multiple)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on exactly, JSON-ready: Ŝ_0, the stage and its targets, counts, mean loss."""
@@ -313,7 +317,7 @@ class RankController:
         steps = state.switch_step // 2 if self.late.steps is None else self.late.steps
         budget = late_budget(state.switch_size, state.target_size, passed / steps if steps else 1.0)
         if size > budget:
-            switch_off_(self._trains, list(self._hooks), budget)
+            switch_off_(self._trains, list(self._hooks), budget, multiple=self.multiple)
 
     def _loss_behind(self, size: int) -> bool:
         """Whether the loss is relatively further from its target than the size from its own. Waits for the device."""

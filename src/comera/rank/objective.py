@@ -104,6 +104,8 @@ class LateStage:
             raise ConfigError(f"LateStage.shrink must be 'sensitivity' or 'surrogate', got {self.shrink!r}")
         if self.steps is not None and self.steps < 0:
             raise ConfigError(f"LateStage.steps must be >= 0, got {self.steps}: 0 cuts to the target at once")
+        if target is None and self.starts:
+            raise ConfigError("LateStage has a start but no target_size: set the size to reach, such as 0.2")
         for name in ("start_step", "start_epoch", "plateau"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

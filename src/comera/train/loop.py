@@ -29,7 +29,7 @@ from comera.train.clock import Clock, Interrupt
 from comera.train.config import TrainConfig
 from comera.train.evaluation import evaluate
 from comera.train.journal import Journal
-from comera.train.memory import peak_memory, reset_peak
+from comera.train.memory import MemoryMeter
 from comera.train.metrics import Display, Summary
 from comera.train.optimizer import lr_multiplier, param_groups
 from comera.train.runs import Progress, checkpoints, clean, load_checkpoint, rng_state, save_checkpoint, take_over
@@ -107,7 +107,7 @@ class _Run:
         self.device: torch.device = accelerator.device
         self.epoch: int | None = getattr(task, "steps_per_epoch", None)
         self.bound = config.bound(self.epoch)
-        reset_peak(self.device)
+        self.memory = MemoryMeter.start(self.device)
         set_seed(config.seed, device_specific=True)  # every process draws its own dropout
         self.model = task.model.to(self.device)
         if self.world > 1:
@@ -123,8 +123,9 @@ class _Run:
         self.optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=True)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         compressed = next(named_trains(self.model), None) is not None
-        self.controller = RankController(self.model, config.early, config.late) if compressed else None
-        if self.controller:
+        self.controller = None
+        if compressed:
+            self.controller = RankController(self.model, config.early, config.late, multiple=config.rank_multiple)
             self.controller.attach(self.optimizer)
         self.step = TrainStep(
             self.model,
@@ -214,7 +215,7 @@ class _Run:
                 self.controller.epoch_ended()
             self._tell_stage()
             if logs:
-                self.journal.log_train(*self.seen, self._memory(), self._done())
+                self.journal.log_train(*self.seen, self._peak_memory(), self._done())
             if prunes or evaluates or saves:
                 with self.clock.paused():
                     if prunes:
@@ -289,11 +290,11 @@ class _Run:
         self.seen = tuple(values[-1])
         self.pending.clear()
 
-    def _memory(self) -> int:
-        """Peak bytes since this was last called."""
-        peak = peak_memory(self.device)
+    def _peak_memory(self) -> int:
+        """Peak bytes since this was last called; `progress` keeps that of the whole run."""
+        peak = self.memory.peak
         self.progress.peak_memory = max(self.progress.peak_memory, peak)
-        reset_peak(self.device)
+        self.memory = MemoryMeter.start(self.device)
         return peak
 
     def _is_late(self) -> bool:
@@ -306,7 +307,7 @@ class _Run:
             self.journal.log_stage(self.controller)
 
     def _prune(self) -> None:
-        report = self.controller.prune_(multiple=self.config.rank_multiple) if self.controller else None
+        report = self.controller.prune_() if self.controller else None
         if report and report.changed:
             self.journal.log_prune(report)
 
@@ -316,7 +317,7 @@ class _Run:
             return
         if self._is_late():
             self._prune()
-        report = self.controller.meet_target_(multiple=self.config.rank_multiple)
+        report = self.controller.meet_target_()
         if report:
             self.journal.log_round(report)
         elif self.config.late.target_size is not None and not self.late:
@@ -350,7 +351,7 @@ class _Run:
             raise self._failure("parameters that are not finite", progress.step)
         if steady := self.durations[_WARM_UP_STEPS:] or self.durations:
             progress.step_time = statistics.median(steady)
-        self._memory()
+        self._peak_memory()
         rng = gather_object([rng_state()])
         if self.main:
             self.journal.sync()

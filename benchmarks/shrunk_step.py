@@ -1,0 +1,70 @@
+"""What physical shrinking does to a step: the six-encoder MNLI transformer before and after a cut to a part of its size.
+
+The same batch (32 pairs of 48 tokens, about what MNLI's pairs take), the same optimizer, float32; steps of the two
+models alternate in one process, and the ratio is that of the medians.
+
+    python benchmarks/shrunk_step.py [--target 0.2] [--batch 32] [--length 48] [--repeats 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+
+import torch
+from common import about, write
+
+import comera
+from comera.recipes.data.pairs import PairBatch
+from comera.recipes.mnli import build_model, pair_loss, preset
+from comera.train.optimizer import param_groups
+from comera.train.step import TrainStep
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=float, default=0.2)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    full, _ = build_model(preset(), 30_522)
+    small = copy.deepcopy(full)
+    print(comera.round_(small, options.target))
+    shape = (options.batch, options.length)
+    ids = torch.randint(1000, 30_000, shape)
+    batch = PairBatch(ids, torch.zeros_like(ids), torch.ones(shape, dtype=torch.bool), ids[:, 0] % 3)
+    steps = {}
+    for name, model in (("before", full), ("after", small)):
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True)
+        steps[name] = TrainStep(model.train(), pair_loss, optimizer, clip=1.0)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(options.repeats + 2):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step([batch])
+            if repeat >= 2:  # the first steps make plans, state and memory
+                seconds[name].append(time.perf_counter() - started)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    rows = []
+    for name, values in seconds.items():
+        p20, _, _, p80 = statistics.quantiles(values, n=5)
+        row = {
+            "model": f"{name} the cut to {options.target:g}",
+            "shape": f"{options.batch} x {options.length}",
+            "tensorized": comera.model_size({"before": full, "after": small}[name]).tensorized,
+            "p20_ms": f"{p20 * 1e3:.1f}",
+            "p50_ms": f"{median[name] * 1e3:.1f}",
+            "p80_ms": f"{p80 * 1e3:.1f}",
+            "speed": f"{median['before'] / median[name]:.3f}",
+        }
+        rows.append({**row, **about()})
+        print(" ".join(map(str, row.values())))
+    write("shrunk_step", rows)
+
+
+if __name__ == "__main__":
+    main()
