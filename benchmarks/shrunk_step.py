@@ -1,4 +1,4 @@
-"""What physical shrinking does to a step: the six-encoder MNLI transformer before and after a cut to a part of its size.
+"""What physical shrinking does to a step: the six-encoder MNLI transformer before and after a cut to a part of it.
 
 The same batch (32 pairs of 48 tokens, about what MNLI's pairs take), the same optimizer, float32; steps of the two
 models alternate in one process, and the ratio is that of the medians.

@@ -24,7 +24,8 @@ from comera.errors import ComeraError, ConfigError, TrainingError
 
 # A recipe is a module with preset(method) -> configuration, a dataclass with the fields `method` and `out` and the
 # property `folder` (further parameters of `preset` are fields that choose between presets, as `method` does);
-# run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}.
+# run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}. One that trains more
+# than one run offers runs(configuration) -> {name: folder}.
 RECIPES = {"code-lm": "comera.recipes.code_lm", "mnli": "comera.recipes.mnli"}
 INTERRUPTED = 130  # exit code of a shell for SIGINT
 
@@ -59,7 +60,12 @@ def train(argv: list[str]) -> int:
     if PartialState().is_main_process:
         from comera import report
 
-        print(f"report: {report.render(config.folder)}", file=sys.stderr)
+        runs = {name: folder for name, folder in _runs(recipe, config).items() if folder.exists()}
+        for folder in runs.values():
+            print(f"report: {report.render(folder)}", file=sys.stderr)
+        if len(runs) > 1 and summary.finished:
+            print(report.compare(runs, config.folder))
+            print(f"side by side: {config.folder / 'compare.html'}", file=sys.stderr)
         if not summary.finished:
             go_on = shlex.join(["comera", "train", name, "--out", str(config.folder), "--resume"])
             print(f"interrupted after step {summary.steps:,}; to go on: {go_on}", file=sys.stderr)
@@ -67,7 +73,7 @@ def train(argv: list[str]) -> int:
 
 
 def compare(argv: list[str]) -> int:
-    """Train a recipe with several methods, each in a process of its own for the same time; ends with one table."""
+    """Train a recipe with several methods, each in a process of its own; ends with the table of all runs."""
     name, rest = _take_recipe("compare", compare, argv)
     parser = argparse.ArgumentParser(
         f"comera compare {name}",
@@ -76,28 +82,34 @@ def compare(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--methods", default="dense,comera", help="methods to train (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, required=True, help="seconds of training for each method")
+    parser.add_argument(
+        "--seconds", type=float, help="seconds of training for each method; left out: as long as the configuration says"
+    )
     parser.add_argument("--out", default=f"runs/compare-{name}", help="folder of the runs (default: %(default)s)")
     options, shared = parser.parse_known_args(rest)
     out = Path(options.out).expanduser()
-    runs: dict[str, list[str]] = {}
+    commands: dict[str, list[str]] = {}
+    runs: dict[str, Path] = {}
     for method in options.methods.split(","):
-        own = ["--method", method, "--train.steps", "null", "--train.max_seconds", str(options.seconds)]
-        runs[method] = [*shared, *own, "--out", str(out / method)]
-    for method, arguments in runs.items():  # all mistakes come to light before the first run
-        _parse("compare", name, arguments)
+        own = ["--method", method]
+        if options.seconds is not None:
+            own += ["--train.steps", "null", "--train.max_seconds", str(options.seconds)]
+        commands[method] = [*shared, *own, "--out", str(out / method)]
+    for method, arguments in commands.items():  # all mistakes come to light before the first run
+        recipe, config, _ = _parse("compare", name, arguments)
+        runs.update(_runs(recipe, config))
         if (out / method).exists():
             raise ConfigError(
                 f"expected a new folder for the comparison, got {out}, which has runs: give another --out"
             )
-    for arguments in runs.values():
+    for arguments in commands.values():
         code = subprocess.run([sys.executable, "-m", "comera", "train", name, *arguments], check=False).returncode
         if code:
             raise TrainingError(f"`comera train {name} {shlex.join(arguments)}` ended with exit code {code}, see above")
 
     from comera import report
 
-    print(report.compare({method: out / method for method in runs}, out))
+    print(report.compare(runs, out))
     return 0
 
 
@@ -148,6 +160,14 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def _summary(documented: Any) -> str:
     """First line of a docstring."""
     return str(documented.__doc__).partition("\n")[0]
+
+
+def _runs(recipe: Any, config: Any) -> dict[str, Path]:
+    """The run folders that `recipe.run(config)` leaves, by name."""
+    if hasattr(recipe, "runs"):
+        found: dict[str, Path] = recipe.runs(config)
+        return found
+    return {config.method: config.folder}
 
 
 def _take_recipe(name: str, command: Callable[..., int], argv: list[str]) -> tuple[str, list[str]]:

@@ -132,7 +132,7 @@ def test_the_next_step_is_the_masked_one(optimizer: str, pattern: list[list[floa
     controllers = []
     for net, optim in ((masked, masked_optim), (cut, cut_optim)):
         controller = RankController(net, early=EarlyStage(size_weight=0.5, ridge=0.01))
-        controller.load_state_dict({"surrogate_0": surrogate_0})
+        controller.load_state_dict({**controller.state_dict(), "surrogate_0": surrogate_0})
         controllers.append(controller.attach(optim))
 
     backward(masked)

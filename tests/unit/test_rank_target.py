@@ -1,0 +1,60 @@
+"""Sizes as users name them."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from comera.errors import RankError
+from comera.nn.linear import TTLinear
+from comera.rank.target import resolve_target, smallest_size, spec_size
+from comera.tt.spec import TTSpec
+
+SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))
+
+
+def resolve(target: Any) -> int:
+    return resolve_target(target, size=1_000_000, smallest=1000, bytes_per_number=4.0, where="target")
+
+
+@pytest.mark.parametrize(
+    ("target", "numbers"),
+    [
+        *[(0.25, 250_000), (1.0, 1_000_000), (1000, 1000), (1_000_000, 1_000_000)],
+        *[("1MB", 2**18), ("1.5 MiB", 3 * 2**17), ("700kB", 700 * 256), ("8000 B", 2000), (" 0.001gb ", 268_435)],
+    ],
+)
+def test_parts_numbers_and_bytes(target: Any, numbers: int) -> None:
+    assert resolve(target) == numbers
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (1_000_001, r"at most the present 1,000,000 numbers of the tensorized layers \(3.81 MB\), got 1000001"),
+        ("4MB", "at most the present"),
+        (999, r"999 = 999 numbers is below the smallest possible, 1,000 \(0.004 MB\)"),
+        (0.0001, "below the smallest possible"),
+        ("1 kB", "below the smallest possible"),
+        (1.5, r"a float is a part of the size, in \(0, 1\], got 1.5"),
+        ("half", "expected bytes such as '1.5MB'"),
+        ("-3MB", "expected bytes such as"),
+        ("3 parsecs", "expected bytes such as"),
+        (True, "expected a part such as 0.2"),
+        (0, "expected a part such as 0.2"),
+        (-0.5, "expected a part such as 0.2"),
+        (float("nan"), "expected a part such as 0.2"),
+        (None, "expected a part such as 0.2"),
+    ],
+)
+def test_what_cannot_be_is_refused(target: Any, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        resolve(target)
+
+
+def test_the_smallest_size_counts_tied_chains_once_and_keeps_multiples_and_empty_chains() -> None:
+    first = TTLinear(SPEC)
+    model = nn.ModuleList([first, TTLinear(first.tt), TTLinear(SPEC.with_ranks((1, 0, 0, 0, 1)))])
+    assert smallest_size(model) == 3 + 4 + 4 + 3 + 3
+    assert smallest_size(model, multiple=4) == spec_size(SPEC.with_ranks((1, 3, 4, 3, 1)))
+    assert smallest_size(nn.Linear(2, 2)) == 0
