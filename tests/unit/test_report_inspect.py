@@ -133,3 +133,12 @@ def test_refuses_a_run_without_checkpoints_or_with_broken_metrics(tmp_path: Path
     (tmp_path / "metrics.jsonl").write_text("?\n")
     with pytest.raises(DataError, match="line 1 is not JSON"):
         inspect(tmp_path)
+
+
+def test_a_folder_of_several_runs_names_them(tmp_path: Path) -> None:
+    for name in ("late-0.2", "early"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(CheckpointError, match=r"with several \(early, late-0.2\): name one, such as .*early"):
+        inspect(tmp_path)

@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from comera.report.plots import short_names, smooth, thin
+from comera.report.plots import thin
+from comera.report.ranks import short_names
+from comera.report.stages import smooth
 from comera.tt.shapes import tt_spec, ttm_spec
 
 SPECS = [

@@ -1,131 +1,22 @@
 """Run folders, whole and partial, become typed values, figures, one page, and a comparison."""
 
-import json
-import struct
 from collections.abc import Callable
-from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
 
 import comera.report
-from comera.convert import LayerRow
 from comera.errors import DataError
-from comera.report import compare, read_run, render
+from comera.report import read_run, render
 from comera.report.layers import layer_table
-from comera.report.plots import loss_over_time, ranks_over_time, size_over_steps
+from comera.report.plots import loss_over_time, size_over_steps
+from comera.report.ranks import ranks_over_time
+from comera.report.stages import objectives, pareto
 from comera.report.style import styled
-from comera.train.metrics import Summary, to_json
-from comera.tt.shapes import tt_spec, ttm_spec
 
-TT = tt_spec(64, 48, order=4, rank=6)
-TTM = ttm_spec(500, 64, order=3, rank=5)
-NUMBERS = TT.numel + TT.rank_numel + TTM.numel + TTM.rank_numel
-DENSE = TT.dense_numel + TTM.dense_numel
-
-
-def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: bool = True, ended: bool = True) -> Path:
-    """A small run as `fit` leaves it: ranks of the first chain fall to half, one prune in the middle."""
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"recipe: code-lm\nmethod: {method}\ntrain:\n  steps: {steps}\n")
-    chains = {"embed.tt": TTM, "blocks.0.up.tt": TT} if method == "comera" else {}
-    stored = NUMBERS if chains else DENSE
-    rows: list[dict[str, Any]] = []
-    for step in range(steps + 1):
-        at = {"step": step, "time": 20.0 * step}
-        loss, tokens = 4 + 5 * 0.95**step, 1000 * step
-        if step:
-            rows.append(
-                {"kind": "train", **at, "loss": loss, "tokens": tokens, "step_time": 20.0, "lr": {"dense": 0.1}}
-            )
-        if step == steps // 2 and step and chains:
-            rows.append({"kind": "prune", **at, "before": stored + 9, "after": stored})
-        if evals and step % 20 == 0 and step:
-            rows.append({"kind": "eval", **at, "loss": loss + 0.1, "tokens": tokens})
-        if step % 20 == 0:
-            ranks = {name: [max(1, r - r * step // (2 * max(steps, 1))) for r in s.bonds] for name, s in chains.items()}
-            size = {"total": stored + 100, "tensorized": stored if chains else 0, "active": stored // 2}
-            rows.append({"kind": "size", **at, **size, "ratio": 7.5, "tensorized_ratio": 8.0, "ranks": ranks})
-    (folder / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows))
-    layers = [
-        LayerRow(name.removesuffix(".tt"), "Linear", "TTLinear", s, s.dense_numel, s.numel + s.rank_numel, None, "")
-        for name, s in chains.items()
-    ]
-    if chains:
-        layers.append(LayerRow("head", "Linear", "TTMProjection", TTM, 0, 0, None, "tied to embed"))
-        layers.append(LayerRow("position", "Embedding", "Embedding", None, 100, 100, None, "left dense by an override"))
-    (folder / "layers.json").write_text(json.dumps([layer.to_dict() for layer in layers]))
-    if ended:
-        Summary(
-            method=method,
-            recipe="code-lm",
-            steps=steps,
-            time=20.0 * steps,
-            tokens=1000 * steps,
-            step_time=0.25 if chains else 1.0,
-            peak_memory=2**28,
-            held_out_loss=4.5 if evals else None,
-            best_held_out_loss=4.5 if evals else None,
-            parameters=stored + 100,
-            size_bytes=4 * (stored + 100),
-            tensorized=stored if chains else 0,
-            tensorized_ratio=8.0 if chains else 1.0,
-            ratio=7.5,
-            stopped="time",
-        ).write(folder / "summary.json")
-    return folder
-
-
-class Page(HTMLParser):
-    """What a page holds; raises on tags that do not match."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self.source = path.read_text("utf-8")
-        self.feed(self.source)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value for name, value in attrs if name == "id" and value]
-        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data") and value]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def assert_self_contained(page: Page) -> None:
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert all(link.startswith(("#", "data:image/png;base64,")) for link in page.links)
-    assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
-    assert len(page.ids) == len(set(page.ids))
-    assert "@import" not in page.source
-    assert page.source.count("url(") == page.source.count("url(#")
-
-
-def png_size(path: Path) -> tuple[int, ...]:
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", data[16:24])
+from .run_folders import DENSE, NUMBERS, TT, TTM, Page, assert_self_contained, late_run, png_size, write_run
 
 
 @pytest.fixture(scope="module")
@@ -281,19 +172,54 @@ def test_matplotlib_stays_as_it_was(tmp_path: Path) -> None:
     assert not any("pyplot" in path.read_text("utf-8") for path in modules)
 
 
-def test_heatmap_holds_the_shares_of_the_ranks(tmp_path: Path) -> None:
+def test_rank_picture_holds_each_bond_over_time(tmp_path: Path) -> None:
     with styled():
         figure = ranks_over_time(read_run(write_run(tmp_path / "run")))
     assert figure is not None
-    over_time, bonds = (np.asarray(axes.images[0].get_array()) for axes in figure.axes[:2])
-    assert np.all(over_time[:, 0] == 1)
-    last = [sum(r - r // 2 for r in spec.bonds) / sum(spec.bonds) for spec in (TTM, TT)]
-    np.testing.assert_allclose(over_time[:, -1], last)
-    assert np.all(np.diff(over_time) <= 0)
-    cells = [int(text.get_text()) for text in figure.axes[1].texts]
-    assert cells == [r - r // 2 for spec in (TTM, TT) for r in spec.bonds]
-    assert np.isnan(bonds[0, len(TTM.bonds) :].astype(float)).all()
-    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["embed", "blocks.0.up"]
+    bonds = max(len(TT.bonds), len(TTM.bonds))
+    for k, axes in enumerate(figure.axes[:bonds]):
+        share = np.asarray(axes.images[0].get_array())
+        shown = [(row, spec.bonds[k]) for row, spec in enumerate((TTM, TT)) if k < len(spec.bonds)]
+        for row, rank in shown:
+            assert share[row, 0] == 1
+            assert share[row, -1] == (rank - rank // 2) / rank
+            assert np.all(np.diff(share[row]) <= 0)
+        assert [int(text.get_text()) for text in axes.texts] == [rank - rank // 2 for _, rank in shown]
+    missing = np.asarray(figure.axes[bonds - 1].images[0].get_array())[0]
+    assert np.isnan(missing).all() or len(TTM.bonds) == bonds
+
+
+def test_a_late_stage_is_read_and_drawn(tmp_path: Path) -> None:
+    run = read_run(late_run(tmp_path / "run"))
+    (stage,), (rounding,) = run.stages, run.rounds
+    assert (stage.step, stage.target_size, stage.target_loss, stage.size) == (40, NUMBERS // 2, 4.6, NUMBERS)
+    assert (rounding.after, rounding.error) == (NUMBERS // 2, 0.1)
+    assert run.train[-1].stage == "late"
+    assert run.evals[-1].metrics == {"accuracy": 0.46}
+    with styled():
+        figure, trade = objectives(run), pareto(run)
+    assert figure is not None
+    above, below = figure.axes
+    mega = run.number_bytes / 2**20
+    assert [line.get_ydata()[0] for line in above.lines if len(set(line.get_ydata())) == 1] == [4.6]
+    drawn = below.lines[0]
+    np.testing.assert_allclose(drawn.get_ydata(), [point.size * mega for point in run.train])
+    assert any(np.allclose(line.get_ydata(), NUMBERS // 2 * mega) for line in below.lines[1:])
+    assert trade is not None
+    x, y = trade.axes[0].lines[0].get_data()
+    np.testing.assert_allclose(y, [0.42, 0.44, 0.46])
+    assert x[-1] < x[0]
+    page = Page(render(tmp_path / "run"))
+    assert_self_contained(page)
+    assert "46.0 %" in page.text
+    assert "Target size" in page.text
+
+
+def test_without_sizes_there_are_no_objectives_and_no_trade(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", method="dense"))
+    with styled():
+        assert objectives(run) is None
+        assert pareto(run) is None
 
 
 def test_size_is_drawn_in_megabytes(tmp_path: Path) -> None:
@@ -324,76 +250,3 @@ def test_layers_are_counted_with_the_ranks_of_now(tmp_path: Path) -> None:
     assert head[6:] == ("0", "", "tied to embed")
     assert position[1:] == ("dense", "", "", "", "100", "100", "", "left dense by an override")
     assert total[5] == f"{DENSE + 100:,}"
-
-
-def cells(table: str) -> list[dict[str, str]]:
-    """The first Markdown table of a text: a dictionary a row."""
-    lines = table.split("\n\n")[0].splitlines()
-    head, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| --")
-    ]
-    return [dict(zip(head, row, strict=True)) for row in rows]
-
-
-def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
-    runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
-    text = compare(runs, tmp_path / "out")
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"compare.html", "compare.json", "compare.md", "compare.png"}
-    dense, comera = cells(text)
-    assert {"accuracy %", "epoch", "examples"}.isdisjoint(dense)  # columns that no run fills
-    assert [dense[c] for c in ("method", "tensorized ratio", "step ms", "speed", "peak MB")] == [
-        *("dense", "–", "1,000", "1.00×", "256")
-    ]
-    assert [comera[c] for c in ("method", "tensorized ratio", "step ms", "speed", "peak MB")] == [
-        *("comera", "8.00×", "250", "4.00×", "256")
-    ]
-    assert [comera[c] for c in ("steps", "tokens", "held-out loss")] == ["60", "60.0 k", "4.500"]
-    assert text in (tmp_path / "out" / "compare.md").read_text("utf-8")
-    rows = json.loads((tmp_path / "out" / "compare.json").read_text("utf-8"))
-    assert [(row["name"], row["held_out_loss"]) for row in rows] == [("dense", 4.5), ("comera", 4.5)]
-    assert png_size(tmp_path / "out" / "compare.png") == (1600, 600)
-    page = Page(tmp_path / "out" / "compare.html")
-    assert_self_contained(page)
-    assert (page.tags.count("svg"), page.tags.count("table")) == (1, 2)
-
-
-def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_the_trade_of_size(tmp_path: Path) -> None:
-    runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
-    for name, accuracy in (("dense", 0.622), ("comera", 0.633)):
-        summary = Summary.read(runs[name] / "summary.json")
-        assert summary is not None
-        more = replace(summary, metrics={"accuracy": accuracy}, epoch_time=90.0, examples=1200)
-        more.write(runs[name] / "summary.json")
-    text = compare(runs, tmp_path / "out")
-    dense, comera = cells(text)
-    assert (dense["accuracy %"], comera["accuracy %"]) == ("62.2", "63.3")
-    assert (comera["epoch"], comera["examples"]) == ("90.0 s", "1,200")
-    _, title, ranks = text.split("\n\n")
-    assert title == "Ranks of one block, blocks.0:"
-    (row,) = cells(ranks)
-    half = "-".join(str(r - r // 2) for r in TT.bonds)
-    assert row == {"chain": "up", "at first": "-".join(map(str, TT.bonds)), "after comera": half}
-    assert png_size(tmp_path / "out" / "pareto.png")[0] > 500
-    assert Page(tmp_path / "out" / "compare.html").tags.count("svg") == 2
-
-
-def test_compare_works_without_a_dense_run_and_without_evaluations(tmp_path: Path) -> None:
-    (row,) = cells(compare({"only": write_run(tmp_path / "run", evals=False)}, tmp_path / "out"))
-    assert row["method"] == "only"
-    assert {"held-out loss", "speed"}.isdisjoint(row)
-    assert "| a\\|b " in compare({"a|b": tmp_path / "run"}, tmp_path / "out")
-
-
-def test_compare_of_a_run_that_has_not_ended_writes_nothing(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", ended=False)
-    with pytest.raises(DataError, match=r"'b' in .* has no summary.json"):
-        compare({"a": write_run(tmp_path / "whole"), "b": run}, tmp_path / "out")
-    summary = Summary.read(tmp_path / "whole" / "summary.json")
-    assert summary is not None
-    replace(summary, stopped="interrupted").write(run / "summary.json")
-    with pytest.raises(DataError, match=r"'b' in .* was interrupted: resume it"):
-        compare({"b": run}, tmp_path / "out")
-    with pytest.raises(DataError, match="at least one run"):
-        compare({}, tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -1,9 +1,10 @@
 """Rounding to a budget: over all chains at once, what costs least error per number saved goes first.
 
-In the canonical form of a chain the squared error of dropping singular value σ of a bond is σ², and the errors of all
-bonds add up (Oseledets 2011). Errors of different weights are compared relative to each weight's own norm,
-``w · σ²/‖W‖²``: a layer's output scales with its weight, and what follows (a norm, a softmax) mostly takes the scale
-out again. A weight w per chain may say how much the loss leans on it; without one all chains count alike.
+Dropping the singular value σ of a bond makes a squared error of σ², and the errors of all bonds of a chain add up at
+most (Oseledets 2011). Errors of different weights are compared relative to each weight's own norm, ``w · σ²/‖W‖²``: a
+layer's output scales with its weight, and what follows (a norm, a softmax) mostly takes the scale out again. A weight w
+per chain may say how much the loss leans on it; without one all chains count alike. Which ranks to keep then is what
+allocate.py decides.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from comera.errors import RankError
 from comera.nn.bonds import TensorTrain, named_trains
 from comera.rank.allocate import allocate
 from comera.rank.prune import unwrap
-from comera.rank.sensitivity import STATE
-from comera.rank.target import resolve_target, smallest_size, spec_size
+from comera.rank.target import check_multiple, resolve_target, smallest_size, spec_size
 from comera.tt.decompose import Decomposition, bond_singular_values, round_cores
+from comera.tt.dense import absorb
 
 
 @dataclass(frozen=True)
 class RoundRow:
-    """One chain: its inner bonds' ranks before and after, and the relative Frobenius error made of its weight."""
+    """One chain: its inner bonds' ranks before and after, and the relative Frobenius error made of its weight.
+
+    The error is that of the padded weight in float64, before the cast to the chain's dtype.
+    """
 
     name: str
     before: tuple[int, ...]
@@ -78,18 +82,25 @@ def round_(
     """Round a model's chains in place by SVD until together they store at most `target`; the target is always met.
 
     target: what all chains together may store: a part of their present size (0.2), numbers (350000) or bytes ("1.5MB").
-    weights: what an error in a chain counts, by the chain's name; 1 if left out. multiple: keep ranks at multiples.
     optimizers: every one that holds parameters of the chains. A rounded chain stands in another basis, in which its
-    old moments mean nothing: they and their step counts become 0, as at the start. Chains that keep their ranks keep
-    numbers and moments. Every bond keeps a rank of 1 (`multiple`) at least; a chain that stands for zero gets rank 0.
-    Raises RankError, with nothing changed, for a target above the present size or below the smallest possible, and
-    for numbers that are not finite.
+    old moments mean nothing: its state is forgotten, step counts too, and begins as at the first step.
+    weights: what an error in a chain counts, by the chain's name; 1 if left out. multiple: keep ranks at multiples.
+    Inactive rank parameters count as zero. A rounded chain has cores of equal norm and rank parameters of one, as after
+    TT-SVD; chains that keep their ranks keep numbers and moments, to the bit. Every bond keeps a rank of 1 (`multiple`)
+    at least; a chain that stands for zero gets rank 0.
+    Raises RankError, with nothing changed, for a target above the present size or below the smallest possible, for
+    numbers that are not finite, for weights of no chain or below 0, and for a multiple below 1.
     """
     trains = dict(named_trains(model))
     if not trains:
         raise RankError(
             f"expected a model with compressed layers, got {type(model).__name__} without any: call tensorize_ first"
         )
+    check_multiple(multiple)
+    weights = weights or {}
+    for name, weight in weights.items():
+        if name not in trains or not 0 <= weight < float("inf"):
+            raise RankError(f"weights: expected numbers >= 0 for chains ({', '.join(trains)}), got {name!r}: {weight}")
     before = sum(spec_size(train.spec) for train in trains.values())
     numbers = [p for train in trains.values() for p in train.parameters()]
     budget = resolve_target(
@@ -99,7 +110,8 @@ def round_(
         bytes_per_number=sum(p.numel() * p.element_size() for p in numbers) / max(1, before),
         where="target",
     )
-    done = _round(trains, budget, weights or {}, multiple) if before > budget else {}
+    # Everything is computed before anything is changed, so that an error leaves model and optimizers as they were.
+    done = _round(trains, budget, weights, multiple) if before > budget else {}
     rows = tuple(
         RoundRow(
             name,
@@ -110,7 +122,8 @@ def round_(
         for name, train in trains.items()
     )
     for name, found in done.items():
-        _put(trains[name], found, optimizers)
+        trains[name].set_(found.spec, found.cores)
+    _forget({p for name in done for p in trains[name].parameters()}, optimizers)
     return RoundReport(before, sum(spec_size(train.spec) for train in trains.values()), budget, rows)
 
 
@@ -118,59 +131,59 @@ def round_(
 def canonicalize_(trains: Iterable[TensorTrain], optimizers: Sequence[Optimizer] = ()) -> None:
     """Bring chains into canonical form, their weights unchanged: each bond then runs over its singular vectors.
 
-    What one entry of a bond carries is then orthogonal to what the others carry, so it can go without them. The rank
-    parameters are absorbed and become ones; inactive entries go. The optimizers' moments become 0 as in `round_`.
+    What one entry of a bond carries is then orthogonal to what the others carry, so it can go without them. The active
+    rank parameters are absorbed and become ones; as many as were inactive stay so, at zero, behind them. Ranks above
+    what the neighbours can use fall. The optimizers forget the chains' state as in `round_`.
     Raises RankError, with nothing changed, for numbers that are not finite.
     """
-    found = [(train, round_cores(train.spec, _finite_cores("a chain", train))) for train in trains]
+    found = [(train, round_cores(train.spec, _effective_cores("a chain", train))) for train in trains]
     for train, chain in found:
-        _put(train, chain, optimizers)
-
-
-def _put(train: TensorTrain, chain: Decomposition, optimizers: Sequence[Optimizer]) -> None:
-    """Replace the numbers of a chain, and let the optimizers begin anew with its parameters."""
-    before = {parameter: parameter.shape for parameter in train.parameters()}
-    train.set_(chain.spec, chain.cores)
-    for optimizer in map(unwrap, optimizers):
-        for parameter, shape in before.items():
-            state = optimizer.state.get(parameter, {})
-            state.pop(STATE, None)
-            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            if any(value.ndim and value.shape != shape for value in tensors.values()):
-                del optimizer.state[parameter]  # factored moments: made anew at the next step
-                continue
-            # Zeros and not a deletion: some optimizers (Adagrad) make their state only once.
-            for key, value in tensors.items():
-                state[key] = torch.zeros_like(parameter, dtype=value.dtype) if value.ndim else torch.zeros_like(value)
-
-
-def _finite_cores(name: str, train: TensorTrain) -> list[Tensor]:
-    cores = train.effective_cores()
-    if not all(core.isfinite().all() for core in cores):
-        raise RankError(
-            f"{name} holds NaN or infinite values and cannot be rounded: go back to the last good checkpoint "
-            "(nothing was rounded)"
-        )
-    return cores
+        active = [int(mask.sum()) for mask in train.active()]
+        ones = [(torch.arange(rank) < count).double() for rank, count in zip(chain.spec.bonds, active, strict=True)]
+        train.set_(chain.spec, chain.cores, ones)
+    _forget({p for train, _ in found for p in train.parameters()}, optimizers)
 
 
 def _round(
     trains: Mapping[str, TensorTrain], budget: int, weights: Mapping[str, float], multiple: int
 ) -> dict[str, Decomposition]:
     """The chains that have to change, rounded."""
-    cores = {name: _finite_cores(repr(name), train) for name, train in trains.items()}
+    cores = {name: _effective_cores(repr(name), train) for name, train in trains.items()}
     importances = []
     for name, train in trains.items():
         values = bond_singular_values(train.spec, cores[name])
-        norm = float(values[0].square().sum()) if values else 0.0
-        weight = weights.get(name, 1.0) / norm if norm else 0.0
-        importances.append([(sigma.square() * weight).flip(0).tolist() if norm else [] for sigma in values])
+        norm = float(values[0].norm()) if values else 0.0
+        weight = weights.get(name, 1.0)
+        importances.append([((s / norm).square() * weight).flip(0).tolist() if norm else [] for s in values])
     ranks = allocate([train.spec for train in trains.values()], importances, budget, multiple=multiple, rounding=True)
     return {
         name: round_cores(train.spec, cores[name], ranks=(1, *bonds, 1))
         for (name, train), bonds in zip(trains.items(), ranks, strict=True)
         if bonds != train.spec.bonds
     }
+
+
+def _effective_cores(name: str, train: TensorTrain) -> list[Tensor]:
+    """Cores with the rank parameters absorbed, in float64 on the CPU, where small decompositions are fastest."""
+    if not all(p.isfinite().all() for p in train.parameters()):
+        raise RankError(
+            f"{name} holds NaN or infinite values and cannot be rounded: go back to the last good checkpoint "
+            "(nothing was rounded)"
+        )
+    masked = [d * active for d, active in zip(train.rank_params, train.active(), strict=True)]
+    return absorb([core.cpu().double() for core in train.cores], [d.cpu().double() for d in masked])
+
+
+def _forget(parameters: set[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    """Let the optimizers begin anew with `parameters`, which stand in another basis."""
+    for optimizer in map(unwrap, optimizers):
+        for group in optimizer.param_groups:
+            for parameter in parameters.intersection(group["params"]):
+                state = optimizer.state.pop(parameter, None)
+                # Most make the state at a parameter's next step; older versions of this one only when it is made.
+                if state and isinstance(optimizer, Adagrad):
+                    first = torch.full_like(parameter, group["initial_accumulator_value"])
+                    optimizer.state[parameter] = {"step": torch.zeros_like(state["step"]), "sum": first}
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from comera.errors import RankError
 from comera.nn.bonds import TensorTrain, named_trains
-from comera.tt.spec import Spec
+from comera.rank.target import check_multiple, spec_size
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -71,9 +71,10 @@ def prune_(model: nn.Module, optimizers: Sequence[Optimizer] = (), *, multiple: 
     optimizers: every one that holds parameters of the model; each state tensor of a parameter's shape is cut with it,
     scalar state stays.
     multiple: keep ranks at multiples of it (8 or 16 suit tensor cores), by keeping the largest inactive entries too.
-    Raises RankError, with nothing changed, for rank parameters that are NaN or infinite and for state of a shape that
-    cannot be cut (factored moments).
+    Raises RankError, with nothing changed, for rank parameters that are NaN or infinite, for state of a shape that
+    cannot be cut (factored moments) and for a multiple below 1.
     """
+    check_multiple(multiple)
     chains = [_Chain(name, train, multiple) for name, train in named_trains(model)]
     changed = [chain for chain in chains if chain.spec != chain.train.spec]
     cuts = {parameter: cut for chain in changed for parameter, cut in chain.cuts.items()}
@@ -83,7 +84,8 @@ def prune_(model: nn.Module, optimizers: Sequence[Optimizer] = (), *, multiple: 
     states = [update for optimizer in optimizers for update in _cut_states(unwrap(optimizer), cuts, changed)]
 
     rows = tuple(PruneRow(chain.name, chain.train.spec.bonds, chain.spec.bonds) for chain in chains)
-    report = PruneReport(sum(_numel(c.train.spec) for c in chains), sum(_numel(c.spec) for c in chains), rows)
+    before, after = (sum(map(spec_size, specs)) for specs in ([c.train.spec for c in chains], [c.spec for c in chains]))
+    report = PruneReport(before, after, rows)
     for chain in changed:
         train = chain.train
         train.set_(chain.spec, [values[core] for core in train.cores], [values[d] for d in train.rank_params])
@@ -163,10 +165,6 @@ def _cut_states(
 def _name(parameter: Tensor, chains: Sequence[_Chain]) -> str:
     names = (f"{c.name}.{name}" for c in chains for name, p in c.train.named_parameters() if p is parameter)
     return repr(next(names))
-
-
-def _numel(spec: Spec) -> int:
-    return spec.numel + spec.rank_numel
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from comera.nn.bonds import named_trains
 from comera.tt.spec import Spec
 
 _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
 def spec_size(spec: Spec) -> int:
@@ -20,13 +20,19 @@ def spec_size(spec: Spec) -> int:
 
 
 def smallest_size(model: nn.Module, *, multiple: int = 1) -> int:
-    """Numbers that the model's chains store with all bonds at rank 1, or at `multiple` where they have more."""
-    total = 0
-    for _, train in named_trains(model):
-        ranks = (1, *(min(rank, multiple) for rank in train.spec.bonds), 1)
-        total += sum(left * size * right for (left, right), size in zip(pairwise(ranks), train.spec.sizes, strict=True))
-        total += sum(ranks[1:-1])
-    return total
+    """Numbers that the model's chains store with all bonds at rank 1, or at `multiple` where they have more.
+
+    A chain with an empty bond stands for zero and stores nothing in the end; one of order 1 has no bonds to cut.
+    """
+    specs = [train.spec for _, train in named_trains(model)]
+    smallest = [spec.with_ranks((1, *(min(rank, multiple) for rank in spec.bonds), 1)) for spec in specs]
+    return sum(spec_size(spec) for spec in smallest if all(spec.bonds))
+
+
+def check_multiple(multiple: int) -> None:
+    """Raise RankError unless ranks can be kept at multiples of it."""
+    if multiple < 1:
+        raise RankError(f"multiple: expected ranks at multiples of 1 or more, got {multiple}")
 
 
 def resolve_target(target: float | int | str, *, size: int, smallest: int, bytes_per_number: float, where: str) -> int:
@@ -37,11 +43,11 @@ def resolve_target(target: float | int | str, *, size: int, smallest: int, bytes
     Raises RankError for anything else, and for a target above `size` or below `smallest`.
     """
     if isinstance(target, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", target, re.IGNORECASE)
+        found = _BYTES.fullmatch(target)
         unit = _UNITS.get(found[2].lower()) if found else None
         if found is None or unit is None:
             raise RankError(f"{where}: expected bytes such as '1.5MB' or '700 kB', got {target!r}")
-        numbers = int(float(found[1]) * unit / bytes_per_number)
+        numbers = int(float(found[1]) * unit / (bytes_per_number or 1.0))  # 0 where no chain stores anything
     elif isinstance(target, bool) or not isinstance(target, float | int) or not target > 0:
         raise RankError(f"{where}: expected a part such as 0.2, numbers such as 350000 or '1.5MB', got {target!r}")
     elif isinstance(target, float):

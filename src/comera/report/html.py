@@ -77,6 +77,9 @@ def headline(run: RunData) -> dict[str, tuple[str, str]]:
         best = min(evals, key=lambda point: point.loss)
         remark = "its best" if best.step == evals[-1].step else f"best {best.loss:.3f} at step {best.step:,}"
         figures["Held-out loss"] = (f"{evals[-1].loss:.3f}", remark)
+        for name, value in evals[-1].metrics.items():
+            shown = f"{100 * value:.1f} %" if name == "accuracy" else number(value)
+            figures[f"Held-out {name}"] = (shown, "at the last evaluation")
     if train:
         figures["Steps"] = (f"{train[-1].step:,}", f"in {duration(train[-1].time)} of training")
         figures["Tokens seen"] = (count(train[-1].tokens), f"{count(train[-1].tokens / max(train[-1].time, 1e-9))}/s")
@@ -89,6 +92,9 @@ def headline(run: RunData) -> dict[str, tuple[str, str]]:
         if size.ranks:
             part = f"{megabytes(size.tensorized * run.number_bytes)} MB"
             figures["Tensorized layers"] = (part, f"{times(size.tensorized_ratio)} smaller than dense")
+        for stage in run.stages[-1:]:
+            met = "met" if size.tensorized <= stage.target_size else "not met yet"
+            figures["Target size"] = (f"{megabytes(stage.target_size * run.number_bytes)} MB", met)
         figures["Parameters"] = (count(size.total), f"{size.total:,}")
     if summary and summary.peak_memory:
         figures["Peak memory"] = (f"{megabytes(summary.peak_memory)} MB", "")

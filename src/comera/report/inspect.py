@@ -49,6 +49,11 @@ def inspect(path: Path) -> str:
     path = Path(path)
     if (path / WEIGHTS).exists() or (path / MANIFEST).exists():
         return account(path)
+    inside = sorted(metrics.parent.name for metrics in path.glob("*/metrics.jsonl"))
+    if inside and not (path / "metrics.jsonl").exists():
+        raise CheckpointError(
+            f"expected one run, got {path} with several ({', '.join(inside)}): name one, such as {path / inside[0]}"
+        )
     if any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         run, checkpoint = read_run(path), find_checkpoint(path)
         return f"{_course(run)}\ncheckpoint {checkpoint.name}\n\n{account(checkpoint)}"

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, takewhile
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from comera.report.run import RunData, SizePoint
-from comera.report.style import BLUE, GREY, INK, MUTED, ORANGE, PINK, PURPLE, TEAL, label_ends
+from comera.report.ranks import ranks_over_time
+from comera.report.run import RunData
+from comera.report.stages import objectives, pareto, smooth
+from comera.report.style import BLUE, GREY, MUTED, ORANGE, PINK, PURPLE, TEAL, label_ends
 from comera.report.tables import MEGA, count, number, time_unit
 
 SMALL = (4.8, 3.1)  # inches: half a page wide, or a phone's width
-# from nearly clear to full teal: the page shows through, so the same picture reads on white and on black
-SHARE = ListedColormap(np.array([(*to_rgb("#16a394"), alpha) for alpha in np.linspace(0.04, 0.8, 256)]), name="share")
-COLUMNS = 160  # of the heatmap over time
 
 
 @dataclass(frozen=True)
@@ -83,18 +80,6 @@ def _loss(
     return figure
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a thirtieth of the values, cut at both ends; NaNs are passed over."""
-    count, reach = len(values), len(values) // 60
-    finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    weights = np.concatenate([[0], np.cumsum(finite)])
-    at = np.arange(count)
-    low, high = np.maximum(at - reach, 0), np.minimum(at + reach + 1, count)
-    weight = weights[high] - weights[low]
-    return np.where(weight > 0, (sums[high] - sums[low]) / np.maximum(weight, 1), np.nan)
-
-
 def thin(x: np.ndarray, y: np.ndarray, bins: int = 300) -> tuple[np.ndarray, np.ndarray]:
     """At most 2·bins points that keep each bin's lowest and highest value, so that no spike is lost."""
     if len(x) <= 2 * bins:
@@ -152,59 +137,6 @@ def size_over_steps(run: RunData) -> Figure | None:
     return figure
 
 
-def ranks_over_time(run: RunData) -> Figure | None:
-    """Left: share of the ranks still active, chains × steps. Right: the active ranks now, chains × bonds."""
-    sizes = [size for size in run.sizes if size.ranks]
-    if not sizes:
-        return None
-    names = list(sizes[0].ranks)
-    first = np.array([max(sum(sizes[0].ranks[name]), 1) for name in names])
-    figure = Figure(figsize=(9.6, 1.5 + 0.18 * len(names)))
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    steps = np.linspace(sizes[0].step, sizes[-1].step, COLUMNS)
-    known = [size.step for size in sizes]
-    shares = {id(s): np.array([sum(s.ranks.get(name, ())) for name in names]) / first for s in sizes}
-    over_time = np.stack([shares[id(sizes[bisect_right(known, step) - 1])] for step in steps], axis=1)
-    extent = (steps[0], max(steps[-1], steps[0] + 1), len(names) - 0.5, -0.5)
-    image = left.imshow(over_time, cmap=SHARE, vmin=0, vmax=1, aspect="auto", extent=extent, interpolation="none")
-    for prune in run.prunes:
-        left.plot(prune.step, -0.5, color=MUTED, marker="v", markersize=4, clip_on=False)
-    left.set(title="Ranks still active, share of the first", xlabel="steps")
-    left.set_yticks(range(len(names)), short_names(names), fontsize=7.5)
-    left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    _bonds(right, names, sizes[0], sizes[-1])
-    bar = figure.colorbar(image, ax=[left, right], shrink=min(1.0, 2.4 / figure.get_figheight()), aspect=16, pad=0.02)
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.set_ticks([0, 0.5, 1], labels=["0 %", "50 %", "100 %"])
-    for axes in (left, right, bar.ax):
-        axes.grid(False)
-        axes.spines[:].set_visible(False)
-    return figure
-
-
-def _bonds(axes: Axes, names: list[str], first: SizePoint, last: SizePoint) -> None:
-    bonds = max(len(last.ranks[name]) for name in names)
-    share = np.full((len(names), bonds), np.nan)
-    for row, name in enumerate(names):
-        for column, (now, then) in enumerate(zip(last.ranks[name], first.ranks[name], strict=True)):
-            share[row, column] = now / max(then, 1)
-            cell = axes.text(column, row, str(now), ha="center", va="center", fontsize=7.5, color=INK)
-            cell.set_in_layout(False)
-    axes.imshow(share, cmap=SHARE, vmin=0, vmax=1, aspect="auto", interpolation="none")
-    axes.set(title=f"Active ranks at step {last.step}", xlabel="bond")
-    axes.set_xticks(range(bonds), [str(k + 1) for k in range(bonds)])
-    axes.set_yticks([])
-
-
-def short_names(names: Sequence[str], longest: int = 48) -> list[str]:
-    """Names without the leading parts that all share and the trailing `.tt`, shortened in the middle."""
-    parts = [name.removesuffix(".tt").split(".") for name in names]
-    columns = zip(*parts, strict=False) if len(parts) > 1 else ()
-    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1 and not column[0].isdigit(), columns))
-    cut = [".".join(part[shared:]) or ".".join(part) for part in parts]
-    return [name if len(name) <= longest else f"{name[: longest // 2 - 1]}…{name[-longest // 2 :]}" for name in cut]
-
-
 PLOTS = (
     Plot(
         "loss_steps",
@@ -230,9 +162,24 @@ PLOTS = (
     Plot(
         "ranks",
         "Ranks per layer",
-        "One row a chain of cores. Left, paler means that fewer of its first ranks are still active; right, how many "
-        "each bond has left. Rows that fade early are the layers that need least capacity.",
+        "One row a chain of cores, one column a bond, in it the steps from left to right: paler means that fewer of "
+        "the bond's first ranks are still active, the number says how many at the end. Rows that fade early are the "
+        "layers that need least capacity.",
         ranks_over_time,
+    ),
+    Plot(
+        "objectives",
+        "The two objectives",
+        "Loss and size on their way, with the targets of the late stage dashed; shaded, the late stage. Where the size "
+        "has reached S₀ the model trains on at that size.",
+        objectives,
+    ),
+    Plot(
+        "pareto",
+        "Size and quality",
+        "Each evaluation by the size that the model had; the large point is the last one. A good late stage goes left "
+        "without going down.",
+        pareto,
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,23 +19,29 @@ from comera.train.metrics import Summary
 
 @dataclass(frozen=True)
 class TrainPoint:
-    """One logged training step. time: s of training; tokens: seen so far; step_time: s."""
+    """One logged training step. time: s of training; tokens: seen so far; step_time: s.
+
+    size: numbers in active slices of the chains, 0 for a dense run; stage: of rank adaptation, "" where there is none.
+    """
 
     step: int
     time: float
     loss: float
     tokens: int
     step_time: float
+    size: int = 0
+    stage: str = ""
 
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """One evaluation on held-out data."""
+    """One evaluation on held-out data. metrics: what was measured besides the loss."""
 
     step: int
     time: float
     loss: float
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,38 @@ class PrunePoint:
     after: int
 
 
-Point = TrainPoint | EvalPoint | SizePoint | PrunePoint
-P = TypeVar("P", TrainPoint, EvalPoint, SizePoint, PrunePoint)
-KINDS: dict[str, type[Point]] = {"train": TrainPoint, "eval": EvalPoint, "size": SizePoint, "prune": PrunePoint}
+@dataclass(frozen=True)
+class StagePoint:
+    """The late stage begins, from `size` numbers in chains towards `target_size` at a loss of `target_loss`."""
+
+    step: int
+    time: float
+    target_size: int
+    target_loss: float
+    size: int
+
+
+@dataclass(frozen=True)
+class RoundPoint:
+    """Rounding to the target: numbers in chains before and after, relative error of the weight that lost most."""
+
+    step: int
+    time: float
+    before: int
+    after: int
+    error: float
+
+
+Point = TrainPoint | EvalPoint | SizePoint | PrunePoint | StagePoint | RoundPoint
+P = TypeVar("P", TrainPoint, EvalPoint, SizePoint, PrunePoint, StagePoint, RoundPoint)
+KINDS: dict[str, type[Point]] = {
+    "train": TrainPoint,
+    "eval": EvalPoint,
+    "size": SizePoint,
+    "prune": PrunePoint,
+    "stage": StagePoint,
+    "round": RoundPoint,
+}
 
 
 @dataclass(frozen=True)
@@ -103,6 +138,16 @@ class RunData:
     def prunes(self) -> tuple[PrunePoint, ...]:
         """Physical shrinkings, in order."""
         return self._of(PrunePoint)
+
+    @cached_property
+    def stages(self) -> tuple[StagePoint, ...]:
+        """Where the late stage began; one at most."""
+        return self._of(StagePoint)
+
+    @cached_property
+    def rounds(self) -> tuple[RoundPoint, ...]:
+        """Roundings to the target size, in order."""
+        return self._of(RoundPoint)
 
     @property
     def method(self) -> str:
@@ -185,9 +230,16 @@ def _point(row: Any, where: str) -> Point | None:
     kind = KINDS.get(row["kind"])
     if kind is None:
         return None
-    casts: dict[str, Callable[[Any], Any]] = {"int": int, "float": _float, "Mapping[str, tuple[int, ...]]": _ranks}
+    casts: dict[str, Callable[[Any], Any]] = {
+        "int": int,
+        "float": _float,
+        "str": lambda value: str(value or ""),
+        "Mapping[str, tuple[int, ...]]": _ranks,
+        "Mapping[str, float]": lambda value: {str(name): _float(number) for name, number in value.items()},
+    }
+    known = [f for f in fields(kind) if f.name in row or (f.default is MISSING and f.default_factory is MISSING)]
     try:
-        return kind(**{field.name: casts[str(field.type)](row[field.name]) for field in fields(kind)})
+        return kind(**{f.name: casts[str(f.type)](row[f.name]) for f in known})
     except KeyError as error:
         raise DataError(f"{where}: expected the field {error} in a {row['kind']!r} record, got {sorted(row)}") from None
     except (TypeError, ValueError, AttributeError) as error:

@@ -109,6 +109,7 @@ def _for_page(svg: str, name: str, label: str) -> str:
     svg = re.sub(r"\s*<metadata>.*?</metadata>|\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
+    svg = re.sub(r'(<image[^>]*?) id="[^"]*"', r"\1", svg)  # made from the content: equal pictures would share one
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#|url\(#', lambda found: f"{found[0]}{name}-", svg)
     svg = svg.replace("'DejaVu Sans'", "var(--sans)")

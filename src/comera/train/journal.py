@@ -138,6 +138,7 @@ class Journal:
         """A cut of inactive ranks that made the model smaller."""
         self.size = self._model_size()
         self._write("prune", before=report.before, after=report.after)
+        self.log_size()
 
     def log_round(self, report: RoundReport) -> None:
         """Rounding to the target size."""
