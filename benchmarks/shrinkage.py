@@ -234,7 +234,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600, help="of each stage")
+    parser.add_argument("--ways", default=";".join(WAYS), help="which of the ways, separated by semicolons")
     options = parser.parse_args()
+    ways = {name: WAYS[name] for name in options.ways.split(";")}
     torch.set_num_threads(1)
     corpus, rows = Corpus(), []
     for seed in range(options.seeds):
@@ -242,7 +244,7 @@ def main() -> None:
         early.train(options.steps)
         switch = early.held_out()
         full = sum(stored(train) for _, train in named_trains(early.model))
-        for name, way in WAYS.items():
+        for name, way in ways.items():
             started = time.perf_counter()
             if "rank" in way:
                 run = Run(corpus, seed, options.steps, way)

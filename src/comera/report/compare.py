@@ -22,7 +22,8 @@ PARETO = (
     "better."
 )
 READING = (
-    "Left, loss on held-out data against the seconds that each method has trained: lower and further left is better. "
+    "Left, loss on held-out data against the seconds that each run has trained: lower and further left is better (a "
+    "late stage counts from its own start). "
     "Right, what the trained model stores, and how much text each method has seen meanwhile."
 )
 
@@ -63,7 +64,7 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     pictures = "\n\n".join(f"![{reading}]({name}.png)" for name, (_, _, reading) in images.items())
     replace_file(out / "compare.md", f"# {title}\n\n{text}\n\n{pictures}\n")
     lead = f'<p class="muted">{escape(", ".join(ended))}</p>'
-    body = [figure_html(svg, reading, wide=name == "compare") for name, (_, svg, reading) in images.items()]
+    body = [figure_html(svg, reading, wide=True) for name, (_, svg, reading) in images.items()]
     body += [f"<section><h2>{escape(name)}</h2>{table.html()}</section>" for name, table in tables.items()]
     replace_file(out / "compare.html", page(title, lead, body))
     return text
@@ -161,7 +162,7 @@ def _pareto(summaries: Mapping[str, Summary]) -> Any:
     }
     if len({size for size, _ in points.values()}) < 2:
         return None
-    figure = Figure(figsize=(4.8, 3.1))
+    figure = Figure(figsize=(8, 3))
     axes = figure.add_subplot(title=f"Size and {metrics[0]}", xlabel="model size, MB", ylabel=metrics[0], xscale="log")
     for name, (size, value) in points.items():
         axes.plot(size, value, marker="o", color=GREY if name == "dense" else TEAL, linestyle="")
