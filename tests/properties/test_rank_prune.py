@@ -86,11 +86,16 @@ def backward(net: Net) -> Tensor:
     return loss
 
 
-def kept(net: Net) -> dict[str, list[Tensor]]:
-    """Per chain the active entries of each bond with the boundaries; none at all when a bond is dead."""
+def kept(net: Net, multiple: int = 1) -> dict[str, list[Tensor]]:
+    """Per chain the active entries of each bond with the boundaries, and up to a multiple the largest others; none at
+    all when a bond is dead."""
     found = {}
     for name, train in named_trains(net):
-        keep = [mask.nonzero().flatten() for mask in train.active()]
+        keep = []
+        for d, mask in zip(train.rank_params, train.active(), strict=True):
+            others = sorted((~mask).nonzero().flatten().tolist(), key=lambda j, d=d: (-float(d[j].detach()), j))
+            active = mask.nonzero().flatten().tolist()
+            keep.append(torch.tensor(sorted(active + others[: -len(active) % multiple]), dtype=torch.long))
         if any(k.numel() == 0 for k in keep):
             keep = [k[:0] for k in keep]
         found[name] = [torch.tensor([0]), *keep, torch.tensor([0])]
@@ -121,17 +126,19 @@ def assert_same_step(masked: Net, masked_optim: Any, cut: Net, cut_optim: Any, k
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @settings(max_examples=10, deadline=None)
-@given(pattern=activity(), prune_first=st.booleans())
-def test_the_next_step_is_the_masked_one(optimizer: str, pattern: list[list[float]], prune_first: bool) -> None:
+@given(pattern=activity(), prune_first=st.booleans(), multiple=st.sampled_from([1, 1, 2, 4]))
+def test_the_next_step_is_the_masked_one(
+    optimizer: str, pattern: list[list[float]], prune_first: bool, multiple: int
+) -> None:
     # Cut between backward and step, both step with the same gradients. Cut before, sums of other lengths round
     # otherwise, and AdamW takes the sign of the smallest gradients: float64 keeps that apart from a wrong step.
     dtype, tolerance = (torch.float64, 1e-10) if prune_first else (torch.float32, 1e-6)
     masked, masked_optim, surrogate_0 = trained(optimizer, dtype, pattern)
     cut, cut_optim = copy.deepcopy((masked, masked_optim))
-    keep = kept(masked)
+    keep = kept(masked, multiple)
     controllers = []
     for net, optim in ((masked, masked_optim), (cut, cut_optim)):
-        controller = RankController(net, early=EarlyStage(size_weight=0.5, ridge=0.01))
+        controller = RankController(net, early=EarlyStage(size_weight=0.5, ridge=0.01), multiple=multiple)
         controller.load_state_dict({**controller.state_dict(), "surrogate_0": surrogate_0})
         controllers.append(controller.attach(optim))
 

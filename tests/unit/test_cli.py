@@ -72,7 +72,7 @@ def test_python_m_comera_helps_without_importing_what_training_needs() -> None:
     assert shown.stdout.endswith("set()\n")
 
 
-@pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "bert"], ["inspect"], ["compare", "code-lm"]])
+@pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "bert"], ["inspect"], ["compare"]])
 def test_a_wrong_command_shows_its_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)

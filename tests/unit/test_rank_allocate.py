@@ -74,7 +74,7 @@ def test_rounding_takes_out_what_the_neighbours_do_not_allow() -> None:
     assert size_of([spec], [ranks]) <= 60
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_choice_is_the_best_of_its_size_but_for_what_is_given_back(data: st.DataObject) -> None:
     specs = [TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 5, 3, 1)), TTSpec(8, 9, (2, 4), (9,), (1, 2, 6, 1))]

@@ -199,3 +199,41 @@ def test_pruned_numbers_share_no_storage_with_the_old_ones() -> None:
     assert {p.data_ptr() for p in model.tt.parameters()}.isdisjoint(p.data_ptr() for p in old)
     assert all(p.untyped_storage().nbytes() == 2 * p.numel() for p in model.tt.parameters())
     assert all(p.dtype == torch.bfloat16 for p in model.tt.parameters())
+
+
+@pytest.mark.parametrize(
+    ("multiple", "kept"), [(1, [1, 4]), (2, [1, 4]), (3, [1, 2, 4]), (4, [0, 1, 2, 4]), (8, list(range(5)))]
+)
+def test_ranks_stay_at_multiples_by_keeping_the_largest_inactive_entries(multiple: int, kept: list[int]) -> None:
+    model, x = layer(), torch.randn(4, 6)
+    values = torch.tensor([-0.5, 0.4, 0.009, -0.7, 1.0])
+    with torch.no_grad():
+        model.tt.rank_params[1].copy_(values)
+    optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
+    y, surrogate_before = model(x).detach(), surrogate(model.tt)
+    report = prune_(model, [optimizer], multiple=multiple)
+    assert model.spec.bonds == (3, len(kept), 2)
+    assert torch.equal(model.tt.rank_params[1], values[kept])
+    assert report.after == model_size(model).tensorized
+    torch.testing.assert_close(model(x), y, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(surrogate(model.tt), surrogate_before)
+    assert not prune_(model, multiple=multiple).changed
+    step(model, optimizer, x)  # what is inactive gets no gradient
+    inactive = values[kept] <= 0.01
+    assert torch.equal(model.tt.rank_params[1][inactive], values[kept][inactive])
+    assert not torch.equal(model.tt.rank_params[1][~inactive], values[kept][~inactive])
+
+
+def test_a_dead_bond_empties_the_chain_whatever_the_multiple() -> None:
+    model = layer()
+    kill(model.tt, 1, slice(None))
+    prune_(model, multiple=4)
+    assert model.spec.bonds == (0, 0, 0)
+
+
+def test_a_multiple_below_one_is_refused() -> None:
+    model = layer()
+    kill(model.tt, 0, 1)
+    with pytest.raises(RankError, match="multiples of 1 or more, got 0"):
+        prune_(model, multiple=0)
+    assert model.spec == TT

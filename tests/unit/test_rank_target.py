@@ -6,9 +6,10 @@ import pytest
 from torch import nn
 
 from comera.errors import RankError
+from comera.nn.embedding import TTMEmbedding
 from comera.nn.linear import TTLinear
-from comera.rank.target import resolve_target, smallest_size, spec_size
-from comera.tt.spec import TTSpec
+from comera.rank.target import check_multiple, resolve_target, smallest_size, spec_size
+from comera.tt.spec import TTMSpec, TTSpec
 
 SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))
 
@@ -40,6 +41,10 @@ def test_parts_numbers_and_bytes(target: Any, numbers: int) -> None:
         ("half", "expected bytes such as '1.5MB'"),
         ("-3MB", "expected bytes such as"),
         ("3 parsecs", "expected bytes such as"),
+        ("350000", "expected bytes such as"),
+        ("9" * 400 + " MB", "expected bytes such as"),
+        (10**400, "at most the present"),
+        (float("inf"), r"a part of the size, in \(0, 1\], got inf"),
         (True, "expected a part such as 0.2"),
         (0, "expected a part such as 0.2"),
         (-0.5, "expected a part such as 0.2"),
@@ -58,3 +63,23 @@ def test_the_smallest_size_counts_tied_chains_once_and_keeps_multiples_and_empty
     assert smallest_size(model) == 3 + 4 + 4 + 3 + 3
     assert smallest_size(model, multiple=4) == spec_size(SPEC.with_ranks((1, 3, 4, 3, 1)))
     assert smallest_size(nn.Linear(2, 2)) == 0
+
+
+def test_a_chain_with_an_empty_bond_takes_nothing_in_the_end_and_one_without_bonds_all_it_has() -> None:
+    table = TTMEmbedding(TTMSpec(5, 3, (5,), (3,), (1, 1)))
+    empty = TTLinear(SPEC.with_ranks((1, 3, 0, 3, 1)))
+    assert smallest_size(nn.ModuleList([table, empty])) == 15
+
+
+def test_where_nothing_is_stored_a_part_is_nothing_and_bytes_are_too_many() -> None:
+    nothing = {"size": 0, "smallest": 0, "bytes_per_number": 0.0, "where": "target"}
+    assert resolve_target(0.5, **nothing) == 0
+    with pytest.raises(RankError, match="at most the present 0 numbers"):
+        resolve_target("1 kB", **nothing)
+
+
+def test_multiples_are_one_or_more() -> None:
+    check_multiple(1)
+    for multiple in (0, -8):
+        with pytest.raises(RankError, match=f"multiples of 1 or more, got {multiple}"):
+            check_multiple(multiple)

@@ -6,8 +6,8 @@ bonds multiply, so what a choice of ranks costs is counted in logarithms, and it
     min  Σ_k T_k · log(T_k / t_k(r_k))    with    Σ_k r_{k-1} sizes_k r_k + Σ_k r_k  ≤  budget
 
 With a price λ on each number the chains fall apart, and along a chain the best ranks follow from one sweep of dynamic
-programming. λ is found by bisection; the choice is then the best one of its size, and what the budget leaves over is
-given back rank by rank.
+programming. λ is found by bisection; the choice is then the cheapest of its size by this count (a proxy: losses of one
+chain's bonds overlap), and what the budget leaves over is given back rank by rank.
 
 Shapes: C chains with the same number of bonds, Q, R candidate ranks of a bond and of the one after it.
 """
