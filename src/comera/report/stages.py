@@ -5,89 +5,89 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-from comera.report.curves import draw_losses, finish_x, mark_prunes
 from comera.report.run import RunData
-from comera.report.style import INK, MUTED, SMALL, TEAL, log_megabytes
-from comera.report.tables import MEGA, number, quality
+from comera.report.style import BLUE, INK, MUTED, ORANGE, TEAL, label_ends
+from comera.report.tables import MEGA, number
 
 DASHES = (0, (4, 3))
 
 
 def objectives(run: RunData) -> Figure | None:
-    """Loss above and size below over the same steps, with the switch to the late stage, its targets, and every cut.
-
-    None for a dense run, and for one whose steps tell no size.
-    """
-    points = [(point.step, point.size) for point in run.train if point.size]
+    """Loss above and size below over the same steps, with the switch to the late stage and its targets."""
+    points = [point for point in run.train if point.size]
     if not points:
         return None
-    figure = Figure(figsize=(SMALL[0], 4.4))
+    figure = Figure(figsize=(4.8, 4.2))
     above, below = figure.subplots(2, 1, sharex=True)
     mega = run.number_bytes / MEGA
-    # rounding comes after the last logged step, at the same step
-    points += [(point.step, point.size) for point in run.stages] + [(point.step, point.after) for point in run.rounds]
-    steps, sizes = (np.array(values) for values in zip(*sorted(points, key=lambda at: at[0]), strict=True))
-    megas = sizes * mega
-    train, evals = ([(point.step, point.loss) for point in kind] for kind in (run.train, run.evals))
-    ends = draw_losses(above, *(tuple(zip(*at, strict=True)) if at else ((), ()) for at in (train, evals)))
-    below.plot(steps, megas, color=TEAL, drawstyle="steps-post", marker="o" if len(steps) == 1 else None)
+    steps = np.array([point.step for point in points])
+    losses = smooth(np.array([point.loss for point in points]))
+    sizes = np.array([point.size * mega for point in points])
+    above.plot(steps, losses, color=BLUE)
+    ends = [(float(losses[-1]), f"train {number(losses[-1])}", BLUE)]
+    if run.evals:
+        held = [point.loss for point in run.evals]
+        above.plot([point.step for point in run.evals], held, color=ORANGE, marker="o", markersize=3.2)
+        ends.append((held[-1], f"held-out {number(held[-1])}", ORANGE))
+    below.plot(steps, sizes, color=TEAL, drawstyle="steps-post")
+    below.set(ylim=(0, max(sizes) * 1.12), xlabel="steps", ylabel="tensorized, MB")
     above.set(title="The two objectives", ylabel="loss")
-    below.set(ylim=(0, max(megas) * 1.12), xlabel="steps", ylabel="tensorized, MB")
     for stage in run.stages:
-        _target(above, stage.target_loss, "L₀")
-        _target(below, stage.target_size * mega, "S₀")
+        _target(above, stage.step, stage.target_loss, "L₀")
+        _target(below, stage.step, stage.target_size * mega, "S₀")
         for axes in (above, below):
             axes.axvspan(stage.step, steps[-1], color=TEAL, alpha=0.07, linewidth=0)
-            axes.axvline(stage.step, color=TEAL, linewidth=0.9)
-        late = stage.step > 0.7 * steps[-1]  # no room to the right of the line
-        above.annotate(
-            "late stage",
-            (stage.step, 0.96),
-            (-4 if late else 4, 0),
-            above.get_xaxis_transform(),
-            "offset points",
-            color=INK,
-            fontsize=8,
-            ha="right" if late else "left",
-            va="top",
-        )
+        place, across = (stage.step, 0.97), above.get_xaxis_transform()
+        above.text(*place, " late stage ▸", transform=across, color=INK, fontsize=8, va="top")
     for point in run.rounds:
-        at = (point.step, point.after * mega)
-        below.plot(*at, color=TEAL, marker="D", markersize=5, clip_on=False, zorder=3)
-        below.annotate("rounded", at, (-6, 7), textcoords="offset points", color=TEAL, fontsize=8, ha="right")
-    prunes = np.array([prune.step for prune in run.prunes])
+        below.plot(point.step, point.after * mega, color=TEAL, marker="D", markersize=5)
+    right = max(float(steps[-1]), 1.0)
     for axes in (above, below):
-        mark_prunes(axes, prunes, named=axes is above)
-    finish_x(below, [(float(megas[-1]), f"{number(megas[-1])} MB", TEAL)])
-    finish_x(above, ends)
+        axes.set_xlim(0, right * 1.015)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    label_ends(above, ends)
+    last = run.rounds[-1].after * mega if run.rounds else float(sizes[-1])
+    label_ends(below, [(last, f"{number(last)} MB", TEAL)])
     return figure
 
 
-def _target(axes: Axes, value: float, name: str) -> None:
+def _target(axes: Axes, start: float, value: float, name: str) -> None:
     if np.isfinite(value):
-        low, high = axes.get_ylim()
-        pad = 0.06 * (high - low)
-        axes.set_ylim(min(low, value - pad), max(high, value + pad))
         axes.axhline(value, color=MUTED, linestyle=DASHES, linewidth=0.9)
         axes.text(0.01, value, name, transform=axes.get_yaxis_transform(), color=MUTED, fontsize=8, va="bottom")
 
 
-def trajectory(run: RunData) -> Figure | None:
+def pareto(run: RunData) -> Figure | None:
     """What each evaluation reached against the size that the model had then; None where the size never changed."""
     sizes = {size.step: size.total * run.number_bytes / MEGA for size in run.sizes}
     points = [(sizes[point.step], point) for point in run.evals if point.step in sizes]
     if len({size for size, _ in points}) < 2:
         return None
-    name = next((name for _, point in points for name in point.metrics), None)
-    values = [point.loss if name is None else point.metrics.get(name, np.nan) for _, point in points]
-    figure = Figure(figsize=SMALL)
-    axes = figure.add_subplot(title="Size and quality", xlabel="model, MB", ylabel=name or "held-out loss")
+    names = [name for _, point in points for name in point.metrics]
+    name = names[0] if names else "held-out loss"
+    values = [point.metrics.get(name, np.nan) if names else point.loss for _, point in points]
+    figure = Figure(figsize=(4.8, 3.1))
+    axes = figure.add_subplot(title="Size and quality", xlabel="model, MB", ylabel=name, xscale="log")
     x = [size for size, _ in points]
     axes.plot(x, values, color=TEAL, alpha=0.5, marker="o", markersize=3)
     axes.plot(x[-1], values[-1], color=TEAL, marker="o", markersize=7)
-    label = f"{number(x[-1])} MB, {quality(name, values[-1])}"
-    axes.annotate(label, (x[-1], values[-1]), (0, 9), textcoords="offset points", ha="center", fontsize=8)
+    axes.annotate(f"{number(x[-1])} MB, {number(values[-1])}", (x[-1], values[-1]), (6, 8), textcoords="offset points")
     axes.margins(x=0.2, y=0.2)
-    log_megabytes(axes)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(ScalarFormatter())
+    axes.tick_params(axis="x", which="minor", labelsize=7)
     return figure
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Centred moving mean over about a thirtieth of the values, cut at both ends; NaNs are passed over."""
+    count, reach = len(values), len(values) // 60
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    weights = np.concatenate([[0], np.cumsum(finite)])
+    at = np.arange(count)
+    low, high = np.maximum(at - reach, 0), np.minimum(at + reach + 1, count)
+    weight = weights[high] - weights[low]
+    return np.where(weight > 0, (sums[high] - sums[low]) / np.maximum(weight, 1), np.nan)
