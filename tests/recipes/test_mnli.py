@@ -351,7 +351,10 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
         ({"late_epochs": 0.0}, "late_epochs must be a number > 0, got 0.0"),
         ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),
-        ({"train": replace(train, late=LateStage(start_epoch=1.0))}, "set late_targets and train.epochs"),
+        (
+            {"train": replace(train, late=LateStage(target_size=0.2, start_epoch=1))},
+            "set late_targets and train.epochs",
+        ),
         ({"data": MNLIDataConfig(max_length=600)}, r"max_length \(600\) must not be above model.max_positions \(512\)"),
     ]
     for fields, said in wrong:

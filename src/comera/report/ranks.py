@@ -36,8 +36,9 @@ def ranks_over_time(run: RunData) -> Figure | None:
         share = np.full((len(names), COLUMNS), np.nan)
         for row, name in enumerate(names):
             if k < len(first.ranks[name]):
-                share[row] = [size.ranks[name][k] / max(first.ranks[name][k], 1) for size in at]
-                text = axes.text(COLUMNS - 2, row, str(last.ranks[name][k]), ha="right", va="center", fontsize=7.5)
+                known_at = [size.ranks.get(name, first.ranks[name]) for size in at]
+                share[row] = [ranks[k] / max(first.ranks[name][k], 1) for ranks in known_at]
+                text = axes.text(COLUMNS - 2, row, str(known_at[-1][k]), ha="right", va="center", fontsize=7.5)
                 text.set(color=INK, in_layout=False)
         image = axes.imshow(share, cmap=SHARE, vmin=0, vmax=1, aspect="auto", interpolation="none")
         for point in run.stages:
