@@ -218,3 +218,14 @@ def test_autocast_leaves_the_look_up_alone():
             inside = force(spec, option)(ids, *cores)
         assert inside.dtype == torch.float32
         assert torch.equal(inside, outside[0])
+
+
+def test_gradients_reach_halves_whose_strides_are_not_contiguous() -> None:
+    spec = TTMSpec(2, 4, (1, 2, 1, 1, 1, 1), (2, 1, 1, 1, 1, 2), (1, 1, 2, 1, 1, 1, 1))
+    torch.manual_seed(0)
+    cores = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in spec.core_shapes]
+    for option in plan_lookup(spec, 1).options:
+        plan = plan_lookup(spec, 1).using(option.strategy, option.split)
+        found = torch.autograd.grad(ttm_lookup(torch.tensor([0]), spec, cores, plan=plan).sum(), cores)
+        exact = torch.autograd.grad(materialize(spec, cores)[0].sum(), cores)
+        torch.testing.assert_close(found, exact)

@@ -108,7 +108,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows_UD: Tensor) -> tuple[Tensor | None, ...]:
         ids_U, left_MNR, right_MRN = ctx.saved_tensors
-        dleft_MNR, dright_MRN = torch.zeros_like(left_MNR), torch.zeros_like(right_MRN)
+        # contiguous, whatever the strides of L and R are: flatten must give views, or the sums go into a copy
+        dleft_MNR, dright_MRN = left_MNR.new_zeros(left_MNR.shape), right_MRN.new_zeros(right_MRN.shape)
         drows_UNN = drows_UD.reshape(ids_U.numel(), left_MNR.shape[1], right_MRN.shape[2])
         with without_autocast(drows_UD):
             for part in _parts(ids_U, left_MNR, right_MRN):
