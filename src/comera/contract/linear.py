@@ -2,10 +2,6 @@
 
 Shapes: B flattened batch, I/O in/out features (the modes' product where padded), R/S left/right rank, N mode(s);
 M/N row and column modes of the left (L) or right (R) half of a TTM.
-
-Layout. A rank of 30 is an awkward row length: on CPU (MKL, float32) x_BI @ A_IR runs at 33 GFLOP/s a core for rank 30,
-at 55 for rank 32, and accelerators want leading dimensions in multiples of 8. So the rank is never the inner dimension
-of what meets the batch: A_RI, P_RB = A xᵀ and U_RB = B dyᵀ run at 55 for rank 30, without padding.
 """
 
 from __future__ import annotations
@@ -18,20 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.contract.chain import contract_groups
 from comera.contract.halves import (
     autocast_dtype,
     check_cores,
-    left_gradients,
-    left_products,
     merge_dtype,
     pad_last,
     pieces,
-    right_gradients,
-    right_products,
     ttm_halves,
     without_autocast,
 )
-from comera.contract.plan import ContractionPlan, choose
+from comera.contract.plan import ContractionPlan, choose, choose_groups
+from comera.contract.two_sided import merge_halves, two_sided
 from comera.errors import SpecError
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, TTSpec
@@ -55,14 +49,12 @@ def tt_linear(
     Source: [CoMERA] §4, METHOD §3.
     """
     x_BI, bias = _enter(x, spec, spec.shape, cores, bias)
-    strategy, _ = choose("linear", spec, x_BI.shape[0], x_BI.element_size(), plan)
+    strategy, groups = choose_groups(spec, x_BI, cores, plan)
     with without_autocast(x):
         if strategy == "halves":
-            y_BO: Tensor = _Halves.apply(x_BI, bias, spec, *cores)
-        elif strategy == "chain":
-            y_BO = _chain(x_BI, spec, cores, bias)
+            y_BO = two_sided(x_BI, *merge_halves(spec, cores, x_BI.dtype), bias)
         else:
-            y_BO = _dense(x_BI, spec, cores, bias)
+            y_BO = contract_groups(x_BI, spec, cores, groups, bias)
     return y_BO.view(*x.shape[:-1], spec.out_features)
 
 
@@ -81,7 +73,7 @@ def ttm_linear(
     Returns (..., num_embeddings); dtypes, errors and derivatives as in `tt_linear`.
     """
     x_BI, bias = _enter(x, spec, spec.shape[::-1], cores, bias)
-    strategy, split = choose("projection", spec, x_BI.shape[0], x_BI.element_size(), plan)
+    strategy, split = choose("projection", spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
     with without_autocast(x):
         if strategy == "dense":
             dtype = merge_dtype(cores[0].dtype)
@@ -118,87 +110,6 @@ def _enter(
     dtype = dtype or x.dtype
     x_BI = x if x.ndim == 2 else x.reshape(prod(x.shape[:-1]), features)
     return x_BI.to(dtype), None if bias is None else bias.to(dtype)
-
-
-class _Halves(torch.autograd.Function):
-    """y = (x A) B + bias with A, B the merged input and output cores; kept: x, P, A, B and the partial merges.
-
-    P = A xᵀ,  y = Pᵀ B + bias;   U = B dyᵀ,  dx = Uᵀ A,  ∂A = U x,  ∂B = P dy,  ∂bias = Σ_B dy,
-    then ∂A and ∂B go back into the cores (halves.py). W and ∂W are never formed. Written by hand because forward and
-    backward, merges included, take 20 % less time than two F.linear under autograd (one core, rank 30, 1024 rows:
-    768→768 7.1 ms instead of 8.9, 768→3072 17.5 instead of 21.7; the dense layer takes 46 and 189).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, bias: Tensor | None, spec: TTSpec, *cores: Tensor) -> Tensor:
-        a_RI, b_RO, p_RB, left, right = _merge_and_project(x_BI, spec, cores)
-        ctx.spec = spec
-        ctx.save_for_backward(x_BI, a_RI, b_RO, p_RB, *cores, *left, *right)
-        return p_RB.t() @ b_RO if bias is None else torch.addmm(bias, p_RB.t(), b_RO)
-
-    @staticmethod
-    def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
-        spec: TTSpec = ctx.spec
-        order, split = spec.order, spec.split
-        x_BI, a_RI, b_RO, p_RB, *kept = ctx.saved_tensors
-        cores, left, right = kept[:order], kept[order : order + split - 1], kept[order + split - 1 :]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: what was kept is no constant
-            a_RI, b_RO, p_RB, left, right = _merge_and_project(x_BI, spec, cores)
-        wants_x, wants_bias, _, *wants_core = ctx.needs_input_grad
-        dx_BI = dbias_O = None
-        grads: list[Tensor | None] = [None] * order
-        with without_autocast(dy_BO):
-            merging = [core.to(merge_dtype(core.dtype)) for core in cores]
-            if wants_x or any(wants_core[:split]):
-                u_RB = b_RO @ dy_BO.t()
-                if wants_x:
-                    dx_BI = u_RB.t() @ a_RI
-                if any(wants_core[:split]):
-                    da_RI = pad_last((u_RB @ x_BI).to(merging[0].dtype), prod(spec.in_modes))
-                    grads[:split] = left_gradients(merging[:split], left, da_RI.t())
-            if any(wants_core[split:]):
-                db_RO = pad_last((p_RB @ dy_BO).to(merging[0].dtype), prod(spec.out_modes))
-                grads[split:] = right_gradients(merging[split:], right, db_RO)
-            if wants_bias:
-                dbias_O = dy_BO.sum(0)
-        cast = (None if g is None else g.to(core.dtype) for g, core in zip(grads, cores, strict=True))
-        return dx_BI, dbias_O, None, *cast
-
-
-def _merge_and_project(
-    x_BI: Tensor, spec: TTSpec, cores: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """A, B and P of `_Halves` in x's dtype, and the partial merges on both sides."""
-    merging = [core.to(merge_dtype(core.dtype)) for core in cores]
-    left, right = left_products(merging[: spec.split]), right_products(merging[spec.split :])
-    a_RI = left[-1][: spec.in_features].t().to(x_BI.dtype).contiguous()
-    b_RO = right[-1][:, : spec.out_features].to(x_BI.dtype)
-    return a_RI, b_RO, a_RI @ x_BI.t(), left[:-1], right[:-1]
-
-
-def _chain(x_BI: Tensor, spec: TTSpec, cores: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """Core by core: input cores from the left of each sample, output cores onto the flattened batch. No permutes."""
-    batch, left, done = x_BI.shape[0], prod(spec.in_modes), 1
-    t = pad_last(x_BI, left)
-    for k, core in enumerate(cores):
-        (r, mode, s), core = core.shape, core.to(x_BI.dtype)
-        if k < spec.split:  # (s × r·mode) @ (r·mode × modes still to come), for each sample
-            left //= mode
-            t = torch.bmm(core.flatten(0, 1).t().expand(batch, s, r * mode), t.reshape(batch, r * mode, left))
-        else:  # (batch · modes already there × r) @ (r × mode·s)
-            t = t.view(batch * done, r) @ core.flatten(1)
-            done *= mode
-    y_BO = t.view(batch, done)[:, : spec.out_features]
-    return y_BO.contiguous() if bias is None else y_BO + bias
-
-
-def _dense(x_BI: Tensor, spec: TTSpec, cores: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """The materialised weight, then one product."""
-    merging = [core.to(merge_dtype(core.dtype)) for core in cores]
-    a_IR = left_products(merging[: spec.split])[-1][: spec.in_features]
-    b_RO = right_products(merging[spec.split :])[-1][:, : spec.out_features]
-    w_IO = (a_IR @ b_RO).to(x_BI.dtype)
-    return x_BI @ w_IO if bias is None else torch.addmm(bias, x_BI, w_IO)
 
 
 class _Projection(torch.autograd.Function):

@@ -1,84 +1,71 @@
 """Which way to contract a compressed weight with its input: planned from costs, once per layer and batch bucket.
 
-A way of contracting is a list of matrix products. In training every product (m × k) @ (k × n) happens three times
-with the same three operands, once forward and twice backward, so it costs itself thrice; merging the small cores
-counts like any other product. One product takes
-
-    time = CALL_SECONDS + flops / FLOPS_PER_SECOND + bytes / BYTES_PER_SECOND
-
-and the bytes make skinny products slow, as they are. The constants come from single-threaded float32 products on one
-core of an AMD EPYC 7003 (AVX2, MKL), fresh output buffers included; GFLOP/s measured and by the formula:
-
-    m × k × n               measured   formula        m × k × n               measured   formula
-    1024 × 768 × 768            85        89           30 × 768 × 1024            56        56
-    1024 × 30 × 768             58        56           12 × 768 × 1024            40        36
-    1024 × 30 × 3072            55        57           30 × 768 × 128             68        50
-
-Only ratios decide: about 10 operations per byte moved and 0.5 million operations per call. An accelerator does more
-operations per byte and per call; the constants were not measured on one.
+For a tensor train the best groups of cores are found by exact search (search.py); a tensor-train matrix is cut into
+two groups at one bond, or materialised. Costs are operations, bytes and calls (cost.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from math import prod
 
 import torch
+from torch import Tensor
 
+from comera.contract.chain import Groups, Tree, leaves, simple_tree
+from comera.contract.cost import Cost, Machine, machine, product, work
+from comera.contract.search import ChainSearch, merging
 from comera.tt.spec import Spec, TTMSpec, TTSpec
-
-FLOPS_PER_SECOND = 95e9
-BYTES_PER_SECOND = 10e9
-CALL_SECONDS = 5e-6
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Work of some products, forward and backward: floating-point operations, bytes moved, calls of an operation."""
-
-    flops: int = 0
-    bytes: int = 0
-    calls: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.calls + other.calls)
-
-    @property
-    def seconds(self) -> float:
-        """Estimated time (formula at the top of the file)."""
-        return self.calls * CALL_SECONDS + self.flops / FLOPS_PER_SECOND + self.bytes / BYTES_PER_SECOND
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to contract: its name, the bond at which the chain is cut into halves, its cost."""
+    """One way to contract: groups of the chain of cores (as trees, chain.py), how they print, their cost.
+
+    strategy: "halves" for two groups that meet at the middle bond (TT) or at any bond (TTM), "dense" for one group,
+    "chain" for every core alone, "groups" for anything else.
+    """
 
     strategy: str
-    split: int
+    groups: Groups
+    name: str
     cost: Cost
+
+    @property
+    def split(self) -> int:
+        """Bond at which the first group ends; 0 where it is the only one."""
+        return len(leaves(self.groups[0])) if len(self.groups) > 1 else 0
 
 
 @dataclass(frozen=True)
 class ContractionPlan:
-    """The chosen way among all that were weighed; prints itself as a table.
+    """The chosen way among those that were weighed; prints itself as a table.
 
-    subject: what is contracted with what, in words. options: in order of preference at equal cost.
+    subject: what is contracted with what, in words. options: the best and those with a name, by preference at equal
+    cost. price: the option whose groups end at the given bonds, where any list of groups is possible.
     """
 
     subject: str
     options: tuple[Option, ...]
     chosen: Option
+    price: Callable[[Sequence[int]], Option] | None = field(default=None, repr=False, compare=False)
 
     @property
     def strategy(self) -> str:
-        """Name of the chosen way: "halves", "chain" or "dense"."""
+        """Kind of the chosen way: "halves", "dense", "chain" or "groups"."""
         return self.chosen.strategy
 
     @property
+    def groups(self) -> Groups:
+        """Groups of the chosen way."""
+        return self.chosen.groups
+
+    @property
     def split(self) -> int:
-        """Bond at which the chosen way cuts the chain into a left and a right half."""
+        """Bond at which the first group of the chosen way ends; 0 where it is the only one."""
         return self.chosen.split
 
     @property
@@ -96,20 +83,30 @@ class ContractionPlan:
         """Estimated time of the chosen way."""
         return self.chosen.cost.seconds
 
-    def using(self, strategy: str, split: int | None = None) -> ContractionPlan:
-        """The same plan with another choice. Raises ValueError when it is not among the options."""
+    def using(self, choice: str, split: int | None = None) -> ContractionPlan:
+        """The same plan with another choice: a strategy (and split), or groups as they print: "(1 2)(3 4 5 6)".
+
+        Raises ValueError when there is no such way.
+        """
         for option in self.options:
-            if option.strategy == strategy and split in (None, option.split):
+            if choice in (option.strategy, option.name) and split in (None, option.split):
                 return replace(self, chosen=option)
-        known = ", ".join(f"{o.strategy} (split {o.split})" for o in self.options)
-        wanted = strategy if split is None else f"{strategy} (split {split})"
-        raise ValueError(f"expected one of the planned options {known}, got {wanted}")
+        if self.price is not None and split is None:
+            cores = [core for tree in self.chosen.groups for core in leaves(tree)]
+            groups = [[int(core) - 1 for core in group.split()] for group in re.findall(r"\(([\d ]+)\)", choice)]
+            if [core for group in groups for core in group] == cores:
+                return replace(self, chosen=self.price([group[-1] + 1 for group in groups]))
+        known = ", ".join(f"{option.strategy} {option.name}" for option in self.options)
+        wanted = choice if split is None else f"{choice} with split {split}"
+        raise ValueError(f"expected one of the planned options {known}, or other groups of a TT's cores; got {wanted}")
 
     def __str__(self) -> str:
-        lines = [self.subject, f"  {'strategy':<10}{'split':>5}{'MFLOP':>13}{'MB':>11}{'est. ms':>11}"]
-        for o in self.options:
-            numbers = f"{o.cost.flops / 1e6:>13,.3f}{o.cost.bytes / 1e6:>11,.3f}{o.cost.seconds * 1e3:>11,.3f}"
-            lines.append(f"{'→' if o == self.chosen else ' '} {o.strategy:<10}{o.split:>5}{numbers}")
+        width = max(len(option.name) for option in self.options)
+        lines = [self.subject, f"  {'strategy':<9} {'cores':<{width}}{'MFLOP':>13}{'MB':>11}{'est. ms':>11}"]
+        for option in self.options:
+            cost, mark = option.cost, "→" if option == self.chosen else " "
+            numbers = f"{cost.flops / 1e6:>13,.3f}{cost.bytes / 1e6:>11,.3f}{cost.seconds * 1e3:>11,.3f}"
+            lines.append(f"{mark} {option.strategy:<9} {option.name:<{width}}{numbers}")
         return "\n".join(lines)
 
 
@@ -121,102 +118,132 @@ def batch_bucket(batch: int) -> int:
     return bucket if batch else 0
 
 
-def plan_linear(spec: TTSpec, batch: int, itemsize: int = 4) -> ContractionPlan:
-    """Plan of y = x W for x (batch, in_features); cached per (spec, batch bucket, itemsize).
+def plan_linear(
+    spec: TTSpec,
+    batch: int,
+    itemsize: int = 4,
+    *,
+    device: str = "cpu",
+    grad_x: bool = True,
+    grad_cores: bool = True,
+) -> ContractionPlan:
+    """Plan of y = x W for x (batch, in_features): the best groups of cores, found by exact search.
 
-    halves  merge the input cores to A and the output cores to B, then (x A) B
-    chain   absorb one core after the other into the batch
-    dense   materialise W = A B, then x W
+    itemsize: bytes of a number of x. device: type of device, "cpu" or another (cost.py). grad_x, grad_cores: the
+    gradients that the backward has to give; neither is planned as both, so that evaluation runs what training ran.
+    Cached per batch bucket and everything else. Besides the best its options are
+
+    halves  one group for the input cores and one for the output cores, A and B: (x A) B, in `two_sided`
+    dense   one group: materialise W, then x W
+    chain   every core a group: absorb one after the other
     """
-    return _plan_linear(spec, batch_bucket(batch), itemsize)
+    wanted = (grad_x, grad_cores) if grad_x or grad_cores else (True, True)
+    return _plan_linear(spec, batch_bucket(batch), itemsize, device, *wanted)
 
 
-def plan_projection(spec: TTMSpec, batch: int, itemsize: int = 4) -> ContractionPlan:
-    """Plan of x Eᵀ for x (batch, embedding_dim); cached per (spec, batch bucket, itemsize).
+def plan_projection(spec: TTMSpec, batch: int, itemsize: int = 4, *, device: str = "cpu") -> ContractionPlan:
+    """Plan of x Eᵀ for x (batch, embedding_dim); cached per (spec, batch bucket, itemsize, device).
 
     halves  merge the cores left and right of a bond to L and R, contract x with R, then with L
     dense   materialise E, then x Eᵀ
     """
-    return _plan_projection(spec, batch_bucket(batch), itemsize)
+    return _plan_projection(spec, batch_bucket(batch), itemsize, device)
 
 
-def plan_lookup(spec: TTMSpec, count: int, itemsize: int = 4) -> ContractionPlan:
-    """Plan of looking up `count` different rows; cached per (spec, bucket of the count, itemsize).
+def plan_lookup(spec: TTMSpec, count: int, itemsize: int = 4, *, device: str = "cpu") -> ContractionPlan:
+    """Plan of looking up `count` different rows; cached per (spec, bucket of the count, itemsize, device).
 
     halves  merge the cores left and right of a bond to L and R, gather and multiply the two blocks of each row
     dense   materialise the table and gather its rows
     """
-    return _plan_lookup(spec, batch_bucket(min(count, spec.num_embeddings)), itemsize)
+    return _plan_lookup(spec, batch_bucket(min(count, spec.num_embeddings)), itemsize, device)
 
 
-def choose(kind: str, spec: Spec, batch: int, itemsize: int, plan: ContractionPlan | None = None) -> tuple[str, int]:
-    """(strategy, split) of `plan` or, without one, of plan_linear, plan_projection or plan_lookup (`kind`)."""
+def choose_groups(
+    spec: TTSpec, x_BI: Tensor, cores: Sequence[Tensor], plan: ContractionPlan | None = None
+) -> tuple[str, Groups]:
+    """(strategy, groups) of `plan` or, without one, of `plan_linear` for this x and the gradients wanted."""
+    if plan is not None:
+        return plan.strategy, plan.groups
+    grad_cores = any(core.requires_grad for core in cores)
+    choice: tuple[str, Groups] = _choose_groups(
+        spec, batch_bucket(x_BI.shape[0]), x_BI.element_size(), x_BI.device.type, x_BI.requires_grad, grad_cores
+    )
+    return choice
+
+
+def choose(
+    kind: str, spec: Spec, batch: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
+) -> tuple[str, int]:
+    """(strategy, split) of `plan` or, without one, of plan_projection or plan_lookup (`kind`)."""
     if plan is not None:
         return plan.strategy, plan.split
-    choice: tuple[str, int] = _choose(kind, spec, batch_bucket(batch), itemsize)
+    choice: tuple[str, int] = _choose(kind, spec, batch_bucket(batch), itemsize, device)
     return choice
 
 
 # arithmetic on a spec and a bucket: torch.compile has nothing to trace
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose(kind: str, spec: Spec, bucket: int, itemsize: int) -> tuple[str, int]:
-    plan = _PLANNERS[kind](spec, bucket, itemsize)
+def _choose_groups(
+    spec: TTSpec, bucket: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool
+) -> tuple[str, Groups]:
+    plan = plan_linear(spec, bucket, itemsize, device=device, grad_x=grad_x, grad_cores=grad_cores)
+    return plan.strategy, plan.groups
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _choose(kind: str, spec: TTMSpec, bucket: int, itemsize: int, device: str) -> tuple[str, int]:
+    plan = {"projection": plan_projection, "lookup": plan_lookup}[kind](spec, bucket, itemsize, device=device)
     return plan.strategy, plan.split
 
 
 @lru_cache(maxsize=1024)
-def _plan_linear(spec: TTSpec, batch: int, itemsize: int) -> ContractionPlan:
-    rank, split = spec.ranks[spec.split], spec.split
-    rows, cols = prod(spec.in_modes), prod(spec.out_modes)
-    merging = _merging(spec, 0, split) + _merging(spec, split, spec.order)
-    halves = merging + _product(rank, rows, batch, itemsize) + _product(batch, rank, cols, itemsize)
-    dense = merging + _product(rows, rank, cols, itemsize) + _product(batch, rows, cols, itemsize)
-    chain, left, done = Cost(), rows, 1
-    for k, (mode, r, s) in enumerate(zip(spec.modes, spec.ranks[:-1], spec.ranks[1:], strict=True)):
-        if k < split:  # (s × r·mode) @ (r·mode × modes still to come), for each sample
-            left //= mode
-            chain += _product(s, r * mode, left, itemsize, times=batch)
-        else:  # (batch · modes already there × r) @ (r × mode·s)
-            chain += _product(batch * done, r, mode * s, itemsize)
-            done *= mode
-    return _cheapest(
-        f"x ({batch} × {spec.in_features}) times {spec}",
-        Option("halves", split, halves),
-        Option("dense", split, dense),
-        Option("chain", split, chain),
-    )
+def _plan_linear(
+    spec: TTSpec, batch: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool
+) -> ContractionPlan:
+    search, order = ChainSearch(spec, batch, itemsize, machine(device), grad_x, grad_cores), spec.order
+
+    def option(strategy: str, ends: Sequence[int], *, simple: bool = False) -> Option:
+        groups, cost = search.price(ends, simple=simple)
+        return Option(strategy, groups, "".join(_show(spec, tree) for tree in groups), cost)
+
+    options = [
+        option("halves", (spec.split, order), simple=True),
+        option("dense", (order,)),
+        option("chain", range(1, order + 1)),
+    ]
+    best = option("groups", search.best())
+    if best.groups not in [named.groups for named in options]:
+        options.append(best)
+    return _cheapest(f"x ({batch} × {spec.in_features}) times {spec}", *options, price=partial(option, "groups"))
 
 
 @lru_cache(maxsize=1024)
-def _plan_projection(spec: TTMSpec, batch: int, itemsize: int) -> ContractionPlan:
-    rows, cols = spec.num_embeddings, prod(spec.col_modes)
+def _plan_projection(spec: TTMSpec, batch: int, itemsize: int, device: str) -> ContractionPlan:
+    rows, cols, on = spec.num_embeddings, prod(spec.col_modes), machine(device)
     options = []
     for split in range(1, spec.order):
         rank, (_, cols_l), (rows_r, cols_r) = spec.ranks[split], *half_shapes(spec, split)
         rows_l = -(-rows // rows_r)
-        cost = _merging(spec, 0, split) + _merging(spec, split, spec.order)
         # x with R, once more in the backward; then with L
-        cost += _product(batch * cols_l, cols_r, rank * rows_r, itemsize, passes=4)
-        cost += _product(rows_l, cols_l * rank, rows_r, itemsize, times=batch)
-        options.append(Option("halves", split, cost))
-    dense = _materialising(spec) + _product(batch, cols, rows, itemsize)
-    return _cheapest(
-        f"x ({batch} × {spec.embedding_dim}) times the transpose of {spec}", *options, Option("dense", 0, dense)
-    )
+        cost = product(on, batch * cols_l, cols_r, rank * rows_r, itemsize, passes=4)
+        cost += product(on, rows_l, cols_l * rank, rows_r, itemsize, times=batch)
+        options.append(_halves_option(spec, on, split, cost))
+    dense = _dense_option(spec, on, product(on, batch, cols, rows, itemsize))
+    return _cheapest(f"x ({batch} × {spec.embedding_dim}) times the transpose of {spec}", *options, dense)
 
 
 @lru_cache(maxsize=1024)
-def _plan_lookup(spec: TTMSpec, count: int, itemsize: int) -> ContractionPlan:
-    options = []
+def _plan_lookup(spec: TTMSpec, count: int, itemsize: int, device: str) -> ContractionPlan:
+    options, on = [], machine(device)
     for split in range(1, spec.order):
         rank, (_, cols_l), (_, cols_r) = spec.ranks[split], *half_shapes(spec, split)
-        cost = _merging(spec, 0, split) + _merging(spec, split, spec.order)
-        cost += _product(cols_l, rank, cols_r, itemsize, times=count)
         # finding the different ids, gathering two blocks (twice), adding up their gradients: some 30 small operations
-        cost += Cost(0, 6 * count * rank * (cols_l + cols_r) * itemsize, 30)
-        options.append(Option("halves", split, cost))
-    dense = _materialising(spec) + Cost(0, 6 * count * prod(spec.col_modes) * itemsize, 3)
-    return _cheapest(f"{count} rows of {spec}", *options, Option("dense", 0, dense))
+        cost = work(on, itemsize, moved=6 * count * rank * (cols_l + cols_r) * itemsize, calls=30)
+        cost += product(on, cols_l, rank, cols_r, itemsize, times=count)
+        options.append(_halves_option(spec, on, split, cost))
+    gathering = work(on, itemsize, moved=6 * count * prod(spec.col_modes) * itemsize, calls=3)
+    return _cheapest(f"{count} rows of {spec}", *options, _dense_option(spec, on, gathering))
 
 
 def half_shapes(spec: TTMSpec, split: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -225,35 +252,30 @@ def half_shapes(spec: TTMSpec, split: int) -> tuple[tuple[int, int], tuple[int, 
     return (prod(rows[:split]), prod(cols[:split])), (prod(rows[split:]), prod(cols[split:]))
 
 
-def _cheapest(subject: str, *options: Option) -> ContractionPlan:
-    return ContractionPlan(subject, options, min(options, key=lambda option: option.cost.seconds))
+def _halves_option(spec: TTMSpec, on: Machine, split: int, cost: Cost) -> Option:
+    """The cores of a TTM left and right of a bond merged to L and R, besides `cost`."""
+    groups = simple_tree(spec, 0, split), simple_tree(spec, split, spec.order)
+    for tree in groups:
+        cost += merging(spec, on, tree)
+    return Option("halves", groups, "".join(_show(spec, tree) for tree in groups), cost)
 
 
-def _product(m: int, k: int, n: int, itemsize: int, *, times: int = 1, passes: int = 3) -> Cost:
-    """`times` products (m × k) @ (k × n) in one call, forward and twice backward."""
-    numbers = m * k + k * n + m * n
-    return Cost(passes * times * 2 * m * k * n, passes * times * numbers * itemsize, passes)
+def _dense_option(spec: TTMSpec, on: Machine, cost: Cost) -> Option:
+    """All cores of a TTM merged and the rows of the table brought together, one copy forward, one backward."""
+    tree = simple_tree(spec, 0, spec.order)
+    cost += merging(spec, on, tree) + work(on, 4, moved=4 * prod(spec.sizes) * 4)
+    return Option("dense", (tree,), _show(spec, tree), cost)
 
 
-def _merging(spec: Spec, first: int, last: int) -> Cost:
-    """Merging cores first..last-1 from the end of the chain that they touch, in float32."""
-    sizes, ranks = spec.sizes[first:last], spec.ranks[first : last + 1]
-    if first:  # from the right: mirror the chain
-        sizes, ranks = sizes[::-1], ranks[::-1]
-    cost, merged = Cost(), sizes[0]
-    for k in range(1, len(sizes)):
-        cost += _product(merged, ranks[k], sizes[k] * ranks[k + 1], 4)
-        merged *= sizes[k]
-    return cost
+def _show(spec: Spec, tree: Tree) -> str:
+    """A group as it prints: cores counted from 1, with inner brackets where they are not merged in the simple order."""
+    cores = leaves(tree)
+    if tree == simple_tree(spec, cores[0], cores[-1] + 1):
+        return f"({' '.join(str(core + 1) for core in cores)})"
+    return f"({' '.join(str(part + 1) if isinstance(part, int) else _show(spec, part) for part in tree)})"
 
 
-def _materialising(spec: TTMSpec) -> Cost:
-    """All cores merged, and the table with its rows brought together: one copy forward, one backward."""
-    return _merging(spec, 0, spec.order) + Cost(0, 4 * prod(spec.sizes) * 4, 0)
-
-
-_PLANNERS: dict[str, Callable[..., ContractionPlan]] = {
-    "linear": plan_linear,
-    "projection": plan_projection,
-    "lookup": plan_lookup,
-}
+def _cheapest(
+    subject: str, *options: Option, price: Callable[[Sequence[int]], Option] | None = None
+) -> ContractionPlan:
+    return ContractionPlan(subject, options, min(options, key=lambda option: option.cost.seconds), price)

@@ -12,10 +12,15 @@ use) is left alone by the optimizer, and by the size and the ridge with it, as w
 The hook comes after clipping and after a GradScaler's unscaling, so the size gradient is neither clipped nor scaled;
 inactive entries and slices then have exactly zero gradient from the loss (masking) and from the size, and a clipped
 norm is the same before and after pruning.
+
+What a step decides on the host (counting, beginning the late stage, switching slices off) stands in `advance` and
+`between_steps`; all the rest is work for the device alone, so that a CUDA graph can hold it. `replayed` says who calls
+the two: the hooks, or whoever replays the step (`comera.train.step`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -65,6 +70,8 @@ class RankController:
     model: with at least one compressed layer; the chains are those that it has now.
     early, late: the two stages; without a target in `late` the early one goes on to the end.
     multiple: cuts leave ranks at multiples of it (8 or 16 suit tensor cores) where they can.
+    replayed, an attribute: set it where steps are captured and replayed; then call `advance` before each step and
+    `between_steps` after it, and capture anew when `phase` changes.
     Raises RankError for a model without compressed layers.
     """
 
@@ -86,6 +93,8 @@ class RankController:
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         self._state = _State()
         self._loss: Tensor | None = None  # mean of the last losses, on their device
+        self._window: Tensor | None = None  # steps in that mean, beside it
+        self.replayed = False
 
     def attach(self, optimizer: Optimizer) -> RankController:
         """Adapt at each step of `optimizer`, for the parameters that it holds; returns self.
@@ -139,12 +148,36 @@ class RankController:
         """
         if loss.numel() != 1:
             raise RankError(f"expected the loss as a scalar, got shape {tuple(loss.shape)}: reduce it first")
-        self._state.steps += 1
+        if not self.replayed:
+            self.advance()
         value = loss.detach().reshape(()).float()
-        if self._loss is None:
+        if self._loss is None or self._window is None:
             known = self._state.loss
             self._loss = torch.zeros_like(value) if known is None else torch.full_like(value, known)
-        self._loss = self._loss + (value - self._loss) / min(self._state.steps, _HORIZON)
+            self._window = torch.full_like(value, self._steps_averaged())
+        self._loss += (value - self._loss) / self._window  # in place: a graph knows tensors by their memory
+
+    def advance(self) -> None:
+        """Count a step that begins; the host's part of `observe`. Waits for nothing."""
+        self._state.steps += 1
+        if self._window is not None:
+            self._window.fill_(self._steps_averaged())
+
+    def between_steps(self) -> None:
+        """After a step: begin the late stage when it is time; by sensitivity, now and then switch slices off."""
+        state, late = self._state, self.late
+        measured = self._by_sensitivity()  # in this step, not one that begins the stage
+        self._begin_if(late.start_step is not None and state.steps >= late.start_step)
+        passed = state.steps - state.switch_step
+        if measured and passed and passed % _CUT_EVERY == 0:
+            self._cut(passed)
+
+    @property
+    def phase(self) -> Hashable:
+        """What steps take from the host besides the parameters: a captured step holds while this stays equal."""
+        state = self._state
+        memory = [None if t is None else t.data_ptr() for t in (self._loss, self._window)]
+        return state.surrogate_0, state.target_size, state.target_loss, *memory
 
     def epoch_ended(self) -> None:
         """Count an epoch, for `LateStage.start_epoch`."""
@@ -220,7 +253,14 @@ class RankController:
         known = {field.name for field in fields(_State)}
         if set(state) != known or not all(isinstance(value, float | int | None) for value in state.values()):
             raise RankError(f"expected the state of a RankController, numbers for {sorted(known)}, got {state}")
-        self._state, self._loss = _State(**state), None
+        self._state, self._loss, self._window = _State(**state), None, None
+
+    def _steps_averaged(self) -> int:
+        return min(self._state.steps, _HORIZON)
+
+    def _by_sensitivity(self) -> bool:
+        """Whether this is a late stage that measures slices."""
+        return self._state.target_size is not None and self.late.shrink == "sensitivity"
 
     def _mean_loss(self) -> float | None:
         return self._state.loss if self._loss is None else float(self._loss)
@@ -241,7 +281,7 @@ class RankController:
         assert state.surrogate_0 is not None
         if state.target_size is None:
             return early_scales(self.early, state.surrogate_0)
-        if self.late.shrink == "sensitivity":
+        if self._by_sensitivity():
             return 1.0, 0.0
         assert self._loss is not None
         assert state.target_loss is not None
@@ -295,18 +335,12 @@ class RankController:
             torch._foreach_add_([core.grad for core in cores], scaled, alpha=2 * self.early.ridge)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin the late stage when it is time; by sensitivity measure, and now and then switch slices off."""
-        state, late = self._state, self.late
-        by_sensitivity = state.target_size is not None and late.shrink == "sensitivity"
-        if by_sensitivity:
+        """By sensitivity, measure; the last optimizer to be attached ends the step."""
+        if self._by_sensitivity():
             held = {p for group in optimizer.param_groups for p in group["params"]}
             accumulate_(optimizer, [d for train in self._trains for d in train.rank_params if d in held])
-        if optimizer is not next(reversed(self._hooks)):
-            return  # the last one to be attached ends the step
-        self._begin_if(late.start_step is not None and state.steps >= late.start_step)
-        passed = state.steps - state.switch_step
-        if by_sensitivity and passed and passed % _CUT_EVERY == 0:
-            self._cut(passed)
+        if not self.replayed and optimizer is next(reversed(self._hooks)):
+            self.between_steps()
 
     def _cut(self, passed: int) -> None:
         """Switch off what is above the budget of this moment, `passed` steps into the late stage."""

@@ -41,7 +41,7 @@ def accumulate_(optimizer: Optimizer, rank_params: Iterable[Tensor]) -> None:
         if mean is None:
             state[STATE] = torch.nan_to_num(square, posinf=0.0)
         else:
-            state[STATE] = torch.where(square.isfinite(), mean.lerp(square, 1 - _DECAY), mean)
+            mean.copy_(torch.where(square.isfinite(), mean.lerp(square, 1 - _DECAY), mean))
 
 
 @torch.no_grad()

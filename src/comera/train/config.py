@@ -10,10 +10,11 @@ from typing import Any, Literal
 from comera.errors import ConfigError
 from comera.rank.objective import EarlyStage, LateStage
 
-# Fields that a resumed run may change: they say what is shown, written and measured, never what is learned.
+# Fields that a resumed run may change: they say what is shown, written and measured and how it is computed, never what
+# is learned.
 _FREE = {
     *("eval_every", "eval_batches", "save_every", "log_every"),
-    *("tensorboard", "progress", "threads", "device"),
+    *("tensorboard", "progress", "threads", "device", "mode", "recompute"),
 }
 
 _EVAL_STEPS = 100  # between evaluations, where nothing says when
@@ -46,6 +47,7 @@ _CHOICES = {
     "schedule": ("cosine", "linear", "constant"),
     "precision": ("fp32", "bf16"),
     "device": ("auto", "cpu"),
+    "mode": ("eager", "compile", "graph"),
 }
 
 
@@ -106,6 +108,13 @@ class TrainConfig:
 
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto takes the accelerator if there is one."""
+
+    mode: Literal["eager", "compile", "graph"] = "eager"
+    """How a step runs: eager; compile: forward and loss under torch.compile; graph: whole steps as CUDA graphs, one for
+    each shape of batches. What cannot run so runs eager, and the run says why."""
+
+    recompute: bool = False
+    """Rebuild wide activations between compressed layers in the backward instead of keeping them: less memory."""
 
     early: EarlyStage = field(default_factory=EarlyStage)
     """How strongly training presses the ranks down."""

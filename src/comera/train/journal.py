@@ -101,7 +101,7 @@ class Journal:
                 "train",
                 loss=loss,
                 grad_norm=grad_norm,
-                lr={group["name"]: group["lr"] for group in self.optimizer.param_groups},
+                lr={group["name"]: float(group["lr"]) for group in self.optimizer.param_groups},
                 tokens=progress.tokens,
                 tokens_per_s=tokens_per_s,
                 step_time=passed / (progress.step - step),
@@ -111,6 +111,13 @@ class Journal:
             )
         about = {"tokens_per_s": tokens_per_s, "ratio": self.size.ratio, "time": progress.time}
         self._display.update(done, step=progress.step, loss=loss, **about)
+
+    def log_mode(self, mode: str, built: int) -> None:
+        """How steps run from now on, "graph" or "eager (why)", and the graphs captured or compiled so far."""
+        self._write("mode", mode=mode, built=built)
+        if mode != self.progress.mode:
+            self.say(f"step {self.progress.step:,}: mode {mode}")
+        self.progress.mode = mode
 
     def log_size(self) -> None:
         """Numbers stored, and the ranks of every chain."""
@@ -189,6 +196,7 @@ class Journal:
             metrics=progress.metrics,
             epoch_time=progress.time / progress.step * self.epoch if self.epoch else None,
             examples=progress.examples,
+            mode=progress.mode,
         )
 
     def _write(self, kind: str, **values: Any) -> None:

@@ -10,7 +10,7 @@ The clock of a run counts training: batches, steps and logging, but neither eval
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
@@ -31,7 +31,7 @@ from comera.train.evaluation import evaluate
 from comera.train.journal import Journal
 from comera.train.memory import MemoryMeter
 from comera.train.metrics import Display, Summary
-from comera.train.optimizer import lr_multiplier, param_groups
+from comera.train.optimizer import lr_multiplier, make_optimizer
 from comera.train.runs import Progress, checkpoints, clean, load_checkpoint, rng_state, save_checkpoint, take_over
 from comera.train.step import TrainStep
 from comera.train.task import Task
@@ -112,16 +112,12 @@ class _Run:
         self.model = task.model.to(self.device)
         if self.world > 1:
             broadcast([tensor.detach() for tensor in [*self.model.parameters(), *self.model.buffers()]])
-        groups = param_groups(
-            self.model,
-            lr=config.lr,
-            core_lr=config.core_lr,
-            rank_lr=config.rank_lr,
-            weight_decay=config.weight_decay,
-        )
-        # Fused, one kernel a parameter: on CPU 2-3 times faster over dense weights, 6 times over many small cores.
-        self.optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=True)
-        self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+        if config.recompute:
+            from comera.train.recompute import recompute_
+
+            recompute_(self.model)
+        self.optimizer = make_optimizer(task, config)
+        self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         compressed = next(named_trains(self.model), None) is not None
         self.controller = None
         if compressed:
@@ -135,12 +131,17 @@ class _Run:
             clip=config.clip,
             precision=config.precision,
             average=(lambda flat: accelerator.reduce(flat, "mean")) if self.world > 1 else None,
+            mode=config.mode,
         )
         self.method: str = getattr(task, "method", "comera" if compressed else "dense")
+        self.after_step: Callable[[int], object] = getattr(task, "after_step", lambda step: None)
         about = {"recipe": task.name, "method": self.method, "processes": self.world, "steps_per_epoch": self.epoch}
+        if hasattr(task, "optimizer"):
+            about["optimizer"] = type(self.optimizer).__name__
         self.identity = {**config.identity(), **about, **getattr(task, "identity", {})}
 
         self.progress = self._take_up(start_from)
+        self.told_mode = (self.progress.mode, 0)
         self.late = self.progress.step > 0 and self._is_late()  # as far as told
         self.clock = Clock(self.device, self.progress.time)
         self.pending: list[tuple[int, Tensor, Tensor]] = []  # step, loss, gradient norm: not yet seen by the host
@@ -243,8 +244,7 @@ class _Run:
         multiplier = lr_multiplier(
             self._done(ahead=0.5), warmup=config.warmup, schedule=config.schedule, final=config.final_lr
         )
-        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-            group["lr"] = peak * multiplier
+        self.step.set_rates([peak * multiplier for peak in self.peak_rates])
         rank = self.accelerator.process_index
         batches = [
             self.task.train_batch(progress.step, micro, rank, self.world) for micro in range(config.accumulation)
@@ -254,6 +254,8 @@ class _Run:
         examples = sum(map(count, batches))
         result = self.step([send_to_device(batch, self.device, non_blocking=True) for batch in batches])
         progress.step += 1
+        self._tell_mode()
+        self.after_step(progress.step)
         self.pending.append((progress.step, result.loss, result.grad_norm))
         progress.time, tokens, examples, interrupted = self._agree(
             self.clock.seconds, tokens, examples, self.interrupt.seen
@@ -305,6 +307,13 @@ class _Run:
         if self.controller and not self.late and self._is_late():
             self.late = True
             self.journal.log_stage(self.controller)
+
+    def _tell_mode(self) -> None:
+        """Record how steps run, where that is news."""
+        now = (self.step.mode, self.step.built)
+        if now != self.told_mode:
+            self.told_mode = now
+            self.journal.log_mode(*now)
 
     def _prune(self) -> None:
         report = self.controller.prune_() if self.controller else None

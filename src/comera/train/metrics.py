@@ -27,7 +27,7 @@ class Summary:
     chains; ratio, tensorized_ratio: dense numbers per stored one (None where nothing is stored);
     stopped: "steps" (or epochs), "time" or "interrupted".
     metrics: of the last evaluation by name, besides the loss; epoch_time: seconds of training per epoch (None without
-    epochs); examples: trained.
+    epochs); examples: trained; mode: how the last steps ran, "eager", "compile", "graph" or "eager (why)".
     """
 
     method: str
@@ -48,6 +48,7 @@ class Summary:
     metrics: dict[str, float] = field(default_factory=dict)
     epoch_time: float | None = None
     examples: int = 0
+    mode: str = "eager"
 
     @property
     def finished(self) -> bool:

@@ -56,6 +56,7 @@ class Progress:
     step_time: median seconds of a step; peak_memory: bytes; stopped: "steps", "time" or "interrupted" at the end.
     examples: seen by all processes; metrics: of the last evaluation, besides the loss.
     start_from: of the other run's checkpoint that this run began with, its step and the numbers in its model.
+    mode: how the last steps ran.
     """
 
     step: int = 0
@@ -70,6 +71,7 @@ class Progress:
     examples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     start_from: dict[str, int] | None = None
+    mode: str = "eager"
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -133,6 +135,7 @@ def save_checkpoint(
         "controller": controller.state_dict() if controller else {},
         "parameters": _trained(model, optimizer),
         "scalars": scalars,
+        "other_shapes": _other_shapes(model, tensors),
         "rng": list(rng),
         "files": {path.name: path.stat().st_size for path in sorted(beside.iterdir())},
     }
@@ -227,7 +230,7 @@ def _load_state(
     if trainer["parameters"] != _trained(model, optimizer):
         differ = sorted({*trainer["parameters"]}.symmetric_difference(_trained(model, optimizer)))
         raise _broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4]) or 'in another order'}")
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(folder, trainer.get("other_shapes", {}))
     before = controller.state_dict() if controller else {}
     try:
         if controller:
@@ -281,8 +284,18 @@ def _set_optimizer_state(
     optimizer.load_state_dict({**current, "state": by_number})
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The optimizer's tensors, once they are known to fit the model beside them."""
+def _other_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Shapes of the state that has not its parameter's own, such as moments of projected gradients."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return {
+        entry: list(value.shape)
+        for entry, value in tensors.items()
+        if value.ndim and value.shape != shapes[entry.rpartition(":")[0]]
+    }
+
+
+def _read_tensors(folder: Path, other_shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The optimizer's tensors, once they are known to fit the model beside them; other_shapes: as they were saved."""
     try:
         tensors = load_file(folder / _STATE_FILE)
         with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -290,7 +303,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise _broken(folder, "whole safetensors files", str(error)) from error
     for entry, value in tensors.items():
-        shape = shapes.get(entry.rpartition(":")[0])
+        shape = tuple(other_shapes.get(entry, shapes.get(entry.rpartition(":")[0], ())))
         if value.ndim and value.shape != shape:
             raise _broken(folder, f"state of shape {shape}", f"{entry!r} of shape {tuple(value.shape)}")
     return tensors

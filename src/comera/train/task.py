@@ -22,6 +22,11 @@ class Task(Protocol):
     - `steps_per_epoch`: steps that see the training data once, for data that has an end.
     - `evaluate(model, batch) -> (means, weight)`: means over a held-out batch by name, scalars with "loss" among them,
       and what the batch counts, such as its examples; without it, the loss alone and every batch alike.
+    - `optimizer(config) -> torch.optim.Optimizer`: over the model's parameters, on their device by then, at the peak
+      learning rates; without it, fused AdamW over `param_groups`. A run resumes exactly where its state is tensors and
+      JSON-ready values by parameter.
+    - `after_step(step) -> None`: called after each step of the optimizer, counted from 1 over the whole run; what it
+      changes must live in the model's parameters and buffers or in the optimizer's state.
     - `examples(batch) -> int`: examples in a batch; without it, `batch_size`.
     - `counted`: what `tokens` counts, for people: "tokens" if left out.
     """

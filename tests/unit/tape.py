@@ -1,0 +1,89 @@
+"""A recorder of graphs for the CPU: what a step does to tensors is written down, and done again without its Python."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+
+
+class Tape(TorchDispatchMode):
+    """The operations of a step, with the memory that they read and write, as a CUDA graph knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.before: list[tuple[Tensor, Tensor]] = []  # what was written to, and what it held
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation in HOST_READS:
+            raise RuntimeError(f"{operation} waits for the device\nmore lines")
+        args, kwargs = (memory(args), memory(kwargs or {}))
+        self.before += [(t, t.clone()) for t in written(operation, args, kwargs)]
+        result = operation(*args, **kwargs)
+        self.operations.append((operation, args, kwargs, tensors(memory(result))))
+        return result
+
+    def undo(self) -> None:
+        for tensor, held in reversed(self.before):
+            tensor.copy_(held)
+        self.before.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for operation, args, kwargs, results in self.operations:
+            for kept, new in zip(results, tensors(operation(*args, **kwargs)), strict=True):
+                if kept.data_ptr() != new.data_ptr():  # neither a view nor written in place
+                    kept.copy_(new)
+
+
+class TapeRecorder:
+    """Records steps on tapes; counts what it is asked for. against: what watched warm-ups find."""
+
+    def __init__(self, against: str = "") -> None:
+        self.warm_ups, self.watched, self.captures, self.replays = 0, 0, 0, 0
+        self.against = against
+
+    def warm_up(self, step: Callable[[], Any], *, watch: bool) -> tuple[Any, str]:
+        self.warm_ups += 1
+        self.watched += watch
+        return step(), self.against if watch else ""
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        random_state = torch.get_rng_state()
+        tape = Tape()
+        try:
+            with tape:
+                result = step()
+        finally:
+            with torch.no_grad():
+                tape.undo()
+            torch.set_rng_state(random_state)
+        self.captures += 1
+
+        def replay() -> Any:
+            self.replays += 1
+            tape.replay()
+            return result
+
+        return replay
+
+
+def memory(value: Any) -> Any:
+    """The same tensors by their memory: what a Parameter is given later is other memory."""
+    return tree_map_only(Tensor, Tensor.detach, value)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for k, argument in enumerate(operation._schema.arguments):
+        value = args[k] if k < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors(value)
