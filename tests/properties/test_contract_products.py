@@ -36,14 +36,18 @@ def assert_same(found, exact, leaves, seed):
     spec=tt_specs(),
     lead=LEADS,
     strategy=st.sampled_from(["halves", "chain", "dense", None]),
+    cuts=st.none() | st.lists(st.booleans(), min_size=7, max_size=7),
     bias=st.booleans(),
     contiguous=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_tt_linear_is_the_dense_product(spec, lead, strategy, bias, contiguous, seed):
+def test_tt_linear_is_the_dense_product(spec, lead, strategy, cuts, bias, contiguous, seed):
     cores = [core.requires_grad_() for core in random_cores(spec, seed=seed)]
     x = inputs((*lead, spec.in_features), contiguous=contiguous, seed=seed + 1)
     b = inputs((spec.out_features,), contiguous=True, seed=seed + 2) if bias else None
+    if cuts is not None:  # any groups of the cores
+        joints = [")(" if cut else " " for cut in cuts[: spec.order - 1]]
+        strategy = "(" + "".join(f"{k}{joint}" for k, joint in enumerate(joints, start=1)) + f"{spec.order})"
     plan = plan_linear(spec, prod(lead)).using(strategy) if strategy else None
     exact = x @ materialize(spec, cores)
     leaves = [x, *cores, b] if bias else [x, *cores]
@@ -106,11 +110,12 @@ def test_ttm_halves_multiply_to_the_table(spec, split, seed):
 
 
 @given(spec=tt_specs(), batch=st.integers(0, 5000))
-def test_the_plan_is_the_cheapest_and_counts_grow_with_the_batch(spec, batch):
+def test_the_plan_is_the_cheapest_and_costs_grow_with_the_batch(spec, batch):
     plan = plan_linear(spec, batch)
     assert plan.seconds == min(option.cost.seconds for option in plan.options)
-    assert {option.strategy for option in plan.options} == {"halves", "chain", "dense"}
+    assert [option.strategy for option in plan.options[:3]] == ["halves", "dense", "chain"]
     larger = plan_linear(spec, 2 * batch_bucket(batch) + 1)
-    for before, after in zip(plan.options, larger.options, strict=True):
-        assert before.cost.flops <= after.cost.flops
-        assert before.cost.bytes <= after.cost.bytes
+    for strategy in ("halves", "dense", "chain"):
+        before, after = plan.using(strategy), larger.using(strategy)
+        assert before.flops <= after.flops
+        assert before.bytes <= after.bytes

@@ -215,11 +215,11 @@ def test_plans_by_the_batch_when_none_is_given(monkeypatch):
     spec = tt((4, 4, 4, 4), (4, 4, 4, 4), 12)
     called = []
 
-    def chain(x_BI, *rest):
+    def groups(x_BI, *rest):
         called.append(x_BI.shape[0])
         return x_BI
 
-    monkeypatch.setattr("comera.contract.linear._chain", chain)
+    monkeypatch.setattr("comera.contract.linear.contract_groups", groups)
     x, bias, *cores = operands(spec, (1024,))
     tt_linear(x[:1], spec, cores, bias)
     tt_linear(x, spec, cores, bias)

@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from comera.contract.cost import ACCELERATOR, CPU, Cost, Machine, machine, product, work
 from comera.contract.linear import tt_linear, ttm_linear
 from comera.contract.plan import (
-    Cost,
     _plan_linear,
     batch_bucket,
     choose,
+    choose_groups,
     plan_linear,
     plan_lookup,
     plan_projection,
@@ -56,8 +57,14 @@ def test_plans_are_made_once_per_spec_bucket_and_itemsize():
     assert plan_linear(tt((3, 5), (7, 2), 3), 513) is plan
     assert plan_linear(spec, 1025) is not plan
     assert plan_linear(spec, 900, itemsize=2) is not plan
+    assert plan_linear(spec, 900, device="cuda") is not plan
+    assert plan_linear(spec, 900, grad_x=False) is not plan
     after = _plan_linear.cache_info()
-    assert (after.misses - before.misses, after.hits - before.hits) == (3, 2)
+    assert (after.misses - before.misses, after.hits - before.hits) == (5, 2)
+
+
+def test_evaluation_takes_the_plan_of_training():
+    assert plan_linear(BERT, 64, grad_x=False, grad_cores=False) is plan_linear(BERT, 64)
 
 
 @pytest.mark.parametrize("strategy", ["halves", "chain", "dense"])
@@ -92,17 +99,12 @@ def test_tiny_layer_takes_the_dense_product():
     assert plan_linear(tt((2, 2), (2, 2), 4), 512).strategy == "dense"
 
 
-@pytest.mark.parametrize("batch", [1, 2, 1024])
-def test_choice_for_a_long_chain_is_the_one_with_the_fewest_measured_flops(batch):
+@pytest.mark.parametrize(("batch", "strategy"), [(1, "groups"), (8, "groups"), (1024, "halves")])
+def test_a_long_chain_is_merged_more_the_larger_the_batch(batch, strategy):
     plan = plan_linear(LONG, batch)
-    flops = {
-        option.strategy: measured_flops(
-            lambda *a, strategy=option.strategy: tt_linear(*a, plan=plan.using(strategy)), LONG, batch, LONG.in_features
-        )
-        for option in plan.options
-    }
-    assert plan.strategy == min(flops, key=flops.__getitem__)
-    assert (plan.strategy == "chain") == (batch < 1024)
+    assert plan.strategy == strategy
+    assert plan.seconds <= min(plan.using(s).seconds for s in ("halves", "dense", "chain", "(1 2)(3 4 5 6)(7 8)"))
+    assert len(plan.groups) >= len(plan_linear(LONG, 8 * batch).groups)
 
 
 def test_vocabulary_is_cut_in_the_middle():
@@ -127,30 +129,63 @@ def test_rank_zero_costs_next_to_nothing():
 
 
 def test_prints_a_table_with_the_choice_marked():
-    lines = str(plan_linear(BERT, 1000)).splitlines()
-    assert lines[0] == "x (1024 × 768) times TT 12·8·8 / 8·8·12 ranks 12-30-30-30-12"
-    assert lines[1].split() == ["strategy", "split", "MFLOP", "MB", "est.", "ms"]
-    assert [line.split()[0] for line in lines[2:]] == ["→", "dense", "chain"]
-    halves = plan_linear(BERT, 1000)
-    assert lines[2].split() == [
-        *("→", "halves", "3"),
-        *(f"{halves.flops / 1e6:,.3f}", f"{halves.bytes / 1e6:,.3f}", f"{halves.seconds * 1e3:,.3f}"),
-    ]
+    plan = plan_linear(BERT, 64)
+    lines = str(plan).splitlines()
+    assert lines[0] == "x (64 × 768) times TT 12·8·8 / 8·8·12 ranks 12-30-30-30-12"
+    assert lines[1].split() == ["strategy", "cores", "MFLOP", "MB", "est.", "ms"]
+    assert [line[2:11].strip() for line in lines[2:]] == ["halves", "dense", "chain", "groups"]
+    assert [line[0] for line in lines[2:]] == [" ", " ", " ", "→"]
+    numbers = f"{plan.flops / 1e6:,.3f}", f"{plan.bytes / 1e6:,.3f}", f"{plan.seconds * 1e3:,.3f}"
+    assert lines[5].split() == ["→", "groups", *plan.chosen.name.split(), *numbers]
+
+
+def test_another_order_of_merging_prints_its_brackets():
+    thin = TTSpec(768, 768, (12, 8, 8), (8, 8, 12), (1, 2, 30, 30, 30, 2, 1))
+    plan = plan_linear(thin, 4096)
+    assert plan.using("halves").chosen.name == "(1 2 3)(4 5 6)"
+    assert plan.using("dense").chosen.name == "(1 (((2 3) (4 5)) 6))"
+    assert plan.using("(1 (((2 3) (4 5)) 6))").groups == ((0, (((1, 2), (3, 4)), 5)),)
+    assert plan.using("(1 2 3)(4 5 6)").strategy == "halves"
 
 
 def test_estimate_is_the_documented_sum():
-    cost = Cost(flops=95_000_000_000, bytes=10_000_000_000, calls=200_000) + Cost()
-    assert cost.seconds == pytest.approx(3.0)
+    on = Machine(single=1e9, half=4e9, double=5e8, bytes=1e8, call=1e-3, half_bytes=6)
+    assert product(on, 10, 20, 30, 4).seconds == pytest.approx(3 * (1e-3 + 12000 / 1e9 + 4 * 1100 / 1e8))
+    assert product(on, 10, 20, 30, 8, passes=2).seconds == pytest.approx(2 * (1e-3 + 12000 / 5e8 + 8 * 1100 / 1e8))
+    assert product(on, 10, 20, 30, 2, passes=1).seconds == pytest.approx(1e-3 + 12000 / 4e9 + 6 * 1100 / 1e8)
+    assert product(on, 10, 20, 30, 4, times=7, passes=1) == work(on, 4, 7 * 12000, 7 * 4400, 1)
+    assert work(on, 4, 10, 20, 3) + work(on, 4, 1, 2, 1) == Cost(11, 22, 4, pytest.approx(4e-3 + 11e-9 + 22e-8))
+
+
+def test_the_type_of_device_chooses_the_constants():
+    assert machine("cpu") is machine("meta") is CPU
+    assert machine("cuda") is machine("xpu") is ACCELERATOR
+    assert plan_linear(BERT, 64, device="cuda").seconds < plan_linear(BERT, 64).seconds
 
 
 def test_using_an_unknown_option_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"planned options halves \(split 3\), dense .* got spiral"):
+    with pytest.raises(ValueError, match=r"planned options halves \(1 2 3\)\(4 5 6\), dense .* got spiral"):
         plan_linear(BERT, 8).using("spiral")
-    with pytest.raises(ValueError, match=r"got halves \(split 7\)"):
+    with pytest.raises(ValueError, match=r"got \(1 2\)\(4 5 6\)"):
+        plan_linear(BERT, 8).using("(1 2)(4 5 6)")
+    with pytest.raises(ValueError, match=r"got halves with split 7"):
         plan_projection(VOCABULARY, 8).using("halves", 7)
+    with pytest.raises(ValueError, match=r"got \(1\)\(2\)\(3 4\)"):
+        plan_lookup(VOCABULARY, 8).using("(1)(2)(3 4)")
 
 
-def test_choose_follows_a_given_plan_and_makes_one_otherwise():
-    assert choose("linear", BERT, 1000, 4) == ("halves", 3)
-    assert choose("linear", BERT, 1000, 4, plan_linear(BERT, 8).using("dense")) == ("dense", 3)
+def test_groups_can_be_named_as_they_print():
+    assert plan_projection(VOCABULARY, 8).using("(1)(2 3 4)").split == 1
+    forced = plan_linear(BERT, 8).using("(1 2)(3 4)(5 6)")
+    assert (forced.strategy, forced.groups, forced.split) == ("groups", ((0, 1), (2, 3), (4, 5)), 2)
+    assert "→" not in str(forced)  # none of those that were weighed
+
+
+def test_choice_follows_a_given_plan_and_makes_one_otherwise():
     assert choose("lookup", VOCABULARY, 4096, 4) == ("halves", 2)
+    assert choose("projection", VOCABULARY, 8, 4, plan_projection(VOCABULARY, 8).using("dense")) == ("dense", 0)
+    cores = [torch.zeros(shape, requires_grad=True) for shape in BERT.core_shapes]
+    halves = ((0, 1), 2), (3, (4, 5))
+    assert choose_groups(BERT, torch.zeros(1000, 768), cores) == ("halves", halves)
+    forced = plan_linear(BERT, 8).using("dense")
+    assert choose_groups(BERT, torch.zeros(1000, 768), cores, forced) == ("dense", (halves,))

@@ -79,7 +79,7 @@ def contract_groups(
         elif first == 0:
             weight_KN = weight_KN[: spec.in_features]
         if last <= split:
-            t = product(weight_KN.t().to(x_BI.dtype), t.reshape(r * here, prod(modes[last:split]) * batch))
+            t = product(weight_KN.t().to(x_BI.dtype), t.reshape(weight_KN.shape[0], prod(modes[last:split]) * batch))
         else:
             t_BK = t.reshape(weight_KN.shape[0], batch).t() if first <= split else t.view(batch * done, r)
             whole = first <= split and last == spec.order  # all output modes at once

@@ -25,7 +25,7 @@ from comera.contract.halves import (
     without_autocast,
 )
 from comera.contract.plan import ContractionPlan, choose, choose_groups
-from comera.contract.two_sided import merge_halves, two_sided
+from comera.contract.two_sided import merge_halves, two_sided, working_dtype
 from comera.errors import SpecError
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, TTSpec
@@ -48,11 +48,13 @@ def tt_linear(
     Raises SpecError when x or the cores do not fit `spec`, TypeError when dtypes differ.
     Source: [CoMERA] §4, METHOD §3.
     """
-    x_BI, bias = _enter(x, spec, spec.shape, cores, bias)
+    x_BI, bias = enter(x, spec, spec.shape, cores, bias)
     strategy, groups = choose_groups(spec, x_BI, cores, plan)
     with without_autocast(x):
         if strategy == "halves":
-            y_BO = two_sided(x_BI, *merge_halves(spec, cores, x_BI.dtype), bias)
+            working = working_dtype(x_BI)
+            bias = None if bias is None else bias.to(working)
+            y_BO = two_sided(x_BI, *merge_halves(spec, cores, working), bias)
         else:
             y_BO = contract_groups(x_BI, spec, cores, groups, bias)
     return y_BO.view(*x.shape[:-1], spec.out_features)
@@ -72,7 +74,7 @@ def ttm_linear(
     plan: a forced choice; by default `plan_projection` for this batch.
     Returns (..., num_embeddings); dtypes, errors and derivatives as in `tt_linear`.
     """
-    x_BI, bias = _enter(x, spec, spec.shape[::-1], cores, bias)
+    x_BI, bias = enter(x, spec, spec.shape[::-1], cores, bias)
     strategy, split = choose("projection", spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
     with without_autocast(x):
         if strategy == "dense":
@@ -88,7 +90,7 @@ def ttm_linear(
     return logits_BO.view(*x.shape[:-1], spec.num_embeddings)
 
 
-def _enter(
+def enter(
     x: Tensor, spec: TTSpec | TTMSpec, shape: tuple[int, int], cores: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Check the operands of a product with a weight of `shape` (in, out).

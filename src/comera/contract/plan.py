@@ -102,10 +102,10 @@ class ContractionPlan:
 
     def __str__(self) -> str:
         width = max(len(option.name) for option in self.options)
-        lines = [self.subject, f"  {'strategy':<9} {'cores':<{width}}{'MFLOP':>13}{'MB':>11}{'est. ms':>11}"]
+        lines = [self.subject, f"  {'strategy':<9} {'cores':<{width}} {'MFLOP':>12}{'MB':>11}{'est. ms':>11}"]
         for option in self.options:
             cost, mark = option.cost, "→" if option == self.chosen else " "
-            numbers = f"{cost.flops / 1e6:>13,.3f}{cost.bytes / 1e6:>11,.3f}{cost.seconds * 1e3:>11,.3f}"
+            numbers = f" {cost.flops / 1e6:>12,.3f}{cost.bytes / 1e6:>11,.3f}{cost.seconds * 1e3:>11,.3f}"
             lines.append(f"{mark} {option.strategy:<9} {option.name:<{width}}{numbers}")
         return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The main job: a BERT-style transformer pre-trained from scratch on source code, dense or compressed.
+"""The main job: a BERT-style transformer pre-trained from scratch on source code, compressed, dense or by a baseline.
 
 Masked language modelling on packed blocks. The loss looks at the masked positions alone, so the output head is computed
 for 15 % of the tokens.  B batch, T block size, P masked positions, H hidden, V vocabulary.
@@ -7,7 +7,7 @@ for 15 % of the tokens.  B batch, T block size, P masked positions, H hidden, V 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -20,18 +20,18 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
+from comera.baselines import Applied, BaselineConfig, Method
 from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError
 from comera.recipes.data.code import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
+from comera.recipes.methods import check_method, estimates_by_method, follow
 from comera.recipes.models.bert import ModelConfig
 from comera.train.config import TrainConfig
 from comera.train.loop import fit
 from comera.train.memory import MemoryEstimate
-from comera.train.memory import estimate as estimate_step
 from comera.train.metrics import Summary
 
 NAME = "code-lm"
-Method = Literal["comera", "dense"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,15 @@ _TRAIN = TrainConfig(
     prune_every=500,
     eval_batches=16,
 )
-PRESETS: dict[str, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, lr=1e-4, core_lr=None)}
+PRESETS: dict[Method, TrainConfig] = {
+    "comera": _TRAIN,
+    "dense": replace(_TRAIN, lr=1e-4, core_lr=None),
+    # Here core_lr is the rate of what stands in the place of the linear weights: see the method's settings.
+    "galore": replace(_TRAIN, lr=1e-4, core_lr=4e-4),
+    "lte": replace(_TRAIN, lr=1e-4, core_lr=1e-5),
+    "cola": replace(_TRAIN, lr=1e-4, core_lr=5e-4),
+    "tensorly": replace(_TRAIN, lr=1e-4, core_lr=5e-4),
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,8 @@ class CodeLMConfig:
     """Pre-training of a BERT-style transformer on source code."""
 
     method: Method = "comera"
-    """comera trains the compressed model with adaptive ranks; dense trains the model as it is, for comparison."""
+    """comera trains the compressed model with adaptive ranks; dense the model as it is; the others, for comparison too,
+    what else could be done with it."""
     out: str | None = None
     """Folder of the run; left out: runs/code-lm-METHOD."""
     data: CodeDataConfig = field(default_factory=CodeDataConfig)
@@ -93,12 +102,13 @@ class CodeLMConfig:
     """Sizes of the transformer."""
     compress: CompressConfig = field(default_factory=CompressConfig)
     """Formats of the compressed layers."""
+    baselines: BaselineConfig = field(default_factory=BaselineConfig)
+    """Settings of the methods besides comera and dense."""
     train: TrainConfig = field(default_factory=lambda: _TRAIN)
     """Length, optimizer, rank adaptation, outputs."""
 
     def __post_init__(self) -> None:
-        if self.method not in PRESETS:
-            raise ConfigError(f"method must be one of {', '.join(PRESETS)}, got {self.method!r}")
+        check_method(self.method)
         if self.data.block_size > self.model.max_positions:
             raise ConfigError(
                 f"data.block_size ({self.data.block_size}) must not be above model.max_positions "
@@ -116,13 +126,14 @@ def preset(method: Method = "comera") -> CodeLMConfig:
     return CodeLMConfig(method=method, train=PRESETS[method])
 
 
-def build_model(config: CodeLMConfig, vocab_size: int) -> tuple[BertForMaskedLM, TensorizeReport | None]:
-    """A stock BertForMaskedLM, seeded by train.seed, and for the method comera its conversion's report."""
+def build_model(config: CodeLMConfig, vocab_size: int) -> tuple[BertForMaskedLM, TensorizeReport | Applied | None]:
+    """A stock BertForMaskedLM, seeded by train.seed, turned into the method's, and what the method says of that."""
     torch.manual_seed(config.train.seed)
     tokens = {"type_vocab_size": 1, "bos_token_id": START, "pad_token_id": PAD, "eos_token_id": END}
     model = BertForMaskedLM(config.model.bert(vocab_size, **tokens))
-    report = tensorize_(model, config.compress.tensorize()) if config.method == "comera" else None
-    return model, report
+    if config.method == "comera":
+        return model, tensorize_(model, config.compress.tensorize())
+    return model, None if config.method == "dense" else config.baselines[config.method].apply_(model)
 
 
 def masked_loss(model: Any, batch: Batch) -> Tensor:
@@ -152,13 +163,13 @@ class CodeLMTask:
         with torch.no_grad():  # from the start the head knows how frequent each token is: no steps are spent on that
             model.cls.predictions.bias.copy_(data.log_frequencies())
         self.model: nn.Module = model
-        self.report_rows = report.to_dict()["rows"] if report else []
-        self.dense_total = report.dense_total if report else None
+        follow(self, report)
         data_fields = {"prepared": data.folder.name, **asdict(config.data)}
         self.identity = {
             **{f"data.{name}": data_fields[name] for name in ("prepared", "block_size", "mask_share")},
             **{f"model.{name}": value for name, value in asdict(config.model).items()},
             **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
+            **config.baselines.identity(config.method),
         }
 
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
@@ -190,13 +201,14 @@ def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
 
 
 def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step for every method, on the meta device: nothing is allocated or computed."""
+    """Memory and FLOPs of a training step for every method that is installed, on the meta device: nothing is allocated
+    or computed."""
     rows, width = config.train.batch_size, config.data.block_size
     masked = max(1, round(config.data.mask_share * rows * width))
-    estimates = {}
-    for method in PRESETS:
-        with torch.device("meta"):
-            model, _ = build_model(replace(config, method=method), config.data.vocab_size)  # type: ignore[arg-type]
-            ids = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
-            estimates[method] = estimate_step(model, partial(masked_loss, model, Batch(*ids)))
-    return estimates
+
+    def parts(method: Method) -> tuple[nn.Module, Any, Callable[[], Tensor]]:
+        model, report = build_model(replace(config, method=method), config.data.vocab_size)
+        ids = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
+        return model, report, partial(masked_loss, model, Batch(*ids))
+
+    return estimates_by_method(parts)

@@ -1,8 +1,9 @@
-"""Natural-language inference on MNLI: the six-encoder transformer of METHOD §4 from scratch, dense or compressed.
+"""Natural-language inference on MNLI: the six-encoder transformer of METHOD §4 from scratch, compressed or not.
 
     comera  out/early          early stage, `train.epochs` long
             out/late-0.8, ...  for each target a late stage of its own, from the end of the early one
     dense   out                the twin: as long as the early stage and one late stage
+    others  out                baselines, as long as the twin
 
 Batches follow from the seed and their place in one sequence, where the late stages go on after the early one: the twin
 meets exactly the batches of the early stage and of each late one.  B batch, T tokens of its longest pair.
@@ -11,7 +12,7 @@ meets exactly the batches of the early stage and of each late one.  B batch, T t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
+from comera.baselines import Applied, BaselineConfig, Method
 from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError
 from comera.files import replace_file
@@ -37,15 +39,14 @@ from comera.recipes.data.mnli import (
     parse_vocabulary,
     prepare,
 )
+from comera.recipes.methods import check_method, estimates_by_method, follow
 from comera.recipes.models.bert import ModelConfig
 from comera.train.config import TrainConfig
 from comera.train.loop import fit
 from comera.train.memory import MemoryEstimate
-from comera.train.memory import estimate as estimate_step
 from comera.train.metrics import Summary
 
 NAME = "mnli"
-Method = Literal["comera", "dense"]
 Preset = Literal["tuned", "published", "small"]
 
 # The published modes of BERT's table; those of linear layers are what balanced modes come to at their widths.
@@ -86,10 +87,20 @@ _SMALL = replace(
     _TUNED, epochs=2, batch_size=32, lr=1e-3, core_lr=2e-3, early=EarlyStage(size_weight=0), prune_every=40
 )
 _SMALL_MODEL = ModelConfig(hidden=128, layers=2, heads=4, ffn=512, dropout=0.1)
+
+
+def _by_method(comera: TrainConfig, dense: TrainConfig) -> dict[Method, TrainConfig]:
+    """Rates of the baselines from those of the dense twin; core_lr: of what stands in the place of linear weights."""
+    lr = dense.lr
+    scaled: dict[Method, float] = {"galore": 4.0, "lte": 0.1, "cola": 5.0, "tensorly": 5.0}
+    others = {method: replace(dense, core_lr=lr * factor) for method, factor in scaled.items()}
+    return {"comera": comera, "dense": dense, **others}
+
+
 PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
-    "tuned": {"comera": _TUNED, "dense": _TUNED},
-    "published": {"comera": _PUBLISHED, "dense": _PUBLISHED},
-    "small": {"comera": _SMALL, "dense": replace(_SMALL, lr=5e-4, core_lr=None)},
+    "tuned": _by_method(_TUNED, _TUNED),
+    "published": _by_method(_PUBLISHED, _PUBLISHED),
+    "small": _by_method(_SMALL, replace(_SMALL, lr=5e-4, core_lr=None)),
 }
 
 
@@ -98,7 +109,8 @@ class MNLIConfig:
     """Natural-language inference: does a sentence follow from another, contradict it, or neither."""
 
     method: Method = "comera"
-    """comera trains the compressed model, an early stage and late ones; dense trains its twin, for comparison."""
+    """comera trains the compressed model, an early stage and late ones; dense trains its twin, for comparison, and the
+    others what else could be done with it."""
     preset: Preset = "tuned"
     """What to start from. published: the paper's rates and its way of shrinking; tuned: the same rates, ranks by
     sensitivity; small: two narrow encoders on 20,000 pairs, for a CPU, with rates of their own."""
@@ -115,14 +127,16 @@ class MNLIConfig:
     """Sizes of the transformer."""
     compress: CompressConfig = field(default_factory=CompressConfig)
     """Formats of the compressed layers."""
+    baselines: BaselineConfig = field(default_factory=BaselineConfig)
+    """Settings of the methods besides comera and dense."""
     train: TrainConfig = field(default_factory=lambda: _TUNED)
     """Length of the early stage, optimizer, rank adaptation, outputs. Bounds in steps and seconds hold for each run."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "late_targets", tuple(self.late_targets))  # YAML has lists only
-        for name, allowed in (("preset", tuple(PRESETS)), ("method", tuple(PRESETS["tuned"]))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        check_method(self.method)
+        if self.preset not in PRESETS:
+            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         for target in self.late_targets:
             if isinstance(target, bool) or not 0 < target < 1:
                 raise ConfigError(f"late_targets must be parts of the early size above 0 and below 1, got {target!r}")
@@ -156,22 +170,25 @@ def preset(method: Method = "comera", preset: Preset = "tuned") -> MNLIConfig:
 
 
 def runs(config: MNLIConfig) -> dict[str, Path]:
-    """Run folders by name, in their order: "early", "late 0.8", ..., or "dense" alone."""
-    if config.method == "dense":
-        return {"dense": config.folder}
+    """Run folders by name, in their order: "early", "late 0.8", ...; of other methods than comera the one run."""
+    if config.method != "comera":
+        return {config.method: config.folder}
     late = {f"late {target:g}": config.folder / f"late-{target:g}" for target in config.late_targets}
     return {"early": config.folder / "early", **late}
 
 
 def build_model(
     config: MNLIConfig, vocab_size: int, labels: int = 3
-) -> tuple[BertForSequenceClassification, TensorizeReport | None]:
-    """A stock BertForSequenceClassification, seeded by train.seed, and for comera the report on its conversion."""
+) -> tuple[BertForSequenceClassification, TensorizeReport | Applied | None]:
+    """A stock BertForSequenceClassification, seeded by train.seed, turned into the method's, and what the method says
+    of that; the classifier stays dense."""
     torch.manual_seed(config.train.seed)
     model = BertForSequenceClassification(config.model.bert(vocab_size, type_vocab_size=2, num_labels=labels))
+    if config.method == "comera":
+        return model, tensorize_(model, config.compress.tensorize(vocab_size, config.model.hidden))
     if config.method == "dense":
         return model, None
-    return model, tensorize_(model, config.compress.tensorize(vocab_size, config.model.hidden))
+    return model, config.baselines[config.method].apply_(model, skip=("classifier",))
 
 
 def scores(model: Any, batch: PairBatch) -> Tensor:
@@ -202,13 +219,13 @@ class MNLITask:
         self.steps_per_epoch = data.steps_per_epoch(train.batch_size, batches)
         model, report = build_model(config, data.vocab_size, len(data.label_names))
         self.model: nn.Module = model
-        self.report_rows = report.to_dict()["rows"] if report else []
-        self.dense_total = report.dense_total if report else None
+        follow(self, report)
         self.identity = {
             "data.prepared": data.folder.name,
             "data.first_step": first,
             **{f"model.{name}": value for name, value in asdict(config.model).items()},
             **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
+            **config.baselines.identity(config.method),
         }
 
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> PairBatch:
@@ -260,7 +277,7 @@ def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
     data = prepare(config.data, quiet=not main)
     _say(main, _about(data))
     resolved = asdict(replace(config, out=str(config.folder)))
-    if config.method == "dense":
+    if config.method != "comera":
         task = MNLITask(config, data)
         return fit(task, _twin(config, task.steps_per_epoch), config.folder, resume=resume, resolved=resolved)
     if main:  # each run has this file too; the one that `--resume` reads is that of the whole
@@ -316,18 +333,18 @@ def _about(data: MNLIData) -> str:
 
 
 def estimate(config: MNLIConfig) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step on pairs of the full length for every method, on the meta device: nothing is
-    allocated or computed, and no data are read but the vocabulary."""
+    """Memory and FLOPs of a training step on pairs of the full length for every method that is installed, on the meta
+    device: nothing is allocated or computed, and no data are read but the vocabulary."""
     rows, width, vocab_size = config.train.batch_size, config.data.max_length, _vocab_size(config.data)
-    estimates: dict[str, MemoryEstimate] = {}
-    for method in PRESETS["tuned"]:
-        with torch.device("meta"):
-            model, _ = build_model(replace(config, method=method), vocab_size)
-            ids, segments = (torch.empty(rows, width, dtype=torch.int64) for _ in range(2))
-            mask = torch.empty(rows, width, dtype=torch.bool)
-            batch = PairBatch(ids, segments, mask, torch.empty(rows, dtype=torch.int64))
-            estimates[method] = estimate_step(model, partial(pair_loss, model, batch))
-    return estimates
+
+    def parts(method: Method) -> tuple[nn.Module, Any, Callable[[], Tensor]]:
+        model, report = build_model(replace(config, method=method), vocab_size)
+        ids, segments = (torch.empty(rows, width, dtype=torch.int64) for _ in range(2))
+        mask = torch.empty(rows, width, dtype=torch.bool)
+        batch = PairBatch(ids, segments, mask, torch.empty(rows, dtype=torch.int64))
+        return model, report, partial(pair_loss, model, batch)
+
+    return estimates_by_method(parts)
 
 
 def _vocab_size(config: MNLIDataConfig) -> int:

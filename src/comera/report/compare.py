@@ -31,8 +31,8 @@ READING = (
 def compare(runs: Mapping[str, Path], out: Path) -> str:
     """Write compare.md, .json, .png and .html into `out` and return the tables as text.
 
-    runs: name -> run folder, in the order in which to show them; a run named "dense", or else the first one whose model
-        is dense, is what step times are compared with. Runs with a metric besides the loss give a second figure,
+    runs: name -> run folder, in the order in which to show them; a run named "dense", or else the first one of that
+        method, is what step times are compared with. Runs with a metric besides the loss give a second figure,
         pareto.png; compressed ones a table of the ranks of one block.
     Raises DataError without runs, or for one that is missing, malformed or has not ended; nothing is written then.
     """
@@ -86,7 +86,7 @@ def _read(runs: Mapping[str, Path]) -> dict[str, tuple[RunData, Summary]]:
 def _table(ended: Mapping[str, tuple[RunData, Summary]]) -> Table:
     """One row a run; columns that no run fills are left out."""
     summaries = {name: summary for name, (_, summary) in ended.items()}
-    dense = summaries.get("dense") or next((s for s in summaries.values() if not s.tensorized), None)
+    dense = summaries.get("dense") or next((s for s in summaries.values() if s.method == "dense"), None)
     columns: dict[str, list[str]] = {}
     for metric in _metrics(summaries):
         columns[f"{metric} %" if metric == "accuracy" else metric] = [
@@ -100,7 +100,7 @@ def _table(ended: Mapping[str, tuple[RunData, Summary]]) -> Table:
             "held-out loss": f"{loss:.3f}" if loss is not None else "–",
             "parameters": f"{stored:,}",
             "size MB": megabytes(summary.size_bytes),
-            "ratio": times(summary.ratio) if summary.tensorized else "–",
+            "ratio": times(summary.ratio) if summary.method != "dense" else "–",
             "tensorized MB": megabytes(summary.tensorized * number_bytes),
             "tensorized ratio": times(summary.tensorized_ratio) if summary.tensorized else "–",
             "epoch": duration(summary.epoch_time) if summary.epoch_time else "–",
@@ -154,7 +154,7 @@ def _pareto(summaries: Mapping[str, Summary]) -> Any:
     """Size on a log axis against the runs' first metric, a point a run; None without one, or without two sizes."""
     from matplotlib.figure import Figure
 
-    from comera.report.style import GREY, TEAL
+    from comera.report.style import GREY, ORANGE, TEAL
 
     metrics = _metrics(summaries)
     points = {
@@ -165,7 +165,8 @@ def _pareto(summaries: Mapping[str, Summary]) -> Any:
     figure = Figure(figsize=(8, 3))
     axes = figure.add_subplot(title=f"Size and {metrics[0]}", xlabel="model size, MB", ylabel=metrics[0], xscale="log")
     for name, (size, value) in points.items():
-        axes.plot(size, value, marker="o", color=GREY if name == "dense" else TEAL, linestyle="")
+        colour = {"dense": GREY, "comera": TEAL}.get(summaries[name].method, ORANGE)
+        axes.plot(size, value, marker="o", color=colour, linestyle="")
         axes.annotate(name, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.margins(x=0.15, y=0.25)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")

@@ -87,7 +87,9 @@ def headline(run: RunData) -> dict[str, tuple[str, str]]:
         figures["Step time"] = (f"{number(step_time * 1e3)} ms", "median")
     if sizes:
         size = sizes[-1]
-        smaller = f"{times(size.ratio)} smaller than dense" if size.ratio != 1 else ""
+        smaller = "" if size.ratio == 1 else f"{times(size.ratio)} smaller than dense"
+        if 0 < size.ratio < 1:
+            smaller = f"{times(1 / size.ratio)} larger than dense"
         figures["Model"] = (f"{megabytes(size.total * run.number_bytes)} MB", smaller)
         if size.ranks:
             part = f"{megabytes(size.tensorized * run.number_bytes)} MB"

@@ -56,7 +56,8 @@ def inspect(path: Path) -> str:
         )
     if any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         run, checkpoint = read_run(path), find_checkpoint(path)
-        return f"{_course(run)}\ncheckpoint {checkpoint.name}\n\n{account(checkpoint)}"
+        kinds = {layer.name: layer.after for layer in run.layers if layer.after != layer.before}
+        return f"{_course(run)}\ncheckpoint {checkpoint.name}\n\n{account(checkpoint, kinds)}"
     what = "a folder without either" if path.is_dir() else "a file" if path.exists() else "nothing"
     raise CheckpointError(
         f"expected a run folder or a saved model at {path}, found {what}: give a folder that `comera train` or "
@@ -64,8 +65,11 @@ def inspect(path: Path) -> str:
     )
 
 
-def account(folder: Path) -> str:
-    """The layers of a saved model as a table, and its totals. Raises CheckpointError as `read_manifest` does."""
+def account(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
+    """The layers of a saved model as a table, and its totals. Raises CheckpointError as `read_manifest` does.
+
+    kinds: types of layers by name, of those that are neither dense nor in chains.
+    """
     manifest = read_manifest(folder)
     specs = [(entry["names"], spec_from_dict(entry["spec"])) for entry in manifest["trains"]]
     transient = set(manifest["transient"])
@@ -74,7 +78,7 @@ def account(folder: Path) -> str:
     loose = {key: tensor for key, tensor in tensors.items() if not key.startswith(inside or "\0")}
     chains = [_chain_row(names, spec) for names, spec in specs]
     dense = [
-        _Row(key, "dense", "×".join(map(str, tensor.shape)), "", tensor.numel, tensor.numel)
+        _Row(key, _kind(key, kinds or {}), "×".join(map(str, tensor.shape)), "", tensor.numel, tensor.numel)
         for key, tensor in loose.items()
         if len(tensor.shape) > 1
     ]
@@ -86,7 +90,7 @@ def account(folder: Path) -> str:
     stored, was = sum(row.stored for row in [*chains, *dense]), sum(row.dense for row in [*chains, *dense])
     size = f"{stored:,} numbers, {megabytes(sum(tensor.bytes for tensor in tensors.values()))} MB"
     if not chains:
-        return "\n".join([*lines, f"model       {size}, no layer compressed"])
+        return "\n".join([*lines, f"model       {size}{'' if kinds else ', no layer compressed'}"])
     size_of_chains = megabytes(sum(tensor.bytes for key, tensor in tensors.items() if key.startswith(inside)))
     stored_in_chains, was_in_chains = sum(row.stored for row in chains), sum(row.dense for row in chains)
     ratio = _ratio(was_in_chains, stored_in_chains)
@@ -96,6 +100,11 @@ def account(folder: Path) -> str:
         f"FLOPs       forward and backward, a token in batches of {TOKENS:,}, compressed layers only",
     ]
     return "\n".join(lines)
+
+
+def _kind(tensor: str, kinds: Mapping[str, str]) -> str:
+    """Type of the layer that a tensor belongs to, "dense" for a layer of torch's own."""
+    return next((kind for layer, kind in kinds.items() if tensor.startswith(f"{layer}.")), "dense")
 
 
 def _course(run: RunData) -> str:

@@ -20,9 +20,10 @@ def layer_table(run: RunData) -> Table | None:
             left = layer.spec.with_ranks((1, *bonds, 1))
             stored = left.numel + left.rank_numel
         dense_total, stored_total = dense_total + layer.dense, stored_total + stored
-        ratio = times(layer.dense / stored) if layer.compressed and layer.dense and stored else ""
+        changed = layer.after != layer.before
+        ratio = times(layer.dense / stored) if changed and layer.dense and stored else ""
         last = "-".join(map(str, bonds or ())) if now else first
-        after = layer.after if layer.compressed else "dense"
+        after = layer.after if changed else "dense"
         rows.append((layer.name, after, modes, first, last, f"{layer.dense:,}", f"{stored:,}", ratio, layer.note))
     ratio = times(dense_total / stored_total if stored_total else None)
     rows.append(("all layers", "", "", "", "", f"{dense_total:,}", f"{stored_total:,}", ratio, ""))

@@ -1,0 +1,168 @@
+"""LTE, "LoRA-the-Explorer": parallel low-rank heads beside a frozen weight (Huh et al., arXiv:2402.16828).
+
+N heads, each with A_n (r, in) and B_n (out, r), train as N workers would, each on its own part of the batch::
+
+    y = W x + s B_n A_n x   for x in part n,   s = alpha / r
+
+and every T steps what they have found is averaged into the weight, after which they begin anew::
+
+    W ← W + s/N Σ_n B_n A_n,   B_n ← 0
+
+Where the paper leaves a choice: A_n and the moments of the optimizer are kept at a merge; biases, norms and embeddings,
+which the workers would average, are trained as usual. Evaluation sees the average, W + s/N Σ_n B_n A_n, so a merge
+never changes it. A batch that has fewer examples than there are heads is seen by several heads an example, which count
+by their mean: with one example it is the paper's multi-head LoRA. Sizes that do not divide give parts that differ by
+one. All heads are computed in two batched products.
+
+B examples (the leading axis of the input), N heads, S slots for examples in a head's part, T what is left of the input
+(tokens), I in, O out, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera.baselines.common import Applied, adamw, groups, linears, numbers, require, row, swap_, whole
+from comera.convert import LayerRow
+
+
+@dataclass(frozen=True)
+class LTE:
+    """LTE: parallel low-rank heads beside frozen weights, merged every few steps; core_lr is the rate of the heads."""
+
+    heads: int = 32
+    """Heads of a layer; each sees its own part of the batch."""
+    rank: int = 32
+    """Rank of a head, clipped to the layer's narrower side."""
+    alpha: float = 4096.0
+    """Scale of the heads, as alpha / rank."""
+    merge_every: int = 10
+    """Steps between merges of the heads into the weight."""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "rank", "merge_every"):
+            require(whole(getattr(self, name), 1), f"lte.{name}", "an integer >= 1", getattr(self, name))
+        require(0 < self.alpha < float("inf"), "lte.alpha", "a number > 0", self.alpha)
+
+    def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
+        """Convert a dense model in place, without the layers that match `skip`. Errors: see `linears`."""
+        dense_total = numbers(model.parameters())
+        rows = lte_(model, heads=self.heads, rank=self.rank, alpha=self.alpha, skip=skip)
+        own = [p for layer in model.modules() if isinstance(layer, LTELinear) for p in (layer.down, layer.up)]
+
+        def after_step(step: int) -> None:
+            if step % self.merge_every == 0:
+                merge_(model)
+
+        return Applied(rows, dense_total, lambda config: adamw(groups(model, own, "heads", config), config), after_step)
+
+
+def lte_(
+    model: nn.Module, heads: int = 32, rank: int = 32, alpha: float = 4096.0, skip: Sequence[str] = ()
+) -> tuple[LayerRow, ...]:
+    """Put heads beside the weights of linear layers in place, and freeze those; returns what became of each layer.
+
+    The model computes the same at first. Call `merge_` every T steps. skip: glob patterns of names to leave as they
+    are. Raises ConversionError when there is nothing to replace.
+    """
+    layers = linears(model, skip)
+    new = {name: LTELinear(layer, heads, rank, alpha) for name, layer in layers.items()}
+    swap_(model, {layers[name]: layer for name, layer in new.items()})
+    return tuple(
+        row(
+            name,
+            layer,
+            layer.weight.numel() + layer.down.numel() + layer.up.numel(),
+            layer.weight.numel(),
+            f"{heads} heads of rank {layer.down.shape[1]} beside the weight, to be merged into it",
+        )
+        for name, layer in new.items()
+    )
+
+
+def merge_(model: nn.Module) -> None:
+    """Average the heads of every LTELinear into its weight and let them begin anew, in place."""
+    for layer in model.modules():
+        if isinstance(layer, LTELinear):
+            layer.merge_()
+
+
+class LTELinear(nn.Module):
+    """A linear layer with parallel low-rank heads; see the top of this file.
+
+    Takes over weight (frozen) and bias of `layer`. down: A (N, R, I), rows orthogonal and of length √(I/R), as in the
+    published code; up: B (N, O, R), zero. Input (B, ..., I) -> output (B, ..., O); an input (I,) is one example.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: nn.Linear, heads: int, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.weight = layer.weight.requires_grad_(False)
+        self.register_parameter("bias", layer.bias)
+        rows, cols = layer.weight.shape
+        rank = min(rank, rows, cols)
+        self.scale = alpha / rank
+        directions_NIR = torch.linalg.qr(torch.randn(heads, cols, rank, device=layer.weight.device))[0]
+        down_NRI = directions_NIR.mT.to(layer.weight.dtype) * math.sqrt(cols / rank)
+        self.down = nn.Parameter(down_NRI.contiguous())
+        self.up = nn.Parameter(layer.weight.new_zeros(heads, rows, rank))
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.down.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if not self.training:
+            down_FI, up_OF = self.down.flatten(0, 1), self.up.transpose(0, 1).flatten(1)  # F: all heads' ranks
+            return y + F.linear(F.linear(x, down_FI), up_OF) * (self.scale / self.heads)
+        examples = x.shape[0] if x.ndim > 1 else 1
+        if not x.numel():
+            return y
+        if examples % self.heads == 0:
+            narrow = torch.bmm(x.reshape(self.heads, -1, x.shape[-1]), self.down.mT)
+            return torch.baddbmm(y.view(self.heads, -1, y.shape[-1]), narrow, self.up.mT, alpha=self.scale).view_as(y)
+        example_NS, weight_NS = parts(examples, self.heads, x.device)
+        x_NFI = x.reshape(examples, -1, x.shape[-1])[example_NS].flatten(1, 2)  # F: slots and tokens
+        wide_NFO = torch.bmm(torch.bmm(x_NFI, self.down.mT), self.up.mT)
+        wide_BTO = wide_NFO.reshape(example_NS.numel(), -1, y.shape[-1])
+        wide_BTO = wide_BTO * (self.scale * weight_NS).to(wide_BTO.dtype).reshape(-1, 1, 1)
+        return y.view(examples, -1, y.shape[-1]).index_add(0, example_NS.flatten(), wide_BTO).view_as(y)
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """s/N Σ_n B_n A_n, (O, I): what a merge adds to the weight."""
+        return self.up.transpose(0, 1).flatten(1) @ self.down.flatten(0, 1) * (self.scale / self.heads)
+
+    @torch.no_grad()
+    def merge_(self) -> None:
+        """W ← W + s/N Σ_n B_n A_n, B_n ← 0."""
+        self.weight.add_(self.delta())
+        self.up.zero_()
+
+    def extra_repr(self) -> str:
+        heads, rank, cols = self.down.shape
+        return f"in_features={cols}, out_features={self.up.shape[1]}, heads={heads}, rank={rank}, scale={self.scale:g}"
+
+
+def parts(examples: int, heads: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Which example is in each slot of each head (N, S), and how much it counts there (N, S).
+
+    Contiguous parts as equal as can be. An example counts 1 over all heads that see it; slots that are left empty
+    count 0. At least one example.
+    """
+    head_N1 = torch.arange(heads, device=device)[:, None]
+    start_N1, end_N1 = head_N1 * examples // heads, (head_N1 + 1) * examples // heads
+    slot_S = torch.arange(-(-examples // heads), device=device)
+    filled_NS = (slot_S < (end_N1 - start_N1).clamp(min=1)).float()
+    example_NS = (start_N1 + slot_S).clamp(max=examples - 1)
+    seen_B = torch.zeros(examples, device=device).index_add(0, example_NS.flatten(), filled_NS.flatten())
+    return example_NS, filled_NS / seen_B[example_NS]

@@ -1,0 +1,130 @@
+"""Attention with dropout on a CPU, sample by sample in the caches.
+
+torch's fused attention has no dropout there, and falls back to score matrices of the whole batch, which it keeps. Here
+
+    S = scale · Q Kᵀ + mask,  P = softmax(S),  O = (M P / (1 - p)) V
+
+are made for a few samples at a time, and S and P once more in the backward; kept are Q, K, V and the bits of M.
+
+Shapes: B batch, H heads, T queries, S keys, D width of a head; C samples and heads of a piece, flattened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comera.contract.chain import widens
+from comera.contract.halves import pieces, without_autocast
+from comera.nn.dropout import keep_mask
+
+
+def attention(
+    q_BHTD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention, as `F.scaled_dot_product_attention` defines it.
+
+    q, k, v: (batch, heads, length, width), one dtype; k and v may have fewer heads that divide q's. mask: boolean (True
+    takes part) or added to the scores, broadcastable to (batch, heads, T, S). Returns (batch, heads, T, width).
+    On a CPU it is own code with dropout, or for half precision without arithmetic units for it; else it is torch's.
+    """
+    own = q_BHTD.device.type == "cpu" and q_BHTD.ndim == 4 and (0 < dropout < 1 or widens(q_BHTD))
+    grouped = k_BHSD.shape[1] != q_BHTD.shape[1]
+    if not own or is_causal or torch.compiler.is_compiling() or (mask is not None and mask.requires_grad):
+        return F.scaled_dot_product_attention(
+            q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale=scale, is_causal=is_causal, enable_gqa=grouped
+        )
+    if grouped:
+        times = q_BHTD.shape[1] // k_BHSD.shape[1]
+        k_BHSD, v_BHSD = k_BHSD.repeat_interleave(times, 1), v_BHSD.repeat_interleave(times, 1)
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+        mask = mask.expand(q_BHTD.shape[0], mask.shape[1], *mask.shape[2:])
+    scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    o_BHTD: Tensor = _Attention.apply(q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale)
+    return o_BHTD
+
+
+class _Attention(torch.autograd.Function):
+    """dV = (M P)ᵀ dO,  dP = M (dO Vᵀ),  dS = P (dP - Σ_S P dP),  dQ = scale · dS K,  dK = scale · dSᵀ Q."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, dropout: float, scale: float
+    ) -> Tensor:
+        batch, heads, queries, width = q_BHTD.shape
+        keep, ctx.kept_scale = None, 1.0
+        if dropout:
+            keep, ctx.kept_scale = keep_mask((batch, heads, queries, k_BHSD.shape[2]), dropout)
+        ctx.scale = scale
+        ctx.save_for_backward(q_BHTD, k_BHSD, v_BHSD, mask, keep)
+        # heads side by side: what follows attention flattens them into features without a copy
+        o_BTHD = q_BHTD.new_empty(batch, queries, heads, v_BHSD.shape[3])
+        for part in _pieces(q_BHTD, k_BHSD):
+            q, k, v = _flat(q_BHTD[part]), _flat(k_BHSD[part]), _flat(v_BHSD[part])
+            p_CTS = _probabilities(q, k, None if mask is None else mask[part], scale)
+            if keep is not None:
+                p_CTS.mul_(keep[part].flatten(0, 1))
+            o = torch.bmm(p_CTS, v.mul_(ctx.kept_scale) if keep is not None else v)
+            o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
+        return o_BTHD.transpose(1, 2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, do_BHTD: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHTD, k_BHSD, v_BHSD, mask, keep = ctx.saved_tensors
+        heads = q_BHTD.shape[1]
+        grads = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in (q_BHTD, k_BHSD, v_BHSD)]
+        with without_autocast(do_BHTD):
+            for part in _pieces(q_BHTD, k_BHSD):
+                q, k, v, do = (_flat(t[part]) for t in (q_BHTD, k_BHSD, v_BHSD, do_BHTD))
+                p_CTS = _probabilities(q, k, None if mask is None else mask[part], ctx.scale)
+                do.mul_(ctx.kept_scale)
+                dp_CTS = torch.bmm(do, v.transpose(1, 2))
+                if keep is None:
+                    dv = torch.bmm(p_CTS.transpose(1, 2), do)
+                else:
+                    keep_CTS = keep[part].flatten(0, 1)
+                    dv = torch.bmm((p_CTS * keep_CTS).transpose(1, 2), do)
+                    dp_CTS.mul_(keep_CTS)
+                ds_CTS = torch._softmax_backward_data(dp_CTS, p_CTS, -1, p_CTS.dtype).mul_(ctx.scale)
+                for grad, value in zip(
+                    grads, (torch.bmm(ds_CTS, k), torch.bmm(ds_CTS.transpose(1, 2), q), dv), strict=True
+                ):
+                    grad[part] = value.view(-1, heads, *value.shape[1:])
+        return *grads, None, None, None
+
+
+def _pieces(q_BHTD: Tensor, k_BHSD: Tensor) -> list[slice]:
+    """Samples whose scores stay in the caches, the handful of tensors of their shape that live at once included."""
+    _, heads, queries, _ = q_BHTD.shape
+    return pieces(q_BHTD.shape[0], 3 * heads * queries * k_BHSD.shape[2], q_BHTD.device)
+
+
+def _flat(t_BHTD: Tensor) -> Tensor:
+    """A fresh (C, T, D) in float32 or wider."""
+    dtype = torch.promote_types(t_BHTD.dtype, torch.float32)
+    fresh = t_BHTD.to(dtype, memory_format=torch.contiguous_format, copy=True)
+    return fresh.flatten(0, 1)
+
+
+def _probabilities(q_CTD: Tensor, k_CSD: Tensor, mask_BHTS: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale · Q Kᵀ + mask), rows without any key zero."""
+    s_CTS = torch.bmm(q_CTD, k_CSD.transpose(1, 2)).mul_(scale)
+    if mask_BHTS is None:
+        return s_CTS.softmax(-1)
+    s_BHTS = s_CTS.view(mask_BHTS.shape[0], -1, *s_CTS.shape[1:])
+    s_BHTS.add_(mask_BHTS)
+    p_CTS = s_CTS.softmax(-1)
+    return p_CTS.nan_to_num_(0.0) if mask_BHTS.isinf().any() else p_CTS

@@ -1,0 +1,170 @@
+"""Where Criteo's click log lies, and its text as blocks of whole lines, in bounded memory.
+
+The Kaggle data are one file, train.txt, in time order; the larger sets are one file a day. Either may be compressed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from comera.errors import DataError
+
+TRAIN = ("train.txt", "train.txt.gz")  # as published, in a folder with a test file that has no labels
+DAY = re.compile(r"day_?(\d+)(\.txt|\.tsv)?(\.gz)?")
+GZIP = b"\x1f\x8b"
+BLOCK = 2 * 2**20  # bytes of text at a time: small enough for the caches, large enough to make up for the calls
+STAMP = 2**20  # bytes at either end of a file that tell it from another of its size and time
+
+
+class Place(NamedTuple):
+    """Where reading goes on: number of the file, bytes of its text read, lines read."""
+
+    file: int = 0
+    offset: int = 0
+    line: int = 0
+
+
+class Block(NamedTuple):
+    """Whole lines of a file, each ended by a newline.
+
+    begin, end: where they stand. read: bytes of all files read so far, compressed as they are, for a progress bar.
+    cut_short: the file, which is compressed, ends in the middle of what follows.
+    """
+
+    text: bytes
+    begin: Place
+    end: Place
+    read: int
+    cut_short: bool = False
+
+
+def find_files(path: str) -> list[Path]:
+    """The file `path`; or in the folder `path` its train.txt, or else its files day_0, day_1, … in that order.
+
+    Any may be compressed by gzip. Raises DataError when there is none, and for one that is empty, an archive, or named
+    .gz and no gzip.
+    """
+    root = Path(path).expanduser()
+    if root.is_dir():
+        files = [file for file in map(root.joinpath, TRAIN) if file.is_file()][:1] or _days(root)
+        if not files:
+            present = ", ".join(sorted(file.name for file in root.iterdir())[:10]) or "nothing"
+            raise DataError(
+                f"expected {' or '.join(TRAIN)} or day_0, day_1, … in {root}, got {present}: check data.path"
+            )
+    elif root.exists():
+        files = [root]
+    else:
+        raise DataError(
+            f"expected Criteo's click log, a file or a folder, got {root}, which does not exist: check data.path"
+        )
+    for file in files:
+        _check(file)
+    return files
+
+
+def stamp(file: Path) -> list[object]:
+    """What tells a file from others without reading all of it: size, time of change, digest of both ends."""
+    status = file.stat()
+    with open(file, "rb") as raw:
+        ends = raw.read(STAMP)
+        raw.seek(max(0, status.st_size - STAMP))
+        ends += raw.read(STAMP)
+    return [status.st_size, status.st_mtime_ns, hashlib.blake2b(ends, digest_size=16).hexdigest()]
+
+
+def read_blocks(files: Sequence[Path], place: Place = Place()) -> Iterator[Block]:  # noqa: B008, a constant
+    """The text of all files from `place` on, some megabytes at a time; a last line without newline gets one.
+
+    Raises DataError, with file and line, for what cannot be read, lines without end and a file without lines.
+    """
+    before = sum(file.stat().st_size for file in files[: place.file])
+    for number in range(place.file, len(files)):
+        file = files[number]
+        yield from _read_file(file, place if place.file == number else Place(number), before)
+        before += file.stat().st_size
+
+
+def _days(root: Path) -> list[Path]:
+    days = {int(match[1]): file for file in sorted(root.iterdir(), reverse=True) if (match := DAY.fullmatch(file.name))}
+    return [days[day] for day in sorted(days)]  # of a day both plain and compressed, the plain one
+
+
+def _check(file: Path) -> None:
+    try:
+        with open(file, "rb") as raw:
+            start = raw.read(len(GZIP))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}): check data.path") from error
+    if not start:
+        raise DataError(f"{file}: expected rows of a click log, got an empty file: fetch it again")
+    if file.name.endswith((".tar.gz", ".tgz", ".tar", ".zip")):
+        raise DataError(f"{file}: expected the rows themselves, got an archive: unpack it and name the file in it")
+    if file.suffix == ".gz" and start != GZIP:
+        raise DataError(f"{file}: expected gzip, as its name says, got other data: rename it, or fetch it again")
+
+
+def _read_file(file: Path, place: Place, before: int) -> Iterator[Block]:
+    rest, seen, whole = b"", 0, False
+    try:
+        with open(file, "rb") as raw:
+            compressed = raw.read(len(GZIP)) == GZIP
+            raw.seek(0 if compressed else place.offset)
+            seen = 0 if compressed else place.offset
+            for chunk in _inflate(raw) if compressed else iter(lambda: raw.read(BLOCK), b""):
+                skipped = min(max(0, place.offset - seen), len(chunk))  # a compressed text has no other way there
+                seen += len(chunk)
+                text = rest + chunk[skipped:]
+                cut = text.rfind(b"\n") + 1
+                rest = text[cut:]
+                if cut:
+                    end = Place(place.file, place.offset + cut, place.line + text.count(b"\n"))
+                    yield Block(text[:cut], place, end, before + raw.tell())
+                    place = end
+                if len(rest) > BLOCK:
+                    raise DataError(
+                        f"{file}, line {place.line + 1}: expected lines of 40 fields, got {len(rest):,} bytes without "
+                        "a line's end: is this Criteo's click log? Check data.path"
+                    )
+            whole = True
+    except EOFError:
+        pass  # the rows up to here are good, and the caller decides
+    except (OSError, zlib.error) as error:
+        raise DataError(
+            f"{file}, line {place.line + 1}: cannot be read ({error}): is the file complete? Fetch it again"
+        ) from error
+    size = before + file.stat().st_size
+    if not whole:
+        yield Block(b"", place, Place(place.file + 1), size, cut_short=True)
+    elif rest:
+        yield Block(rest + b"\n", place, Place(place.file, place.offset + len(rest), place.line + 1), size)
+    elif not seen:
+        raise DataError(f"{file}: expected rows of a click log, got no text in it: fetch it again")
+
+
+def _inflate(raw: BinaryIO) -> Iterator[bytes]:
+    """The text of a gzip file, however many members it has; raises EOFError where the last one is cut short.
+
+    At most BLOCK bytes at a time, as a few compressed ones can stand for any number.
+    """
+    decoder, data = zlib.decompressobj(zlib.MAX_WBITS | 16), b""  # | 16: gzip, with its checksum
+    while True:
+        data = data or raw.read(BLOCK)
+        if decoder.eof:
+            if not data:
+                return
+            data = data.lstrip(b"\0")  # padding behind a member
+            if data:
+                decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            continue
+        text = decoder.decompress(data, BLOCK)
+        if text:
+            yield text
+        elif not data and not decoder.eof:
+            raise EOFError
+        data = decoder.unused_data if decoder.eof else decoder.unconsumed_tail

@@ -1,0 +1,81 @@
+"""Optional kernels: their numerics under Triton's interpreter, and when they are used at all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from comera.contract import kernels
+from comera.errors import ConfigError
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.skipif(not kernels.available(), reason="triton is not installed")
+def test_numerics_under_the_interpreter():
+    tests = Path(__file__).with_name("interpreted_kernels.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
+    run = subprocess.run(command, env=environment, cwd=tests.parents[2], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "skipped" not in run.stdout
+
+
+def test_importing_the_library_imports_no_triton_code():
+    code = "import sys, comera, comera.contract.kernels; assert 'comera.contract.triton_kernels' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if triton and a GPU were here."""
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.delenv("COMERA_KERNELS", raising=False)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_off_where_nothing_was_measured():
+    assert not kernels.FASTER
+    assert not any(kernels.enabled(name, CUDA) for name in kernels.NAMES)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_where_it_was_measured_to_be_faster(monkeypatch):
+    monkeypatch.setattr(kernels, "FASTER", {"Some GPU": frozenset({"rows"}), "Other GPU": frozenset({"two_sided"})})
+    assert kernels.enabled("rows", "cuda")
+    assert not kernels.enabled("two_sided", "cuda")
+    assert not kernels.enabled("rows", "cpu")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("all", {"two_sided", "rows"}), ("none", set()), ("rows", {"rows"}), ("rows,two_sided", {"two_sided", "rows"})],
+)
+def test_the_environment_overrules_the_measurement(setting, expected, monkeypatch):
+    monkeypatch.setattr(kernels, "FASTER", {"Some GPU": frozenset({"rows"})})
+    monkeypatch.setenv("COMERA_KERNELS", setting)
+    assert {name for name in kernels.NAMES if kernels.enabled(name, CUDA)} == expected
+
+
+def test_an_unknown_kernel_in_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", "rows,columns")
+    with pytest.raises(ConfigError, match=r"some of two_sided, rows; got 'rows,columns'"):
+        kernels.enabled("rows", CUDA)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_off_without_triton(monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", "all")
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    assert not kernels.enabled("rows", CUDA)
+
+
+def test_never_takes_what_is_on_a_cpu(monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", "all")
+    assert not kernels.takes_two_sided(torch.zeros(4, 6), torch.zeros(2, 6))
+    assert not kernels.takes_rows(torch.zeros(4, 6, 2), torch.zeros(3, 2, 5))
