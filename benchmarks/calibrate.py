@@ -92,7 +92,9 @@ def main() -> None:
         beyond_call = [max(t - call, 0.1 * t) for t in times]
         f, x = fit([flops, numbers], beyond_call)
         width = x / per_number * 4 if per_number else float("nan")
-        rows.append({"dtype": str(dtype)[6:], "flops_per_second": 1 / f if f else float("inf"), "bytes_per_number": width})
+        rows.append(
+            {"dtype": str(dtype)[6:], "flops_per_second": 1 / f if f else float("inf"), "bytes_per_number": width}
+        )
     rate = {row["dtype"]: row["flops_per_second"] for row in rows}
     print(
         f"Machine(single={rate['float32']:.2g}, half={rate['bfloat16']:.2g}, double={rate['float64']:.2g}, "

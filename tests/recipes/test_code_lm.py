@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import BertForMaskedLM
 
+from comera.baselines import Method
 from comera.errors import ConfigError, DataError
 from comera.nn.bonds import named_trains
 from comera.nn.embedding import TTMProjection
@@ -19,6 +20,7 @@ from comera.nn.linear import TTLinear
 from comera.recipes import code_lm
 from comera.recipes.code_lm import CodeLMConfig, CodeLMTask, CompressConfig, ModelConfig, build_model, masked_loss
 from comera.recipes.data.code import Batch, CodeData, CodeDataConfig, prepare
+from comera.recipes.methods import METHODS
 from comera.train.config import TrainConfig
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
@@ -122,17 +124,15 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: CodeLMConfig, d
         assert task.tokens(came) == 4 * 32
 
 
-@pytest.mark.parametrize("method", ["comera", "dense"])
-def test_a_run_leaves_its_folder_and_resumes_to_its_summary(
-    config: CodeLMConfig, method: Literal["comera", "dense"]
-) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_leaves_its_folder_and_resumes_to_its_summary(config: CodeLMConfig, method: Method) -> None:
     config = replace(config, method=method)
     summary = code_lm.run(config)
     assert (summary.method, summary.recipe, summary.steps, summary.tokens) == (method, "code-lm", 4, 4 * 4 * 32)
     assert summary.held_out_loss is not None
     rows = _rows(config.folder)
     assert [row["step"] for row in rows if row["kind"] == "eval"] == [2, 4]
-    assert bool(json.loads((config.folder / "layers.json").read_text())) == (method == "comera")
+    assert bool(json.loads((config.folder / "layers.json").read_text())) == (method != "dense")
     assert code_lm.run(config, resume=True) == summary
 
 
@@ -163,9 +163,9 @@ def test_a_run_does_not_resume_on_other_data_or_another_model(config: CodeLMConf
             code_lm.run(replace(config, **change), resume=True)
 
 
-def test_estimate_shows_both_methods_without_computing(config: CodeLMConfig) -> None:
+def test_estimate_shows_all_methods_without_computing(config: CodeLMConfig) -> None:
     estimates = code_lm.estimate(code_lm.preset())
-    assert set(estimates) == {"comera", "dense"}
+    assert set(estimates) == set(METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 30
     assert estimates["dense"].flops / estimates["comera"].flops > 3
     model, _ = build_model(replace(config, method="dense"), config.data.vocab_size)
@@ -174,10 +174,11 @@ def test_estimate_shows_both_methods_without_computing(config: CodeLMConfig) -> 
 
 
 def test_presets_differ_by_method_in_learning_rates_alone() -> None:
-    comera, dense = code_lm.preset("comera"), code_lm.preset("dense")
-    assert comera.train.lr != dense.train.lr
+    comera, *others = [code_lm.preset(method).train for method in METHODS]
     rates = {"lr": 1.0, "core_lr": None, "rank_lr": None}
-    assert replace(comera.train, **rates) == replace(dense.train, **rates)
+    for other in others:
+        assert comera.lr != other.lr
+        assert replace(comera, **rates) == replace(other, **rates)
 
 
 def test_configurations_that_do_not_fit_are_refused() -> None:
@@ -189,7 +190,9 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
         ModelConfig(dropout=1.0)
     with pytest.raises(ConfigError, match=r"data\.block_size \(600\) must not be above model\.max_positions \(512\)"):
         CodeLMConfig(data=CodeDataConfig(block_size=600))
-    with pytest.raises(ConfigError, match="method must be one of comera, dense, got 'lora'"):
+    with pytest.raises(
+        ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, got 'lora'"
+    ):
         CodeLMConfig(method="lora")  # type: ignore[arg-type]
 
 

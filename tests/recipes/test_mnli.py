@@ -14,12 +14,14 @@ import torch
 import yaml
 
 from comera import cli
+from comera.baselines import Method
 from comera.errors import ConfigError, DataError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import model_size
 from comera.recipes import mnli
 from comera.recipes.data.mnli import MNLIData, MNLIDataConfig, PairBatch, prepare
-from comera.recipes.mnli import CompressConfig, Method, MNLIConfig, MNLITask, build_model, pair_loss, runs, scores
+from comera.recipes.methods import METHODS
+from comera.recipes.mnli import CompressConfig, MNLIConfig, MNLITask, build_model, pair_loss, runs, scores
 from comera.recipes.models.bert import ModelConfig
 from comera.train.config import TrainConfig
 from comera.train.metrics import Summary
@@ -216,7 +218,7 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: MNLIConfig, dat
     assert task.steps_per_epoch == 3  # eight batches, three a step
 
 
-@pytest.mark.parametrize("method", ["comera", "dense"])
+@pytest.mark.parametrize("method", METHODS)
 def test_two_steps(config: MNLIConfig, data: MNLIData, method: Method) -> None:
     config = replace(config, method=method, late_targets=(), train=replace(config.train, steps=2))
     summary = mnli.run(config)
@@ -328,9 +330,9 @@ def test_training_learns_to_answer(config: MNLIConfig, capsys: pytest.CaptureFix
     assert summary.metrics["accuracy"] > 0.9
 
 
-def test_estimate_shows_both_methods_without_data(config: MNLIConfig) -> None:
+def test_estimate_shows_all_methods_without_data(config: MNLIConfig) -> None:
     estimates = mnli.estimate(replace(mnli.preset(), data=MNLIDataConfig(path="on/the-hub")))
-    assert set(estimates) == {"comera", "dense"}
+    assert set(estimates) == set(METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 40
     assert estimates["dense"].flops / estimates["comera"].flops > 3
     model, _ = build_model(
@@ -344,7 +346,7 @@ def test_estimate_shows_both_methods_without_data(config: MNLIConfig) -> None:
 def test_configurations_that_do_not_fit_are_refused() -> None:
     train = mnli.preset().train
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"method": "lora"}, "method must be one of comera, dense, got 'lora'"),
+        ({"method": "lora"}, "method must be one of comera, dense, galore, lte, cola, tensorly, got 'lora'"),
         ({"preset": "best"}, "preset must be one of tuned, published, small, got 'best'"),
         ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
         ({"late_targets": (float("nan"),)}, "above 0 and below 1, got nan"),

@@ -10,11 +10,11 @@ import torch
 
 from comera.contract import kernels
 from comera.contract.activations import ACTIVATIONS
-from comera.contract.lookup import _Rows
 
 # (batch, in, out, rank): single entries, odd ones, one more and one less than a block, several blocks
 SHAPES = [(1, 1, 1, 1), (5, 7, 11, 3), (64, 32, 64, 16), (65, 33, 129, 30), (63, 100, 65, 1), (130, 48, 200, 64)]
-LOWEST = {torch.float32: 120, torch.bfloat16: 43, torch.float16: 61}  # decibels of signal to noise
+# Decibels of signal to noise. The interpreter cuts bfloat16 off where a GPU rounds: that takes 6 of them.
+LOWEST = {torch.float32: 120, torch.bfloat16: 38, torch.float16: 61}
 
 
 def decibels(found, exact):
@@ -69,11 +69,13 @@ def test_two_sided_product_and_all_gradients(shape, dtype, bias):
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_epilogue_and_its_derivative(activation, dtype):
-    tensors = operands(65, 33, 70, 30, dtype=dtype)
+    x, a, b, bias = operands(65, 33, 70, 30, dtype=dtype)
+    if activation == "relu":  # away from its kink, at which rounding would flip the derivative
+        bias = (bias.detach().sign() * 8).requires_grad_()
+    tensors = [x, a, b, bias]
     found = values_and_gradients(lambda *t: kernels.two_sided(*t, activation), tensors, dtype)
     exact = values_and_gradients(lambda *t: oracle(*t, activation), doubles(tensors), dtype)
-    lowest = 100 if dtype == torch.float32 else LOWEST[dtype] - 4  # float32: relu flips where its argument is near zero
-    assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > lowest
+    assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype]
 
 
 @pytest.mark.parametrize("processors", [1, 64])
@@ -132,13 +134,17 @@ def halves(rows_l, cols_l, rank, rows_r, cols_r, count, dtype=torch.float32):
     )
 
 
+def gathered(ids, left, right):
+    return (left[ids // right.shape[0]] @ right[ids % right.shape[0]]).flatten(1)
+
+
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("table", TABLES, ids=str)
-def test_rows_and_gradients_with_repeated_ids(table, ids_dtype, dtype):
+def test_rows_and_gradients_with_repeated_ids(table, dtype):
     ids, left, right = halves(*table, dtype=dtype)
-    found = values_and_gradients(lambda *t: kernels.rows(ids.to(ids_dtype), *t), [left, right], dtype)
-    exact = values_and_gradients(lambda *t: _Rows.apply(ids, *t), doubles([left, right]), dtype)
+    of_ids = ids.to(torch.int32 if dtype == torch.float16 else torch.int64)
+    found = values_and_gradients(lambda *t: kernels.rows(of_ids, *t), [left, right], dtype)
+    exact = values_and_gradients(lambda *t: gathered(ids, *t), doubles([left, right]), dtype)
     assert [t.dtype for t in found] == [dtype] * 3
     assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype]
 

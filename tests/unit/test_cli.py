@@ -135,7 +135,10 @@ def test_each_method_starts_from_its_preset_and_options_win_over_it() -> None:
         (["--lr=1"], "unknown field --lr: did you mean train.lr?"),
         (["--colour", "red"], "unknown field --colour: there is none like it"),
         (["--train.steps", "many"], "train.steps: expected int | None, got many"),
-        (["--method", "lora"], "method: expected Literal['comera', 'dense'], got lora"),
+        (
+            ["--method", "lora"],
+            "method: expected Literal['comera', 'dense', 'galore', 'lte', 'cola', 'tensorly'], got lora",
+        ),
         (["--compress.rank", "[1, x]"], "compress.rank: expected int | tuple[int, ...], got"),
         (["--train.steps", "0"], "train.steps must be a number >= 1, got 0"),
         (["--model.heads", "7"], "model.hidden must be a multiple of model.heads"),
@@ -272,12 +275,12 @@ def test_inspect_prints_a_run_and_a_checkpoint(
     assert capsys.readouterr().err.startswith("comera: expected a run folder or a saved model")
 
 
-def test_estimate_shows_the_parts_for_both_methods(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_shows_the_parts_for_all_methods(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "code-lm", *tiny]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     for part in ("weights", "gradients", "optimizer", "activations", "total", "GFLOPs"):
         assert part in head
-    assert [row.split()[0] for row in rows] == ["dense", "comera"]
+    assert [row.split()[0] for row in rows] == ["dense", "comera", "galore", "lte", "cola", "tensorly"]
 
 
 @pytest.mark.usefixtures("no_report")

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from comera.contract import kernels
+from comera.contract.linear import tt_linear
+from comera.contract.lookup import ttm_lookup
+from comera.contract.plan import plan_linear, plan_lookup
 from comera.errors import ConfigError
+from comera.tt.dense import materialize
+from comera.tt.spec import TTMSpec, TTSpec
 
 CUDA = torch.device("cuda")
 
@@ -79,3 +84,27 @@ def test_never_takes_what_is_on_a_cpu(monkeypatch):
     monkeypatch.setenv("COMERA_KERNELS", "all")
     assert not kernels.takes_two_sided(torch.zeros(4, 6), torch.zeros(2, 6))
     assert not kernels.takes_rows(torch.zeros(4, 6, 2), torch.zeros(3, 2, 5))
+
+
+def test_products_and_look_ups_go_where_they_are_enabled(monkeypatch):
+    called = []
+
+    def product(x_BI, a_RI, b_RO, bias):
+        called.append("two_sided")
+        return (x_BI @ a_RI.t()) @ b_RO + bias
+
+    def rows(ids_U, left_MNR, right_MRN):
+        called.append("rows")
+        return (left_MNR[ids_U // right_MRN.shape[0]] @ right_MRN[ids_U % right_MRN.shape[0]]).flatten(1)
+
+    for name, kernel in (("two_sided", product), ("rows", rows)):
+        monkeypatch.setattr(kernels, name, kernel)
+        monkeypatch.setattr(kernels, f"takes_{name}", lambda *operands: True)
+    linear, table = TTSpec(6, 6, (2, 3), (3, 2), (1, 2, 4, 2, 1)), TTMSpec(12, 6, (4, 3), (2, 3), (1, 5, 1))
+    cores, rows_cores = ([torch.randn(shape) for shape in spec.core_shapes] for spec in (linear, table))
+    x, bias, ids = torch.randn(5, 6), torch.randn(6), torch.tensor([3, 11, 3])
+    y = tt_linear(x, linear, cores, bias, plan=plan_linear(linear, 5).using("halves"))
+    found = ttm_lookup(ids, table, rows_cores, plan=plan_lookup(table, 3).using("halves"))
+    torch.testing.assert_close(y, x @ materialize(linear, cores) + bias, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, materialize(table, rows_cores)[ids], rtol=1e-4, atol=1e-4)
+    assert called == ["two_sided", "rows"]

@@ -15,7 +15,7 @@ by their mean: with one example it is the paper's multi-head LoRA. Sizes that do
 one. All heads are computed in two batched products.
 
 B examples (the leading axis of the input), N heads, S slots for examples in a head's part, T what is left of the input
-(tokens), I in, O out, R rank.
+(tokens), P parts of the batch, I in, O out, R rank.
 """
 
 from __future__ import annotations
@@ -121,26 +121,37 @@ class LTELinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
-        if not self.training:
-            down_FI, up_OF = self.down.flatten(0, 1), self.up.transpose(0, 1).flatten(1)  # F: all heads' ranks
-            return y + F.linear(F.linear(x, down_FI), up_OF) * (self.scale / self.heads)
         examples = x.shape[0] if x.ndim > 1 else 1
         if not x.numel():
             return y
-        if examples % self.heads == 0:
-            narrow = torch.bmm(x.reshape(self.heads, -1, x.shape[-1]), self.down.mT)
-            return torch.baddbmm(y.view(self.heads, -1, y.shape[-1]), narrow, self.up.mT, alpha=self.scale).view_as(y)
+        if not self.training:
+            return self._add(y, x, 1)
+        if examples % self.heads == 0 or self.heads % examples == 0:
+            return self._add(y, x, min(examples, self.heads))
         example_NS, weight_NS = parts(examples, self.heads, x.device)
         x_NFI = x.reshape(examples, -1, x.shape[-1])[example_NS].flatten(1, 2)  # F: slots and tokens
         wide_NFO = torch.bmm(torch.bmm(x_NFI, self.down.mT), self.up.mT)
-        wide_BTO = wide_NFO.reshape(example_NS.numel(), -1, y.shape[-1])
-        wide_BTO = wide_BTO * (self.scale * weight_NS).to(wide_BTO.dtype).reshape(-1, 1, 1)
-        return y.view(examples, -1, y.shape[-1]).index_add(0, example_NS.flatten(), wide_BTO).view_as(y)
+        wide_FTO = wide_NFO.reshape(example_NS.numel(), -1, y.shape[-1])  # F: slots of all heads
+        wide_FTO = wide_FTO * (self.scale * weight_NS).to(wide_FTO.dtype).reshape(-1, 1, 1)
+        return y.view(examples, -1, y.shape[-1]).index_add(0, example_NS.flatten(), wide_FTO).view_as(y)
+
+    def _add(self, y: Tensor, x: Tensor, parts: int) -> Tensor:
+        """y and the mean over the heads of each part; parts: into how many the examples fall, a divisor of both."""
+        down_PFI, up_POF = self._joined(parts)
+        narrow = torch.bmm(x.reshape(parts, -1, x.shape[-1]), down_PFI.mT)
+        scale = self.scale * parts / self.heads
+        return torch.baddbmm(y.view(parts, -1, y.shape[-1]), narrow, up_POF.mT, alpha=scale).view_as(y)
+
+    def _joined(self, parts: int) -> tuple[Tensor, Tensor]:
+        """The heads of each of P parts as one of their ranks together, F."""
+        up_PKOR = self.up.unflatten(0, (parts, -1))
+        return self.down.unflatten(0, (parts, -1)).flatten(1, 2), up_PKOR.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
     def delta(self) -> Tensor:
         """s/N Σ_n B_n A_n, (O, I): what a merge adds to the weight."""
-        return self.up.transpose(0, 1).flatten(1) @ self.down.flatten(0, 1) * (self.scale / self.heads)
+        down_1FI, up_1OF = self._joined(1)
+        return up_1OF[0] @ down_1FI[0] * (self.scale / self.heads)
 
     @torch.no_grad()
     def merge_(self) -> None:

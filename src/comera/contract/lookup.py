@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.contract import kernels
 from comera.contract.halves import check_cores, merge_dtype, pieces, ttm_halves, without_autocast
 from comera.contract.plan import ContractionPlan, choose
 from comera.errors import IdError, SpecError
@@ -58,7 +59,9 @@ def ttm_lookup(
             rows_UD = F.embedding(ids_U, table_VD)
         else:
             left_MNR, right_RMN = ttm_halves(cores, split)
-            rows_UD = _Rows.apply(ids_U, left_MNR, right_RMN.transpose(0, 1).contiguous())[:, : spec.embedding_dim]
+            right_MRN = right_RMN.transpose(0, 1).contiguous()
+            rows = kernels.rows if kernels.takes_rows(left_MNR, right_MRN) else _Rows.apply
+            rows_UD = rows(ids_U, left_MNR, right_MRN)[:, : spec.embedding_dim]
         if padding_idx is not None:
             rows_UD = rows_UD.masked_fill((ids_U == _row(padding_idx, spec)).unsqueeze(1), 0)
         rows_BD = rows_UD if where_B is None else F.embedding(where_B, rows_UD)

@@ -1,4 +1,4 @@
-"""Results that are made once: what a replay of the forward (train/recompute.py) takes as they were, and does not repeat.
+"""Results that are made once: what a replay of the forward (train/recompute.py) takes as they were.
 
 A replay decides by operation what to keep. Code that knows better, since a small result took large intermediates or
 many random numbers, says so with `made_once`. Without a replay that is the call alone.

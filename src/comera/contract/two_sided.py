@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.contract import kernels
 from comera.contract.chain import widens
 from comera.contract.halves import (
     left_gradients,
@@ -51,6 +52,8 @@ def two_sided(x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None = No
 
     Kept for the backward are x, A, B and the narrow P = A xᵀ.
     """
+    if kernels.takes_two_sided(x_BI, a_RI):
+        return kernels.two_sided(x_BI, a_RI, b_RO, bias)
     y_BO: Tensor = _TwoSided.apply(x_BI, a_RI, b_RO, bias)
     return y_BO
 

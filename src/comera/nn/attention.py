@@ -63,7 +63,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, dropout: float, scale: float
     ) -> Tensor:
-        batch, heads, queries, width = q_BHTD.shape
+        batch, heads, queries, _ = q_BHTD.shape
         keep, ctx.kept_scale = None, 1.0
         if dropout:
             keep, ctx.kept_scale = keep_mask((batch, heads, queries, k_BHSD.shape[2]), dropout)
@@ -76,7 +76,7 @@ class _Attention(torch.autograd.Function):
             p_CTS = _probabilities(q, k, None if mask is None else mask[part], scale)
             if keep is not None:
                 p_CTS.mul_(keep[part].flatten(0, 1))
-            o = torch.bmm(p_CTS, v.mul_(ctx.kept_scale) if keep is not None else v)
+            o = torch.bmm(p_CTS, v if keep is None else v * ctx.kept_scale)
             o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
         return o_BTHD.transpose(1, 2)
 
@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
             for part in _pieces(q_BHTD, k_BHSD):
                 q, k, v, do = (_flat(t[part]) for t in (q_BHTD, k_BHSD, v_BHSD, do_BHTD))
                 p_CTS = _probabilities(q, k, None if mask is None else mask[part], ctx.scale)
-                do.mul_(ctx.kept_scale)
+                do = do if keep is None else do * ctx.kept_scale
                 dp_CTS = torch.bmm(do, v.transpose(1, 2))
                 if keep is None:
                     dv = torch.bmm(p_CTS.transpose(1, 2), do)
@@ -113,10 +113,9 @@ def _pieces(q_BHTD: Tensor, k_BHSD: Tensor) -> list[slice]:
 
 
 def _flat(t_BHTD: Tensor) -> Tensor:
-    """A fresh (C, T, D) in float32 or wider."""
-    dtype = torch.promote_types(t_BHTD.dtype, torch.float32)
-    fresh = t_BHTD.to(dtype, memory_format=torch.contiguous_format, copy=True)
-    return fresh.flatten(0, 1)
+    """(C, T, D) in float32 or wider: a view where it can be one, which for one sample it is."""
+    t_BHTD = t_BHTD.to(torch.promote_types(t_BHTD.dtype, torch.float32))
+    return t_BHTD[0] if t_BHTD.shape[0] == 1 else t_BHTD.flatten(0, 1)
 
 
 def _probabilities(q_CTD: Tensor, k_CSD: Tensor, mask_BHTS: Tensor | None, scale: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Dropout whose masks are cheap on a CPU: four random numbers of 16 bits from each draw of 64.
 
-torch draws a float64 from one thread for every entry, 10 to 18 ns each, a seventh of a compressed training step; here it
-is 3 ns. Probabilities are rounded to multiples of 2⁻¹⁶, and the scale follows the rounded one: the mean stays exact.
+torch draws a float64 from one thread for every entry, 10 to 18 ns each, a seventh of a compressed training step; here
+it is 3 ns. Probabilities are rounded to multiples of 2⁻¹⁶, and the scale follows the rounded one: the mean stays exact.
 """
 
 from __future__ import annotations
@@ -53,9 +53,18 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         keep, ctx.scale = keep_mask(x.shape, p)
         ctx.save_for_backward(keep)
-        return (x * keep).mul_(ctx.scale)
+        return _scaled(x, keep, ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (keep,) = ctx.saved_tensors
-        return dy * keep * ctx.scale, None
+        return (dy * keep * ctx.scale if torch.is_grad_enabled() else _scaled(dy, keep, ctx.scale)), None
+
+
+def _scaled(x: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """scale · keep · x, in pieces: one pass over memory."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, flat, keep = x.reshape(-1), y.view(-1), keep.view(-1)
+    for part in pieces(flat.numel(), 4, flat.device):
+        torch.mul(x[part], keep[part], out=flat[part]).mul_(scale)
+    return y

@@ -113,6 +113,9 @@ class TrainConfig:
     """How a step runs: eager; compile: forward and loss under torch.compile; graph: whole steps as CUDA graphs, one for
     each shape of batches. What cannot run so runs eager, and the run says why."""
 
+    fuse: bool = True
+    """Make what surrounds compressed layers cheap (comera.nn.fuse_): feed-forward parts, dropout and attention."""
+
     recompute: bool = False
     """Rebuild wide activations between compressed layers in the backward instead of keeping them: less memory."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from comera.errors import ConfigError, TrainingError
 from comera.nn.bonds import named_trains
+from comera.nn.fuse import fuse_
 from comera.rank.controller import RankController
 from comera.rank.size import model_size
 from comera.train.clock import Clock, Interrupt
@@ -112,13 +113,15 @@ class _Run:
         self.model = task.model.to(self.device)
         if self.world > 1:
             broadcast([tensor.detach() for tensor in [*self.model.parameters(), *self.model.buffers()]])
+        compressed = next(named_trains(self.model), None) is not None
+        if config.fuse and compressed:
+            fuse_(self.model)
         if config.recompute:
             from comera.train.recompute import recompute_
 
             recompute_(self.model)
         self.optimizer = make_optimizer(task, config)
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        compressed = next(named_trains(self.model), None) is not None
         self.controller = None
         if compressed:
             self.controller = RankController(self.model, config.early, config.late, multiple=config.rank_multiple)

@@ -2,9 +2,9 @@
 
     logit = bias + Σ_i w_i log(1 + x_i) + Σ_f a_f[c_f] + Σ_{f < 13} ⟨u_f[c_f], u_{f+13}[c_{f+13}]⟩,    click ~ Bernoulli
 
-x_i: integers, log-normal, some missing or negative. c_f: categories by a power law, the k-th one about 1/k as often as the
-first, some missing (these add nothing). So a model needs the integers, the categories and products of their embeddings,
-which is what DLRM has. A longer log begins with the shorter one of the same seed.  R rows of a chunk, V categories.
+x_i: integers, log-normal, some missing or negative. c_f: categories by a power law, the k-th one about 1/k as often as
+the first, some missing (these add nothing). So a model needs the integers, the categories and products of their
+embeddings, which is what DLRM has. A longer log begins with the shorter one of the same seed.  R rows of a chunk.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CHUNK = 32_768  # rows with a random generator of their own
 # Categories of each feature, spread like those of the real data: from a handful to many that occur once.
 # fmt: off
 TABLES = (
-    1460, 583, 30000, 20000, 305, 24, 12517, 633, 3, 9000, 5683, 30000, 3194, 27, 14992, 30000, 10, 5652, 2173, 4, 30000,
-    18, 15, 12000, 105, 10000,
+    1460, 583, 30000, 20000, 305, 24, 12517, 633, 3, 9000, 5683, 30000, 3194, 27, 14992, 30000, 10, 5652, 2173, 4,
+    30000, 18, 15, 12000, 105, 10000,
 )
 # fmt: on
 FACTORS = 4  # of the planted embeddings
@@ -36,8 +36,9 @@ CALIBRATION = 2**32 - 1  # number of the chunk that sets the bias, beyond those 
 
 @dataclass(frozen=True)
 class Clicks:
-    """Rows: labels (R,) uint8; integers (13, R) int32, NO_INTEGER where missing; values (26, R) uint32, 0 where missing.
+    """Rows of the log.
 
+    labels: (R,) uint8. integers: (13, R) int32, NO_INTEGER where missing. values: (26, R) uint32, 0 where missing.
     probabilities: (R,), of the planted model.
     """
 
@@ -52,11 +53,12 @@ class Clicks:
 
     def losses(self) -> Array:
         """Log loss of the planted probabilities in each row: no model does better on average."""
-        return -np.log(np.where(self.labels, self.probabilities, 1 - self.probabilities))
+        losses: Array = -np.log(np.where(self.labels, self.probabilities, 1 - self.probabilities))
+        return losses
 
     def text(self) -> str:
         """The rows in Criteo's form, one a line."""
-        columns = [map(str, self.labels.tolist())]
+        columns = [[str(x) for x in self.labels.tolist()]]
         columns += [["" if x == NO_INTEGER else str(x) for x in column] for column in self.integers.tolist()]
         columns += [["" if x == MISSING else f"{x:08x}" for x in column] for column in self.values.tolist()]
         return "".join(f"{line}\n" for line in map("\t".join, zip(*columns, strict=True)))
@@ -111,7 +113,7 @@ class ClickLog:
             # P(k) = log_{V+1}((k + 2) / (k + 1)), k from 0
             ranks = np.minimum(np.exp(rng.random(CHUNK) * math.log(size + 1)).astype(np.int64) - 1, size - 1)
             ranks[rng.random(CHUNK) < self._missing[feature]] = size
-            values[feature] = np.where(ranks == size, MISSING, _scramble(ranks.astype(np.uint32) + np.uint32(1)))
+            values[feature] = np.where(ranks == size, MISSING, _scramble(feature, ranks))
             effects.append(self._effects[feature][ranks])
             logits += effects[-1][:, 0]
         for left, right in zip(effects[: CATEGORIES // 2], effects[CATEGORIES // 2 :], strict=True):
@@ -119,13 +121,15 @@ class ClickLog:
         return logits, integers, values, rng.random(CHUNK)
 
 
-def _scramble(numbers: Array) -> Array:
-    """A permutation of the 32-bit numbers that leaves 0 in its place (the end of MurmurHash3)."""
-    mixed = numbers ^ (numbers >> np.uint32(16))
-    mixed = mixed * np.uint32(0x85EBCA6B)
+def _scramble(feature: int, ranks: Array) -> Array:
+    """A value above 0 for each category of each feature: a permutation of 32-bit numbers (the end of MurmurHash3)."""
+    mixed: Array = (ranks + (feature << 16) + 1).astype(np.uint32)
+    mixed ^= mixed >> np.uint32(16)
+    mixed *= np.uint32(0x85EBCA6B)
     mixed ^= mixed >> np.uint32(13)
     mixed *= np.uint32(0xC2B2AE35)
-    return mixed ^ (mixed >> np.uint32(16))
+    mixed ^= mixed >> np.uint32(16)
+    return mixed
 
 
 def _bias_for(rate: float, logits: Array) -> float:

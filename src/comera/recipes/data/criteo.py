@@ -1,10 +1,10 @@
 """Criteo's click log, prepared once: bad rows out, integers to log(1 + x), categories to ids, memory-mapped.
 
-    files (or a synthetic log) -> columns -> ids -> time order: six sevenths to train, then validation and test by halves
+    files (or a synthetic log) -> columns -> ids -> in order of time: six sevenths to train, then validation and test
 
 The columns lie in a cache folder named by a digest of the files and the settings. A preparation that is stopped goes on
-from where it was when it is called again. Memory does not grow with the number of rows: what it takes is some tens of MB
-for each process and, when ids are numbered, the dictionaries of as many features (20 to 50 bytes for each category).
+from where it was when it is called again. Memory does not grow with the number of rows: what it takes is some tens of
+MB for each process and, when ids are numbered, the dictionaries of as many features (20 to 50 bytes a category).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from comera.errors import ComeraError, ConfigError, DataError
+from comera.errors import ConfigError, DataError
 from comera.recipes.data.cache import cache_folder, open_or_make
 from comera.recipes.data.clicks import ClickLog
 from comera.recipes.data.criteo_batches import HASHED, MANIFEST, NUMBERED, PARTS, ClickBatch, ClickData, RowEncoder
@@ -52,8 +52,8 @@ PARSERS = 8  # processes by default, where there are more cores: one reader feed
 
 # fmt: off
 KAGGLE_TABLES = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173,
-    4, 7046547, 18, 15, 286181, 105, 142572,
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )
 # fmt: on
 
@@ -63,8 +63,8 @@ class CriteoConfig:
     """Where the clicks come from and how their categories become rows of embedding tables."""
 
     path: str | None = None
-    """Criteo's train.txt (Kaggle), a folder with it or with day_0, day_1, …, any of them also as .gz; "synthetic" or left
-    out: a synthetic click log with planted structure."""
+    """Criteo's train.txt (Kaggle), a folder with it or with day_0, day_1, ..., any of them also as .gz; "synthetic" or
+    left out: a synthetic click log with planted structure."""
     table_sizes: Literal["appearance", "kaggle"] | tuple[int, ...] = "appearance"
     """Rows of the embedding tables. "appearance": as many as there are categories, numbered in order of appearance; 26
     numbers: categories are hashed into tables of these sizes; "kaggle": into those of the full Kaggle data."""
@@ -125,11 +125,12 @@ class CriteoConfig:
 
 
 def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
-    """Read the clicks that `config` names; a second call with the same files and settings opens what the first one made.
+    """Read the clicks that `config` names; a second call with the same files and settings opens what the first made.
 
     Of several processes one prepares while the others wait; one that is killed leaves nothing that looks complete, and
     the next call goes on from there.
-    Raises DataError for files that are missing or unreadable, more than max_bad_rows bad rows and fewer than 14 good ones.
+    Raises DataError for files that are missing or unreadable, for more than max_bad_rows bad rows, and for fewer than
+    14 good ones.
     """
     synthetic = config.path in (None, SYNTHETIC)
     files = [] if config.path is None or synthetic else find_files(config.path)
@@ -146,21 +147,21 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
                 (parts / file).rename(folder / file)
         except OSError as error:
             raise ConfigError(
-                f"data.cache: expected a folder that can be written to, with about 160 bytes a row, got {folder.parent} "
-                f"({error}): make room or set data.cache; what is prepared so far is kept"
+                f"data.cache: expected a folder that can be written to, with room for 160 bytes a row, got "
+                f"{folder.parent} ({error}): make room or set data.cache; what is prepared so far is kept"
             ) from error
-        except ComeraError:
+        except DataError:
             shutil.rmtree(parts, ignore_errors=True)
             raise
         shutil.rmtree(parts, ignore_errors=True)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if not quiet:
+            _report(manifest)
 
     folder = cache_folder(config.cache) / f"criteo-{digest}"
     data = open_or_make(folder, lambda folder: ClickData(folder, shuffle=config.shuffle), write)
     if sum(data.bad.values()) > config.max_bad_rows:
         too_many_bad(data.bad, next(iter(data.manifest["bad_rows"].values()))[0], config.max_bad_rows)
-    if not quiet:
-        _report(data)
     return data
 
 
@@ -251,16 +252,14 @@ def _cuts(rows: int) -> dict[str, tuple[int, int]]:
     return dict(zip(PARTS, pairwise(bounds), strict=True))
 
 
-def _report(data: ClickData) -> None:
-    parts = ", ".join(f"{len(getattr(data, part)):,} {part}" for part in PARTS)
-    print(
-        f"clicks: {parts}; {sum(data.table_sizes):,} rows in 26 tables; click rate {data.click_rate:.4f}",
-        file=sys.stderr,
-    )
-    if data.bad:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in data.bad.items())
-        print(f"clicks: skipped {sum(data.bad.values()):,} bad rows ({kinds}), such as", file=sys.stderr)
-        for rows in data.manifest["bad_rows"].values():
+def _report(manifest: dict[str, Any]) -> None:
+    parts = ", ".join(f"{end - first:,} {part}" for part, (first, end) in manifest["parts"].items())
+    sizes, bad = manifest["table_sizes"], manifest["bad"]
+    print(f"clicks: {parts}; {sum(sizes):,} rows in {len(sizes)} tables", file=sys.stderr)
+    if bad:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in bad.items())
+        print(f"clicks: skipped {sum(bad.values()):,} bad rows ({kinds}), such as", file=sys.stderr)
+        for rows in manifest["bad_rows"].values():
             print(f"  {rows[0]}", file=sys.stderr)
 
 

@@ -1,8 +1,8 @@
 """Prepared clicks: memory-mapped columns, their batches, and later rows encoded in the same way.
 
 An epoch goes through the training rows in their order in time, or shuffled so that reading stays local: the rows form
-runs, the runs are shuffled, some tens of them make a pool, and the rows of a pool are shuffled. A batch is then read from
-a few places of every column, whatever the number of rows.  B batch, N rows.
+runs, the runs are shuffled, some tens of them make a pool, and the rows of a pool are shuffled. A batch is then read
+from a few places of every column, whatever the number of rows.  B batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from comera.errors import DataError
 from comera.recipes.data.criteo_columns import DENSE, FEATURES, LABELS
-from comera.recipes.data.criteo_files import find_files, read_blocks
+from comera.recipes.data.criteo_files import END_MISSING, find_files, read_blocks
 from comera.recipes.data.criteo_ids import IDS, Lookup
 from comera.recipes.data.criteo_parse import INTEGERS, Array, Rows, explain, parse
 
@@ -33,7 +33,7 @@ POOL = 32  # runs whose rows are shuffled together
 
 
 class ClickBatch(NamedTuple):
-    """dense: (B, 13) float32, log(1 + x). ids: (B, 26) int64, a column (one feature) contiguous. labels: (B,) float32."""
+    """dense: (B, 13) float32, log(1 + x); ids: (B, 26) int64, each feature contiguous; labels: (B,) float32."""
 
     dense: Tensor
     ids: Tensor
@@ -81,16 +81,21 @@ class ClickData:
             return self._read(slice(first % len(self.train), first % len(self.train) + size))
         return self._read(np.arange(first, first + size) % len(self.train))
 
-    def batches(self, part: str, size: int) -> int:
+    def batch_count(self, part: str, size: int) -> int:
         """Batches of `size` rows in "train", "validation" or "test"; the last one may be smaller."""
         return -(-len(self._part(part)) // size)
 
     def batch(self, part: str, index: int, size: int) -> ClickBatch:
         """The `index`-th batch of a part, in time order; raises DataError for a part or batch that is not there."""
-        if not 0 <= index < self.batches(part, size):
-            raise DataError(f"{part}: expected a batch from 0 to {self.batches(part, size) - 1}, got {index}")
+        count = self.batch_count(part, size)
+        if not 0 <= index < count:
+            raise DataError(f"{part}: expected a batch from 0 to {count - 1}, got {index}")
         rows = self._part(part)[index * size : (index + 1) * size]
         return self._read(slice(rows.start, rows.stop))
+
+    def batches(self, part: str, size: int) -> Iterator[ClickBatch]:
+        """All rows of a part, in time order."""
+        return (self.batch(part, index, size) for index in range(self.batch_count(part, size)))
 
     def encode(self, source: str | os.PathLike[str] | Iterable[str | bytes], **options: Any) -> Iterator[ClickBatch]:
         """Rows of a file, a folder, or lines, as batches with the ids of these tables; see `RowEncoder.encode`."""
@@ -143,10 +148,8 @@ class RowEncoder:
             for block in read_blocks(files):
                 file, line = files[block.begin.file], block.begin.line
                 if block.cut_short:
-                    raise DataError(
-                        f"{file}, line {line + 1}: the compressed file ends here, cut short: fetch it again"
-                    )
-                yield from self._batches(block.text, f"{file}", line, size, labelled)
+                    raise DataError(f"{file}, line {line + 1}: {END_MISSING}: fetch it again")
+                yield from self._batches(block.text, str(file), line, size, labelled)
         else:
             lines = (line.encode() if isinstance(line, str) else line for line in source)
             for first, chunk in enumerate(iter(partial(_take, lines, size), [])):

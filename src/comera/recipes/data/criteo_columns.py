@@ -1,6 +1,6 @@
 """Criteo's rows as columns on disk: parsed by several processes, written in their order, and resumed where it stopped.
 
-    blocks of text -> parsing processes -> label.bin (N,) uint8, dense.bin (N, 13) float32, C01.raw … C26.raw (N,) uint32
+    blocks of text -> parsing processes -> label.bin (N,) uint8, dense.bin (N, 13) float32, C01.raw, … (N,) uint32
 
 The columns grow as rows come; state.json says now and then how far they are good, so that a preparation that was killed
 goes on from there.
@@ -14,20 +14,21 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, Any, NoReturn
+from typing import IO, BinaryIO, NoReturn, cast
 
 import numpy as np
 
 from comera.errors import ComeraError, DataError
 from comera.files import replace_file
 from comera.recipes.data import criteo_parse
-from comera.recipes.data.criteo_files import BLOCK, Block, Place, read_blocks
+from comera.recipes.data.criteo_files import BLOCK, END_MISSING, START, Block, Place, read_blocks
 from comera.recipes.data.criteo_ids import IDS
 from comera.recipes.data.criteo_parse import (
     CATEGORIES,
@@ -63,7 +64,7 @@ class State:
     rows: in them. bad: bad rows by kind. shown: the first few of each kind, as file, line and what is wrong.
     """
 
-    place: Place = Place()
+    place: Place = START
     rows: int = 0
     bad: dict[str, int] = field(default_factory=dict)
     shown: dict[str, list[str]] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class Columns:
         """Add rows: labels (R,), dense (13, R), values (26, R)."""
         arrays = [labels, dense.T, *values]
         for file, array in zip(self._files.values(), arrays, strict=True):
-            data = memoryview(np.ascontiguousarray(array)).cast("B")
+            data = np.ascontiguousarray(array).data.cast("B")
             while data:
                 data = data[file.write(data) :]
 
@@ -144,8 +145,8 @@ def read_columns(
         return state
     size = sum(file.stat().st_size for file in files)
     workers = min(workers, size // (BLOCK * BLOCKS_EACH))
-    with Columns(folder, state.rows) as columns:
-        for number, (block, rows) in enumerate(parsed(read_blocks(files, state.place), workers), 1):
+    with Columns(folder, state.rows) as columns, closing(parsed(read_blocks(files, state.place), workers)) as blocks:
+        for number, (block, rows) in enumerate(blocks, 1):
             rows = _first(rows, None if max_rows is None else max_rows - state.rows)
             _note_bad(state, files, block, rows, max_bad_rows)
             columns.append(rows.labels, rows.dense, rows.values)
@@ -183,7 +184,7 @@ def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, lim
         over = state.bad_rows > limit
         if over or len(shown) < SHOWN:
             lines = lines or block.text.split(b"\n")
-            what = "the compressed file ends here, cut short" if kind == CUT_SHORT else explain(lines[line])
+            what = END_MISSING if kind == CUT_SHORT else explain(lines[line])
             shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
             if over:
                 too_many_bad(state.bad, shown[-1], limit)
@@ -198,7 +199,7 @@ def too_many_bad(bad: dict[str, int], last: str, limit: int) -> NoReturn:
     )
 
 
-def parsed(blocks: Iterable[Block], workers: int) -> Iterator[tuple[Block, Rows]]:
+def parsed(blocks: Iterable[Block], workers: int) -> Generator[tuple[Block, Rows], None, None]:
     """Blocks with their rows, in order; as many processes parse, with few blocks on the way. Below 2: in this one."""
     if workers < 2:
         for block in blocks:
@@ -238,12 +239,12 @@ class Parsers:
     def parse(self, text: bytes) -> Rows:
         """The rows of a block, from whichever process is idle; raises ComeraError when that has died."""
         process = self._idle.get()
-        assert process.stdin is not None and process.stdout is not None
+        stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         try:
-            process.stdin.write(len(text).to_bytes(8, "little"))
-            process.stdin.write(text)
-            process.stdin.flush()
-            return receive(process.stdout)
+            stdin.write(len(text).to_bytes(8, "little"))
+            stdin.write(text)
+            stdin.flush()
+            return receive(stdout)
         except (OSError, EOFError) as error:
             raise ComeraError(
                 f"a process that parses the click log ended with exit code {process.wait()}: is there enough memory? "

@@ -18,6 +18,7 @@ TRAIN = ("train.txt", "train.txt.gz")  # as published, in a folder with a test f
 DAY = re.compile(r"day_?(\d+)(\.txt|\.tsv)?(\.gz)?")
 GZIP = b"\x1f\x8b"
 BLOCK = 2 * 2**20  # bytes of text at a time: small enough for the caches, large enough to make up for the calls
+END_MISSING = "the compressed file ends here, cut short"
 STAMP = 2**20  # bytes at either end of a file that tell it from another of its size and time
 
 
@@ -27,6 +28,9 @@ class Place(NamedTuple):
     file: int = 0
     offset: int = 0
     line: int = 0
+
+
+START = Place()
 
 
 class Block(NamedTuple):
@@ -78,7 +82,7 @@ def stamp(file: Path) -> list[object]:
     return [status.st_size, status.st_mtime_ns, hashlib.blake2b(ends, digest_size=16).hexdigest()]
 
 
-def read_blocks(files: Sequence[Path], place: Place = Place()) -> Iterator[Block]:  # noqa: B008, a constant
+def read_blocks(files: Sequence[Path], place: Place = START) -> Iterator[Block]:
     """The text of all files from `place` on, some megabytes at a time; a last line without newline gets one.
 
     Raises DataError, with file and line, for what cannot be read, lines without end and a file without lines.

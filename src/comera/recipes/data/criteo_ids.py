@@ -20,17 +20,15 @@ MISSING = 0  # the value of an empty field, in both; it is never rare
 UNKNOWN = 0  # the id of values that are rare or were not there when the ids were made
 PIECE = 2**18  # rows at a time
 GOLDEN = np.uint32(2_654_435_769)  # 2³² / golden ratio: spreads neighbouring values over the slots
-IDS, VALUES, TABLE = (
-    "ids.bin",
-    "values.npy",
-    "table.npy",
-)  # what a finished column leaves, after the name of its feature
+# What a finished column leaves, after the name of its feature: ids of the rows; the values that have one, and theirs.
+IDS, VALUES, TABLE = "ids.bin", "values.npy", "table.npy"
 
 
 class Numbers:
     """Numbers 1, 2, … of 32-bit values in order of appearance: a hash table with open addressing.
 
-    A slot holds value · 2³² + number, 0 when it is free; a value lies in the first free slot from where its hash points.
+    A slot holds value · 2³² + number, 0 when it is free; a value lies in the first slot, from where its hash points,
+    that was free.
     """
 
     def __init__(self) -> None:
@@ -64,9 +62,7 @@ class Numbers:
         unknown = np.flatnonzero(numbers == 0)
         if len(unknown):
             # sorted by value, then by place: one sort of plain integers, several times faster than an argsort
-            pairs = np.sort(
-                (values[unknown].astype(np.uint64) << np.uint64(32)) | np.arange(len(unknown), dtype=np.uint64)
-            )
+            pairs = np.sort(_pack(values[unknown], 0))
             heads = np.flatnonzero(np.diff(pairs >> np.uint64(32), prepend=np.uint64(2**33)))
             first = np.sort(pairs[heads].astype(np.uint32))
             self._append(values[unknown[first]])
@@ -89,7 +85,7 @@ class Numbers:
     def _place(self, first: int, end: int) -> None:
         """Give each of these values, which have none, a slot."""
         values = self._values[first:end]
-        entries = (values.astype(np.uint64) << np.uint64(32)) | np.arange(first + 1, end + 1, dtype=np.uint64)
+        entries = _pack(values, first + 1)
         places, pending = self._places(values), np.arange(len(values))
         while len(pending):
             free = pending[self._slots[places[pending]] == 0]
@@ -98,7 +94,15 @@ class Numbers:
             places[pending] = (places[pending] + 1) & (len(self._slots) - 1)
 
     def _places(self, values: Array) -> Array:
-        return ((values * GOLDEN) >> np.uint32(32 - self._bits)).astype(np.int64)
+        places: Array = ((values * GOLDEN) >> np.uint32(32 - self._bits)).astype(np.int64)
+        return places
+
+
+def _pack(values: Array, first: int) -> Array:
+    """Values in the upper halves of words, numbers from `first` on in the lower ones: uint64."""
+    numbers = np.arange(first, first + len(values), dtype=np.uint64)
+    numbers |= values.astype(np.uint64) << np.uint64(32)
+    return numbers
 
 
 def hashed(values: Array, size: int) -> Array:
@@ -127,7 +131,8 @@ class Lookup:
         if not len(self._values):
             return np.full(len(values), UNKNOWN, np.int32)
         places = np.minimum(np.searchsorted(self._values, values), len(self._values) - 1)
-        return np.where(self._values[places] == values, self._ids[places], np.int32(UNKNOWN))
+        ids: Array = np.where(self._values[places] == values, self._ids[places], np.int32(UNKNOWN))
+        return ids
 
 
 def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count: int) -> int:

@@ -2,9 +2,9 @@
 
     label \\t 13 integers \\t 26 hexadecimal categories \\n
 
-A row is known by its separators: 40 fields between 39 tabs, or it is bad and left out. The value of a field is then read
-from the eight bytes that end with it, as one 64-bit word whose lanes are folded in pairs: 8 × 1 digit, 4 × 2, 2 × 4, 1 × 8.
-So a column takes some twenty operations on vectors, however long its fields are.
+A row is known by its separators: 40 fields between 39 tabs, or it is bad and left out. The value of a field is then
+read from the eight bytes that end with it, as one 64-bit word whose lanes are folded in pairs: 8 × 1 digit, 4 × 2,
+2 × 4, 1 × 8. So a column takes some twenty operations on vectors, however long its fields are.
 
 As in the published DLRM: a missing or negative integer is 0, an integer x becomes log(1 + x), a missing category is 0.
 As these are many short operations, threads would wait for one another most of the time. So this file is also a program,
@@ -40,8 +40,8 @@ class Rows(NamedTuple):
     """The good rows of a block, and where the bad ones stood.
 
     labels: (R,) uint8; dense: (13, R) float32, log(1 + x); values: (26, R) uint32, 0 where missing.
-    lines: how many the block has. bad_lines: number of each bad line in the block, from 0, int64; bad_kinds: of its first
-    mistake, uint8, an index into KINDS.
+    lines: how many the block has. bad_lines: number of each bad line in the block, from 0, int64; bad_kinds: of its
+    first mistake, uint8, an index into KINDS.
     """
 
     labels: Array
@@ -125,7 +125,8 @@ def _quote(text: bytes) -> str:
 
 def _lanes(byte: int) -> np.uint64:
     """A word with this byte in each of its lanes."""
-    return np.uint64(int.from_bytes(bytes([byte]) * WORD, "little"))
+    word: np.uint64 = np.uint64(int.from_bytes(bytes([byte]) * WORD, "little"))
+    return word
 
 
 # A word of n characters, the last one highest, keeps its upper n lanes; the others read as "0".
@@ -150,7 +151,7 @@ class _Reader:
 
     def _word(self, ends: Array, lengths: Array) -> Array:
         """The last characters before `ends`, at most 8, with zeros in front."""
-        word = self.words[ends - WORD]
+        word: Array = self.words[ends - WORD]
         word &= KEEP[lengths]
         word |= FILL[lengths]
         return word

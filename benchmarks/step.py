@@ -1,0 +1,91 @@
+"""One training step of the six-encoder MNLI transformer: dense, compressed as it is, compressed and fused.
+
+The model of the recipe, the same batch and optimizer (fused AdamW) for all; dense attention is torch's SDPA. Steps of the
+sides alternate in one process and ratios are those of the medians. `--compile` adds the dense and the fused step under
+torch.compile (minutes of compilation on a CPU).
+
+    python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from common import about, write
+
+from comera.nn import fuse_
+from comera.recipes.data.pairs import PairBatch
+from comera.recipes.mnli import build_model, pair_loss, preset
+from comera.train.optimizer import param_groups
+from comera.train.step import TrainStep
+
+# name: batch, length, dropout, precision, goal for the ratio dense / fused
+CASES = {
+    "batch 32": (32, 128, 0.1, "fp32", 5.0),
+    "batch 32, no dropout": (32, 128, 0.0, "fp32", None),
+    "batch 1": (1, 128, 0.1, "fp32", 5.0),
+    "batch 32, bf16": (32, 128, 0.1, "bf16", 2.0),
+}
+SIDES = ("dense", "compressed", "fused")
+
+
+def make_step(side: str, batch: PairBatch, dropout: float, precision: str) -> Callable[[], object]:
+    """A step of one side, on its own model."""
+    torch.manual_seed(0)
+    kind, _, compiled = side.partition(", ")
+    config = preset("dense" if kind == "dense" else "comera")
+    model, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
+    if kind == "fused":
+        fuse_(model)
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True)
+    mode = "compile" if compiled else "eager"
+    step = TrainStep(model.train(), pair_loss, optimizer, clip=1.0, precision=precision, mode=mode)
+    return lambda: step([batch])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for name in options.cases:
+        batch_size, length, dropout, precision, goal = CASES[name]
+        ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones(batch_size, length, dtype=torch.bool)
+        batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
+        sides = (*SIDES, "dense, compiled", "fused, compiled") if options.compile else SIDES
+        steps = {side: make_step(side, batch, dropout, precision) for side in sides}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        repeats = options.repeats * (4 if batch_size == 1 else 1)
+        for repeat in range(repeats + 2):
+            for side, step in steps.items():
+                started = time.perf_counter()
+                step()
+                if repeat >= 2:  # the first steps make plans, state and memory
+                    seconds[side].append(time.perf_counter() - started)
+        dense = min(statistics.median(times) for side, times in seconds.items() if side.startswith("dense"))
+        for side, times in seconds.items():
+            p20, _, _, p80 = statistics.quantiles(times, n=5)
+            row = {
+                "case": name,
+                "side": side,
+                "p20_ms": f"{p20 * 1e3:.1f}",
+                "p50_ms": f"{statistics.median(times) * 1e3:.1f}",
+                "p80_ms": f"{p80 * 1e3:.1f}",
+                "times_dense": f"{dense / statistics.median(times):.2f}",
+                "goal": goal if side == "fused" and goal else "",
+            }
+            rows.append({**row, **about()})
+            print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
+    write("step", rows)
+
+
+if __name__ == "__main__":
+    main()

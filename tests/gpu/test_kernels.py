@@ -1,0 +1,113 @@
+"""The Triton kernels on the device: against float64, in every dtype, and what the layers compute with them."""
+
+import math
+
+import pytest
+import torch
+
+from comera.contract import kernels
+from comera.contract.activations import ACTIVATIONS
+from comera.contract.linear import tt_linear
+from comera.contract.lookup import ttm_lookup
+from comera.contract.plan import plan_linear, plan_lookup
+from comera.tt.dense import materialize
+from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
+
+pytestmark = pytest.mark.gpu
+
+LOWEST = {torch.float32: 110, torch.bfloat16: 43, torch.float16: 61}  # decibels of signal to noise
+SHAPES = [
+    (1, 1, 1, 1),
+    (5, 7, 11, 3),
+    (1000, 768, 768, 30),
+    (4097, 768, 3072, 30),
+    (130, 3072, 768, 64),
+    (63, 500, 65, 1),
+]
+TABLES = [(1, 1, 1, 1, 1, 1), (320, 16, 32, 100, 48, 5000), (50, 8, 30, 9, 8, 4097), (3, 5, 1, 2, 1, 11)]
+
+
+def decibels(found, exact):
+    noise = (found.detach().double() - exact.detach().double()).square().sum()
+    return 10 * math.log10(exact.detach().double().square().sum() / noise.clamp(min=1e-300))
+
+
+def draw(*shape, dtype, device, scale=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+    return numbers.to(device, dtype).requires_grad_()
+
+
+def worst(found_function, exact_function, tensors, dtype):
+    """Lowest decibels over the value and all gradients."""
+    double = [t.detach().double().requires_grad_() for t in tensors]
+    found, exact = found_function(*tensors), exact_function(*double)
+    assert found.dtype == dtype
+    dy = draw(*exact.shape, dtype=dtype, device=exact.device, seed=7).detach()
+    pairs = [(found, exact)]
+    pairs += zip(torch.autograd.grad(found, tensors, dy), torch.autograd.grad(exact, double, dy.double()), strict=True)
+    return min(decibels(a, b) for a, b in pairs)
+
+
+def oracle(x, a, b, bias, activation=None):
+    y = (x @ a.t()) @ b + bias
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(y, approximate="tanh")
+    return getattr(torch.nn.functional, activation)(y) if activation else y
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_sided(shape, activation, dtype, device):
+    batch, features, out_features, rank = shape
+    bias = draw(out_features, dtype=dtype, device=device, seed=3)
+    if activation == "relu":  # away from its kink, at which rounding would flip the derivative
+        bias = (bias.detach().sign() * 8).requires_grad_()
+    tensors = [
+        draw(batch, features, dtype=dtype, device=device),
+        draw(rank, features, dtype=dtype, device=device, scale=features**-0.5, seed=1),
+        draw(rank, out_features, dtype=dtype, device=device, scale=rank**-0.5, seed=2),
+        bias,
+    ]
+    lowest = worst(lambda *t: kernels.two_sided(*t, activation), lambda *t: oracle(*t, activation), tensors, dtype)
+    assert lowest > (LOWEST[dtype] if batch > 5 or dtype != torch.bfloat16 else 38)  # few numbers, uneven noise
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_rows(table, dtype, device):
+    rows_l, cols_l, rank, rows_r, cols_r, count = table
+    ids = torch.randint(0, rows_l * rows_r, (count,), generator=torch.Generator().manual_seed(4)).to(device)
+    left = draw(rows_l, cols_l, rank, dtype=dtype, device=device)
+    right = draw(rows_r, rank, cols_r, dtype=dtype, device=device, scale=rank**-0.5, seed=1)
+    lowest = worst(
+        lambda *t: kernels.rows(ids, *t),
+        lambda left, right: (left[ids // rows_r] @ right[ids % rows_r]).flatten(1),
+        [left, right],
+        dtype,
+    )
+    assert lowest > (LOWEST[dtype] if count > 11 or dtype != torch.bfloat16 else 38)
+
+
+def test_layers_take_them_when_asked(device, monkeypatch):
+    linear = TTSpec(768, 768, (12, 8, 8), (8, 8, 12), clip_ranks(30, (12, 8, 8, 8, 8, 12)))
+    table = TTMSpec(30522, 768, (16, 20, 10, 10), (4, 4, 8, 6), clip_ranks(30, (64, 80, 80, 60)))
+    cores, rows_cores = (
+        [draw(*s, dtype=torch.float32, device=device, scale=s[0] ** -0.5) for s in spec.core_shapes]
+        for spec in (linear, table)
+    )
+    x = draw(512, 768, dtype=torch.float32, device=device)
+    ids = torch.arange(0, 30000, 7, device=device)
+    calls = []
+    for name in kernels.NAMES:
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *t, name=name, kernel=kernel: calls.append(name) or kernel(*t))
+    for setting, expected in (("all", list(kernels.NAMES)), ("none", [])):
+        monkeypatch.setenv("COMERA_KERNELS", setting)
+        calls.clear()
+        y = tt_linear(x, linear, cores, plan=plan_linear(linear, 512).using("halves"))
+        rows = ttm_lookup(ids, table, rows_cores, plan=plan_lookup(table, 4096).using("halves", 2))
+        assert calls == expected
+        assert decibels(y, x.double() @ materialize(linear, [c.double() for c in cores])) > 110
+        assert decibels(rows, materialize(table, [c.double() for c in rows_cores])[ids]) > 110
