@@ -18,6 +18,7 @@ import torch
 from common import about, write
 
 import comera
+from comera.nn import fuse_
 from comera.recipes.data.pairs import PairBatch
 from comera.recipes.mnli import build_model, pair_loss, preset
 from comera.train.optimizer import param_groups
@@ -53,6 +54,7 @@ def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[
     batch = PairBatch(ids, torch.zeros_like(ids), torch.ones(shape, dtype=torch.bool), ids[:, 0] % 3)
     steps = {}
     for name, model in models.items():
+        fuse_(model)
         optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True)
         steps[name] = TrainStep(model.train(), pair_loss, optimizer, clip=1.0)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
