@@ -22,6 +22,8 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@# galore-torch asks for a GPU library that its plain optimizer does not use
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps galore-torch==1.0
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -118,7 +118,7 @@ def test_autocast_runs_in_its_dtype():
 def test_refuses_what_does_not_fit():
     up, down = weight(UP, 0), weight(DOWN, 2)
     x = torch.randn(9, 14, dtype=torch.float64)
-    with pytest.raises(ValueError, match="expected an activation of gelu, .* got 'elu'"):
+    with pytest.raises(ValueError, match=r"expected an activation of gelu, .* got 'elu'"):
         tt_feed_forward(x, [up], "elu", down)
     with pytest.raises(SpecError, match="expected one or two weights up to the 45 features"):
         tt_feed_forward(x, [down], "gelu", down)

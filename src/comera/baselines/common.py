@@ -24,7 +24,7 @@ from comera.train.optimizer import param_groups
 # Method: module, package, how to install it. GaLore's plain AdamW needs torch and transformers, but no bitsandbytes.
 _PACKAGES = {
     "galore": ("galore_torch", "galore-torch", "pip install --no-deps galore-torch"),
-    "tensorly": ("tltorch", "tensorly-torch", "pip install tensorly tensorly-torch"),
+    "tensorly": ("tltorch", "tensorly-torch", "pip install tensorly tensorly-torch opt_einsum"),
 }
 
 

@@ -57,7 +57,7 @@ class GaLore:
                 if group["name"] != "projected":
                     made.append(group)
                     continue
-                for rank in sorted(set(projected.values())):
+                for rank in sorted({projected[p] for p in group["params"]}):
                     chosen = [p for p in group["params"] if projected[p] == rank]
                     own = {"rank": rank, "update_proj_gap": self.update_proj_gap, "scale": self.scale}
                     name = f"projected_{rank}"
@@ -108,7 +108,8 @@ def galore_adamw() -> Callable[..., Optimizer]:
             loss = super().step(closure)
             for p, _ in projected:
                 if "projector" in self.state[p]:
-                    self.state[p]["basis"] = self.state[p].pop("projector").ortho_matrix
+                    # contiguous, as it comes back from a file: products of another layout round otherwise
+                    self.state[p]["basis"] = self.state[p].pop("projector").ortho_matrix.contiguous()
             return loss
 
     return GaLoreAdamW

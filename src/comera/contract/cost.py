@@ -35,7 +35,7 @@ class Machine:
 
 # One core of an AMD EPYC 7003 (AVX2, MKL), measured; half precision is widened to float32 there (chain.product). With
 # these the plans of the six-encoder layers, batch 1 to 4,096, take at most 1.15 times the fastest of all partitions.
-CPU = Machine(single=70e9, half=70e9, double=30e9, bytes=12e9, call=10e-6, half_bytes=10)
+CPU = Machine(single=80e9, half=80e9, double=36e9, bytes=13e9, call=12e-6, half_bytes=9)
 # Not measured: two thirds of the published rates of an NVIDIA H100 SXM (float32 without TF32), a launch in eager mode.
 ACCELERATOR = Machine(single=45e12, half=650e12, double=45e12, bytes=2.2e12, call=5e-6)
 

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import merge_dtype, pieces, without_autocast
 from comera.contract.linear import enter, tt_linear
+from comera.contract.once import made_once
 from comera.contract.plan import choose_groups
 from comera.contract.two_sided import merge_halves, two_sided, with_bias, with_ones, without_bias, working_dtype
 from comera.errors import SpecError
@@ -77,19 +78,6 @@ class Half(NamedTuple):
     bias: Tensor | None
 
 
-# activation -> (value, derivative times a gradient)
-_GELU, _GELU_BACKWARD = torch.ops.aten.gelu, torch.ops.aten.gelu_backward
-ACTIVATIONS: dict[str, tuple[Any, Any]] = {
-    "gelu": (_GELU, _GELU_BACKWARD),
-    "gelu_tanh": (
-        lambda y: _GELU(y, approximate="tanh"),
-        lambda dh, y: _GELU_BACKWARD(dh, y, approximate="tanh"),
-    ),
-    "relu": (torch.relu, lambda dh, y: torch.ops.aten.threshold_backward(dh, y, 0)),
-    "silu": (F.silu, torch.ops.aten.silu_backward),
-}
-
-
 def _whole(x_BI: Tensor, ups: Sequence[Half], activation: str, down: Half) -> Tensor:
     """The same by torch's own autograd, with the wide tensors whole."""
     act, _ = ACTIVATIONS[activation]
@@ -113,10 +101,15 @@ class _FeedForward(torch.autograd.Function):
         x_BI = given_BI.to(down.a.dtype)
         ups_SF = [with_bias(up.b, up.bias) for up in ups]
         ps_SB = [with_ones(up.a @ x_BI.t(), b.shape[0]) for up, b in zip(ups, ups_SF, strict=True)]
-        q_RB = x_BI.new_empty(down.a.shape[0], x_BI.shape[0])
-        for part in _pieces(x_BI, down.a.shape[1]):
-            ys_PF = [p[:, part].t() @ b for p, b in zip(ps_SB, ups_SF, strict=True)]
-            q_RB[:, part] = down.a @ _hidden(activation, ys_PF)[1].t()
+
+        def narrow() -> Tensor:
+            q_RB = x_BI.new_empty(down.a.shape[0], x_BI.shape[0])
+            for part in _pieces(x_BI, down.a.shape[1]):
+                ys_PF = [p[:, part].t() @ b for p, b in zip(ps_SB, ups_SF, strict=True)]
+                q_RB[:, part] = down.a @ _hidden(activation, ys_PF)[1].t()
+            return q_RB
+
+        q_RB = made_once(narrow)
         b_SO = with_bias(down.b, down.bias)
         q_SB = with_ones(q_RB, b_SO.shape[0])
         ctx.activation, ctx.count = activation, count

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from comera.contract.chain import widens
 from comera.contract.halves import pieces, without_autocast
+from comera.contract.once import made_once
 from comera.nn.dropout import keep_mask
 
 
@@ -69,16 +70,20 @@ class _Attention(torch.autograd.Function):
             keep, ctx.kept_scale = keep_mask((batch, heads, queries, k_BHSD.shape[2]), dropout)
         ctx.scale = scale
         ctx.save_for_backward(q_BHTD, k_BHSD, v_BHSD, mask, keep)
-        # heads side by side: what follows attention flattens them into features without a copy
-        o_BTHD = q_BHTD.new_empty(batch, queries, heads, v_BHSD.shape[3])
-        for part in _pieces(q_BHTD, k_BHSD):
-            q, k, v = _flat(q_BHTD[part]), _flat(k_BHSD[part]), _flat(v_BHSD[part])
-            p_CTS = _probabilities(q, k, None if mask is None else mask[part], scale)
-            if keep is not None:
-                p_CTS.mul_(keep[part].flatten(0, 1))
-            o = torch.bmm(p_CTS, v if keep is None else v * ctx.kept_scale)
-            o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
-        return o_BTHD.transpose(1, 2)
+
+        def pieces_of_attention() -> Tensor:
+            # heads side by side: what follows attention flattens them into features without a copy
+            o_BTHD = q_BHTD.new_empty(batch, queries, heads, v_BHSD.shape[3])
+            for part in _pieces(q_BHTD, k_BHSD):
+                q, k, v = _flat(q_BHTD[part]), _flat(k_BHSD[part]), _flat(v_BHSD[part])
+                p_CTS = _probabilities(q, k, None if mask is None else mask[part], scale)
+                if keep is not None:
+                    p_CTS.mul_(keep[part].flatten(0, 1))
+                o = torch.bmm(p_CTS, v if keep is None else v * ctx.kept_scale)
+                o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
+            return o_BTHD
+
+        return made_once(pieces_of_attention).transpose(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]

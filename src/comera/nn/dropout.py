@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.contract.halves import pieces
+from comera.contract.once import made_once
 
 _LEVELS = 2**16
 
@@ -24,12 +25,16 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
     Drawn from torch's global generator, so `torch.manual_seed` fixes it. 0 <= p < 1.
     """
     dropped = min(round(p * _LEVELS), _LEVELS - 1)
-    keep = torch.empty(prod(shape), dtype=torch.bool)
-    for part in pieces(keep.numel(), 4, keep.device):  # pieces that stay in the caches
-        some = keep[part]
-        draws = torch.empty(-(-some.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        torch.ge(draws.view(torch.int16)[: some.numel()], dropped - _LEVELS // 2, out=some)
-    return keep.view(*shape), _LEVELS / (_LEVELS - dropped)
+
+    def draw() -> Tensor:
+        keep = torch.empty(prod(shape), dtype=torch.bool)
+        for part in pieces(keep.numel(), 4, keep.device):  # pieces that stay in the caches
+            some = keep[part]
+            draws = torch.empty(-(-some.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+            torch.ge(draws.view(torch.int16)[: some.numel()], dropped - _LEVELS // 2, out=some)
+        return keep.view(*shape)
+
+    return made_once(draw), _LEVELS / (_LEVELS - dropped)
 
 
 class Dropout(nn.Dropout):

@@ -90,10 +90,11 @@ _SMALL_MODEL = ModelConfig(hidden=128, layers=2, heads=4, ffn=512, dropout=0.1)
 
 
 def _by_method(comera: TrainConfig, dense: TrainConfig) -> dict[Method, TrainConfig]:
-    """Rates of the baselines from those of the dense twin; core_lr: of what stands in the place of linear weights."""
-    lr = dense.lr
-    scaled: dict[Method, float] = {"galore": 4.0, "lte": 0.1, "cola": 5.0, "tensorly": 5.0}
-    others = {method: replace(dense, core_lr=lr * factor) for method, factor in scaled.items()}
+    """Rates of the baselines from those of the dense twin, as in the recipe code-lm, and for cores of fixed rank ours;
+    core_lr: of what stands in the place of linear weights."""
+    factors: dict[Method, float] = {"galore": 10.0, "lte": 0.1, "cola": 5.0}
+    others = {method: replace(dense, core_lr=dense.lr * factor) for method, factor in factors.items()}
+    others["tensorly"] = replace(dense, lr=comera.lr, core_lr=comera.core_lr)
     return {"comera": comera, "dense": dense, **others}
 
 

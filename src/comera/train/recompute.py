@@ -23,7 +23,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -145,7 +144,7 @@ class _Recompute:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
-        forward = self.own or MethodType(type(block).forward, block)
+        forward = self.own or partial(type(block).forward, block)
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():

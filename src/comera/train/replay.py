@@ -21,13 +21,14 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from comera.contract.once import Tape, exchange, made_once
 from comera.errors import TrainingError
 
 T = TypeVar("T")
+_Kept = tuple[Any, Any]  # an operation, and what is kept of it
 
 # A product is narrow when it has at most 1/_NARROW of the numbers of a factor.
 _NARROW = 4
@@ -91,57 +92,45 @@ def _draws_bits(func: Any) -> bool:
     return "bernoulli" in func._schema.name
 
 
+def _returns_written(func: Any) -> bool:
+    return bool(func._schema.returns) and func._schema.returns[0].alias_info is not None
+
+
 def _to_keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """Of the result of an operation, what `_put_back` needs."""
+    """Of the result of an operation, what `_put_back` needs; copies, for the block may go on to write to the result."""
+    if _kind(func) == "attention":  # but its backward forbids that
+        return _aliases(out)
     if _drops(func, args):
         return out[1].detach()
     written = _written(func, args, kwargs)
     if _draws_bits(func):
         return (written[0] if written else out).bool()
-    return [tensor.clone() for tensor in written] if written else _aliases(out)
+    return [tensor.clone() for tensor in written], None if _returns_written(func) else _copies(out)
 
 
 def _put_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Any:
     """The result of an operation from what was kept of it, its writing done."""
+    if _kind(func) == "attention":
+        return _aliases(kept)
     if _drops(func, args):
         scale = 0.0 if args[1] == 1 else 1 / (1 - args[1])
-        return args[0] * kept * scale, kept
+        return args[0] * kept * scale, kept.detach()
     written = _written(func, args, kwargs)
     if _draws_bits(func):
         return (written[0] if written else torch.empty_like(args[0])).copy_(kept)
-    for tensor, values in zip(written, kept if written else (), strict=True):
-        tensor.copy_(values)
-    return written[0] if written else kept
+    values, out = kept
+    for tensor, value in zip(written, values, strict=True):
+        tensor.copy_(value)
+    return written[0] if _returns_written(func) else _copies(out)
+
+
+def _copies(values: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, values)
 
 
 def _aliases(values: Any) -> Any:
     """The same numbers as tensors of their own, free of any graph."""
     return tree_map_only(Tensor, Tensor.detach, values)
-
-
-class _Kept:
-    """What is kept of one operation, `func`."""
-
-    def __init__(self, func: Any, values: Any) -> None:
-        self.func, self.values = func, values
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [value._version for value in tree_leaves(self.values) if isinstance(value, Tensor)]
-
-    def take(self, func: Any) -> Any:
-        """It, for the same operation in the replay."""
-        if func is not self.func:
-            raise TrainingError(
-                f"expected a block to do in the backward what it did in the forward, {self.func}, got {func}: let it "
-                "depend on its inputs only, or take recomputation off"
-            )
-        if self._versions() != self.versions:
-            raise TrainingError(
-                f"expected the result of {func} as the forward left it, but the block has written to it in place: let "
-                "it write to a copy, or take recomputation off"
-            )
-        return _aliases(self.values)
 
 
 class _Keep(TorchDispatchMode, Tape):
@@ -170,14 +159,14 @@ class _Keep(TorchDispatchMode, Tape):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not self.suspended and _is_kept(func, args):
-            self.kept.append(_Kept(func, _to_keep(func, args, kwargs, out)))
+            self.kept.append((func, _to_keep(func, args, kwargs, out)))
         return out
 
     def made_once(self, make: Callable[[], T]) -> T:
         """make(), kept; what it does inside is not."""
         with self._suspended():
             out = make()
-        self.kept.append(_Kept(made_once, _aliases(out)))
+        self.kept.append((made_once, _aliases(out)))
         return out
 
     @contextmanager
@@ -212,14 +201,15 @@ class _Replay(_Keep):
 
     def made_once(self, make: Callable[[], T]) -> T:
         """What was kept, without a call of `make`."""
-        values: T = self._next(made_once)
+        values: T = _aliases(self._next(made_once))
         return values
 
     def _next(self, func: Any) -> Any:
-        kept = next(self.left, None)
-        if kept is None:
+        """What was kept of `func`, which the forward must have come to at this place."""
+        expected, values = next(self.left, ("its end", None))
+        if func is not expected:
             raise TrainingError(
-                f"expected a block to end in the backward where it ended in the forward, but it went on with {func}: "
-                "let it depend on its inputs only, or take recomputation off"
+                f"expected a block to do in the backward what it did in the forward, which came to {expected}, got "
+                f"{func}: let it depend on its inputs only, or take recomputation off"
             )
-        return kept.take(func)
+        return values

@@ -4,7 +4,7 @@
 
 The columns lie in a cache folder named by a digest of the files and the settings. A preparation that is stopped goes on
 from where it was when it is called again. Memory does not grow with the number of rows: what it takes is some tens of
-MB for each process and, when ids are numbered, the dictionaries of as many features (20 to 50 bytes a category).
+MB for each process and, when ids are numbered, the dictionaries of as many features (30 to 60 bytes a category).
 """
 
 from __future__ import annotations

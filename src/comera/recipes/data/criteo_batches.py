@@ -28,8 +28,10 @@ from comera.recipes.data.criteo_parse import INTEGERS, Array, Rows, explain, par
 PARTS = ("train", "validation", "test")
 MANIFEST = "manifest.json"
 HASHED, NUMBERED = "hashed", "numbered"  # how the ids were made
-RUN = 8192  # rows that stay together: 32 KB of a column
-POOL = 32  # runs whose rows are shuffled together
+RUN = 2048  # rows that stay together: 8 KB of a column
+POOL = (
+    32  # runs whose rows are shuffled together: with more, a batch would pass through more memory than the caches have
+)
 
 
 class ClickBatch(NamedTuple):
@@ -108,11 +110,11 @@ class ClickData:
         return rows
 
     def _read(self, rows: slice | Array) -> ClickBatch:
-        labels_B = self._labels[rows].astype(np.float32)
+        labels_B = _rows_of(self._labels, rows).astype(np.float32)
         ids_FB = np.empty((len(FEATURES), len(labels_B)), np.int64)
         for ids_B, column in zip(ids_FB, self._ids, strict=True):
-            ids_B[:] = column[rows]
-        dense = torch.from_numpy(np.array(self._dense[rows]))
+            ids_B[:] = _rows_of(column, rows)
+        dense = torch.from_numpy(_rows_of(self._dense, rows))
         return ClickBatch(dense, torch.from_numpy(ids_FB).t(), torch.from_numpy(labels_B))
 
 
@@ -172,6 +174,11 @@ class RowEncoder:
             torch.from_numpy(ids_FB.astype(np.int64)).t(),
             torch.from_numpy(labels_B if labelled else np.full_like(labels_B, np.nan)),
         )
+
+
+def _rows_of(column: Array, rows: slice | Array) -> Array:
+    """A copy of some rows of a column."""
+    return np.array(column[rows]) if isinstance(rows, slice) else column.take(rows, 0)
 
 
 def _take(lines: Iterator[bytes], count: int) -> list[bytes]:

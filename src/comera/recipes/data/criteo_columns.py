@@ -110,7 +110,7 @@ class Columns:
         """Add rows: labels (R,), dense (13, R), values (26, R)."""
         arrays = [labels, dense.T, *values]
         for file, array in zip(self._files.values(), arrays, strict=True):
-            data = np.ascontiguousarray(array).data.cast("B")
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             while data:
                 data = data[file.write(data) :]
 

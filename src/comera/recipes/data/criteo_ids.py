@@ -159,6 +159,7 @@ def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count:
             kept = (counts[1:] >= min_count) | (numbers.values == MISSING)
             _renumber(partial, np.concatenate([[UNKNOWN], np.where(kept, np.cumsum(kept), UNKNOWN)]).astype(np.int32))
         values = numbers.values[kept]
+        del numbers  # what follows takes as much memory
         order = np.argsort(values)
         np.save(folder / f"{name}.{VALUES}", values[order])
         np.save(folder / f"{name}.{TABLE}", (order + 1).astype(np.int32))

@@ -211,7 +211,7 @@ def send(stream: BinaryIO, rows: Rows) -> None:
     """Write rows as `receive` reads them."""
     stream.write(np.array([len(rows.labels), rows.lines, len(rows.bad_lines)], np.int64).tobytes())
     for array in (rows.labels, rows.dense, rows.values, rows.bad_lines, rows.bad_kinds):
-        stream.write(np.ascontiguousarray(array).data)
+        stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     stream.flush()
 
 
