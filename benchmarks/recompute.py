@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch._dynamo  # optimizers and modes import it when they are first used: it belongs to the libraries
 from common import about, write
 
-import comera
 from comera.nn import fuse_
 from comera.recipes.data.pairs import PairBatch
 from comera.recipes.mnli import build_model, pair_loss, preset
@@ -55,7 +55,6 @@ def make_step(side: str, batch_size: int, length: int) -> Callable[[], object]:
 def measure_memory(options: argparse.Namespace) -> None:
     """Print peak and added bytes of three steps of one side; run in a process of its own."""
     torch.set_num_threads(options.threads)
-    comera.tensorize_(torch.nn.Sequential(torch.nn.Linear(64, 64)))
     meter = MemoryMeter.start()
     step = make_step(options.memory, options.batch, options.length)
     for _ in range(3):
