@@ -7,12 +7,14 @@ SECONDS_EACH ?= 110
 # a new folder each time: nothing that was there is lost
 DEMO_OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test check bench gpu format clean
 
 help:
 	@echo "make demo    train the code model dense and compressed, the same time each, and compare (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make check   lint, format and types"
+	@echo "make bench   measure steps, memory and look-ups on this CPU, write docs/benchmarks.md (15 minutes)"
+	@echo "make gpu     run the tests that need a GPU, with this Python's own PyTorch, from the source tree"
 	@echo "make format  rewrite the code in the project's format"
 
 install: $(VENV)/.installed
@@ -39,6 +41,14 @@ check: install
 	@$(BIN)/ruff check src tests
 	@$(BIN)/ruff format --check src tests
 	@$(BIN)/mypy
+
+bench: install
+	@for name in step recompute shrunk_step lookup; do \
+		test ! -e benchmarks/$$name.py || $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@$(BIN)/python benchmarks/page.py
+
+gpu:
+	@REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 format: install
 	@$(BIN)/ruff check --fix src tests

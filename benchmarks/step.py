@@ -1,7 +1,7 @@
 """One training step of the six-encoder MNLI transformer: dense, compressed as it is, compressed and fused.
 
-The model of the recipe, the same batch and optimizer (fused AdamW) for all; dense attention is torch's SDPA. Steps of the
-sides alternate in one process and ratios are those of the medians. `--compile` adds the dense and the fused step under
+The model of the recipe, the same batch and optimizer (fused AdamW) for all; dense attention is torch's SDPA. Steps of
+the sides alternate in one process and ratios are those of the medians. `--compile` adds dense and fused under
 torch.compile (minutes of compilation on a CPU).
 
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes

@@ -10,6 +10,7 @@ from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import model_size
 from comera.train.checkpoint import load_pretrained, save_pretrained
 from comera.train.optimizer import param_groups
+from comera.train.recompute import recompute_
 
 __all__ = [
     "TT",
@@ -23,6 +24,7 @@ __all__ = [
     "materialize_",
     "model_size",
     "param_groups",
+    "recompute_",
     "round_",
     "save_pretrained",
     "tensorize_",
