@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from comera.contract import feed_forward
-from comera.contract.feed_forward import ACTIVATIONS, Weight, tt_feed_forward
+from comera.contract.feed_forward import ACTIVATIONS, tt_feed_forward
+from comera.contract.linear import Weight
 from comera.errors import SpecError
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec

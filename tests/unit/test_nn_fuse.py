@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import comera
+from comera.contract.linear import tt_linears
 from comera.errors import ConversionError
 from comera.nn.attention import attention
 from comera.nn.dropout import Dropout, keep_mask
@@ -68,6 +69,7 @@ def test_values_and_gradients_stay(name):
     report = fuse_(fused)
     assert len(report.feed_forward) == 2
     assert report.attention
+    assert len(report.shared_input) == (0 if name == "gpt2" else 2)
     for found, exact in zip(results(fused), results(plain), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-10)
     assert fused.state_dict().keys() == plain.state_dict().keys()
@@ -95,6 +97,46 @@ def test_copies_and_pickles():
     torch.save(fused, buffer)
     buffer.seek(0)
     torch.testing.assert_close(results(torch.load(buffer, weights_only=False))[0], results(fused)[0])
+
+
+def test_queries_keys_and_values_are_made_together(monkeypatch):
+    made, calls = model("bert"), []
+    monkeypatch.setattr(
+        "comera.nn.shared_input.tt_linears", lambda x, weights: calls.append(len(weights)) or tt_linears(x, weights)
+    )
+    fuse_(made)
+    results(made)
+    assert calls == [3, 3]  # once in each of the two layers
+
+
+def test_a_shared_input_that_was_written_to_is_another_one():
+    made = model("bert")
+    fuse_(made)
+    layer, x = made.bert.encoder.layer[0].attention.self, torch.randn(5, 32, dtype=torch.float64)
+    with torch.no_grad():
+        layer.query(x)
+        expected = layer.key(x.clone())
+        layer.query(x)
+        torch.testing.assert_close(layer.key(x), expected)
+        layer.query(x)
+        x.mul_(2)
+        torch.testing.assert_close(layer.key(x) - layer.key.bias, 2 * (expected - layer.key.bias))
+        layer.query(x)
+        layer.value.tt.cores[0].mul_(3)
+        torch.testing.assert_close(layer.value(x), layer.value(x.clone()))
+    layer.query(x)
+    assert layer.key(x).requires_grad  # made anew, not the one without a graph
+
+
+def test_replicas_compute_by_themselves():
+    made = model("bert")
+    fuse_(made)
+    layer = made.bert.encoder.layer[0].attention.self.query
+    replica = copy.copy(layer)
+    x = torch.randn(5, 32, dtype=torch.float64)
+    torch.testing.assert_close(replica(x), layer(x))
+    assert layer.shared_input.takes(layer)
+    assert not layer.shared_input.takes(replica)
 
 
 def test_one_seed_fixes_the_masks():

@@ -13,27 +13,18 @@ Shapes: B flattened batch, P a piece of it, I/O in/out features, F wide features
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import merge_dtype, pieces, without_autocast
-from comera.contract.linear import enter, tt_linear
+from comera.contract.linear import Weight, enter, tt_linear, tt_linears
 from comera.contract.once import made_once
 from comera.contract.plan import choose_groups
-from comera.contract.two_sided import merge_halves, two_sided, with_bias, with_ones, without_bias, working_dtype
+from comera.contract.two_sided import Half, merged, two_sided, unflatten, with_bias, with_ones, without_bias
 from comera.errors import SpecError
-from comera.tt.spec import TTSpec
-
-
-class Weight(NamedTuple):
-    """A tensor train with its bias: spec, cores of `spec.core_shapes`, bias (out_features,) or None."""
-
-    spec: TTSpec
-    cores: Sequence[Tensor]
-    bias: Tensor | None
 
 
 def tt_feed_forward(x: Tensor, ups: Sequence[Weight], activation: str, down: Weight) -> Tensor:
@@ -55,37 +46,26 @@ def tt_feed_forward(x: Tensor, ups: Sequence[Weight], activation: str, down: Wei
     weights = (*ups, down)
     halves = all(choose_groups(weight.spec, x_BI, weight.cores)[0] == "halves" for weight in weights)
     if not halves or len(_pieces(x_BI, down.spec.in_features)) < 2:
-        first, *others = (tt_linear(x, *up) for up in ups)
+        first, *others = tt_linears(x, ups)
         hidden = ACTIVATIONS[activation][0](first)
         return tt_linear(hidden * others[0] if others else hidden, *down)
     for weight in weights[1:]:
         like = x_BI if weight is not down else x_BI.new_empty(0, down.spec.in_features)
         enter(like, weight.spec, weight.spec.shape, weight.cores, weight.bias)
     with without_autocast(x):
-        dtype = working_dtype(x_BI)
-        flat = []
-        for spec, cores, bias in weights:
-            flat += [*merge_halves(spec, cores, dtype), None if bias is None else bias.to(dtype)]
+        flat = [tensor for weight in weights for tensor in merged(x_BI, *weight)]
         z_BO: Tensor = _FeedForward.apply(activation, len(ups), x_BI, *flat)
     return z_BO.view(*x.shape[:-1], down.spec.out_features)
-
-
-class Half(NamedTuple):
-    """A merged weight: A (rank, in), B (rank, out) and a bias (out) or none, in the `working_dtype` of the batch."""
-
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None
 
 
 def _whole(x_BI: Tensor, ups: Sequence[Half], activation: str, down: Half) -> Tensor:
     """The same by torch's own autograd, with the wide tensors whole."""
     act, _ = ACTIVATIONS[activation]
-    first, *others = (two_sided(x_BI, *up) for up in ups)
+    first, *others = two_sided(x_BI, *ups)
     hidden = act(first)
     for other in others:
         hidden = hidden * other
-    return two_sided(hidden, *down)
+    return two_sided(hidden, down)[0]
 
 
 class _FeedForward(torch.autograd.Function):
@@ -97,7 +77,7 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, activation: str, count: int, given_BI: Tensor, *flat: Tensor | None) -> Tensor:
-        *ups, down = _unflatten(flat)
+        *ups, down = unflatten(flat)
         x_BI = given_BI.to(down.a.dtype)
         ups_SF = [with_bias(up.b, up.bias) for up in ups]
         ps_SB = [with_ones(up.a @ x_BI.t(), b.shape[0]) for up, b in zip(ups, ups_SF, strict=True)]
@@ -120,7 +100,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, dz_BO: Tensor) -> tuple[Tensor | None, ...]:
         given_BI, q_SB, *kept = ctx.saved_tensors
         ps_SB, flat = kept[: ctx.count], kept[ctx.count :]
-        *ups, down = _unflatten(flat)
+        *ups, down = unflatten(flat)
         with without_autocast(dz_BO):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
                 return None, None, *_differentiable(dz_BO, given_BI, ups, ctx.activation, down)
@@ -154,10 +134,6 @@ class _FeedForward(torch.autograd.Function):
                 grads += [v_RB @ x_BI, *without_bias(dup_SF, up.a.shape[0], up.bias is not None)]
             grads += [da_RF.to(x_BI.dtype), *without_bias(ddown_SO, down.a.shape[0], down.bias is not None)]
         return None, None, dx_BI, *grads
-
-
-def _unflatten(flat: Sequence[Any]) -> list[Half]:
-    return [Half(*flat[k : k + 3]) for k in range(0, len(flat), 3)]
 
 
 def _pieces(x_BI: Tensor, wide: int) -> list[slice]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,19 @@ from comera.contract.halves import (
     ttm_halves,
     without_autocast,
 )
-from comera.contract.plan import ContractionPlan, choose, choose_groups
-from comera.contract.two_sided import merge_halves, two_sided, working_dtype
+from comera.contract.plan import ContractionPlan, choose_groups, choose_projection
+from comera.contract.two_sided import merged, two_sided
 from comera.errors import SpecError
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, TTSpec
+
+
+class Weight(NamedTuple):
+    """A tensor train with its bias: spec, cores of `spec.core_shapes`, bias (out_features,) or None."""
+
+    spec: TTSpec
+    cores: Sequence[Tensor]
+    bias: Tensor | None
 
 
 def tt_linear(
@@ -52,12 +60,27 @@ def tt_linear(
     strategy, groups = choose_groups(spec, x_BI, cores, plan)
     with without_autocast(x):
         if strategy == "halves":
-            working = working_dtype(x_BI)
-            bias = None if bias is None else bias.to(working)
-            y_BO = two_sided(x_BI, *merge_halves(spec, cores, working), bias)
+            (y_BO,) = two_sided(x_BI, merged(x_BI, spec, cores, bias))
         else:
             y_BO = contract_groups(x_BI, spec, cores, groups, bias)
     return y_BO.view(*x.shape[:-1], spec.out_features)
+
+
+def tt_linears(x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
+    """y_k = x W_k + bias_k for tensor trains that share their input, such as the projections to queries, keys, values.
+
+    In one product with x where all their plans are halves; otherwise, and in all else, as `tt_linear` for each.
+    """
+    x_BI = x
+    entered = []
+    for spec, cores, bias in weights:
+        x_BI, bias = enter(x_BI, spec, spec.shape, cores, bias)
+        entered.append(Weight(spec, cores, bias))
+    if not all(choose_groups(spec, x_BI, cores)[0] == "halves" for spec, cores, _ in entered):
+        return tuple(tt_linear(x, *weight) for weight in weights)
+    with without_autocast(x):
+        ys_BO = two_sided(x_BI, *(merged(x_BI, *weight) for weight in entered))
+    return tuple(y.view(*x.shape[:-1], weight.spec.out_features) for y, weight in zip(ys_BO, weights, strict=True))
 
 
 def ttm_linear(
@@ -75,7 +98,7 @@ def ttm_linear(
     Returns (..., num_embeddings); dtypes, errors and derivatives as in `tt_linear`.
     """
     x_BI, bias = enter(x, spec, spec.shape[::-1], cores, bias)
-    strategy, split = choose("projection", spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
+    strategy, split = choose_projection(spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
     with without_autocast(x):
         if strategy == "dense":
             dtype = merge_dtype(cores[0].dtype)

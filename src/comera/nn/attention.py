@@ -20,7 +20,7 @@ from torch import Tensor
 from comera.contract.chain import widens
 from comera.contract.halves import pieces, without_autocast
 from comera.contract.once import made_once
-from comera.nn.dropout import keep_mask
+from comera.nn.dropout import keep_mask, numbers
 
 
 def attention(
@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
                 q, k, v = _flat(q_BHTD[part]), _flat(k_BHSD[part]), _flat(v_BHSD[part])
                 p_CTS = _probabilities(q, k, None if mask is None else mask[part], scale)
                 if keep is not None:
-                    p_CTS.mul_(keep[part].flatten(0, 1))
+                    p_CTS.mul_(numbers(keep[part]).flatten(0, 1))
                 o = torch.bmm(p_CTS, v if keep is None else v * ctx.kept_scale)
                 o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
             return o_BTHD
@@ -100,13 +100,12 @@ class _Attention(torch.autograd.Function):
                 if keep is None:
                     dv = torch.bmm(p_CTS.transpose(1, 2), do)
                 else:
-                    keep_CTS = keep[part].flatten(0, 1)
+                    keep_CTS = numbers(keep[part]).flatten(0, 1)
                     dv = torch.bmm((p_CTS * keep_CTS).transpose(1, 2), do)
                     dp_CTS.mul_(keep_CTS)
-                ds_CTS = torch._softmax_backward_data(dp_CTS, p_CTS, -1, p_CTS.dtype).mul_(ctx.scale)
-                for grad, value in zip(
-                    grads, (torch.bmm(ds_CTS, k), torch.bmm(ds_CTS.transpose(1, 2), q), dv), strict=True
-                ):
+                ds_CTS = torch._softmax_backward_data(dp_CTS, p_CTS, -1, p_CTS.dtype)
+                dq, dk = _scaled_bmm(ds_CTS, k, ctx.scale), _scaled_bmm(ds_CTS.transpose(1, 2), q, ctx.scale)
+                for grad, value in zip(grads, (dq, dk, dv), strict=True):
                     grad[part] = value.view(-1, heads, *value.shape[1:])
         return *grads, None, None, None
 
@@ -125,10 +124,15 @@ def _flat(t_BHTD: Tensor) -> Tensor:
 
 def _probabilities(q_CTD: Tensor, k_CSD: Tensor, mask_BHTS: Tensor | None, scale: float) -> Tensor:
     """softmax(scale · Q Kᵀ + mask), rows without any key zero."""
-    s_CTS = torch.bmm(q_CTD, k_CSD.transpose(1, 2)).mul_(scale)
+    s_CTS = _scaled_bmm(q_CTD, k_CSD.transpose(1, 2), scale)
     if mask_BHTS is None:
         return s_CTS.softmax(-1)
     s_BHTS = s_CTS.view(mask_BHTS.shape[0], -1, *s_CTS.shape[1:])
     s_BHTS.add_(mask_BHTS)
     p_CTS = s_CTS.softmax(-1)
     return p_CTS.nan_to_num_(0.0) if mask_BHTS.isinf().any() else p_CTS
+
+
+def _scaled_bmm(a_CMK: Tensor, b_CKN: Tensor, scale: float) -> Tensor:
+    """scale · a b, in one pass over the result."""
+    return torch.baddbmm(a_CMK.new_zeros(()), a_CMK, b_CKN, beta=0, alpha=scale)

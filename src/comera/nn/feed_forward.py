@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from comera.contract.feed_forward import Weight, tt_feed_forward
+from comera.contract.feed_forward import tt_feed_forward
+from comera.contract.linear import Weight
 from comera.errors import ConversionError
 from comera.nn.linear import TTLinear
 

@@ -1,7 +1,7 @@
 """fuse_: what surrounds the compressed layers of a model, made as cheap as they are.
 
 Once products are ten times smaller, masks of dropout, score matrices of attention and wide activations decide the time
-and the memory of a step. `fuse_` replaces three things in place; parameters, their names and the results stay.
+and the memory of a step. `fuse_` replaces four things in place; parameters, their names and the results stay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from comera.nn.attention import attention
 from comera.nn.dropout import Dropout
 from comera.nn.feed_forward import fuse_feed_forward_
+from comera.nn.shared_input import share_inputs_
 
 _NAME = "comera"  # among the attention functions of transformers
 _STOCK = "sdpa"
@@ -22,14 +23,17 @@ _STOCK = "sdpa"
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What `fuse_` found. feed_forward: names of the modules. dropout: how many. attention: of transformers, or not."""
+    """What `fuse_` found. feed_forward: names of the modules. shared_input: names of attention modules whose queries,
+    keys and values are made together. dropout: how many. attention: of transformers, or not."""
 
     feed_forward: tuple[str, ...]
+    shared_input: tuple[str, ...]
     dropout: int
     attention: bool
 
     def __str__(self) -> str:
-        parts = [f"{len(self.feed_forward)} feed-forward parts", f"{self.dropout} dropouts"]
+        shared = f"{len(self.shared_input)} groups of projections"
+        parts = [f"{len(self.feed_forward)} feed-forward parts", shared, f"{self.dropout} dropouts"]
         return ", ".join([*parts, "attention"] if self.attention else parts)
 
 
@@ -38,19 +42,21 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
 
     - Feed-forward parts of tensor trains (of registered types, see `register_feed_forward`) never hold their wide
       activation.
+    - Queries, keys and values of attention modules of transformers come from one product with their input.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers with its stock fused attention get `nn.attention`, for dropout on a CPU.
 
     Results are the same to rounding, but for dropout's masks. Calling it again changes nothing. Returns what was found.
     """
     feed_forward = fuse_feed_forward_(model, enabled=enabled)
+    shared_input = share_inputs_(model, enabled=enabled)
     kinds = (nn.Dropout, Dropout) if enabled else (Dropout, nn.Dropout)
     count = 0
     for module in model.modules():
         if type(module) in kinds:
             module.__class__ = kinds[1]  # the same object, under the class that draws as wanted
             count += 1
-    return FuseReport(tuple(feed_forward), count, _fuse_attention_(model, enabled))
+    return FuseReport(tuple(feed_forward), tuple(shared_input), count, _fuse_attention_(model, enabled))
 
 
 def _fuse_attention_(model: nn.Module, enabled: bool) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from comera.contract.linear import tt_linear
 from comera.errors import SpecError
 from comera.nn.bonds import CompressedLayer, TensorTrain
+from comera.nn.shared_input import SharedInput
 from comera.tt.spec import TTSpec
 
 
@@ -24,6 +25,8 @@ class TTLinear(CompressedLayer):
 
     dense_type: type[nn.Module] = nn.Linear
     bias: nn.Parameter | None
+    shared_input: SharedInput | None = None
+    """Where `fuse_` found layers with the same input; computes all of them at once."""
 
     def __init__(
         self,
@@ -63,6 +66,8 @@ class TTLinear(CompressedLayer):
         return self.tt.dense().t()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.shared_input is not None and self.shared_input.takes(self):
+            return self.shared_input.forward(self, x)
         return tt_linear(x, self.spec, self.tt.effective_cores(), self.bias)
 
     def extra_repr(self) -> str:
