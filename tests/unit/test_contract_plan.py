@@ -9,8 +9,9 @@ from comera.contract.linear import tt_linear, ttm_linear
 from comera.contract.plan import (
     _plan_linear,
     batch_bucket,
-    choose,
     choose_groups,
+    choose_projection,
+    choose_rows,
     plan_linear,
     plan_lookup,
     plan_projection,
@@ -112,6 +113,21 @@ def test_vocabulary_is_cut_in_the_middle():
     assert (plan_lookup(VOCABULARY, 4096).strategy, plan_lookup(VOCABULARY, 4096).split) == ("halves", 2)
 
 
+def test_rows_of_a_large_table_are_merged_more_the_more_there_are():
+    table = ttm((60, 48, 50, 58), (2, 2, 2, 2), 32)
+    assert plan_lookup(table, 16).strategy == "chain"
+    assert plan_lookup(table, 10_000).strategy == "halves"
+    sizes = [len(plan_lookup(table, 4**k).groups) for k in range(10)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_any_groups_of_a_table_can_be_priced():
+    plan = plan_lookup(VOCABULARY, 8)
+    forced = plan.using("(1)(2)(3 4)")
+    assert (forced.strategy, forced.groups) == ("groups", (0, 1, (2, 3)))
+    assert plan.seconds <= forced.seconds
+
+
 def test_small_table_is_looked_up_dense_and_counts_no_row_twice():
     small = ttm((2, 2), (2, 2), 4)
     assert plan_lookup(small, 4096).strategy == "dense"
@@ -171,7 +187,7 @@ def test_using_an_unknown_option_names_the_known_ones():
     with pytest.raises(ValueError, match=r"got halves with split 7"):
         plan_projection(VOCABULARY, 8).using("halves", 7)
     with pytest.raises(ValueError, match=r"got \(1\)\(2\)\(3 4\)"):
-        plan_lookup(VOCABULARY, 8).using("(1)(2)(3 4)")
+        plan_projection(VOCABULARY, 8).using("(1)(2)(3 4)")
 
 
 def test_groups_can_be_named_as_they_print():
@@ -182,8 +198,10 @@ def test_groups_can_be_named_as_they_print():
 
 
 def test_choice_follows_a_given_plan_and_makes_one_otherwise():
-    assert choose("lookup", VOCABULARY, 4096, 4) == ("halves", 2)
-    assert choose("projection", VOCABULARY, 8, 4, plan_projection(VOCABULARY, 8).using("dense")) == ("dense", 0)
+    assert choose_rows(VOCABULARY, 4096, 4) == ((0, 1), (2, 3))
+    assert choose_rows(VOCABULARY, 4096, 4, plan_lookup(VOCABULARY, 8).using("chain")) == (0, 1, 2, 3)
+    assert choose_projection(VOCABULARY, 150, 4) == ("halves", 2)
+    assert choose_projection(VOCABULARY, 8, 4, plan_projection(VOCABULARY, 8).using("dense")) == ("dense", 0)
     cores = [torch.zeros(shape, requires_grad=True) for shape in BERT.core_shapes]
     halves = ((0, 1), 2), (3, (4, 5))
     assert choose_groups(BERT, torch.zeros(1000, 768), cores) == ("halves", halves)

@@ -101,7 +101,7 @@ def two_sided(
 
 
 def rows(ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor) -> Tensor:
-    """Rows (U, N_L·N_R) of a tensor-train matrix from its halves, as `lookup._Rows`; ids checked before.
+    """Rows (U, N_L·N_R) of a tensor-train matrix from its halves, as `rows.pair_sums` of each id; ids checked before.
 
     Sums are taken in float32. The gradients of L and R are added up in any order. Differentiable once.
     """

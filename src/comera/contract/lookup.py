@@ -1,27 +1,28 @@
-"""Rows of a tensor-train matrix: the look-up of an embedding whose table is never formed.
+"""Rows of a tensor-train matrix and their sums over bags: embeddings whose table is never formed.
 
     E[id] = L[id // M_R] · R[:, id % M_R]          (N_L × r) @ (r × N_R), METHOD §3
 
-L and R are the cores merged left and right of one bond. Repeated ids are looked up once; the blocks of the different
-ones are gathered and multiplied in pieces that stay in the caches, and gathered again in the backward, so that only
-L, R and the ids are kept.
+L and R are the cores merged left and right of one bond, or, of a table much larger than the batch, only their rows that
+occur (rows.py); where it is small the table is materialised. The plan decides by the number of different ids.
 
-Shapes: U different ids, M/N row and column modes of the left (L) or right (R) half, r the rank between them, D columns.
+Shapes: N ids, B bags, V rows and D columns of the table; L (M, X, r) and R (M, Y, r) as in rows.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from comera.contract import kernels
-from comera.contract.halves import check_cores, merge_dtype, pieces, ttm_halves, without_autocast
-from comera.contract.plan import ContractionPlan, choose
+from comera.contract.bags import bag_of_each, bag_starts, check_bags, ids_in_each
+from comera.contract.chain import Groups
+from comera.contract.halves import check_cores, merge_dtype, without_autocast
+from comera.contract.plan import ContractionPlan, choose_rows
+from comera.contract.rows import on_host, pair_sums, parts
 from comera.errors import IdError, SpecError
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec
@@ -39,7 +40,7 @@ def ttm_lookup(
 
     ids: integers of any shape. cores: `order` tensors of `spec.core_shapes`, rank parameters absorbed.
     padding_idx: its row is exactly zero and passes no gradient; negative counts from the end.
-    plan: a forced choice; by default `plan_lookup` for this many ids.
+    plan: a forced choice; by default `plan_lookup` for as many ids as differ.
     Returns (*ids.shape, embedding_dim) in the cores' dtype (half-precision cores are multiplied in float32).
     Raises IdError for an id outside the table (on an accelerator and under torch.compile a device-side assertion, which
     does not synchronise), TypeError for ids that are no integers, SpecError for cores or a padding_idx that do not fit
@@ -47,25 +48,105 @@ def ttm_lookup(
     """
     check_cores(spec, cores)
     _check_ids(ids, spec)
-    flat_B = ids.reshape(ids.numel())
-    strategy, split = choose("lookup", spec, ids.numel(), cores[0].element_size(), plan)
-    ids_U, where_B = flat_B, None
-    # the number of different ids must be known on the host: no look at it where that synchronises or breaks the graph
-    if strategy != "dense" and ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        ids_U, where_B = torch.unique(flat_B, return_inverse=True)
+    ids_N = ids.reshape(ids.numel()).long()
+    groups, pad = _groups(ids_N, spec, cores[0], plan), None if padding_idx is None else _row(padding_idx, spec)
     with without_autocast(cores[0]):
-        if strategy == "dense":
-            table_VD = materialize(spec, [core.to(merge_dtype(core.dtype)) for core in cores])
-            rows_UD = F.embedding(ids_U, table_VD)
+        if len(groups) == 1:
+            rows_ND = F.embedding(ids_N, _table(spec, cores))
+            rows_ND = rows_ND if pad is None else rows_ND.masked_fill((ids_N == pad).unsqueeze(1), 0)
         else:
-            left_MNR, right_RMN = ttm_halves(cores, split)
-            right_MRN = right_RMN.transpose(0, 1).contiguous()
-            rows = kernels.rows if kernels.takes_rows(left_MNR, right_MRN) else _Rows.apply
-            rows_UD = rows(ids_U, left_MNR, right_MRN)[:, : spec.embedding_dim]
-        if padding_idx is not None:
-            rows_UD = rows_UD.masked_fill((ids_U == _row(padding_idx, spec)).unsqueeze(1), 0)
-        rows_BD = rows_UD if where_B is None else F.embedding(where_B, rows_UD)
-    return rows_BD.to(cores[0].dtype).reshape(*ids.shape, spec.embedding_dim)
+            count = ids_N.numel()
+            rows_ND = _sums(ids_N, torch.arange(count, device=ids.device), count, None, pad, spec, cores, groups)
+    return rows_ND.to(cores[0].dtype).reshape(*ids.shape, spec.embedding_dim)
+
+
+def ttm_bag(
+    ids: Tensor,
+    offsets: Tensor | None,
+    spec: TTMSpec,
+    cores: Sequence[Tensor],
+    *,
+    mode: Literal["sum", "mean"],
+    per_sample_weights: Tensor | None = None,
+    padding_idx: int | None = None,
+    include_last_offset: bool = False,
+    plan: ContractionPlan | None = None,
+) -> Tensor:
+    """Sums or means of rows of the tensor-train matrix of `cores` over bags of ids, as `nn.EmbeddingBag` gives them.
+
+    ids: integers (bags, ids in a bag) with offsets None, or (all ids,) with offsets (bags,), where each bag begins;
+        with include_last_offset (bags + 1,), the last one the number of ids. An empty bag gives zeros.
+    per_sample_weights: factors of the rows, of the ids' shape; with mode "sum" only.
+    padding_idx: its row counts in no bag, in the number of rows of a mean neither; negative counts from the end.
+    cores, plan, and errors for ids, cores and padding_idx: as in `ttm_lookup`.
+    Returns (bags, embedding_dim) in the cores' dtype.
+    Raises ValueError for an unknown mode or weights with a mean, DataError for offsets or weights that do not fit the
+    ids (values of offsets on an accelerator and under torch.compile: a device-side assertion). Source: METHOD §3.
+    """
+    check_cores(spec, cores)
+    _check_ids(ids, spec)
+    check_bags(ids, offsets, mode, per_sample_weights, include_last_offset)
+    ids_N, offsets_B = ids.reshape(ids.numel()).long(), bag_starts(ids, offsets, include_last_offset)
+    groups, pad = _groups(ids_N, spec, cores[0], plan), None if padding_idx is None else _row(padding_idx, spec)
+    weights_N = None if per_sample_weights is None else per_sample_weights.reshape(ids.numel())
+    with without_autocast(cores[0]):
+        if len(groups) == 1:
+            table_VD = _table(spec, cores)
+            weights_N = None if weights_N is None else weights_N.to(table_VD.dtype)
+            sums_BD = F.embedding_bag(
+                ids_N, table_VD, offsets_B, mode="sum", per_sample_weights=weights_N, padding_idx=pad
+            )
+        else:
+            bag_N = bag_of_each(ids_N.numel(), offsets_B)
+            sums_BD = _sums(ids_N, bag_N, offsets_B.numel(), weights_N, pad, spec, cores, groups)
+        if mode == "mean":
+            sums_BD = sums_BD / ids_in_each(ids_N, offsets_B, pad).to(sums_BD.dtype).unsqueeze(1)
+    return sums_BD.to(cores[0].dtype)
+
+
+def _sums(
+    ids_N: Tensor,
+    bag_N: Tensor,
+    bags: int,
+    weights_N: Tensor | None,
+    padding: int | None,
+    spec: TTMSpec,
+    cores: Sequence[Tensor],
+    groups: Groups,
+) -> Tensor:
+    """Sums over bags (bags, D) of rows of a chain of two groups or more, in the cores' `merge_dtype`."""
+    cores = [core.to(merge_dtype(core.dtype)) for core in cores]
+    if weights_N is not None:
+        weights_N = weights_N.to(cores[0].dtype)
+    if padding is not None and on_host(ids_N):
+        kept_P = (ids_N != padding).nonzero().squeeze(1)
+        ids_N, bag_N = ids_N[kept_P], bag_N[kept_P]
+        weights_N = None if weights_N is None else weights_N[kept_P]
+    elif padding is not None:
+        counts_N = (ids_N != padding).to(cores[0].dtype)
+        weights_N = counts_N if weights_N is None else weights_N * counts_N
+    left_MXR, right_MYR, i_N, k_N = parts(ids_N, groups, cores)
+    if len(groups) == 2 and kernels.takes_rows(left_MXR, right_MYR.mT):
+        rows_ND = kernels.rows(ids_N, left_MXR, right_MYR.mT.contiguous())
+        rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
+        sums_BD = rows_ND.new_zeros(bags, rows_ND.shape[1]).index_add(0, bag_N, rows_ND)
+    else:
+        sums_BD = pair_sums(i_N, k_N, bag_N, bags, left_MXR, right_MYR, weights_N)
+    return sums_BD[:, : spec.embedding_dim]
+
+
+def _table(spec: TTMSpec, cores: Sequence[Tensor]) -> Tensor:
+    """The whole table (num_embeddings, embedding_dim) in the cores' `merge_dtype`."""
+    return materialize(spec, [core.to(merge_dtype(core.dtype)) for core in cores])
+
+
+def _groups(ids_N: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | None) -> Groups:
+    """How the cores are grouped: for as many rows as differ, if that can be known without waiting."""
+    itemsize, device = core.element_size(), ids_N.device.type
+    groups = choose_rows(spec, ids_N.numel(), itemsize, plan, device=device)
+    if len(groups) > 1 and plan is None and on_host(ids_N):
+        groups = choose_rows(spec, torch.unique(ids_N).numel(), itemsize, device=device)
+    return groups
 
 
 def _check_ids(ids: Tensor, spec: TTMSpec) -> None:
@@ -73,7 +154,7 @@ def _check_ids(ids: Tensor, spec: TTMSpec) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expected ids of dtype int32 or int64, got {ids.dtype}: convert them with ids.long()")
     rows = spec.num_embeddings
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if not on_host(ids):
         torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"expected every id in 0 ... {rows - 1}")
         return
     wrong = (ids < 0) | (ids >= rows)
@@ -91,47 +172,3 @@ def _row(padding_idx: int, spec: TTMSpec) -> int:
     if not -rows <= padding_idx < rows:
         raise SpecError(f"expected a padding_idx in {-rows} ... {rows - 1} for {rows} rows, got {padding_idx}")
     return padding_idx % rows
-
-
-class _Rows(torch.autograd.Function):
-    """rows[u] = L[i_u] R[:, k_u] with u = i_u · M_R + k_u; kept: L, R and the ids.
-
-    ∂L[i_u] += drow[u] R[:, k_u]ᵀ,   ∂R[:, k_u] += L[i_u]ᵀ drow[u],   piece by piece.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor) -> Tensor:
-        ctx.save_for_backward(ids_U, left_MNR, right_MRN)
-        rows_UNN = left_MNR.new_empty(ids_U.numel(), left_MNR.shape[1], right_MRN.shape[2])
-        for part in _parts(ids_U, left_MNR, right_MRN):
-            _, _, left_UNR, right_URN = _gather(ids_U[part], left_MNR, right_MRN)
-            torch.bmm(left_UNR, right_URN, out=rows_UNN[part])
-        return rows_UNN.flatten(1)
-
-    @staticmethod
-    def backward(ctx: Any, drows_UD: Tensor) -> tuple[Tensor | None, ...]:
-        ids_U, left_MNR, right_MRN = ctx.saved_tensors
-        # contiguous, whatever the strides of L and R are: flatten must give views, or the sums go into a copy
-        dleft_MNR, dright_MRN = left_MNR.new_zeros(left_MNR.shape), right_MRN.new_zeros(right_MRN.shape)
-        drows_UNN = drows_UD.reshape(ids_U.numel(), left_MNR.shape[1], right_MRN.shape[2])
-        with without_autocast(drows_UD):
-            for part in _parts(ids_U, left_MNR, right_MRN):
-                i_U, k_U, left_UNR, right_URN = _gather(ids_U[part], left_MNR, right_MRN)
-                dleft_UNR = torch.bmm(drows_UNN[part], right_URN.transpose(1, 2))
-                dright_URN = torch.bmm(left_UNR.transpose(1, 2), drows_UNN[part])
-                dleft_MNR.flatten(1).index_add_(0, i_U, dleft_UNR.flatten(1))
-                dright_MRN.flatten(1).index_add_(0, k_U, dright_URN.flatten(1))
-        return None, dleft_MNR, dright_MRN
-
-
-def _gather(ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Left and right digit of each id, and the two blocks (U, N_L, r), (U, r, N_R)."""
-    i_U, k_U = ids_U // right_MRN.shape[0], ids_U % right_MRN.shape[0]
-    left_UK, right_UK = F.embedding(i_U, left_MNR.flatten(1)), F.embedding(k_U, right_MRN.flatten(1))
-    size = ids_U.numel()
-    return i_U, k_U, left_UK.view(size, *left_MNR.shape[1:]), right_UK.view(size, *right_MRN.shape[1:])
-
-
-def _parts(ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor) -> list[slice]:
-    """The pieces of the ids for their two blocks, r·(N_L + N_R) numbers an id."""
-    return pieces(ids_U.numel(), prod(left_MNR.shape[1:]) + prod(right_MRN.shape[1:]), ids_U.device)

@@ -1,7 +1,7 @@
 """Which way to contract a compressed weight with its input: planned from costs, once per layer and batch bucket.
 
-For a tensor train the best groups of cores are found by exact search (search.py); a tensor-train matrix is cut into
-two groups at one bond, or materialised. Costs are operations, bytes and calls (cost.py).
+The groups of cores are found by exact search for a tensor train (search.py), by trying all for rows of a tensor-train
+matrix; for x times a tensor-train matrix there are two, or one. Costs are operations, bytes and calls (cost.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import combinations
 from math import prod
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from comera.contract.chain import Groups, Tree, leaves, simple_tree
 from comera.contract.cost import Cost, Machine, machine, product, work
+from comera.contract.rows import cut
 from comera.contract.search import ChainSearch, merging
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
@@ -154,7 +156,10 @@ def plan_lookup(spec: TTMSpec, count: int, itemsize: int = 4, *, device: str = "
     """Plan of looking up `count` different rows; cached per (spec, bucket of the count, itemsize, device).
 
     halves  merge the cores left and right of a bond to L and R, gather and multiply the two blocks of each row
+    chain   merge nothing: of every part of the chain only the rows that occur, from those of its parts
     dense   materialise the table and gather its rows
+
+    and the best of all lists of groups, where it is none of these.
     """
     return _plan_lookup(spec, batch_bucket(min(count, spec.num_embeddings)), itemsize, device)
 
@@ -172,13 +177,23 @@ def choose_groups(
     return choice
 
 
-def choose(
-    kind: str, spec: Spec, batch: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
+def choose_rows(
+    spec: TTMSpec, count: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
+) -> Groups:
+    """Groups of `plan` or, without one, of `plan_lookup` for `count` different rows."""
+    if plan is not None:
+        return plan.groups
+    groups: Groups = _choose_rows(spec, batch_bucket(count), itemsize, device)
+    return groups
+
+
+def choose_projection(
+    spec: TTMSpec, batch: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
 ) -> tuple[str, int]:
-    """(strategy, split) of `plan` or, without one, of plan_projection or plan_lookup (`kind`)."""
+    """(strategy, split) of `plan` or, without one, of `plan_projection`."""
     if plan is not None:
         return plan.strategy, plan.split
-    choice: tuple[str, int] = _choose(kind, spec, batch_bucket(batch), itemsize, device)
+    choice: tuple[str, int] = _choose_projection(spec, batch_bucket(batch), itemsize, device)
     return choice
 
 
@@ -192,8 +207,13 @@ def _choose_groups(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose(kind: str, spec: TTMSpec, bucket: int, itemsize: int, device: str) -> tuple[str, int]:
-    plan = {"projection": plan_projection, "lookup": plan_lookup}[kind](spec, bucket, itemsize, device=device)
+def _choose_rows(spec: TTMSpec, bucket: int, itemsize: int, device: str) -> Groups:
+    return plan_lookup(spec, bucket, itemsize, device=device).groups
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _choose_projection(spec: TTMSpec, bucket: int, itemsize: int, device: str) -> tuple[str, int]:
+    plan = plan_projection(spec, bucket, itemsize, device=device)
     return plan.strategy, plan.split
 
 
@@ -235,15 +255,37 @@ def _plan_projection(spec: TTMSpec, batch: int, itemsize: int, device: str) -> C
 
 @lru_cache(maxsize=1024)
 def _plan_lookup(spec: TTMSpec, count: int, itemsize: int, device: str) -> ContractionPlan:
-    options, on = [], machine(device)
-    for split in range(1, spec.order):
-        rank, (_, cols_l), (_, cols_r) = spec.ranks[split], *half_shapes(spec, split)
-        # finding the different ids, gathering two blocks (twice), adding up their gradients: some 30 small operations
-        cost = work(on, itemsize, moved=6 * count * rank * (cols_l + cols_r) * itemsize, calls=30)
-        cost += product(on, cols_l, rank, cols_r, itemsize, times=count)
-        options.append(_halves_option(spec, on, split, cost))
+    on, order = machine(device), spec.order
     gathering = work(on, itemsize, moved=6 * count * prod(spec.col_modes) * itemsize, calls=3)
-    return _cheapest(f"{count} rows of {spec}", *options, _dense_option(spec, on, gathering))
+
+    def option(ends: Sequence[int]) -> Option:
+        groups = tuple(simple_tree(spec, a, b) for a, b in zip((0, *ends[:-1]), ends, strict=True))
+        if len(groups) == 1:
+            return _dense_option(spec, on, gathering)
+        strategy = {order: "chain", 2: "halves"}.get(len(groups), "groups")
+        cost = _rows_cost(spec, on, groups, count, itemsize)
+        return Option(strategy, groups, "".join(_show(spec, tree) for tree in groups), cost)
+
+    ways = [option((*ends, order)) for size in range(order) for ends in combinations(range(1, order), size)]
+    named = [way for strategy in ("halves", "dense", "chain") for way in ways if way.strategy == strategy]
+    best = min(ways, key=lambda way: way.cost.seconds)
+    return _cheapest(f"{count} rows of {spec}", *named, *([] if best in named else [best]), price=option)
+
+
+def _rows_cost(spec: TTMSpec, on: Machine, groups: Groups, count: int, itemsize: int) -> Cost:
+    """Merging every group, and from part to part of the chain the products of as many rows as can occur (rows.py)."""
+    if len(groups) == 1:
+        return merging(spec, on, groups[0])
+    k = cut(groups)
+    first, middle, last = leaves(groups[0])[0], leaves(groups[k])[0], leaves(groups[-1])[-1] + 1
+    rank, left, right = spec.ranks[middle], slice(first, middle), slice(middle, last)
+    x, y = spec.ranks[first] * prod(spec.col_modes[left]), prod(spec.col_modes[right]) * spec.ranks[last]
+    numbers, flops = rank * (x + y) + x * y, 3 * 2 * x * rank * y
+    # finding the different ids, gathering two blocks (twice), adding up their gradients: some 30 small operations
+    cost = work(on, itemsize, count * flops, 4 * count * numbers * itemsize, calls=30)
+    for part, trees in ((left, groups[:k]), (right, groups[k:])):
+        cost += _rows_cost(spec, on, trees, min(count, prod(spec.row_modes[part])), itemsize)
+    return cost
 
 
 def half_shapes(spec: TTMSpec, split: int) -> tuple[tuple[int, int], tuple[int, int]]:

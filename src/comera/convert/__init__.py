@@ -1,12 +1,13 @@
 """Conversion of any model, in place: dense layers become compressed ones, and back."""
 
 from comera.convert.config import TT, TTM, TensorizeConfig
-from comera.convert.registry import EMBEDDING, LINEAR, Converter, register_converter
+from comera.convert.registry import EMBEDDING, EMBEDDING_BAG, LINEAR, Converter, register_converter
 from comera.convert.report import LayerRow, TensorizeReport
 from comera.convert.tensorize import materialize_, tensorize_
 
 __all__ = [
     "EMBEDDING",
+    "EMBEDDING_BAG",
     "LINEAR",
     "TT",
     "TTM",

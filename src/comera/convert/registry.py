@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
 from comera.errors import ConversionError
+from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMTable
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Converter:
     build: compressed layer -> dense layer of the same sizes; called under `torch.device("meta")`.
     in_first: whether a linear map stores its weight as (in, out), where `nn.Linear` has (out, in).
     refusal: layer -> why this one cannot be converted, or None.
+    table: for a table, the type of layer that takes its place.
     """
 
     format: Literal["tt", "ttm"]
@@ -35,13 +37,35 @@ class Converter:
     build: Callable[[Any], nn.Module]
     in_first: bool = False
     refusal: Callable[[Any], str | None] = lambda layer: None
+    table: type[TTMTable] = TTMEmbedding
 
 
-def _embedding_refusal(layer: nn.Embedding) -> str | None:
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+def _table_refusal(layer: nn.Embedding | nn.EmbeddingBag, options: tuple[str, ...]) -> str | None:
+    for option in options:
         if getattr(layer, option):
             return f"{option} works on rows of a dense table"
     return None
+
+
+def _embedding_refusal(layer: nn.Embedding) -> str | None:
+    return _table_refusal(layer, ("max_norm", "scale_grad_by_freq", "sparse"))
+
+
+def _bag_refusal(layer: nn.EmbeddingBag) -> str | None:
+    """Sparse gradients are no obstacle: they are for tables too large for dense ones, as the chain is not."""
+    if layer.mode == "max":
+        return "mode 'max' takes the largest of dense rows"
+    return _table_refusal(layer, ("max_norm", "scale_grad_by_freq"))
+
+
+def _dense_bag(layer: Any) -> nn.EmbeddingBag:
+    return nn.EmbeddingBag(
+        layer.num_embeddings,
+        layer.embedding_dim,
+        mode=layer.mode,
+        padding_idx=layer.padding_idx,
+        include_last_offset=layer.include_last_offset,
+    )
 
 
 LINEAR = Converter(
@@ -57,8 +81,18 @@ EMBEDDING = Converter(
     build=lambda layer: nn.Embedding(layer.num_embeddings, layer.embedding_dim, padding_idx=layer.padding_idx),
     refusal=_embedding_refusal,
 )
+EMBEDDING_BAG = replace(
+    EMBEDDING,
+    build=_dense_bag,
+    refusal=_bag_refusal,
+    table=TTMEmbeddingBag,
+)
 
-_CONVERTERS: dict[type[nn.Module], Converter] = {nn.Linear: LINEAR, nn.Embedding: EMBEDDING}
+_CONVERTERS: dict[type[nn.Module], Converter] = {
+    nn.Linear: LINEAR,
+    nn.Embedding: EMBEDDING,
+    nn.EmbeddingBag: EMBEDDING_BAG,
+}
 
 
 def register_converter(layer_type: type[nn.Module], converter: Converter) -> None:

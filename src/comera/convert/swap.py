@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.registry import converters
 from comera.nn.bonds import CompressedLayer, TensorTrain
-from comera.nn.embedding import TTMEmbedding, TTMProjection
+from comera.nn.embedding import TTMProjection
 from comera.nn.linear import TTLinear
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec
@@ -46,7 +46,7 @@ def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) 
         if isinstance(tt.spec, TTSpec):
             new = TTLinear(tt, kept)
         elif converters()[type(layer)].format == "ttm":
-            new = TTMEmbedding(tt, padding[tt])
+            new = converters()[type(layer)].table.like(layer, tt)
         else:
             new = TTMProjection(tt, kept, padding.get(tt))
         new.dense_type = type(layer)

@@ -1,12 +1,14 @@
-"""TTMEmbedding: an embedding whose table is a tensor-train matrix; TTMProjection: the output head tied to it."""
+"""Layers around a table that is a tensor-train matrix: its rows, their sums over bags, the output head tied to it."""
 
 from __future__ import annotations
+
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from comera.contract.linear import ttm_linear
-from comera.contract.lookup import ttm_lookup
+from comera.contract.lookup import ttm_bag, ttm_lookup
 from comera.errors import SpecError
 from comera.nn.bonds import CompressedLayer, TensorTrain
 from comera.tt.spec import TTMSpec
@@ -53,26 +55,13 @@ class _TTMLayer(CompressedLayer):
         return table_VD.index_fill(0, torch.tensor([self.padding_idx], device=table_VD.device), 0)
 
 
-class TTMEmbedding(_TTMLayer):
-    """Drop-in for `nn.Embedding`: rows of a tensor-train matrix.
+class TTMTable(_TTMLayer):
+    """A layer that looks up rows by their ids."""
 
-    tt: the chain, or a TTMSpec from which one is made with unit std, as `nn.Embedding` has.
-    padding_idx: its row is exactly zero and gets no gradient.
-    Input: integer ids of any shape -> (..., embedding_dim). An id outside the table is an IdError.
-    Raises SpecError for a chain of another format or a padding_idx outside the table.
-    """
-
-    dense_type: type[nn.Module] = nn.Embedding
-
-    def __init__(
-        self,
-        tt: TensorTrain | TTMSpec,
-        padding_idx: int | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(tt, padding_idx, dtype, device)
+    @classmethod
+    def like(cls, dense: Any, tt: TensorTrain) -> TTMTable:
+        """The layer with the settings of a dense one of the kind that it takes the place of, around the chain `tt`."""
+        raise AssertionError("defined by the layers")
 
     @property
     def num_embeddings(self) -> int:
@@ -84,12 +73,90 @@ class TTMEmbedding(_TTMLayer):
         """Columns of the table."""
         return self.spec.embedding_dim
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return ttm_lookup(ids, self.spec, self.tt.effective_cores(), padding_idx=self.padding_idx)
-
     def extra_repr(self) -> str:
         pad = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{pad}"
+
+
+class TTMEmbedding(TTMTable):
+    """Drop-in for `nn.Embedding`: rows of a tensor-train matrix.
+
+    tt: the chain, or a TTMSpec from which one is made with unit std, as `nn.Embedding` has.
+    padding_idx: its row is exactly zero and gets no gradient.
+    Input: integer ids of any shape -> (..., embedding_dim). An id outside the table is an IdError.
+    Raises SpecError for a chain of another format or a padding_idx outside the table.
+    """
+
+    dense_type: type[nn.Module] = nn.Embedding
+
+    @classmethod
+    def like(cls, dense: Any, tt: TensorTrain) -> TTMEmbedding:
+        return cls(tt, dense.padding_idx)
+
+    def __init__(
+        self,
+        tt: TensorTrain | TTMSpec,
+        padding_idx: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(tt, padding_idx, dtype, device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ttm_lookup(ids, self.spec, self.tt.effective_cores(), padding_idx=self.padding_idx)
+
+
+class TTMEmbeddingBag(TTMTable):
+    """Drop-in for `nn.EmbeddingBag`: sums or means over bags of rows of a tensor-train matrix.
+
+    tt: the chain, or a TTMSpec from which one is made with unit std, as `nn.EmbeddingBag` has.
+    mode: "sum" or "mean".
+    padding_idx: ids that count in no bag.
+    include_last_offset: whether the offsets end with the number of ids.
+    Input as that of `nn.EmbeddingBag`: ids (bags, ids in a bag), or ids (all ids,) with offsets (bags,); for sums also
+    per_sample_weights of the ids' shape -> (bags, embedding_dim), zeros for an empty bag. An id outside the table is an
+    IdError, offsets or weights that do not fit the ids are a DataError.
+    Raises ValueError for another mode, SpecError for a chain of another format or a padding_idx outside the table.
+    """
+
+    dense_type: type[nn.Module] = nn.EmbeddingBag
+
+    @classmethod
+    def like(cls, dense: Any, tt: TensorTrain) -> TTMEmbeddingBag:
+        return cls(tt, dense.mode, dense.padding_idx, dense.include_last_offset)
+
+    def __init__(
+        self,
+        tt: TensorTrain | TTMSpec,
+        mode: Literal["sum", "mean"] = "sum",
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(tt, padding_idx, dtype, device)
+        if mode not in ("sum", "mean"):
+            raise ValueError(f"expected mode 'sum' or 'mean', got {mode!r}: a maximum needs the dense rows")
+        self.mode: Literal["sum", "mean"] = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        return ttm_bag(
+            ids,
+            offsets,
+            self.spec,
+            self.tt.effective_cores(),
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            padding_idx=self.padding_idx,
+            include_last_offset=self.include_last_offset,
+        )
+
+    def extra_repr(self) -> str:
+        last = ", include_last_offset=True" if self.include_last_offset else ""
+        return f"{super().extra_repr()}, mode={self.mode!r}{last}"
 
 
 class TTMProjection(_TTMLayer):

@@ -271,7 +271,7 @@ def _misfit(layer: nn.Module, kind: str, spec: Spec) -> str | None:
         return f"a layer that can be converted (not this {type(layer).__name__}: {reason})"
     rows, cols = converter.shape(layer)
     if converter.format == "ttm":
-        allowed = {("TTMEmbedding", "ttm", (rows, cols))}
+        allowed = {(converter.table.__name__, "ttm", (rows, cols))}
     else:
         allowed = {("TTLinear", "tt", (rows, cols)), ("TTMProjection", "ttm", (cols, rows))}
     if (kind, _format(spec), spec.shape) in allowed:
