@@ -1,4 +1,4 @@
-"""The shell: comera train | compare | inspect | estimate.
+"""The shell: comera train | compare | inspect | estimate | export | score.
 
 Each command imports what it needs when it runs, so that help and typing errors answer at once. The fields of a recipe's
 configuration are the options; the text under a field is its help.
@@ -26,7 +26,7 @@ from comera.errors import ComeraError, ConfigError, TrainingError
 # property `folder` (further parameters of `preset` are fields that choose between presets, as `method` does);
 # run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}. One that trains more
 # than one run offers runs(configuration) -> {name: folder}.
-RECIPES = {"code-lm": "comera.recipes.code_lm", "mnli": "comera.recipes.mnli"}
+RECIPES = {"code-lm": "comera.recipes.code_lm", "mnli": "comera.recipes.mnli", "dlrm": "comera.recipes.dlrm"}
 INTERRUPTED = 130  # exit code of a shell for SIGINT
 
 
@@ -149,11 +149,61 @@ def estimate(argv: list[str]) -> int:
     return 0
 
 
+def export(argv: list[str]) -> int:
+    """Write a trained model as weights, compressed or dense, or as a program that needs torch alone."""
+    parser = argparse.ArgumentParser(
+        "comera export",
+        description=_summary(export),
+        epilog="safetensors: a folder for comera.load_pretrained. dense: a folder with the weights under the names of "
+        "the original architecture, for load_state_dict or from_pretrained. program: a file for torch.export.load, "
+        "for batches of any size. Each is loaded again and compared with the model before it takes its name.",
+    )
+    parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (its last checkpoint) or a checkpoint")
+    parser.add_argument(
+        "--to", choices=("safetensors", "dense", "program", "onnx"), required=True, help="what to write"
+    )
+    parser.add_argument("--out", required=True, metavar="PATH", help="folder, or file of a program (.pt2)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at PATH")
+    options = parser.parse_args(argv)
+
+    from comera.export.runs import export_run
+    from comera.recipes.trained import open_trained
+
+    out = Path(options.out).expanduser()
+    print(export_run(open_trained(Path(options.path), _saved), options.to, out, overwrite=options.overwrite))
+    return 0
+
+
+def score(argv: list[str]) -> int:
+    """Score a file of rows with a trained dlrm run, from its compressed tables."""
+    parser = argparse.ArgumentParser("comera score", description=_summary(score))
+    parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (its last checkpoint) or a checkpoint")
+    parser.add_argument("file", metavar="FILE", help="rows in Criteo's form, with or without labels, plain or .gz")
+    parser.add_argument("--out", required=True, metavar="CSV", help="file for line, logit and probability of each row")
+    parser.add_argument("--batch_size", type=int, default=4096, help="rows at a time (default: %(default)s)")
+    parser.add_argument(
+        "--max_bad_rows", type=int, default=0, help="bad rows to leave out before it is an error (default: %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file CSV")
+    options = parser.parse_args(argv)
+
+    from comera.recipes.score import score as score_file
+    from comera.recipes.trained import open_trained
+
+    trained = open_trained(Path(options.path), _saved)
+    file, out = Path(options.file).expanduser(), Path(options.out).expanduser()
+    limits = {"batch_size": options.batch_size, "max_bad_rows": options.max_bad_rows}
+    print(score_file(trained, file, out, **limits, overwrite=options.overwrite))
+    return 0
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "compare": compare,
     "inspect": inspect,
     "estimate": estimate,
+    "export": export,
+    "score": score,
 }
 
 
@@ -203,6 +253,11 @@ def _parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     if resume and saved.is_file() and str(saved) not in argv:  # a resumed run goes on with what it was begun with
         return _parse(command, name, ["--config", str(saved), *argv, "--out", str(config.folder)])
     return recipe, config, resume
+
+
+def _saved(recipe: str, file: Path) -> Any:
+    """The configuration in a run's config.yaml."""
+    return _parse("export", recipe, ["--config", str(file)])[1]
 
 
 def _config_parser(prog: str, default: Any, *, resumes: bool) -> Any:

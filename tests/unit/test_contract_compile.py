@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from comera.contract.linear import tt_linear, ttm_linear
-from comera.contract.lookup import ttm_lookup
+from comera.contract.lookup import ttm_bag, ttm_lookup
 from comera.contract.plan import plan_linear, plan_lookup, plan_projection
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 LINEAR = TTSpec(23, 22, (3, 4, 2), (4, 6), (1, 3, 5, 4, 3, 1))
 TABLE = TTMSpec(50, 11, (4, 13), (3, 4), (1, 5, 1))
+LONG_TABLE = TTMSpec(50, 11, (4, 5, 3), (3, 2, 2), (1, 5, 4, 1))
 
 
 class Chain(torch.nn.Module):
@@ -59,9 +60,28 @@ def test_ttm_linear(strategy):
     )
 
 
-@pytest.mark.parametrize("strategy", ["halves", "dense"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("strategy", ["halves", "dense", None])
+def test_ttm_bag(strategy, mode):
+    plan = strategy and plan_lookup(TABLE, 14).using(strategy)
+    weights = torch.randn(6) if mode == "sum" else None
+
+    def bags(ids, spec, cores, offsets=None):
+        return ttm_bag(ids, offsets, spec, cores, mode=mode, per_sample_weights=weights, padding_idx=3, plan=plan)
+
+    module = Chain(bags, TABLE, offsets=torch.tensor([0, 2, 2, 5]))
+    ids = torch.tensor([0, 3, 49, 7, 7, 3])
+    torch.testing.assert_close(
+        values_and_gradients(compiled(module), ids), values_and_gradients(module, ids), rtol=1e-5, atol=1e-5
+    )
+    module.options["offsets"] = torch.tensor([0, 2, 1, 5])
+    with pytest.raises(RuntimeError, match=r"never fall and reach at most 6"):
+        compiled(module)(ids)
+
+
+@pytest.mark.parametrize("strategy", ["halves", "chain", "dense"])
 def test_ttm_lookup(strategy):
-    module = Chain(ttm_lookup, TABLE, padding_idx=3, plan=plan_lookup(TABLE, 14).using(strategy))
+    module = Chain(ttm_lookup, LONG_TABLE, padding_idx=3, plan=plan_lookup(LONG_TABLE, 14).using(strategy))
     ids = torch.tensor([[0, 3, 49], [7, 7, 3]])
     torch.testing.assert_close(
         values_and_gradients(compiled(module), ids), values_and_gradients(module, ids), rtol=1e-5, atol=1e-5

@@ -192,6 +192,28 @@ def test_repeated_ids_are_multiplied_once(monkeypatch):
     assert sizes == [2]
 
 
+def test_only_rows_of_parts_that_occur_are_made(monkeypatch):
+    spec = ttm((9, 9, 9, 9), (2, 2, 2, 2), 5)
+    ids = torch.tensor([0, 1, 82, 6560])  # left parts (0, 0), (0, 1), (8, 8); right parts (0, 0), (0, 1), (8, 8)
+    sizes = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
+    rows = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 4).using("chain"))
+    assert sizes == [3, 3, 4]
+    torch.testing.assert_close(rows, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
+
+
+def test_pairs_that_share_a_part_are_multiplied_together(monkeypatch):
+    spec = ttm((16, 2), (2, 2), 4)
+    sizes = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
+    ids = torch.arange(29)  # 15 with the first right row, 14 with the second: blocks of 7
+    rows = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 29).using("halves"))
+    assert sizes == [3 + 2]
+    torch.testing.assert_close(rows, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
+
+
 def signal_to_noise(found, exact):
     exact, found = exact.detach().double(), found.detach().double()
     return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())

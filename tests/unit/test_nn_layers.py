@@ -1,6 +1,7 @@
 """TTLinear, TTMEmbedding and TTMProjection against dense layers with the materialised weight, in float64."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from comera.errors import IdError, SpecError
 from comera.nn.bonds import CompressedLayer, TensorTrain
-from comera.nn.embedding import TTMEmbedding, TTMProjection
+from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -42,6 +43,28 @@ def test_embedding_equals_dense(padding_idx: int | None) -> None:
     if padding_idx is not None:
         assert layer.weight[padding_idx].abs().max() == 0
         assert layer.padding_idx == padding_idx % 11
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("padding_idx", [None, 7, -1])
+@pytest.mark.parametrize("last", [True, False])
+def test_embedding_bag_equals_dense(mode: Literal["sum", "mean"], padding_idx: int | None, last: bool) -> None:
+    layer = TTMEmbeddingBag(TTM_SPEC, mode, padding_idx, last, dtype=F64)
+    table = layer.weight.detach()
+    dense = nn.EmbeddingBag(11, 5, mode=mode, padding_idx=padding_idx, include_last_offset=last, _weight=table)
+    ids, offsets = torch.tensor([0, 7, 10, 10, 10, 3, 7]), torch.tensor([0, 3, 3, 7])
+    exact(layer(ids, offsets), dense(ids, offsets))
+    exact(layer(ids.view(7, 1)), dense(ids.view(7, 1)))
+    if mode == "sum":
+        weights = torch.randn(7, dtype=F64)
+        exact(layer(ids, offsets, weights), dense(ids, offsets, weights))
+    assert (layer.mode, layer.include_last_offset) == (mode, last)
+    assert (layer.num_embeddings, layer.embedding_dim) == (11, 5)
+
+
+def test_embedding_bag_has_no_largest() -> None:
+    with pytest.raises(ValueError, match="expected mode 'sum' or 'mean', got 'max'"):
+        TTMEmbeddingBag(TTM_SPEC, "max")  # type: ignore[arg-type]
 
 
 def test_embedding_refuses_ids_outside() -> None:
@@ -117,4 +140,7 @@ def test_layers_print_their_sizes_and_their_chain() -> None:
     assert "in_features=12, out_features=10, bias=True" in repr(TTLinear(TT_SPEC))
     assert "11, 5, padding_idx=3" in repr(TTMEmbedding(TTM_SPEC, 3))
     assert "out_features=11, bias=False, padding_idx=3" in repr(TTMProjection(TTM_SPEC, False, 3))
+    assert "11, 5, padding_idx=3, mode='mean', include_last_offset=True" in repr(
+        TTMEmbeddingBag(TTM_SPEC, "mean", 3, include_last_offset=True)
+    )
     assert "TTM 4·3 × 2·3 ranks 4" in repr(TTMEmbedding(TTM_SPEC))

@@ -174,7 +174,8 @@ class TrainStep:
         loss = torch.stack(losses).mean()
         if self.average is not None:
             loss = self._average(self.average, loss)
-        grad_norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self._coalesce()
+        grad_norm = get_total_norm([_numbers(p.grad) for p in self.parameters if p.grad is not None])
         if self.clip:
             clip_grads_with_norm_(self.parameters, self.clip, grad_norm)
         if self.controller is not None:
@@ -189,13 +190,24 @@ class TrainStep:
         return result
 
     def _average(self, average: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
-        """Replace gradients by their mean over all processes; returns that of the loss, sent along with them."""
+        """Replace gradients by their mean over all processes; returns that of the loss, sent along with them.
+
+        Sparse ones become dense: which rows they have differs from process to process."""
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         flat = average(torch.cat([loss.reshape(1), *(grad.reshape(-1) for grad in grads)]))
         mean, *means = torch.split(flat, [1, *(grad.numel() for grad in grads)])
         for grad, value in zip(grads, means, strict=True):
             grad.copy_(value.view_as(grad))
         return mean.reshape(())
+
+    def _coalesce(self) -> None:
+        """Let sparse gradients hold each row once, as a norm and an optimizer need them."""
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
 
     def _refusal(self, recorder: Recorder | None) -> str:
         """Why steps cannot be captured, "" if they may be."""
@@ -241,3 +253,8 @@ class TrainStep:
                 tensor.data = data
 
         return put_back
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """All numbers of a gradient that are not zero because of its form."""
+    return grad.values() if grad.is_sparse else grad

@@ -21,7 +21,9 @@ class Task(Protocol):
       resumes only under the same one.
     - `steps_per_epoch`: steps that see the training data once, for data that has an end.
     - `evaluate(model, batch) -> (means, weight)`: means over a held-out batch by name, scalars with "loss" among them,
-      and what the batch counts, such as its examples; without it, the loss alone and every batch alike.
+      and what the batch counts, such as its examples; without it, the loss alone and every batch alike. A third value,
+      a tensor (B, ...) with a row for each example, is kept for `evaluate_rows(rows) -> {name: number}`: what is no
+      mean over batches, made of the rows of all held-out data, in any order.
     - `optimizer(config) -> torch.optim.Optimizer`: over the model's parameters, on their device by then, at the peak
       learning rates; without it, fused AdamW over `param_groups`. A run resumes exactly where its state is tensors and
       JSON-ready values by parameter.

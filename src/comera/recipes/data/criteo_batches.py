@@ -164,9 +164,10 @@ class RowEncoder:
             bad = int(rows.bad_lines[0])
             raise DataError(f"{where}, line {line + bad + 1}: {explain(text.split(bytes([10]))[bad], labelled)}")
         for first in range(0, len(rows.labels), size):
-            yield self._encoded(rows, slice(first, first + size), labelled)
+            yield self.encode_rows(rows, slice(first, first + size), labelled)
 
-    def _encoded(self, rows: Rows, part: slice, labelled: bool) -> ClickBatch:
+    def encode_rows(self, rows: Rows, part: slice, labelled: bool) -> ClickBatch:
+        """A part of the good rows of a parsed block; without `labelled`, their labels are NaN."""
         labels_B = rows.labels[part].astype(np.float32)
         ids_FB = np.stack([find(values[part]) for find, values in zip(self._lookups, rows.values, strict=True)])
         return ClickBatch(

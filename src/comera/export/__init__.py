@@ -1,0 +1,6 @@
+"""A trained model leaves the house: as weights, compressed or dense, or as a program that runs on torch alone."""
+
+from comera.export.layers import serving_copy
+from comera.export.write import Exported, export_compressed, export_dense, export_program
+
+__all__ = ["Exported", "export_compressed", "export_dense", "export_program", "serving_copy"]

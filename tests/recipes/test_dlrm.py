@@ -1,0 +1,354 @@
+"""The DLRM recipe end to end, small: both methods, both stages, every optimizer, resuming, and two processes as one."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from comera import cli
+from comera.errors import ConfigError
+from comera.nn import TTMEmbeddingBag
+from comera.rank.objective import LateStage
+from comera.rank.size import model_size
+from comera.recipes import dlrm
+from comera.recipes.click_metrics import click_metrics
+from comera.recipes.data.criteo import KAGGLE_TABLES, ClickBatch, ClickData, CriteoConfig, prepare
+from comera.recipes.dlrm import (
+    METHODS,
+    CompressConfig,
+    DLRMTask,
+    DLRMTaskConfig,
+    build_model,
+    click_loss,
+    runs,
+)
+from comera.recipes.models.dlrm import DLRMConfig
+from comera.train.checkpoint import load_pretrained
+from comera.train.config import TrainConfig
+from comera.train.metrics import Summary
+from comera.train.optimizer import OPTIMIZERS, OptimizerName
+from comera.train.runs import find_checkpoint
+
+TABLES = (700, 40, 1500, 400, *[7] * 22)
+ROWS, TRAIN, BATCH, EPOCH = 420, 360, 32, 12  # the last batch of an epoch goes on into the next one
+
+
+@pytest.fixture(scope="module")
+def data_config(tmp_path_factory: pytest.TempPathFactory) -> CriteoConfig:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return CriteoConfig(synthetic_rows=ROWS, table_sizes=TABLES, workers=1, cache=cache)
+
+
+@pytest.fixture(scope="module")
+def data(data_config: CriteoConfig) -> ClickData:
+    return prepare(data_config, quiet=True)
+
+
+@pytest.fixture
+def config(data_config: CriteoConfig, tmp_path: Path) -> DLRMTaskConfig:
+    train = TrainConfig(
+        epochs=1, batch_size=BATCH, lr=1e-3, core_lr=5e-3, clip=1.0, log_every=1, progress=False, device="cpu"
+    )
+    return DLRMTaskConfig(
+        out=str(tmp_path / "run"),
+        late_targets=(0.6, 0.3),
+        late_epochs=2.0,
+        data=data_config,
+        model=DLRMConfig(dim=8, bottom=(16,), top=(16,)),
+        compress=CompressConfig(ratio=6, min_rows=300),
+        train=train,
+    )
+
+
+def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """What a run logged, but for what it took."""
+    measured = {"time", "step_time", "tokens_per_s", "peak_memory"}
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in measured} for row in found if kind in (None, row["kind"])]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in records(folder, "train")]
+
+
+def same(one: ClickBatch, two: ClickBatch) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_steps(config: DLRMTaskConfig, method: Any, optimizer: OptimizerName) -> None:
+    train = replace(config.train, steps=2)
+    config = replace(config, method=method, optimizer=optimizer, late_targets=(), train=train)
+    summary = dlrm.run(config)
+    assert (summary.method, summary.recipe, summary.steps, summary.examples) == (method, "dlrm", 2, 2 * BATCH)
+    assert summary.tokens == 2 * BATCH
+    assert set(summary.metrics) == {"accuracy", "auc", "nce"}
+    (folder,) = runs(config).values()
+    assert folder == (config.folder / "early" if method == "comera" else config.folder)
+    assert set(json.loads((folder / "test.json").read_text())) == {"loss", "accuracy", "auc", "nce"}
+    assert dlrm.run(config, resume=True) == summary
+
+
+def test_the_tables_keep_to_the_budget_and_small_ones_stay_dense(config: DLRMTaskConfig) -> None:
+    model, report = build_model(replace(config, optimizer="adagrad"), TABLES)
+    assert report is not None
+    dense, _ = build_model(replace(config, method="dense"), TABLES)
+    assert report.dense_total == model_size(dense).total
+    assert sum(p.numel() for p in model.tables.parameters()) <= 8 * sum(TABLES) / 6
+    for table, rows in zip(model.tables, TABLES, strict=True):
+        assert isinstance(table, TTMEmbeddingBag if rows >= 300 else nn.EmbeddingBag)
+        assert rows >= 300 or table.sparse
+    assert all(isinstance(layer, nn.Linear | nn.ReLU) for layer in [*model.bottom, *model.top])
+    assert not any(table.sparse for table in dense.tables)  # AdamW takes no sparse gradients
+
+
+def test_wide_layers_of_the_mlps_become_tensor_trains_on_request(config: DLRMTaskConfig) -> None:
+    compress = replace(config.compress, mlp_rank=8)
+    with torch.device("meta"):
+        report = build_model(replace(config, model=DLRMConfig(dim=8), compress=compress), TABLES)[1]
+    assert report is not None
+    trains = {row.name for row in report.rows if row.after == "TTLinear"}
+    assert trains == {"bottom.2", "top.0", "top.2"}
+    assert all(row.stored < row.dense for row in report.rows if row.name in trains)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
+def test_sparse_gradients_train_as_dense_ones_do(
+    config: DLRMTaskConfig, optimizer: OptimizerName, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = replace(config, method="dense", optimizer=optimizer, late_targets=())
+    dlrm.run(config)
+    monkeypatch.setattr(dlrm, "_SPARSE", ())
+    other = replace(config, out=str(tmp_path / "other"))
+    dlrm.run(other)
+    for a, b in zip(records(config.folder, "train"), records(other.folder, "train"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-5)
+
+
+def test_late_stages_start_from_the_early_one_and_meet_their_targets(config: DLRMTaskConfig) -> None:
+    last = dlrm.run(config)
+    folders = runs(config)
+    assert list(folders) == ["early", "late 0.6", "late 0.3"]
+    summaries = {name: Summary.read(folder / "summary.json") for name, folder in folders.items()}
+    early = summaries["early"]
+    assert early is not None
+    assert last == summaries["late 0.3"]
+    assert early.steps == EPOCH
+    for target in (0.6, 0.3):
+        folder, summary = folders[f"late {target}"], summaries[f"late {target}"]
+        assert summary is not None
+        assert summary.steps == 2 * EPOCH
+        assert summary.tensorized <= target * early.tensorized
+        (stage,) = records(folder, "stage")
+        assert (stage["stage"], stage["step"]) == ("late", 0)
+        assert records(folder, "prune") or records(folder, "round")
+    for folder in (config.folder, *folders.values()):
+        assert yaml.safe_load((folder / "config.yaml").read_text())["out"] == str(config.folder)
+    names = {row["name"] for row in json.loads((folders["early"] / "layers.json").read_text())}
+    assert {f"tables.{k}" for k in range(26)} < names
+
+
+def test_runs_meet_the_batches_of_one_sequence(config: DLRMTaskConfig, data: ClickData) -> None:
+    early, late = DLRMTask(config, data), DLRMTask(config, data, first=EPOCH)
+    dense = DLRMTask(replace(config, method="dense"), data)
+    assert early.steps_per_epoch == EPOCH
+    for step in range(EPOCH):
+        assert same(early.train_batch(step, 0, 0, 1), dense.train_batch(step, 0, 0, 1))
+        assert same(late.train_batch(step, 0, 0, 1), dense.train_batch(EPOCH + step, 0, 0, 1))
+    task = DLRMTask(replace(config, train=replace(config.train, accumulation=3)), data, first=2)
+    order = [(step, micro, rank) for step in range(2) for micro in range(3) for rank in range(2)]
+    for index, (step, micro, rank) in enumerate(order, start=2 * 3 * 2):
+        assert same(task.train_batch(step, micro, rank, 2), data.train_batch(index, BATCH, seed=0))
+
+
+def test_the_dense_twin_is_as_long_as_the_early_stage_and_one_late_stage(config: DLRMTaskConfig) -> None:
+    dense = replace(config, method="dense")
+    summary = dlrm.run(dense)
+    assert (summary.steps, summary.tensorized) == (3 * EPOCH, 0)
+    assert (dense.folder / "test.json").exists()
+
+
+def test_evaluation_is_that_of_all_held_out_rows(config: DLRMTaskConfig, data: ClickData) -> None:
+    summary = dlrm.run(replace(config, late_targets=(), train=replace(config.train, steps=3)))
+    task = DLRMTask(config, data)
+    load_pretrained(task.model, find_checkpoint(config.folder / "early"))
+    found = {}
+    for part in ("validation", "test"):
+        batch = data.batch(part, 0, ROWS)
+        with torch.no_grad():
+            scores, loss = task.model(batch.dense, batch.ids), float(click_loss(task.model, batch))
+        right = float(((scores > 0) == (batch.labels > 0)).float().mean())
+        found[part] = {"loss": loss, "accuracy": right, **click_metrics(scores, batch.labels)}
+    assert {"loss": summary.held_out_loss, **summary.metrics} == pytest.approx(found["validation"], rel=1e-5)
+    tested = json.loads((config.folder / "early" / "test.json").read_text())
+    assert tested == pytest.approx(found["test"], rel=1e-5)
+
+
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(
+    config: DLRMTaskConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train = replace(config.train, save_every=8)
+    config = replace(config, optimizer="adagrad", late_targets=(0.5,), late_epochs=1.8, train=train)
+    dlrm.run(config)
+    killed = replace(config, out=str(tmp_path / "killed"))
+    batch, left = DLRMTask.train_batch, [EPOCH + 13]
+
+    def kill(self: DLRMTask, *place: int) -> ClickBatch:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return batch(self, *place)
+
+    monkeypatch.setattr(DLRMTask, "train_batch", kill)
+    with pytest.raises(KeyboardInterrupt):
+        dlrm.run(killed)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"expected a folder without a run, got .*killed with .*early"):
+        dlrm.run(killed)
+    (killed.folder / "early" / "test.json").unlink()  # as if it had been killed right after the early stage too
+    dlrm.run(killed, resume=True)
+    for name, folder in runs(config).items():
+        assert records(runs(killed)[name]) == records(folder)
+        assert (runs(killed)[name] / "test.json").read_text() == (folder / "test.json").read_text()
+
+
+def test_a_run_does_not_resume_on_other_data_or_with_another_model(config: DLRMTaskConfig) -> None:
+    config = replace(config, late_targets=(), train=replace(config.train, steps=2))
+    dlrm.run(config)
+    (config.folder / "early" / "summary.json").unlink()  # as if it had been killed before it ended
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("data.shuffle", {"data": replace(config.data, shuffle=False)}),
+        ("compress.ratio", {"compress": replace(config.compress, ratio=5.0)}),
+        ("optimizer", {"optimizer": "sgd"}),
+    ]
+    for name, change in changes:
+        with pytest.raises(ConfigError, match=rf"{name}: expected"):
+            dlrm.run(replace(config, **change), resume=True)
+
+
+def train_as(rank: int, world: int, port: int, config: DLRMTaskConfig) -> None:
+    """What `accelerate launch --cpu` would do in process `rank`."""
+    warnings.simplefilter("error")
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    dlrm.run(config)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_train_as_one_with_twice_the_batch(config: DLRMTaskConfig, tmp_path: Path) -> None:
+    """Dense tables with sparse gradients among them, whose rows differ from process to process."""
+    config = replace(config, optimizer="adagrad", late_targets=(0.5,))
+    dlrm.run(replace(config, train=replace(config.train, batch_size=2 * BATCH)))
+    two = replace(config, out=str(tmp_path / "two"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", __name__])  # imported once, by the server that forks
+    processes = [context.Process(target=train_as, args=(rank, 2, port, two)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    for name, folder in runs(config).items():
+        other = runs(two)[name]
+        assert len(losses(folder)) == (EPOCH if name != "early" else EPOCH // 2)
+        assert losses(other) == pytest.approx(losses(folder), rel=2e-5)
+        (one,), (both,) = records(folder, "eval")[-1:], records(other, "eval")[-1:]
+        assert {"loss": both["loss"], **both["metrics"]} == pytest.approx(
+            {"loss": one["loss"], **one["metrics"]}, rel=2e-5
+        )
+        assert json.loads((other / "test.json").read_text()) == pytest.approx(
+            json.loads((folder / "test.json").read_text()), rel=2e-5
+        )
+
+
+def test_training_learns_what_was_planted(config: DLRMTaskConfig) -> None:
+    sizes = (700,) * 4 + (100,) * 22
+    data = replace(config.data, synthetic_rows=12_000, table_sizes=sizes)
+    train = replace(dlrm.preset().train, epochs=1, batch_size=128, lr=5e-3, progress=False, device="cpu")
+    model = DLRMConfig(dim=8, bottom=(32,), top=(32,))
+    compress = CompressConfig(ratio=2, min_rows=500)
+    config = replace(config, data=data, model=model, compress=compress, train=train, late_targets=())
+    metrics = dlrm.run(config).metrics
+    assert metrics["nce"] < 0.97
+    assert metrics["auc"] > 0.63
+
+
+def test_estimate_shows_the_dense_model_that_cannot_run() -> None:
+    kaggle = replace(dlrm.preset(preset="kaggle"), model=DLRMConfig(dim=128), optimizer="adamw")
+    numbers = 4 * 128 * sum(KAGGLE_TABLES)
+    step = dlrm.estimate(kaggle)
+    assert step["dense"].weights == pytest.approx(numbers, rel=1e-3)
+    assert step["dense"].gradients == step["dense"].weights
+    assert step["dense"].optimizer == pytest.approx(2 * numbers, rel=1e-3)
+    assert step["dense"].weights / step["comera"].weights > 150
+    sparse = dlrm.estimate(replace(kaggle, optimizer="adagrad"))["dense"]
+    assert sparse.optimizer == pytest.approx(numbers, rel=1e-3)
+    assert sparse.gradients < 2048 * 26 * (128 * 4 + 8) + 10**7
+
+
+def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> None:
+    train = dlrm.preset().train
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"method": "galore"}, "dlrm compares dense and comera, got 'galore'"),
+        ({"preset": "best"}, "preset must be one of sample, kaggle, got 'best'"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw, adagrad, sgd, got 'lion'"),
+        ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
+        ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
+        ({"late_epochs": float("nan")}, "late_epochs must be a number > 0, got nan"),
+        ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),
+    ]
+    for fields, said in wrong:
+        with pytest.raises(ConfigError, match=said):
+            DLRMTaskConfig(**fields)
+    out_of_range: list[tuple[dict[str, Any], str]] = [
+        ({"ratio": 1.0}, "compress.ratio must be a number above 1, got 1.0"),
+        ({"min_rows": 0}, "compress.min_rows must be at least 1"),
+        ({"order": 5}, "compress.order must be one of 2, 3, 4, or none, got 5"),
+        ({"mlp_rank": -1}, "compress.mlp_rank must be 0 or a number above"),
+        ({"mlp_order": 1}, "compress.mlp_order must be from 2 to 8"),
+    ]
+    for fields, said in out_of_range:
+        with pytest.raises(ConfigError, match=said):
+            CompressConfig(**fields)
+    with pytest.raises(ConfigError, match=r"compress.ratio 1e\+06 leaves 0 numbers"):
+        dlrm.run(replace(config, compress=CompressConfig(ratio=1e6, min_rows=300)))
+    assert not config.folder.exists()
+
+
+def test_the_command_line_takes_presets_and_nested_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ({}, {"method": "dense"}, {"preset": "kaggle"}, {"method": "dense", "preset": "kaggle"}):
+        argv = [word for name, value in words.items() for word in (f"--{name}", value)]
+        assert cli._parse("train", "dlrm", argv)[1] == dlrm.preset(**words)  # type: ignore[arg-type]
+    argv = [
+        "--model.dim",
+        "128",
+        "--model.top",
+        "[64]",
+        "--optimizer",
+        "adagrad",
+        "--compress.order",
+        "3",
+        "--out",
+        "o",
+    ]
+    _, config, _ = cli._parse("train", "dlrm", argv)
+    assert (config.model.dim, config.model.top, config.optimizer, config.compress.order) == (128, (64,), "adagrad", 3)
+    assert runs(config) == {"early": Path("o/early"), "late 0.5": Path("o/late-0.5")}
+    assert cli.main(["train", "dlrm", "--method", "cola"]) == 2
+    assert "dlrm compares dense and comera" in capsys.readouterr().err

@@ -1,0 +1,253 @@
+"""`comera export`: trained runs of each recipe leave in each form, and give the logits that they gave in training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import BertForMaskedLM, BertForSequenceClassification
+
+from comera import cli, load_pretrained
+from comera.cli import main
+from comera.nn.bonds import CompressedLayer
+from comera.rank.objective import EarlyStage
+from comera.recipes import code_lm, dlrm, mnli
+from comera.recipes.data.code import CodeDataConfig
+from comera.recipes.data.criteo import CriteoConfig
+from comera.recipes.data.mnli import MNLIDataConfig
+from comera.recipes.models.bert import ModelConfig
+from comera.recipes.models.dlrm import DLRMConfig
+from comera.train.config import TrainConfig
+from comera.train.runs import find_checkpoint
+
+from ..unit.without_comera import run_without_comera
+
+TRAIN = TrainConfig(
+    steps=3, batch_size=8, lr=1e-3, core_lr=1e-2, early=EarlyStage(1.0), eval_batches=1, progress=False, device="cpu"
+)
+BERT = ModelConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1, max_positions=40)
+TABLES = (700, 40, 1500, 400, *[7] * 22)
+
+
+@dataclass
+class Run:
+    """A finished run; plain: its original architecture, fresh, built without this library's layers."""
+
+    folder: Path
+    model: nn.Module
+    plain: Callable[[Path], nn.Module]
+    inputs: Callable[[int], dict[str, Tensor]]
+
+    def logits(self, model: Callable[..., Any], rows: int) -> Tensor:
+        outputs = model(**self.inputs(rows))
+        logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs["logits"]
+        return logits
+
+
+def trained(folder: Path, task: Any, plain: Callable[[Path], nn.Module], inputs: Callable[[int], Any]) -> Run:
+    model = load_pretrained(task.model, find_checkpoint(folder)).eval()
+    assert any(isinstance(module, CompressedLayer) for module in model.modules())
+    return Run(folder, model, plain, inputs)
+
+
+def code_run(out: Path, cache: Path) -> Run:
+    data = CodeDataConfig(path=str(Path(json.__file__).parent), cache=str(cache), vocab_size=400, block_size=24)
+    ranks = code_lm.CompressConfig(order=4, rank=4, embedding_order=3, embedding_rank=4, head_rank=8)
+    config = code_lm.CodeLMConfig(out=str(out), data=data, model=BERT, compress=ranks, train=TRAIN)
+    code_lm.run(config)
+    task = code_lm.CodeLMTask(config, code_lm.prepare(data, quiet=True))
+    return trained(
+        out, task, BertForMaskedLM.from_pretrained, lambda rows: {"input_ids": torch.arange(9 * rows).view(rows, 9)}
+    )
+
+
+def mnli_run(out: Path, cache: Path) -> Run:
+    cache.mkdir(parents=True)
+    words = ["a", "man", "eats", "never", "sleeps"]
+    pairs = [{"premise": "a man eats", "hypothesis": "a man never sleeps", "label": label} for label in range(3)]
+    for part in ("train", "dev_matched"):
+        (cache / f"{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 20))
+    (cache / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
+    data = MNLIDataConfig(path=str(cache), max_length=24, cache=str(cache / "prepared"))
+    ranks = mnli.CompressConfig(order=4, rank=4, embedding_order=2, embedding_rank=3)
+    config = mnli.MNLIConfig(out=str(out), late_targets=(), data=data, model=BERT, compress=ranks, train=TRAIN)
+    mnli.run(config)
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        ids, mask = torch.arange(10 * rows).view(rows, 10) % 10, torch.ones(rows, 10, dtype=torch.int64)
+        mask[0, 7:] = 0
+        return {"input_ids": ids, "token_type_ids": (ids > 5).long(), "attention_mask": mask}
+
+    task = mnli.MNLITask(config, mnli.prepare(data, quiet=True))
+    return trained(out / "early", task, BertForSequenceClassification.from_pretrained, inputs)
+
+
+def dlrm_run(out: Path, cache: Path) -> Run:
+    data = CriteoConfig(synthetic_rows=400, table_sizes=TABLES, workers=1, cache=str(cache))
+    config = dlrm.DLRMTaskConfig(
+        out=str(out),
+        late_targets=(),
+        optimizer="adagrad",  # so that dense tables are of another kind in training
+        data=data,
+        model=DLRMConfig(dim=8, bottom=(16,), top=(16,)),
+        compress=dlrm.CompressConfig(ratio=6, min_rows=300),
+        train=TRAIN,
+    )
+    dlrm.run(config)
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        ids = torch.stack([torch.arange(rows) % size for size in TABLES], 1)
+        return {"dense": torch.arange(13.0 * rows).view(rows, 13) % 5, "ids": ids}
+
+    task = dlrm.DLRMTask(config, dlrm.prepare(data, quiet=True))
+    return trained(out / "early", task, lambda folder: dlrm.DLRM(config.model, TABLES), inputs)
+
+
+RUNS = {"code-lm": code_run, "mnli": mnli_run, "dlrm": dlrm_run}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp(request.param)
+    return RUNS[request.param](folder / "run", folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("code")
+    return code_run(folder / "run", folder / "cache")
+
+
+def test_a_program_runs_without_this_library(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "model.pt2"
+    assert main(["export", str(run.folder), "--to", "program", "--out", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out
+    batches = [run.inputs(rows) for rows in (1, 5)]
+    with torch.no_grad():
+        wanted = [run.logits(run.model, rows) for rows in (1, 5)]
+    for outputs, logits in zip(run_without_comera(out, batches), wanted, strict=True):
+        got = outputs if isinstance(outputs, Tensor) else outputs["logits"]
+        torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_dense_weights_load_into_the_original_architecture(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "dense"
+    assert main(["export", str(find_checkpoint(run.folder)), "--to", "dense", "--out", str(out)]) == 0
+    plain = run.plain(out).eval()
+    if not (out / "config.json").exists():
+        plain.load_state_dict(load_file(out / "model.safetensors"))
+    torch.testing.assert_close(run.logits(plain, 4), run.logits(run.model, 4), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_compressed_weights_load_into_the_original_architecture(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    assert main(["export", str(run.folder), "--to", "safetensors", "--out", str(out)]) == 0
+    if (out / "config.json").exists():
+        kind = type(run.model)
+        plain = kind(kind.config_class.from_pretrained(out))
+    else:
+        plain = run.plain(out)
+    loaded = load_pretrained(plain, out).eval()
+    torch.testing.assert_close(run.logits(loaded, 4), run.logits(run.model, 4), rtol=1e-5, atol=1e-5)
+    about = json.loads((out / "comera.json").read_text())["metadata"]
+    assert about["checkpoint"] == find_checkpoint(run.folder).name
+    assert about["method"] == "comera"
+
+
+@pytest.mark.parametrize("method", ["dense", "cola"])
+def test_runs_of_other_methods_leave_in_the_forms_that_they_have(
+    method: Any, code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = cli._saved("code-lm", code.folder / "config.yaml")
+    run = tmp_path / "run"
+    code_lm.run(replace(saved, method=method, out=str(run)))
+    capsys.readouterr()
+    for target, name in (("safetensors", "small"), ("program", "model.pt2")):
+        assert main(["export", str(run), "--to", target, "--out", str(tmp_path / name)]) == 0
+    if method == "dense":
+        assert main(["export", str(run), "--to", "dense", "--out", str(tmp_path / "dense")]) == 0
+    else:
+        assert "no place in the dense" in refused(capsys, run, tmp_path / "dense", "--to", "dense")
+
+
+def refused(capsys: pytest.CaptureFixture[str], path: Path, out: Path, *options: str) -> str:
+    """What is said when an export is refused, in one line."""
+    assert main(["export", str(path), "--out", str(out), *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("comera: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def test_what_is_no_run_is_refused(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    to = ("--to", "dense")
+    assert "found nothing" in refused(capsys, tmp_path / "nowhere", out, *to)
+    (tmp_path / "file").write_text("")
+    assert "found a file" in refused(capsys, tmp_path / "file", out, *to)
+    assert "found a folder of something else" in refused(capsys, tmp_path, out, *to)
+    assert "with several (run)" in refused(capsys, code.folder.parent, out, *to)
+    empty = shutil.copytree(code.folder, tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
+    assert "expected checkpoints" in refused(capsys, empty, out, *to)
+    alone = shutil.copytree(find_checkpoint(code.folder), tmp_path / "moved" / "checkpoints" / "step-00000003")
+    assert "expected the run's config.yaml" in refused(capsys, alone, out, *to)
+    saved = shutil.copytree(alone, tmp_path / "saved")
+    assert "expected a complete checkpoint in the folder of its run" in refused(capsys, saved, out, *to)
+    assert not out.exists()
+
+
+@pytest.fixture
+def damaged(code: Run, tmp_path: Path) -> Path:
+    """The checkpoint of a copy of a run."""
+    return find_checkpoint(shutil.copytree(code.folder, tmp_path / "run"))
+
+
+def test_an_unfinished_or_damaged_checkpoint_is_refused(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = damaged.parents[1]
+    out, to = run.parent / "out", ("--to", "program")
+    unfinished = shutil.copytree(damaged, damaged.with_name(f".{damaged.name}.new"))
+    assert "expected a complete checkpoint" in refused(capsys, unfinished, out, *to)
+    trainer, weights = damaged / "trainer.json", damaged / "model.safetensors"
+    whole = trainer.read_text()
+    for text, said in [
+        (whole[:-9], "expected a whole trainer.json"),
+        ("{}", "expected a whole trainer.json"),
+        (whole.replace('"recipe": "code-lm"', '"recipe": "mine"'), "got one of 'mine'"),
+    ]:
+        trainer.write_text(text)
+        assert said in refused(capsys, run, out, *to)
+    trainer.write_text(whole)
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "is truncated" in refused(capsys, run, out, *to)
+    assert not out.exists()
+
+
+def test_what_is_there_is_kept(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(code.folder), "--to", "safetensors", "--out", str(out)]) == 0
+    assert "that is not there yet" in refused(capsys, code.folder, out, "--to", "dense")
+    assert (out / "comera.json").exists()
+    assert main(["export", str(code.folder), "--to", "dense", "--out", str(out), "--overwrite"]) == 0
+    assert not (out / "comera.json").exists()
+    assert "an earlier export to overwrite" in refused(capsys, code.folder, code.folder, "--to", "dense", "--overwrite")
+
+
+def test_onnx_names_the_package_that_it_takes(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the package onnxscript" in refused(capsys, code.folder, tmp_path / "out", "--to", "onnx")
+
+
+@pytest.mark.parametrize("argv", [[], ["run", "--to", "dense"], ["run", "--to", "pickle", "--out", "out"]])
+def test_a_wrong_command_shows_its_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", *argv])
+    assert capsys.readouterr().err.startswith("usage: comera export")

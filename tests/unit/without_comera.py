@@ -1,0 +1,43 @@
+"""Runs a program of torch.export in a fresh Python that can import neither this library nor transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SCRIPT = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("comera", "transformers"):
+            raise ImportError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, Blocked())
+import torch
+
+program, inputs, outputs = sys.argv[1:]
+module = torch.export.load(program).module()
+results = [module(*args, **kwargs) for args, kwargs in torch.load(inputs)]
+torch.save(results, outputs)
+print(sorted(name for name in ("comera", "transformers") if name in sys.modules))
+"""
+
+
+def run_without_comera(program: Path, batches: Sequence[Sequence[Tensor] | Mapping[str, Tensor]]) -> list[Any]:
+    """What the program makes of each batch, a list of arguments or a mapping from their names."""
+    calls = [((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {}) for batch in batches]
+    inputs, outputs = program.with_name("inputs.pt"), program.with_name("outputs.pt")
+    torch.save(calls, inputs)
+    command = [sys.executable, "-I", "-c", _SCRIPT, str(program), str(inputs), str(outputs)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == "[]\n"
+    results: list[Any] = torch.load(outputs)
+    return results
