@@ -6,15 +6,18 @@ BIN    := $(VENV)/bin
 SECONDS_EACH ?= 110
 # a new folder each time: nothing that was there is lost
 DEMO_OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+# Criteo's train.txt, plain or .gz, for bench-dlrm (without it: synthetic clicks, whose quality says nothing)
+CRITEO ?=
 
-.PHONY: help install demo test check bench gpu format clean
+.PHONY: help install demo test check bench bench-dlrm gpu format clean
 
 help:
 	@echo "make demo    train the code model dense and compressed, the same time each, and compare (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make check   lint, format and types"
 	@echo "make bench   measure steps, memory and look-ups on this CPU, write docs/benchmarks.md (15 minutes)"
-	@echo "make gpu     run the tests that need a GPU, with this Python's own PyTorch, from the source tree"
+	@echo "make bench-dlrm CRITEO=train.txt.gz   DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
+	@echo "make gpu     run the tests and benchmarks that need a GPU, with this Python's own PyTorch (9 minutes)"
 	@echo "make format  rewrite the code in the project's format"
 
 install: $(VENV)/.installed
@@ -43,12 +46,22 @@ check: install
 	@$(BIN)/mypy
 
 bench: install
-	@for name in step recompute shrunk_step lookup; do \
-		test ! -e benchmarks/$$name.py || $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@$(BIN)/python benchmarks/step.py --repeats 3
+	@$(BIN)/python benchmarks/recompute.py --repeats 3
+	@$(BIN)/python benchmarks/shrunk_step.py
+	@$(BIN)/python benchmarks/lookup.py
+	@$(BIN)/python benchmarks/layer.py --seconds 4
+	@$(BIN)/python benchmarks/peers.py
+	@$(BIN)/python benchmarks/page.py
+
+bench-dlrm: install
+	@$(BIN)/python benchmarks/dlrm.py $(if $(CRITEO),--path $(CRITEO))
 	@$(BIN)/python benchmarks/page.py
 
 gpu:
 	@REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_kernels.py
+	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_step.py
 
 format: install
 	@$(BIN)/ruff check --fix src tests

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,37 @@ def write(name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return path
+
+
+def update(name: str, rows: Sequence[Mapping[str, Any]], key: Sequence[str]) -> Path:
+    """Put `rows` into results/NAME.csv, in the place of those that are equal in the columns `key`; returns its path.
+
+    So a script can write as it measures, and measure a part of its cases. Rows of other columns than now are dropped.
+    """
+    path = RESULTS / f"{name}.csv"
+    kept: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            old = list(csv.DictReader(file))
+        kept = {tuple(row[column] for column in key): row for row in old if list(row) == list(rows[0])}
+    kept |= {tuple(str(row[column]) for column in key): row for row in rows}
+    return write(name, list(kept.values()))
+
+
+def in_turns(
+    sides: Mapping[str, Callable[[], object]], repeats: int, *, warm_ups: int = 2, wait: Callable[[], object] = int
+) -> dict[str, list[float]]:
+    """Seconds of each side's calls, which alternate; the first ones make plans, state and memory and are not counted.
+
+    wait: called before the clock is read, for a device that works asynchronously.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats + warm_ups):
+        for name, run in sides.items():
+            wait()
+            started = time.perf_counter()
+            run()
+            wait()
+            if repeat >= warm_ups:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds

@@ -125,10 +125,10 @@ def pair_sums(
 
 def _in_blocks(i_N: Tensor, k_N: Tensor, bag_N: Tensor, left_MXR: Tensor) -> tuple[_Uses, Tensor]:
     """Different pairs in the order of k, in blocks of one k, and the order of the uses that goes with it."""
-    heads, columns, _ = left_MXR.shape
+    heads, columns = max(1, left_MXR.shape[0]), left_MXR.shape[1]
     pairs_N, order_N = torch.sort(k_N * heads + i_N)
     pairs_U, number_N, uses_U = torch.unique_consecutive(pairs_N, return_inverse=True, return_counts=True)
-    i_U, k_U = pairs_U % max(1, heads), pairs_U // max(1, heads)
+    i_U, k_U = pairs_U % heads, pairs_U // heads
     k_K, number_U, size_K = torch.unique_consecutive(k_U, return_inverse=True, return_counts=True)
     slots = block_size(k_U.numel(), k_K.numel(), columns)
     blocks_K = (size_K + slots - 1) // slots
@@ -169,16 +169,16 @@ class _PairSums(torch.autograd.Function):
         blocks = _Blocks(left_MXR, right_MYR, weights_N, _Uses(*uses))
         # contiguous, whatever the strides of L and R are: flatten must give views, or the sums go into a copy
         dleft_MXR, dright_MYR = left_MXR.new_zeros(left_MXR.shape), right_MYR.new_zeros(right_MYR.shape)
-        dweights = []
+        wants_weights = ctx.needs_input_grad[3]
+        dweights = [weights_N[:0]] if wants_weights else []
         with without_autocast(dsums_BD):
             dsums_BD = dsums_BD.contiguous()
             for part in blocks.pieces:
-                if ctx.needs_input_grad[3]:
+                if wants_weights:
                     used, rows_ND = blocks.rows(part)
                     dweights.append((rows_ND * dsums_BD[blocks.uses.bag[used]]).sum(1))
                 blocks.add_gradients(part, dsums_BD, dleft_MXR, dright_MYR)
-        dweights_N = torch.cat(dweights) if dweights else None
-        return None, dleft_MXR, dright_MYR, dweights_N, None, None, None, None, None
+        return None, dleft_MXR, dright_MYR, torch.cat(dweights) if wants_weights else None, *[None] * len(uses)
 
 
 class _Blocks:

@@ -1,0 +1,217 @@
+"""DLRM with compressed tables against its dense twin, at the table sizes of the full Kaggle data.
+
+size      numbers of the model and of its tables at each width, counted without allocating them.
+memory    what a model, its gradients, the optimizer and a few steps add to an interpreter with its libraries: the peak
+          of a fresh process for each side. Dense at the largest width does not fit and is estimated.
+quality   held-out normalised cross-entropy after one pass over the rows, over the last seventh of them, validation and
+          test together; a late stage too, and other seeds.
+speed     training samples per second; steps of two sides alternate in one process.
+
+    python benchmarks/dlrm.py [--part size memory quality speed] [--path train.txt.gz]
+
+Without --path, clicks are synthetic, whose quality says nothing of real ones. Dense at D = 16 takes 4 to 9 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it when they are first used: it belongs to the libraries
+from common import about, in_turns, update
+
+from comera.baselines import Method
+from comera.rank.size import model_size
+from comera.recipes import dlrm
+from comera.recipes.click_metrics import click_metrics
+from comera.recipes.data.criteo import KAGGLE_TABLES, ClickData, prepare
+from comera.recipes.dlrm import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
+from comera.recipes.models.dlrm import DLRMConfig
+from comera.train.checkpoint import load_pretrained
+from comera.train.memory import MemoryMeter
+from comera.train.optimizer import OptimizerName, named_optimizer
+from comera.train.runs import find_checkpoint
+from comera.train.step import TrainStep
+
+PARTS = ("size", "memory", "quality", "speed")
+DIMS = (16, 128)
+KEY = ("part", "figure", "method", "optimizer", "dim", "seed")
+GB, MB = 10**9, 10**6
+STEPS = 5
+
+Row = dict[str, Any]
+
+
+def row(part: str, figure: str, value: float, method: str, dim: int, **others: Any) -> Row:
+    """A figure; goal: what it should come to, note: how it was had."""
+    named = {"part": part, "figure": figure, "method": method, "optimizer": "", "dim": dim, "seed": ""}
+    return {**named, "value": f"{value:.5g}", "goal": "", "note": "", **others}
+
+
+def configuration(options: argparse.Namespace, method: Method, dim: int, optimizer: OptimizerName) -> DLRMTaskConfig:
+    """The preset "kaggle" for this side."""
+    config = dlrm.preset(method, "kaggle")
+    data = replace(config.data, path=options.path, cache=options.cache)
+    train = replace(config.train, device="cpu", progress=False, batch_size=options.batch)
+    return replace(config, data=data, model=DLRMConfig(dim=dim), optimizer=optimizer, train=train)
+
+
+def size(options: argparse.Namespace) -> Iterator[Row]:
+    """Numbers stored, and how many times fewer than dense."""
+    for dim in DIMS:
+        with torch.device("meta"):
+            model, report = build_model(configuration(options, "comera", dim, "adamw"), KAGGLE_TABLES)
+        assert report is not None
+        stored, dense = sum(p.numel() for p in model.tables.parameters()), dim * sum(KAGGLE_TABLES)
+        whole = model_size(model, dense_total=report.dense_total)
+        yield row("size", "model GB", 4 * report.dense_total / GB, "dense", dim)
+        yield row("size", "model GB", 4 * whole.total / GB, "comera", dim)
+        yield row("size", "model, times smaller", whole.ratio, "comera", dim, goal=">= 150")
+        yield row("size", "tables, times smaller", dense / stored, "comera", dim, goal=">= 200")
+
+
+def make_step(options: argparse.Namespace, config: DLRMTaskConfig, data: ClickData) -> Callable[[], object]:
+    """A training step of one side, on the next batch each time."""
+    model, _ = build_model(config, KAGGLE_TABLES)
+    optimizer = named_optimizer(config.optimizer, model, config.train)
+    step = TrainStep(model, click_loss, optimizer)
+    batches = (data.train_batch(index, options.batch, 0) for index in range(10**9))
+    return lambda: step([next(batches)])
+
+
+def added(options: argparse.Namespace) -> None:
+    """Print the bytes that one side adds to this process, which is a fresh one."""
+    method, optimizer, dim = options.added
+    config = configuration(options, method, int(dim), optimizer)
+    data = prepare(config.data, quiet=True)
+    data.train_batch(0, options.batch, 0)  # its columns are mapped, and no part of training
+    meter = MemoryMeter.start()
+    step = make_step(options, config, data)
+    for _ in range(STEPS):
+        step()
+    print(json.dumps({"added": meter.added}))
+
+
+def memory(options: argparse.Namespace) -> Iterator[Row]:
+    """Peak training memory, added to the interpreter's, with the same optimizer on both sides."""
+    for optimizer in ("adagrad", "adamw"):
+        for dim in DIMS:
+            estimated = dlrm.estimate(configuration(options, "dense", dim, optimizer))
+            found: dict[str, float] = {}
+            for method in METHODS:
+                if method == "dense" and dim > 16:
+                    found[method], note = estimated[method].total, "estimated: it does not fit"
+                else:
+                    command = [sys.executable, __file__, "--added", method, optimizer, str(dim)]
+                    command += ["--batch", str(options.batch), "--threads", str(options.threads)]
+                    command += [
+                        f"--{name}={getattr(options, name)}" for name in ("path", "cache") if getattr(options, name)
+                    ]
+                    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                    found[method] = json.loads(printed.splitlines()[-1])["added"]
+                    note = f"measured; estimated {estimated[method].total / MB:.0f} MB"
+                goal = "< 2000" if (method, dim) == ("comera", 128) else ""
+                given = {"optimizer": optimizer, "goal": goal, "note": note}
+                yield row("memory", "peak MB", found[method] / MB, method, dim, **given)
+            ratio = found["dense"] / found["comera"]
+            yield row("memory", "peak, times lower", ratio, "comera", dim, optimizer=optimizer, goal=">= 10")
+
+
+def held_out(config: DLRMTaskConfig, folder: Path) -> tuple[dict[str, float], int]:
+    """AUC and normalised cross-entropy of a finished run over the whole last seventh, and the numbers of its model."""
+    data = prepare(config.data, quiet=True)
+    model = load_pretrained(DLRMTask(config, data).model, find_checkpoint(folder)).eval()
+    rows = []
+    with torch.no_grad():
+        for part in ("validation", "test"):
+            rows += [torch.stack([model(b.dense, b.ids), b.labels], 1) for b in data.batches(part, 4096)]
+    return click_metrics(*torch.cat(rows).unbind(1)), sum(p.numel() for p in model.parameters())
+
+
+def quality(options: argparse.Namespace) -> Iterator[Row]:
+    """As `comera train dlrm` trains them: the dense twin, and ours by the presets sample and kaggle, on the same rows.
+
+    The twin has a row for each category. In tables of the full sizes hardly two of the sample's categories would share
+    one, and AdamW, with which it learns best, would take seconds a step over 34 million rows.
+    """
+    sides: tuple[tuple[Method, dlrm.Preset], ...] = (("dense", "sample"), ("comera", "sample"), ("comera", "kaggle"))
+    scores: dict[str, list[float]] = {}
+    for seed in range(options.seeds):
+        for method, preset in sides:
+            config = dlrm.preset(method, preset)
+            train = replace(config.train, seed=seed, save_every=0, eval_every=0, device="cpu", progress=False)
+            data = replace(config.data, path=options.path, cache=options.cache)
+            with tempfile.TemporaryDirectory() as folder:
+                config = replace(config, data=data, train=train, out=folder)
+                dlrm.run(config)
+                for stage, run in dlrm.runs(config).items():
+                    name = stage if method == "dense" else f"{stage}, {preset}"
+                    figures, numbers = held_out(config, run)
+                    scores.setdefault(name, []).append(figures["nce"])
+                    for figure, value in figures.items():
+                        given = {"optimizer": config.optimizer, "seed": seed, "note": f"{numbers:,} numbers"}
+                        yield row("quality", figure, value, name, 16, **given)
+    dense = statistics.mean(scores["dense"])
+    for name, values in scores.items():
+        change = 100 * (statistics.mean(values) / dense - 1)
+        goal = "<= 0.5" if "late" in name else ""
+        yield row("quality", "nce above dense, %", change, name, 16, seed="mean", goal=goal)
+
+
+def speed(options: argparse.Namespace) -> Iterator[Row]:
+    """Samples per second: dense with sparse gradients and Adagrad, which alone is fast, against ours with that and with
+    AdamW; then dense with the dense gradients of AdamW."""
+    rounds: tuple[tuple[tuple[Method, OptimizerName], ...], ...] = (
+        (("dense", "adagrad"), ("comera", "adagrad"), ("comera", "adamw")),
+        (("dense", "adamw"), ("comera", "adamw")),
+    )
+    for sides in rounds:
+        configs = {" ".join(side): configuration(options, side[0], 16, side[1]) for side in sides}
+        data = prepare(configs[" ".join(sides[0])].data, quiet=True)
+        steps = {name: make_step(options, config, data) for name, config in configs.items()}
+        seconds = {name: statistics.median(times) for name, times in in_turns(steps, options.repeats).items()}
+        against = f"against dense {sides[0][1]}"
+        for name, median in seconds.items():
+            method, optimizer = name.split()
+            given = {"optimizer": optimizer, "note": against}
+            yield row("speed", "samples per second", options.batch / median, method, 16, **given)
+            if method == "comera":
+                ratio = seconds[" ".join(sides[0])] / median
+                yield row("speed", f"times faster than dense {sides[0][1]}", ratio, method, 16, **given, goal=">= 1")
+        del steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--path", help="Criteo's train.txt, plain or .gz (default: a synthetic click log)")
+    parser.add_argument("--cache", help="folder for prepared data")
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the part quality")
+    parser.add_argument("--repeats", type=int, default=9, help="steps of each side in the part speed")
+    parser.add_argument("--added", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.added:
+        added(options)
+        return
+    parts = {"size": size, "memory": memory, "quality": quality, "speed": speed}
+    source = {"data": "criteo" if options.path else "synthetic", "batch": options.batch}
+    for part in options.part:
+        for found in parts[part](options):
+            print(" ".join(f"{value!s:<12}" for value in found.values()), flush=True)
+            update("dlrm", [{**found, **source, **about()}], KEY)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""One training step of the six-encoder transformer on a GPU: dense and compressed, in every mode of `TrainStep`.
+
+The model of METHOD §4 on N x 128 random ids, dropout 0.1, AdamW with fused kernels on both sides; dense attention is
+torch's SDPA. Sides: dense; comera, `fuse_`d; "comera, plain" without that; "comera, kernels" with the Triton kernels.
+Modes: eager, compile, graph (the whole step as a CUDA graph), "compile, graph" (a graph of a compiled step).
+
+All sides and modes of a precision and batch in turns in one process, medians; `times_dense` is held against the fastest
+mode of dense. Memory: most that was allocated above what was before, from making the model on, first steps included;
+base of libraries and of other sides is not in it. Rows are written as they come, the most wanted first, until
+`--seconds` have gone by; compilation takes minutes and is left out in the second half of the time.
+
+    python benchmarks/gpu_step.py [--precision bf16 ...] [--batch 128 ...] [--seconds 200] [--dry]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+from common import about, in_turns, update
+
+from comera.nn import fuse_
+from comera.recipes.data.pairs import PairBatch
+from comera.recipes.mnli import CompressConfig, build_model, pair_loss, preset
+from comera.recipes.models.bert import ModelConfig
+from comera.train.compiled import CompiledLoss
+from comera.train.memory import MemoryMeter
+from comera.train.optimizer import param_groups
+from comera.train.step import TrainStep
+
+LENGTH, VOCABULARY = 128, 30_522
+TINY = ModelConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
+# precision, batch and the goal for the best mode of each side, the most wanted first
+CASES: tuple[tuple[str, int, float | None], ...] = (
+    ("bf16", 128, 2.5),
+    ("tf32", 128, 3.0),
+    ("bf16", 32, None),
+    ("tf32", 32, None),
+    ("bf16", 1, None),
+    ("tf32", 1, None),
+    ("bf16", 8, None),
+    ("tf32", 8, None),
+    ("fp32", 128, 3.0),
+)
+PLAIN_MODES = (("dense", "eager"), ("comera", "eager"), ("dense", "graph"), ("comera", "graph"))
+OTHER_WAYS = (("comera, plain", "graph"), ("comera, kernels", "graph"))
+COMPILED = tuple((side, mode) for mode in ("compile", "compile, graph") for side in ("dense", "comera"))
+WARM_UPS = 5  # two visits of a shape before its capture, the capture, and replays
+
+
+class Way:
+    """A side in a mode, on its own model. Making it takes the first steps; memory: bytes at most meanwhile."""
+
+    def __init__(self, side: str, mode: str, precision: str, samples: int, *, dry: bool) -> None:
+        device = torch.device("cpu" if dry else "cuda")
+        self.kernels = "all" if side == "comera, kernels" else "none"
+        self.meter = MemoryMeter.start(device)
+        config = preset("dense" if side == "dense" else "comera")
+        if dry:
+            config = replace(config, model=TINY, compress=CompressConfig(order=4, rank=4, embedding_rank=4))
+        words = 100 if dry else VOCABULARY
+        with nullcontext() if dry else device:
+            model: Any = build_model(config, words)[0]
+        if side not in ("dense", "comera, plain"):
+            fuse_(model)
+        ids = torch.randint(words, (samples, 16 if dry else LENGTH), generator=torch.Generator().manual_seed(0))
+        batch = PairBatch(ids, torch.zeros_like(ids), torch.ones(ids.shape, dtype=torch.bool), ids[:, 0] % 3)
+        self.batch = PairBatch(*(part.to(device) for part in batch))
+        self.step = TrainStep(
+            model.to(device).train(),
+            CompiledLoss(pair_loss) if mode == "compile, graph" else pair_loss,
+            torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True),
+            clip=1.0,
+            precision="bf16" if precision == "bf16" else "fp32",
+            mode=cast(Literal["eager", "compile", "graph"], "graph" if mode == "compile, graph" else mode),
+        )
+        for _ in range(WARM_UPS):
+            self.take()
+        self.memory = self.meter.added
+
+    def take(self) -> None:
+        """One training step."""
+        os.environ["COMERA_KERNELS"] = self.kernels
+        self.step([self.batch])
+
+    @property
+    def ran(self) -> str:
+        """The mode in which steps really run, and why."""
+        reason = getattr(self.step.loss, "reason", "")
+        return f"{self.step.mode}{f', loss eager ({reason})' if reason else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "tf32", "bf16"), default=["fp32", "tf32", "bf16"])
+    parser.add_argument("--batch", type=int, nargs="+", help="left out: 1, 8, 32, 128")
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU; writes nothing")
+    options = parser.parse_args()
+    if not options.dry and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device, torch sees none: --dry runs a tiny model on the CPU")
+    started = time.perf_counter()
+    batches = options.batch or {samples for _, samples, _ in CASES}
+    wanted = [case for case in CASES if case[0] in options.precision and case[1] in batches]
+    for precision, samples, goal in wanted[:2] if options.dry else wanted:
+        elapsed = time.perf_counter() - started
+        if elapsed > options.seconds:
+            print(f"out of time: {precision}, batch {samples} and what follows is left out")
+            break
+        ways = [*PLAIN_MODES, *OTHER_WAYS]
+        if not options.dry and not options.no_compile and elapsed < options.seconds / 2:
+            ways += COMPILED
+        for row in measure(precision, 2 if options.dry else samples, goal, ways, dry=options.dry):
+            print(" ".join(f"{value!s:>10}" for value in row.values()), flush=True)
+            if not options.dry:
+                update("gpu_step", [row | about()], key=("precision", "batch", "side", "mode"))
+
+
+def measure(
+    precision: str, samples: int, goal: float | None, wanted: list[tuple[str, str]], *, dry: bool
+) -> Iterator[dict[str, Any]]:
+    """All ways in turns; one that cannot be had says so and leaves the others as they are."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.compiler.reset()  # sizes of another batch would be compiled as variable ones
+    if not dry:
+        torch.cuda.empty_cache()
+    ways: dict[tuple[str, str], Way] = {}
+    for side, mode in wanted:
+        try:
+            ways[side, mode] = Way(side, mode, precision, samples, dry=dry)
+        except (RuntimeError, ValueError) as error:  # out of memory, or what no machine has shown before
+            if dry:
+                raise
+            print(f"{precision}, batch {samples}, {side}, {mode}: {type(error).__name__}: {error}", flush=True)
+    runs: dict[str, Callable[[], object]] = {", ".join(key): way.take for key, way in ways.items()}
+    wait: Callable[[], object] = int if dry else torch.cuda.synchronize
+    seconds = in_turns(runs, 2 if dry else 20, warm_ups=1, wait=wait)
+    median = {key: statistics.median(seconds[", ".join(key)]) for key in ways}
+    dense, least = (
+        min((value for key, value in numbers.items() if key[0] == "dense"), default=float("nan"))
+        for numbers in (median, {key: float(way.memory) for key, way in ways.items()})
+    )
+    best = min((value for key, value in median.items() if key[0] != "dense"), default=float("nan"))
+    for (side, mode), way in ways.items():
+        p20, _, _, p80 = statistics.quantiles(seconds[f"{side}, {mode}"], n=5, method="inclusive")
+        value = median[side, mode]
+        yield {
+            "precision": precision,
+            "batch": samples,
+            "side": side,
+            "mode": mode,
+            "ran": way.ran,
+            "p20_ms": f"{p20 * 1e3:.3f}",
+            "p50_ms": f"{value * 1e3:.3f}",
+            "p80_ms": f"{p80 * 1e3:.3f}",
+            "times_dense": f"{dense / value:.2f}",
+            "goal": goal if goal and value == best else "",
+            "memory_mb": f"{way.memory / 2**20:.0f}",
+            "memory_of_dense": f"{way.memory / least:.3f}" if least else "",
+        }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Looking up rows of a compressed table and summing them over bags, forward and backward, against three others.
+
+    comera        TTMEmbeddingBag
+    plain         every id gathers its slice of each core and multiplies them core by core, under autograd
+    dense         nn.EmbeddingBag with the gradient of the whole table
+    dense sparse  nn.EmbeddingBag(sparse=True), whose optimizer must know sparse gradients
+
+Tables of rank 32 and order 4, float32: 10 M rows of 64 in bags of 10 ids, and a large one of Criteo's Kaggle tables,
+one id a bag; ids uniform or by a power law (exponent 1.05). The sides take turns in one process, the slow ones less
+often. The added peak is what one step holds beyond the table and its ids, at most.
+
+    python benchmarks/lookup.py [--threads 2] [--seconds 2.5]      2 minutes, 12 GB
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from common import about, write
+from torch import Tensor, nn
+
+from comera.nn import TTMEmbeddingBag
+from comera.train.memory import MemoryMeter
+from comera.tt.shapes import ttm_spec
+
+# rows, columns, bags, ids in a bag
+CASES = [(10_000_000, 64, 10_000, 10), (8_351_593, 16, 10_000, 1), (8_351_593, 128, 10_000, 1)]
+LEAST, MOST = 3, 21  # measured steps of a side
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=2.5, help="of measured steps of a side, about")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    for table_rows, columns, bags, width in CASES:
+        sides = make_sides(table_rows, columns)
+        for law in ("uniform", "power law"):
+            torch.manual_seed(0)
+            ids, dsums = draw_ids(law, table_rows, (bags, width)), torch.randn(bags, columns)
+            steps = {name: step(layer, ids, dsums) for name, layer in sides.items()}
+            memory = {name: added_peak(sides[name], run) for name, run in steps.items()}
+            times = in_turns(steps, options.seconds)
+            for name, (fastest, median) in times.items():
+                row = {
+                    "table": f"{table_rows} x {columns}",
+                    "ids": f"{bags} x {width} {law}",
+                    "different": ids.unique().numel(),
+                    "side": name,
+                    "fwd_bwd_ms": f"{median * 1e3:.1f}",
+                    "fastest_ms": f"{fastest * 1e3:.1f}",
+                    "times_plain": f"{times['plain'][1] / median:.1f}",
+                    "times_dense": f"{times['dense'][1] / median:.1f}",
+                    "times_sparse": f"{times['dense sparse'][1] / median:.2f}",
+                    "added_peak_MB": f"{memory[name] / 1e6:.0f}",
+                }
+                rows.append({**row, **about()})
+                print(" ".join(map(str, row.values())), flush=True)
+        del sides, steps
+    write("lookup", rows)
+
+
+def draw_ids(law: str, rows: int, shape: tuple[int, int]) -> Tensor:
+    """Ids of a table; by the power law in a random order of the rows, for what is frequent may lie anywhere."""
+    if law == "uniform":
+        return torch.randint(rows, shape)
+    tail = 1 - 1.05
+    place = (1 - torch.rand(shape, dtype=torch.float64) * (1 - rows**tail)) ** (1 / tail)
+    return torch.randperm(rows)[place.long().clamp(1, rows) - 1]
+
+
+def make_sides(rows: int, columns: int) -> dict[str, nn.Module]:
+    """The layers that are compared; the two dense ones share their table."""
+    ours = TTMEmbeddingBag(ttm_spec(rows, columns, order=4, rank=32))
+    table = torch.full((rows, columns), 0.1)
+    sides: dict[str, nn.Module] = {"comera": ours, "plain": Plain(ours)}
+    for name, sparse in (("dense sparse", True), ("dense", False)):
+        sides[name] = nn.EmbeddingBag(rows, columns, mode="sum", sparse=sparse, _weight=table)
+    return sides
+
+
+class Plain(nn.Module):
+    """The chain multiplied core by core for every id."""
+
+    def __init__(self, layer: TTMEmbeddingBag) -> None:
+        super().__init__()
+        self.tt, self.spec = layer.tt, layer.spec
+
+    def forward(self, ids: Tensor) -> Tensor:
+        spec, rest = self.spec, ids.flatten()
+        digits = []
+        for mode in reversed(spec.row_modes):
+            digits.append(rest % mode)
+            rest = rest // mode
+        rows = torch.ones(ids.numel(), 1, 1)
+        for core, digit in zip(self.tt.effective_cores(), reversed(digits), strict=True):
+            slices = core.transpose(0, 1)[digit]
+            rows = torch.bmm(rows, slices.flatten(2)).view(ids.numel(), -1, core.shape[3])
+        return rows.view(*ids.shape, -1)[..., : spec.embedding_dim].sum(1)
+
+
+def step(layer: nn.Module, ids: Tensor, dsums: Tensor) -> Callable[[], None]:
+    """Forward and backward, which makes every gradient anew."""
+
+    def run() -> None:
+        layer.zero_grad()
+        layer(ids).backward(dsums)
+
+    return run
+
+
+def added_peak(layer: nn.Module, run: Callable[[], None]) -> int:
+    """Bytes that a step adds to the process at its peak, gradients included; the first one makes plans."""
+    run()
+    layer.zero_grad()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    meter = MemoryMeter.start()
+    run()
+    return meter.added
+
+
+def in_turns(steps: dict[str, Callable[[], None]], seconds: float) -> dict[str, tuple[float, float]]:
+    """Fastest and median seconds of each side; every round runs those that are not done."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(MOST):
+        for name, run in steps.items():
+            taken = times[name]
+            if len(taken) < LEAST or sum(taken) < seconds:
+                started = time.perf_counter()
+                run()
+                taken.append(time.perf_counter() - started)
+    return {name: (min(taken), statistics.median(taken)) for name, taken in times.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""One training step of the six-encoder transformer: CoMERA beside what one would pick instead.
+
+The model of METHOD §4 (stock BERT of transformers, SDPA, dropout 0.1, random ids), float32, for all sides:
+
+    dense     fused AdamW                                comera    tensorize_, fuse_, fused AdamW
+    galore    galore-torch, its published settings       lte       32 heads of rank 32, merged every 10 steps
+    cola      bottlenecks of a quarter of the width      tensorly  TT layers of tensorly-torch, modes and ranks of ours
+
+tensorly's products are one torch.einsum, which finds a good order with opt_einsum; "tensorly, plain" is without it.
+
+Time: all sides of a case in turns in one process, medians. What a method does only every so many steps (GaLore's
+singular value decompositions every 200, LTE's merge every 10) is timed as a step in which it happens, and counts by its
+share: ((n - 1) · plain + with) / n.
+
+Memory: a process of its own for each side. Base: its resident memory once the libraries are imported and a tiny model
+has been trained, so that they are in use. Then the model is made and what that has freed is given back; reported is the
+peak of three steps (two at batch 32) above the base: weights, gradients, optimizer state, activations, buffers. There
+glibc is told to give freed memory back at once, for every side: what it keeps to itself otherwise depends on its
+thresholds more than on the method. "comera, recompute" is comera with `recompute_`; tensorly's
+steps take too long to be measured. Ratios are a side's over comera's.
+
+    python benchmarks/peers.py [--case "batch 1" ...] [--side galore ...] [--fast]      5 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it when they are first used: it belongs to the libraries
+from common import about, in_turns, update
+
+from comera.baselines import Applied
+from comera.nn import fuse_
+from comera.recipes.data.pairs import PairBatch
+from comera.recipes.mnli import build_model, pair_loss, preset
+from comera.train.memory import MemoryMeter, reset_peak
+from comera.train.optimizer import param_groups
+from comera.train.recompute import recompute_
+from comera.train.step import TrainStep
+
+LENGTH, VOCABULARY = 128, 30_522
+Goals = dict[str, tuple[float | None, float | None]]
+OURS: Goals = {"comera": (None, None), "comera, recompute": (None, None)}
+SLOW = ("lte", "tensorly", "tensorly, plain")  # at batch 32 they warm up on two samples
+# case: samples, timed steps, sides with their goals: times as fast, times less memory
+CASES: dict[str, tuple[int, int, Goals]] = {
+    "batch 1": (1, 8, {**OURS, "dense": (5, None), "cola": (None, None), "galore": (10, 20)}),
+    "batch 32": (
+        32,
+        2,
+        {**OURS, "dense": (5, 3), "cola": (None, None), "lte": (12, 12), "tensorly": (20, None)},
+    ),
+}
+MB = 2**20
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+class Side:
+    """A method's training step on its own model.
+
+    take: one step. work: a step in which the method does what it does only every `period` steps, None if it has none.
+    """
+
+    def __init__(self, name: str, samples: int, *, tiny: bool = False) -> None:
+        torch.manual_seed(0)
+        method, _, variant = name.partition(", ")
+        config = preset(method)  # type: ignore[arg-type]
+        if tiny:
+            config = replace(config, model=replace(config.model, hidden=96, layers=1, ffn=192))
+        model, applied = build_model(config, VOCABULARY)
+        ids = torch.randint(1000, 30_000, (samples, LENGTH), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones(ids.shape, dtype=torch.bool)
+        self.batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
+        if method == "comera":
+            fuse_(model)
+        if variant == "recompute":
+            recompute_(model)
+        self.applied = applied if isinstance(applied, Applied) else None
+        if self.applied:
+            self.optimizer = self.applied.optimizer(replace(config.train, lr=1e-4))
+        else:
+            self.optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True)
+        self.step = TrainStep(model.train(), pair_loss, self.optimizer, clip=1.0)
+        self.einsum = variant != "plain"
+        settings = config.baselines
+        self.period = {"galore": settings.galore.update_proj_gap, "lte": settings.lte.merge_every}.get(method, 1)
+
+    def warm_up(self) -> None:
+        """A step on two samples at most."""
+        self.step([PairBatch(*(part[:2] for part in self.batch))])
+
+    def take(self) -> None:
+        torch.backends.opt_einsum.enabled = self.einsum  # type: ignore[assignment]
+        self.step([self.batch])
+
+    def work(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"] if "update_proj_gap" in group else ():
+                self.optimizer.state[parameter]["step"] = self.period  # a multiple of it: time for new projections
+        self.take()
+        if self.applied:
+            self.applied.after_step(self.period)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    sides = list(dict.fromkeys(side for _, _, goals in CASES.values() for side in (*goals, "tensorly, plain")))
+    parser.add_argument("--side", nargs="+", choices=sides, help="those of a case, beside comera itself")
+    parser.add_argument("--fast", action="store_true", help="one timed step of each side, no memory, no file")
+    parser.add_argument("--memory", nargs=2, metavar=("SIDE", "SAMPLES"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory:
+        print(json.dumps({"added": measure_memory(options.memory[0], int(options.memory[1]))}))
+        return
+    for case in options.case:
+        samples, repeats, goals = CASES[case]
+        wanted = ("comera", *(options.side or goals))
+        chosen = {side: goals.get(side, (None, None)) for side in dict.fromkeys(wanted)}
+        measured = [side for side in chosen if not options.fast and not side.startswith("tensorly")]
+        memory = {side: in_own_process(side, samples) for side in measured}
+        for row in compare(case, samples, chosen, memory, repeats=1 if options.fast else repeats):
+            print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
+            if not options.fast:
+                update("peers", [row | about()], key=("case", "side"))
+
+
+def in_own_process(side: str, samples: int) -> int:
+    """What `measure_memory` gives in a fresh process."""
+    command = [sys.executable, __file__, "--memory", side, str(samples)]
+    environment = os.environ | GIVE_BACK
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    added: int = json.loads(printed.splitlines()[-1])["added"]
+    return added
+
+
+def measure_memory(name: str, samples: int) -> int:
+    """Peak bytes of the first steps above the base of interpreter and libraries."""
+    tiny = Side(name, 1, tiny=True)
+    for _ in range(2):
+        tiny.take()
+    del tiny
+    give_back()
+    meter = MemoryMeter.start()
+    side = Side(name, samples)
+    give_back()
+    reset_peak()
+    for _ in range(3 if samples == 1 else 2):  # the second has all of the optimizer's state
+        side.take()
+    return meter.added
+
+
+def give_back() -> None:
+    """Give what is free back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def compare(case: str, samples: int, goals: Goals, memory: dict[str, int], repeats: int) -> Iterator[dict[str, Any]]:
+    """Time all sides in turns; memory: of each side, if it was measured."""
+    sides = {name: Side(name, samples) for name in goals}
+    for name, side in sides.items():
+        if name in SLOW and samples > 1:
+            side.warm_up()
+        else:
+            side.take()
+    runs: dict[str, Callable[[], object]] = {name: side.take for name, side in sides.items()}
+    seconds = {name: statistics.median(times) for name, times in in_turns(runs, repeats, warm_ups=0).items()}
+    for name, side in sides.items():
+        if side.period > 1:
+            (times,) = in_turns({name: side.work}, 1, warm_ups=0).values()
+            seconds[name] += (times[0] - seconds[name]) / side.period
+    for name, (time_goal, memory_goal) in goals.items():
+        yield {
+            "case": case,
+            "side": name,
+            "step_ms": f"{seconds[name] * 1e3:.1f}",
+            "times_comera": f"{seconds[name] / seconds['comera']:.2f}",
+            "time_goal": time_goal or "",
+            "memory_mb": f"{memory[name] / MB:.0f}" if name in memory else "",
+            "memory_times_comera": f"{memory[name] / memory['comera']:.2f}" if name in memory else "",
+            "memory_goal": memory_goal or "",
+            "repeats": repeats,
+        }
+
+
+if __name__ == "__main__":
+    main()
