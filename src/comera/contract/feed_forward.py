@@ -20,10 +20,10 @@ from torch import Tensor
 
 from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import merge_dtype, pieces, without_autocast
-from comera.contract.linear import Weight, enter, tt_linear, tt_linears
+from comera.contract.linear import Weight, enter, tt_linears
 from comera.contract.once import made_once
 from comera.contract.plan import choose_groups
-from comera.contract.two_sided import Half, merged, two_sided, unflatten, with_bias, with_ones, without_bias
+from comera.contract.two_sided import Half, two_sided, unflatten, with_bias, with_ones, without_bias
 from comera.errors import SpecError
 
 
@@ -48,12 +48,12 @@ def tt_feed_forward(x: Tensor, ups: Sequence[Weight], activation: str, down: Wei
     if not halves or len(_pieces(x_BI, down.spec.in_features)) < 2:
         first, *others = tt_linears(x, ups)
         hidden = ACTIVATIONS[activation][0](first)
-        return tt_linear(hidden * others[0] if others else hidden, *down)
+        return tt_linears(hidden * others[0] if others else hidden, [down])[0]
     for weight in weights[1:]:
         like = x_BI if weight is not down else x_BI.new_empty(0, down.spec.in_features)
         enter(like, weight.spec, weight.spec.shape, weight.cores, weight.bias)
     with without_autocast(x):
-        flat = [tensor for weight in weights for tensor in merged(x_BI, *weight)]
+        flat = [tensor for weight in weights for tensor in weight.merged(x_BI)]
         z_BO: Tensor = _FeedForward.apply(activation, len(ups), x_BI, *flat)
     return z_BO.view(*x.shape[:-1], down.spec.out_features)
 

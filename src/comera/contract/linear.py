@@ -6,7 +6,7 @@ M/N row and column modes of the left (L) or right (R) half of a TTM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.contract.chain import contract_groups
+from comera.contract.chain import Groups, contract_groups
 from comera.contract.halves import (
     autocast_dtype,
     check_cores,
@@ -25,18 +25,37 @@ from comera.contract.halves import (
     without_autocast,
 )
 from comera.contract.plan import ContractionPlan, choose_groups, choose_projection
-from comera.contract.two_sided import merged, two_sided
+from comera.contract.two_sided import Half, merge_halves, two_sided, working_dtype
 from comera.errors import SpecError
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, TTSpec
 
 
 class Weight(NamedTuple):
-    """A tensor train with its bias: spec, cores of `spec.core_shapes`, bias (out_features,) or None."""
+    """A tensor train with its bias, as a layer holds it.
+
+    spec. cores: of `spec.core_shapes`. bias: (out_features,) or None.
+    absorbed: gives the cores with the rank parameters absorbed; None where `cores` have them absorbed already.
+    halves: gives A and B in a dtype, or None where nobody else has made them (contract/together.py).
+    """
 
     spec: TTSpec
     cores: Sequence[Tensor]
     bias: Tensor | None
+    absorbed: Callable[[], Sequence[Tensor]] | None = None
+    halves: Callable[[torch.dtype], tuple[Tensor, Tensor] | None] | None = None
+
+    def effective_cores(self) -> Sequence[Tensor]:
+        """The cores whose product W is."""
+        return self.cores if self.absorbed is None else self.absorbed()
+
+    def merged(self, x: Tensor) -> Half:
+        """The halves of W and its bias as they meet x."""
+        dtype = working_dtype(x)
+        halves = self.halves(dtype) if self.halves else None
+        if halves is None:
+            halves = merge_halves(self.spec, self.effective_cores(), dtype)
+        return Half(*halves, None if self.bias is None else self.bias.to(dtype))
 
 
 def tt_linear(
@@ -56,31 +75,33 @@ def tt_linear(
     Raises SpecError when x or the cores do not fit `spec`, TypeError when dtypes differ.
     Source: [CoMERA] §4, METHOD §3.
     """
-    x_BI, bias = enter(x, spec, spec.shape, cores, bias)
-    strategy, groups = choose_groups(spec, x_BI, cores, plan)
-    with without_autocast(x):
-        if strategy == "halves":
-            (y_BO,) = two_sided(x_BI, merged(x_BI, spec, cores, bias))
-        else:
-            y_BO = contract_groups(x_BI, spec, cores, groups, bias)
-    return y_BO.view(*x.shape[:-1], spec.out_features)
+    (y,) = tt_linears(x, [Weight(spec, cores, bias)], plan=plan)
+    return y
 
 
-def tt_linears(x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
+def tt_linears(x: Tensor, weights: Sequence[Weight], *, plan: ContractionPlan | None = None) -> tuple[Tensor, ...]:
     """y_k = x W_k + bias_k for tensor trains that share their input, such as the projections to queries, keys, values.
 
-    In one product with x where all their plans are halves; otherwise, and in all else, as `tt_linear` for each.
+    In one product with x where all their plans are halves. In all else as `tt_linear` for each.
     """
     x_BI = x
     entered = []
-    for spec, cores, bias in weights:
-        x_BI, bias = enter(x_BI, spec, spec.shape, cores, bias)
-        entered.append(Weight(spec, cores, bias))
-    if not all(choose_groups(spec, x_BI, cores)[0] == "halves" for spec, cores, _ in entered):
-        return tuple(tt_linear(x, *weight) for weight in weights)
+    for weight in weights:
+        x_BI, bias = enter(x_BI, weight.spec, weight.spec.shape, weight.cores, weight.bias)
+        entered.append(weight._replace(bias=bias))
+    choices = [choose_groups(weight.spec, x_BI, weight.cores, plan) for weight in weights]
     with without_autocast(x):
-        ys_BO = two_sided(x_BI, *(merged(x_BI, *weight) for weight in entered))
+        if all(strategy == "halves" for strategy, _ in choices):
+            ys_BO = two_sided(x_BI, *(weight.merged(x_BI) for weight in entered))
+        else:
+            ys_BO = tuple(_one(x_BI, weight, *choice) for weight, choice in zip(entered, choices, strict=True))
     return tuple(y.view(*x.shape[:-1], weight.spec.out_features) for y, weight in zip(ys_BO, weights, strict=True))
+
+
+def _one(x_BI: Tensor, weight: Weight, strategy: str, groups: Groups) -> Tensor:
+    if strategy == "halves":
+        return two_sided(x_BI, weight.merged(x_BI))[0]
+    return contract_groups(x_BI, weight.spec, weight.effective_cores(), groups, weight.bias)
 
 
 def ttm_linear(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,6 +21,9 @@ class Tape(Protocol):
 
     def made_once(self, make: Callable[[], T]) -> T:
         """What `make` returned in the forward: a tensor, or a tuple that holds some."""
+
+    def paused(self) -> AbstractContextManager[object]:
+        """Context in which nothing is recorded or given back."""
 
 
 class _Running(threading.local):
@@ -38,6 +42,13 @@ def made_once(make: Callable[[], T]) -> T:
     if torch.compiler.is_compiling() or _running.tape is None:
         return make()
     return _running.tape.made_once(make)
+
+
+def unrecorded() -> AbstractContextManager[object]:
+    """Context for what outlives the forward, and which its replay therefore finds made: nothing in it is recorded."""
+    if torch.compiler.is_compiling() or _running.tape is None:
+        return nullcontext()
+    return _running.tape.paused()
 
 
 def exchange(tape: Tape | None) -> Tape | None:

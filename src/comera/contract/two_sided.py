@@ -58,12 +58,6 @@ class Half(NamedTuple):
     bias: Tensor | None
 
 
-def merged(x: Tensor, spec: TTSpec, cores: Sequence[Tensor], bias: Tensor | None) -> Half:
-    """The halves of a weight and its bias as they meet x."""
-    dtype = working_dtype(x)
-    return Half(*merge_halves(spec, cores, dtype), None if bias is None else bias.to(dtype))
-
-
 def two_sided(x_BI: Tensor, *halves: Half) -> tuple[Tensor, ...]:
     """y_k = (x A_kᵀ) B_k + bias_k in x's dtype for each of the halves, autocast off.
 

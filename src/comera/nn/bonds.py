@@ -7,6 +7,7 @@ checkpoints walk over `TensorTrain`s by type and never over names of parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from comera.errors import SpecError
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
 from comera.tt.spec import Spec
+
+if TYPE_CHECKING:
+    from comera.nn.together import Together
 
 
 class TensorTrain(nn.Module):
@@ -25,6 +29,9 @@ class TensorTrain(nn.Module):
     threshold: a rank parameter at or below it is inactive: it multiplies by exactly 0 and counts 0 (τ, METHOD §2).
     Parameters: `cores`, `order` tensors of `spec.core_shapes`; `rank_params`, `order - 1` vectors of `spec.bonds`.
     """
+
+    together: Together | None = None
+    """Where `fuse_` found chains of the same spec; merges them all at once."""
 
     def __init__(
         self,
@@ -106,10 +113,17 @@ class TensorTrain(nn.Module):
         """Per bond, a boolean vector: which rank parameters are above the threshold."""
         return [d.detach() > self.threshold for d in self.rank_params]
 
+    def bonds(self) -> list[Tensor]:
+        """The rank parameters, inactive ones exactly zero."""
+        return [torch.where(d > self.threshold, d, 0.0) for d in self.rank_params]
+
     def effective_cores(self) -> list[Tensor]:
         """Cores with the rank parameters absorbed and inactive slices exactly zero; writes nothing."""
-        masked = [torch.where(d > self.threshold, d, torch.zeros_like(d)) for d in self.rank_params]
-        return absorb(list(self.cores), masked)
+        return absorb(list(self.cores), self.bonds())
+
+    def halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """A (rank, in_features) and B (rank, out_features), merged together with other chains; None if alone."""
+        return self.together.halves(self, dtype) if self.together else None
 
     def dense(self) -> Tensor:
         """The materialised weight, of `spec.shape`."""

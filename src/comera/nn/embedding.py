@@ -104,7 +104,8 @@ class TTMEmbedding(TTMTable):
         super().__init__(tt, padding_idx, dtype, device)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return ttm_lookup(ids, self.spec, self.tt.effective_cores(), padding_idx=self.padding_idx)
+        cores, bonds = list(self.tt.cores), self.tt.bonds()
+        return ttm_lookup(ids, self.spec, cores, bonds=bonds, padding_idx=self.padding_idx)
 
 
 class TTMEmbeddingBag(TTMTable):
@@ -147,8 +148,9 @@ class TTMEmbeddingBag(TTMTable):
             ids,
             offsets,
             self.spec,
-            self.tt.effective_cores(),
+            list(self.tt.cores),
             mode=self.mode,
+            bonds=self.tt.bonds(),
             per_sample_weights=per_sample_weights,
             padding_idx=self.padding_idx,
             include_last_offset=self.include_last_offset,

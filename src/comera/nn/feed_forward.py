@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.contract.feed_forward import tt_feed_forward
-from comera.contract.linear import Weight
 from comera.errors import ConversionError
 from comera.nn.linear import TTLinear
 
@@ -139,12 +138,7 @@ def _run(module: nn.Module, x: Tensor) -> Tensor:
     """The feed-forward part of a module of a registered type."""
     parts = _parts(type(module))
     assert parts is not None
-    *ups, down = (_weight(module.get_submodule(name)) for name in (*parts.ups, parts.down))
+    *ups, down = (module.get_submodule(name).as_weight() for name in (*parts.ups, parts.down))  # type: ignore[operator]
     activation = _activation(module, parts)
     assert activation is not None
     return parts.finish(module, x, tt_feed_forward(x, ups, activation, down))
-
-
-def _weight(layer: nn.Module) -> Weight:
-    assert isinstance(layer, TTLinear)
-    return Weight(layer.spec, layer.tt.effective_cores(), layer.bias)

@@ -1,7 +1,7 @@
 """fuse_: what surrounds the compressed layers of a model, made as cheap as they are.
 
 Once products are ten times smaller, masks of dropout, score matrices of attention and wide activations decide the time
-and the memory of a step. `fuse_` replaces four things in place; parameters, their names and the results stay.
+and the memory of a step. `fuse_` replaces five things in place; parameters, their names and the results stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from comera.nn.attention import attention
 from comera.nn.dropout import Dropout
 from comera.nn.feed_forward import fuse_feed_forward_
 from comera.nn.shared_input import share_inputs_
+from comera.nn.together import merge_together_
 
 _NAME = "comera"  # among the attention functions of transformers
 _STOCK = "sdpa"
@@ -24,16 +25,19 @@ _STOCK = "sdpa"
 @dataclass(frozen=True)
 class FuseReport:
     """What `fuse_` found. feed_forward: names of the modules. shared_input: names of attention modules whose queries,
-    keys and values are made together. dropout: how many. attention: of transformers, or not."""
+    keys and values are made together. merged: how many chains are merged together. dropout: how many. attention: of
+    transformers, or not."""
 
     feed_forward: tuple[str, ...]
     shared_input: tuple[str, ...]
+    merged: int
     dropout: int
     attention: bool
 
     def __str__(self) -> str:
         shared = f"{len(self.shared_input)} groups of projections"
-        parts = [f"{len(self.feed_forward)} feed-forward parts", shared, f"{self.dropout} dropouts"]
+        parts = [f"{len(self.feed_forward)} feed-forward parts", shared, f"{self.merged} chains merged together"]
+        parts.append(f"{self.dropout} dropouts")
         return ", ".join([*parts, "attention"] if self.attention else parts)
 
 
@@ -43,6 +47,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     - Feed-forward parts of tensor trains (of registered types, see `register_feed_forward`) never hold their wide
       activation.
     - Queries, keys and values of attention modules of transformers come from one product with their input.
+    - Chains of one spec are merged together, once in a forward of `model`, however often their layers are called.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers with its stock fused attention get `nn.attention`, for dropout on a CPU.
 
@@ -50,13 +55,14 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     """
     feed_forward = fuse_feed_forward_(model, enabled=enabled)
     shared_input = share_inputs_(model, enabled=enabled)
+    merged = merge_together_(model, enabled=enabled)
     kinds = (nn.Dropout, Dropout) if enabled else (Dropout, nn.Dropout)
     count = 0
     for module in model.modules():
         if type(module) in kinds:
             module.__class__ = kinds[1]  # the same object, under the class that draws as wanted
             count += 1
-    return FuseReport(tuple(feed_forward), tuple(shared_input), count, _fuse_attention_(model, enabled))
+    return FuseReport(tuple(feed_forward), tuple(shared_input), merged, count, _fuse_attention_(model, enabled))
 
 
 def _fuse_attention_(model: nn.Module, enabled: bool) -> bool:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from comera.contract.linear import tt_linear
+from comera.contract.linear import Weight, tt_linears
 from comera.errors import SpecError
 from comera.nn.bonds import CompressedLayer, TensorTrain
 from comera.nn.shared_input import SharedInput
@@ -68,7 +68,11 @@ class TTLinear(CompressedLayer):
     def forward(self, x: Tensor) -> Tensor:
         if self.shared_input is not None and self.shared_input.takes(self):
             return self.shared_input.forward(self, x)
-        return tt_linear(x, self.spec, self.tt.effective_cores(), self.bias)
+        return tt_linears(x, [self.as_weight()])[0]
+
+    def as_weight(self) -> Weight:
+        """What the products of this layer are made from."""
+        return Weight(self.spec, list(self.tt.cores), self.bias, self.tt.effective_cores, self.tt.halves)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from comera.contract.linear import Weight, tt_linears
+from comera.contract.linear import tt_linears
 
 if TYPE_CHECKING:
     from comera.nn.linear import TTLinear
@@ -48,7 +48,7 @@ class SharedInput:
         """The output of one of the layers."""
         key = self._key(x)
         if layer not in self._waiting or self._made_for != key or self._input() is not x:
-            weights = [Weight(each.spec, each.tt.effective_cores(), each.bias) for each in self.layers]
+            weights = [each.as_weight() for each in self.layers]
             self._waiting = dict(zip(self.layers, tt_linears(x, weights), strict=True))
             self._made_for, self._input = key, weakref.ref(x)
         return self._waiting.pop(layer)

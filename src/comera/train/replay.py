@@ -164,13 +164,13 @@ class _Keep(TorchDispatchMode, Tape):
 
     def made_once(self, make: Callable[[], T]) -> T:
         """make(), kept; what it does inside is not."""
-        with self._suspended():
+        with self.paused():
             out = make()
         self.kept.append((made_once, _aliases(out)))
         return out
 
     @contextmanager
-    def _suspended(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Run without this mode, whose way through Python costs an operation 10 µs, unless another one is above it."""
         exchange(None)
         on_top = _get_current_dispatch_mode() is self
@@ -195,7 +195,7 @@ class _Replay(_Keep):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_kept(func, args):
+        if self.suspended or not _is_kept(func, args):
             return func(*args, **kwargs)
         return _put_back(func, args, kwargs, self._next(func))
 

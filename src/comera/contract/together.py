@@ -1,0 +1,118 @@
+"""The halves of many chains of one spec, merged together: one product per core instead of one per core and chain.
+
+Merging is a tenth of the arithmetic of a step and many times as many operations as its products with the batch: with
+few rows, calls decide. The stacked cores G_k D_k are merged as one chain is (halves.py), K chains at a time.
+
+Shapes: K chains, R/S left/right rank, N mode, I/O in/out features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera.contract.halves import (
+    left_gradients,
+    left_products,
+    merge_dtype,
+    pad_last,
+    right_gradients,
+    right_products,
+)
+from comera.tt.spec import TTSpec
+
+
+def merge_together(
+    spec: TTSpec, chains: Sequence[Sequence[Tensor]], threshold: float, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """A (rank, in_features) and B (rank, out_features) of every chain in `dtype`, as `merge_halves` makes them.
+
+    chains: for each, its `order` cores of `spec.core_shapes` and then its `order - 1` rank parameters, of which those
+    at or below `threshold` count as 0. Differentiable, twice too; each backward may come for some of the chains only,
+    as often as it likes.
+    """
+    halves = _MergeTogether.apply(spec, threshold, dtype, *(tensor for chain in chains for tensor in chain))
+    return list(zip(halves[::2], halves[1::2], strict=True))
+
+
+class _Stacked:
+    """The chains core by core.
+
+    cores_KRNS, d_KS: as they are, d masked. active_KS: which d are not. left, right: all partial merges of G_k D_k.
+    """
+
+    def __init__(self, spec: TTSpec, flat: Sequence[Tensor], threshold: float) -> None:
+        width = 2 * spec.order - 1
+        parts = [torch.stack(list(flat[k::width])) for k in range(width)]
+        self.cores_KRNS, rank_params = parts[: spec.order], parts[spec.order :]
+        self.active_KS = [d_KS > threshold for d_KS in rank_params]
+        self.d_KS = [d_KS * active for d_KS, active in zip(rank_params, self.active_KS, strict=True)]
+        dtype = merge_dtype(flat[0].dtype)
+        absorbed = [core * d[:, None, None] for core, d in zip(self.cores_KRNS, self.d_KS, strict=False)]
+        self.merging = [core.to(dtype) for core in (*absorbed, self.cores_KRNS[-1])]
+        self.left, self.right = left_products(self.merging[: spec.split]), right_products(self.merging[spec.split :])
+
+    def halves(self, spec: TTSpec, dtype: torch.dtype) -> list[Tensor]:
+        """A_1, B_1, A_2, B_2, ..."""
+        a_KRI = self.left[-1][:, : spec.in_features].mT.to(dtype).contiguous()
+        b_KRO = self.right[-1][..., : spec.out_features].to(dtype).contiguous()
+        return [half for pair in zip(a_KRI.unbind(), b_KRO.unbind(), strict=True) for half in pair]
+
+
+class _MergeTogether(torch.autograd.Function):
+    """All halves from all cores and rank parameters, and their gradients back: ∂G = ∂(G D) D, ∂d = Σ ∂(G D) G.
+
+    What the backward needs is kept by the node itself and not by save_for_backward: the halves serve every layer that
+    asks for them, whose graphs may be gone through one after the other, and no checkpoint is to count them as its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spec: TTSpec, threshold: float, dtype: torch.dtype, *flat: Tensor) -> tuple[Tensor, ...]:
+        ctx.spec, ctx.threshold, ctx.dtype, ctx.flat = spec, threshold, dtype, flat
+        ctx.stacked = _Stacked(spec, flat, threshold)
+        ctx.set_materialize_grads(False)
+        return tuple(ctx.stacked.halves(spec, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *dhalves: Tensor | None) -> tuple[Tensor | None, ...]:
+        spec: TTSpec = ctx.spec
+        width = 2 * spec.order - 1
+        wanted = ctx.needs_input_grad[3:]
+        reached = [da is not None or db is not None for da, db in zip(dhalves[::2], dhalves[1::2], strict=True)]
+        wanted = [want and reached[k // width] for k, want in enumerate(wanted)]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
+            found = iter(_differentiable(ctx, dhalves, [t for t, want in zip(ctx.flat, wanted, strict=True) if want]))
+            return None, None, None, *(next(found) if want else None for want in wanted)
+        s: _Stacked = ctx.stacked
+        da_KIR = _stack(dhalves[::2], s.left[-1].mT[..., : spec.in_features]).mT
+        db_KRO = _stack(dhalves[1::2], s.right[-1][..., : spec.out_features])
+        da_KIR, db_KRO = pad_last(da_KIR.mT, prod(spec.in_modes)).mT, pad_last(db_KRO, prod(spec.out_modes))
+        merging, split = s.merging, spec.split
+        dabsorbed = left_gradients(merging[:split], s.left[:-1], da_KIR)
+        dabsorbed += right_gradients(merging[split:], s.right[:-1], db_KRO)
+        dabsorbed = [grad.to(core.dtype) for grad, core in zip(dabsorbed, s.cores_KRNS, strict=True)]
+        pairs = zip(dabsorbed, s.cores_KRNS, s.active_KS, strict=False)
+        dd_KS = [(grad * core).sum((1, 2)) * active for grad, core, active in pairs]
+        dcores = [grad * d[:, None, None] for grad, d in zip(dabsorbed, s.d_KS, strict=False)]
+        by_chain = zip(*(grad.unbind() for grad in (*dcores, dabsorbed[-1], *dd_KS)), strict=True)
+        grads = [grad for chain in by_chain for grad in chain]
+        return None, None, None, *(grad if want else None for grad, want in zip(grads, wanted, strict=True))
+
+
+def _stack(grads: Sequence[Tensor | None], like_KRN: Tensor) -> Tensor:
+    """Gradients of one half of all chains, zeros where none came."""
+    zeros = None if all(grad is not None for grad in grads) else torch.zeros_like(like_KRN[0])
+    stacked: Tensor = torch.stack([zeros if grad is None else grad.to(like_KRN.dtype) for grad in grads])  # type: ignore[misc]
+    return stacked
+
+
+def _differentiable(ctx: Any, dhalves: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The gradients of `wanted`, which can be differentiated again."""
+    halves = _Stacked(ctx.spec, ctx.flat, ctx.threshold).halves(ctx.spec, ctx.dtype)
+    came = [(half, grad) for half, grad in zip(halves, dhalves, strict=True) if grad is not None]
+    outputs, grads = [half for half, _ in came], [grad for _, grad in came]
+    return torch.autograd.grad(outputs, wanted, grads, create_graph=True, materialize_grads=True)
