@@ -34,6 +34,7 @@ from comera.recipes.dlrm import (
     runs,
 )
 from comera.recipes.models.dlrm import DLRMConfig
+from comera.train import memory
 from comera.train.checkpoint import load_pretrained
 from comera.train.config import TrainConfig
 from comera.train.metrics import Summary
@@ -239,7 +240,7 @@ def test_a_run_does_not_resume_on_other_data_or_with_another_model(config: DLRMT
 
 
 def train_as(rank: int, world: int, port: int, config: DLRMTaskConfig) -> None:
-    """What `accelerate launch --cpu` would do in process `rank`."""
+    """What `torchrun --nproc_per_node WORLD -m comera train dlrm` would do in process `rank`."""
     warnings.simplefilter("error")
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in launched.items()})
@@ -248,9 +249,12 @@ def train_as(rank: int, world: int, port: int, config: DLRMTaskConfig) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_train_as_one_with_twice_the_batch(config: DLRMTaskConfig, tmp_path: Path) -> None:
-    """Dense tables with sparse gradients among them, whose rows differ from process to process."""
-    config = replace(config, optimizer="adagrad", late_targets=(0.5,))
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_two_processes_train_as_one_with_twice_the_batch(
+    config: DLRMTaskConfig, tmp_path: Path, optimizer: OptimizerName
+) -> None:
+    """With adagrad dense tables have sparse gradients, whose rows differ from process to process."""
+    config = replace(config, optimizer=optimizer, late_targets=(0.5,))
     dlrm.run(replace(config, train=replace(config.train, batch_size=2 * BATCH)))
     two = replace(config, out=str(tmp_path / "two"))
     with socket.socket() as free:
@@ -300,6 +304,30 @@ def test_estimate_shows_the_dense_model_that_cannot_run() -> None:
     sparse = dlrm.estimate(replace(kaggle, optimizer="adagrad"))["dense"]
     assert sparse.optimizer == pytest.approx(numbers, rel=1e-3)
     assert sparse.gradients < 2048 * 26 * (128 * 4 + 8) + 10**7
+
+
+def test_a_dense_twin_that_does_not_fit_is_refused_with_its_estimate(
+    config: DLRMTaskConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = dlrm.estimate(config)
+    monkeypatch.setattr(memory, "device_memory", lambda device: need["comera"].total)
+    with pytest.raises(ConfigError, match=r"method=dense: expected a training step that fits .* weights, .* gradients"):
+        dlrm.run(replace(config, method="dense"))
+    assert not config.folder.exists()
+    dlrm.run(replace(config, late_targets=(), train=replace(config.train, steps=1)))
+    noted = json.loads((config.folder / "early" / "memory.json").read_text())
+    assert noted == {method: need[method].parts for method in METHODS}
+
+
+def test_the_defaults_fit_the_synthetic_log(tmp_path: Path) -> None:
+    """`comera train dlrm` without any data."""
+    config = dlrm.preset()
+    sizes = prepare(replace(config.data, cache=str(tmp_path)), quiet=True).table_sizes
+    with torch.device("meta"):
+        model, _ = build_model(config, sizes)
+    chains = [table for table in model.tables if isinstance(table, TTMEmbeddingBag)]
+    assert len(chains) == sum(size >= config.compress.min_rows for size in sizes) >= 5
+    assert sum(p.numel() for p in model.tables.parameters()) <= config.model.dim * sum(sizes) / config.compress.ratio
 
 
 def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> None:

@@ -129,7 +129,9 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_program_runs_without_this_library(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "model.pt2"
     assert main(["export", str(run.folder), "--to", "program", "--out", str(out)]) == 0
-    assert str(out) in capsys.readouterr().out
+    shown, named = capsys.readouterr().out, ", ".join(f"{name}=..." for name in run.inputs(2))
+    assert shown.startswith(f"{out}: ")
+    assert f"to run it: torch.export.load('{out}').module()({named})" in shown
     batches = [run.inputs(rows) for rows in (1, 5)]
     with torch.no_grad():
         wanted = [run.logits(run.model, rows) for rows in (1, 5)]
@@ -244,6 +246,14 @@ def test_what_is_there_is_kept(code: Run, tmp_path: Path, capsys: pytest.Capture
 
 def test_onnx_names_the_package_that_it_takes(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the package onnxscript" in refused(capsys, code.folder, tmp_path / "out", "--to", "onnx")
+
+
+def test_only_runs_of_dlrm_are_scored(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.txt").write_text("1\t2\n")
+    assert main(["score", str(code.folder), str(tmp_path / "rows.txt"), "--out", str(tmp_path / "out.csv")]) == 2
+    said = capsys.readouterr().err
+    assert "expected a run of dlrm, whose input is a file of rows, got one of code-lm" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.txt"]
 
 
 @pytest.mark.parametrize("argv", [[], ["run", "--to", "dense"], ["run", "--to", "pickle", "--out", "out"]])

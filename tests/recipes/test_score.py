@@ -165,7 +165,7 @@ def test_other_mistakes_are_one_line(
     run: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dlrm.DLRMTaskConfig
 ) -> None:
     out = ["--out", str(tmp_path / "scores.csv")]
-    assert "does not exist" in refused(capsys, [str(run), str(tmp_path / "nothing.txt"), *out])
+    assert "nothing.txt, where there is nothing" in refused(capsys, [str(run), str(tmp_path / "nothing.txt"), *out])
     assert "expected a file of rows, got the folder" in refused(capsys, [str(run), str(tmp_path), *out])
     assert "found nothing" in refused(capsys, [str(tmp_path / "nothing"), str(log), *out])
     assert "batch_size must be at least 1" in refused(capsys, [str(run), str(log), *out, "--batch_size", "0"])
@@ -182,6 +182,41 @@ def test_other_mistakes_are_one_line(
     assert "expected prepared click data" in refused(capsys, [str(moved), str(log), "--out", str(tmp_path / "b.csv")])
 
 
+def test_only_scores_are_overwritten(run: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = shutil.copy(log, tmp_path / "rows.txt")
+    for taken in (rows, tmp_path):  # the very file that is to be scored, and a folder
+        said = refused(capsys, [str(run), str(rows), "--out", str(taken), "--overwrite"])
+        assert f"expected scores to overwrite, got {taken} with something else" in said
+    assert rows.read_bytes() == log.read_bytes()
+    out = tmp_path / "scores.csv"
+    assert main(["score", str(run), str(rows), "--out", str(out)]) == 0
+    scores = out.read_text()
+    rows.write_bytes(log.read_bytes() + b"1\t2\n")
+    assert "line 301: expected 40 fields" in refused(capsys, [str(run), str(rows), "--out", str(out), "--overwrite"])
+    assert out.read_text() == scores
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.txt", "scores.csv"]
+
+
+def test_hashed_categories_need_no_prepared_data(
+    config: dlrm.DLRMTaskConfig, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    hashing = replace(config.data, table_sizes=(500, *(5,) * 25), cache=str(cache))
+    hashed = replace(config, data=hashing, out=str(tmp_path / "run"))
+    dlrm.run(hashed)
+    argv = [str(tmp_path / "run" / "early"), str(log), "--batch_size", str(BATCH), "--out"]
+    shutil.rmtree(cache)
+    assert main(["score", *argv, str(tmp_path / "scores.csv")]) == 0
+    assert f"{ROWS} rows scored" in capsys.readouterr().out
+    task = dlrm.DLRMTask(hashed, prepare(hashing, quiet=True))
+    model = load_pretrained(task.model, find_checkpoint(tmp_path / "run" / "early")).eval()
+    batch = task.data._read(slice(0, BATCH))
+    with torch.no_grad():
+        logits = model(batch.dense, batch.ids)
+    found = list(table(tmp_path / "scores.csv").values())[:BATCH]
+    assert torch.equal(torch.tensor([logit for logit, _ in found]), logits)  # to the bit
+
+
 def test_a_run_of_another_recipe_is_refused(
     run: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,5 +225,7 @@ def test_a_run_of_another_recipe_is_refused(
     opened = trained.open_trained
     monkeypatch.setattr(trained, "open_trained", lambda *a: replace(opened(*a), recipe="mnli"))
     out = tmp_path / "scores.csv"
-    assert "expected a run of dlrm" in refused(capsys, [str(run), str(log), "--out", str(out)])
+    said = refused(capsys, [str(run), str(log), "--out", str(out)])
+    assert "expected a run of dlrm, whose input is a file of rows, got one of mnli" in said
+    assert "`comera export`" in said
     assert not out.exists()

@@ -80,7 +80,8 @@ def test_categories_follow_a_power_law(log: Clicks) -> None:
         assert len(counts) <= size
         if size > 1000:  # the tenth about a tenth as often as the first, in a power law of exponent 1
             assert counts[9] / counts[0] == pytest.approx(np.log(11 / 10) / np.log(2), rel=0.3)
-            assert len(counts) > 0.5 * size
+            shares = np.log1p(1 / np.arange(1, size + 1)) / np.log(size + 1)
+            assert len(counts) == pytest.approx((1 - (1 - shares) ** counts.sum()).sum(), rel=0.03)
     assert log.values.max() > 2**31  # spread over 32 bits, as hashes are
     assert len(np.unique(log.values)) > 0.9 * sum(len(np.unique(v)) for v in log.values)  # own values for each feature
 

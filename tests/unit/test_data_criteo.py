@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,36 @@ def test_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert prepare(config).folder == first.folder
     assert read(path, workers=3, shuffle=False, max_bad_rows=0).folder == first.folder  # none of these matters
     assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    """A stderr that people look at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    path = write(tmp_path / "train.txt", ROWS)
+    ticks, to, terminal = [], criteo._Progress.to, Terminal()
+
+    def noted(bar: criteo._Progress, done: int, rows: int) -> None:
+        ticks.append((done, rows))
+        to(bar, done, rows)
+
+    monkeypatch.setattr(criteo._Progress, "to", noted)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    prepare(CriteoConfig(path=str(path), cache=str(tmp_path / "cache"), workers=1))
+    assert len(ticks) > 10
+    assert ticks == sorted(ticks)
+    assert ticks[-1] == (path.stat().st_size, len(ROWS))
+    for text in ("reading the click log", "categories to ids", "100%", "clicks: 1,286 train"):
+        assert text in terminal.getvalue()
+    monkeypatch.setattr(sys, "stderr", quiet := Terminal())
+    prepare(CriteoConfig(path=str(path), cache=str(tmp_path / "cache"), max_rows=100), quiet=True)
+    assert quiet.getvalue() == ""
 
 
 def test_other_settings_or_files_are_other_data(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_bad_row_to_encode_names_its_line(path: Path, tmp_path: Path) -> None:
 
 
 def test_an_encoder_needs_prepared_data(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"expected prepared click data in .*: prepare the data first"):
+    with pytest.raises(DataError, match=r"expected prepared click data in .*: prepare the same files"):
         RowEncoder(tmp_path)
 
 
@@ -203,9 +203,9 @@ def test_an_encoder_needs_prepared_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [None, "synthetic"])
-def test_a_synthetic_log(tmp_path: Path, source: str | None) -> None:
+def test_a_synthetic_log(tmp_path: Path, source: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     config = CriteoConfig(path=source, synthetic_rows=5000, synthetic_seed=3, cache=str(tmp_path / "cache"))
-    data = prepare(config, quiet=True)
+    data = prepare(config)
     written = read(ClickLog(3).write(tmp_path / "train.txt", 5000))
     assert (len(data), data.table_sizes) == (5000, written.table_sizes)
     for part in criteo_batches.PARTS:
@@ -213,6 +213,7 @@ def test_a_synthetic_log(tmp_path: Path, source: str | None) -> None:
     planted = data.manifest["planted"]
     assert planted["seed"] == 3
     assert all(0.3 < planted["loss"][part] < 0.6 for part in criteo_batches.PARTS)
+    assert f"the least there are: {planted['loss']['train']:.4f} train, " in capsys.readouterr().err
     assert data.click_rate == pytest.approx(0.256, abs=0.03)
     assert written.manifest["planted"] is None
 

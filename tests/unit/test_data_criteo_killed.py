@@ -22,13 +22,13 @@ from comera.recipes.data.criteo_parse import LABEL
 from .click_rows import ROWS, assert_same_rows, contents, lines_of, read, small_blocks, spoiled, write
 
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys
 from comera.recipes.data import criteo, criteo_columns, criteo_files
 from comera.recipes.data.criteo import CriteoConfig, prepare
 name, calls, path, cache = sys.argv[1:]
 criteo_files.BLOCK = criteo_columns.BLOCK = 8192
 criteo_columns.CHECKPOINT = 3
-owner = criteo_columns.Columns if name == "append" else criteo
+owner = {"append": criteo_columns.Columns, "make_ids": criteo, "rename": pathlib.Path}[name]
 whole, left = getattr(owner, name), int(calls)
 def killed(*args, **kwargs):
     global left
@@ -70,6 +70,18 @@ def test_a_killed_preparation_goes_on_where_it_was(
     assert contents(read(path).folder) == contents(reference.folder)
     assert places == ([state.place] if name == "append" else [])
     assert len(made) == 26 - (0 if name == "append" else len(FEATURES) - len(made))
+    assert sorted(file.suffix for file in cache.iterdir()) == ["", ".lock"]
+
+
+@pytest.mark.parametrize("calls", [40, 80])
+def test_killed_while_the_columns_take_their_place(tmp_path: Path, reference: ClickData, calls: int) -> None:
+    """After half of the 80 files, and after all, when the folder alone has no name yet."""
+    path, cache = write(tmp_path / "train.txt", ROWS), tmp_path / "cache"
+    command = [sys.executable, "-c", KILLED, "rename", str(calls), str(path), str(cache)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert sorted(file.suffix for file in cache.iterdir()) == [".lock", ".partial", *[".parts"] * (calls < 80)]
+    data = read(path)
+    assert contents(data.folder) == contents(reference.folder)
     assert sorted(file.suffix for file in cache.iterdir()) == ["", ".lock"]
 
 

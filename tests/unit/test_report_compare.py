@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from comera.errors import DataError
-from comera.report import compare
+from comera.report import compare, render
 from comera.train.metrics import Summary
 
 from .run_folders import TT, Page, assert_self_contained, png_size, write_run
@@ -43,6 +43,29 @@ def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
     page = Page(tmp_path / "out" / "compare.html")
     assert_self_contained(page)
     assert (page.tags.count("svg"), page.tags.count("table")) == (1, 2)
+
+
+def test_what_counts_samples_says_so_and_shows_what_was_tested(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
+    for name, folder in runs.items():
+        summary = Summary.read(folder / "summary.json")
+        assert summary is not None
+        replace(summary, examples=summary.tokens, metrics={"accuracy": 0.7}).write(folder / "summary.json")
+        (folder / "test.json").write_text(json.dumps({"loss": 0.5, "accuracy": 0.75, "auc": 0.8}))
+        (folder / "memory.json").write_text(json.dumps({name: {"weights": 2**20, "gradients": 2**21}}))
+    dense, comera = cells(compare(runs, tmp_path / "out"))
+    assert "tokens" not in dense
+    assert [dense[c] for c in ("samples/s", "examples", "test accuracy %", "test auc")] == [
+        *("1.00 k", "60,000", "75.0", "0.800")
+    ]
+    assert comera["samples/s"] == "4.00 k"
+    page = Page(render(runs["comera"]))
+    for text in ("Samples seen", "Test accuracy75.0 %", "Memory of a training step", "weights MB", "3.00"):
+        assert text in page.text
+    assert "Tokens" not in page.text
+    (runs["comera"] / "memory.json").write_text("[]")
+    with pytest.raises(DataError, match=r"memory\.json: expected an object, got list"):
+        render(runs["comera"])
 
 
 def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_the_trade_of_size(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def export_run(trained: Trained, target: str, out: Path, *, overwrite: bool = Fa
         return export_program(model, form.inputs, out, dynamic_shapes=form.dynamic, overwrite=overwrite)
     if target == "onnx":
         raise ConfigError(
-            "ONNX needs the package onnxscript, which this library does not: install it, export the run to a program, "
-            'and write that with torch.onnx.export(torch.export.load("FILE.pt2"), f="FILE.onnx", dynamo=True)'
+            "expected safetensors, dense or program, got onnx: that takes the package onnxscript, which does not come "
+            "with this library; with it installed, export the run to a program, and write that with "
+            'torch.onnx.export(torch.export.load("FILE.pt2"), f="FILE.onnx", dynamo=True)'
         )
     raise ConfigError(f"expected one of {', '.join(TARGETS)} to export to, got {target!r}")

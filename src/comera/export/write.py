@@ -42,17 +42,21 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torc
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: bytes and numbers in it; difference: the largest one of an output to the model's own."""
+    """What was written: bytes and numbers in it; difference: the largest one of an output to the model's own.
+
+    call: how a program is called, with the names of its arguments, where it has them.
+    """
 
     path: Path
     bytes: int
     numbers: int
     difference: float
+    call: str = ""
 
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.numbers:,} numbers, {self.bytes / 1e6:,.2f} MB; loaded again, its outputs differ from "
-            f"the model's by at most {self.difference:.1e}"
+            f"the model's by at most {self.difference:.1e}{self.call and f'; to run it: {self.call}'}"
         )
 
 
@@ -160,7 +164,9 @@ def export_program(
         loaded = torch.export.load(beside)
         difference = _compare(model, loaded.module(), example_inputs, path)
         numbers = sum(tensor.numel() for tensor in loaded.state_dict.values())
-    return Exported(Path(path), _size(Path(path)), numbers, difference)
+    given = ", ".join(f"{name}=..." for name in kwargs) or "..."
+    call = f"torch.export.load({str(path)!r}).module()({given})"
+    return Exported(Path(path), _size(Path(path)), numbers, difference, call)
 
 
 def _plain_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,7 +240,7 @@ def _check_free(path: Path, overwrite: bool, *, folder: bool = True) -> None:
     """Raise ConfigError when something is at `path`; with `overwrite`, when that is nothing that an export leaves."""
     kind = "folder" if folder else "file"
     if os.path.lexists(path) and not overwrite:
-        raise ConfigError(f"expected a {kind} that is not there yet, got {path}: give another, or overwrite it")
+        raise ConfigError(f"expected a {kind} that is not there yet, got {path}: give another, or set overwrite")
     if os.path.lexists(path) and not ((path / WEIGHTS).is_file() if folder else path.is_file()):
         raise ConfigError(f"expected an earlier export to overwrite, got {path}: give another {kind}")
 

@@ -11,7 +11,7 @@ meets exactly the batches of the early stage and of each late one.  B batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -40,7 +40,7 @@ from comera.train.checkpoint import load_pretrained
 from comera.train.config import TrainConfig
 from comera.train.evaluation import evaluate
 from comera.train.loop import fit
-from comera.train.memory import MemoryEstimate
+from comera.train.memory import MemoryEstimate, check_memory
 from comera.train.memory import estimate as estimate_step
 from comera.train.metrics import Summary, to_json
 from comera.train.optimizer import OPTIMIZERS, OptimizerName, named_optimizer
@@ -306,15 +306,19 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
             "resume those runs, give another folder, or move this one away"
         )
     data = prepare(config.data, quiet=not main)
+    steps = estimate(config, ("dense", config.method))
+    check_memory(steps[config.method], config.train.device, f"method={config.method}")
     resolved = asdict(replace(config, out=str(config.folder)))
     if config.method == "dense":
         task = DLRMTask(config, data)
+        _note_memory(main, folders.values(), steps)
         twin = _twin(config, task.steps_per_epoch)
         return _tested(fit(task, twin, config.folder, resume=resume, resolved=resolved), task, config.folder)
     task = DLRMTask(config, data)  # before anything is written: the budget may not hold
     if main:  # each run has this file too; the one that `--resume` reads is that of the whole
         config.folder.mkdir(parents=True, exist_ok=True)
         replace_file(config.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+    _note_memory(main, folders.values(), steps)
     _say(main, f"early stage, in {folders['early']}")
     early = fit(task, config.train, folders["early"], resume=resume, resolved=resolved)
     summary = _tested(early, task, folders["early"])
@@ -346,6 +350,13 @@ def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
     return summary
 
 
+def _note_memory(main: bool, folders: Iterable[Path], steps: dict[str, MemoryEstimate]) -> None:
+    """Leave estimated bytes by method and part in each folder, for the report."""
+    for folder in folders if main else ():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "memory.json", to_json({method: step.parts for method, step in steps.items()}) + "\n")
+
+
 def _say(main: bool, text: str) -> None:
     if main:
         print(f"{NAME}: {text}", file=sys.stderr)
@@ -369,13 +380,13 @@ def _twin(config: DLRMTaskConfig, epoch: int) -> TrainConfig:
     return replace(config.train, steps=early + late, epochs=None)
 
 
-def estimate(config: DLRMTaskConfig) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step for both methods, on the meta device: nothing is allocated or computed. Data
+def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dict[str, MemoryEstimate]:
+    """Memory and FLOPs of a training step by method, on the meta device: nothing is allocated or computed. Data
     are prepared only where the sizes of the tables come from them."""
     sizes, rows = config.data.hashed_sizes or prepare(config.data).table_sizes, config.train.batch_size
     estimates: dict[str, MemoryEstimate] = {}
     with torch.device("meta"):
-        for method in METHODS:
+        for method in dict.fromkeys(methods):
             model, _ = build_model(replace(config, method=method), sizes)
             ids = torch.empty(rows, len(sizes), dtype=torch.int64)
             batch = ClickBatch(torch.empty(rows, INTEGERS), ids, torch.empty(rows))

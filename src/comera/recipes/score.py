@@ -72,21 +72,29 @@ def score(
     """Write the logit of each row of `file` to `out`, a CSV file that is there when it is complete.
 
     file: rows in Criteo's form, with a label in front or without, plain or compressed by gzip. max_bad_rows: rows to
-    leave out before it is an error. The logits are those of the model in evaluation, in the precision of its training.
-    Raises ConfigError for a run of another recipe or an `out` that is taken, and DataError, with file and line, for too
-    many bad rows or a file that is cut short, and where the prepared data with the run's dictionaries are gone.
+    leave out before it is an error. overwrite: replace the scores in `out`. The logits are those of the model in
+    evaluation, in the precision of its training.
+    Raises ConfigError for a run of another recipe or an `out` that is taken, with `overwrite` by anything but scores,
+    and DataError, with file and line, for too many bad rows or a file that is cut short, and where the prepared data
+    with the run's dictionaries are gone (hashed categories need none).
     """
     if trained.recipe != "dlrm":
-        raise ConfigError(f"expected a run of dlrm, whose input is a file of rows, got one of {trained.recipe}")
+        raise ConfigError(
+            f"expected a run of dlrm, whose input is a file of rows, got one of {trained.recipe}, "
+            f"{trained.checkpoint}: write its model with `comera export`, and call that with its inputs"
+        )
     for name, value, least in (("batch_size", batch_size, 1), ("max_bad_rows", max_bad_rows, 0)):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     if out.exists() and not overwrite:
-        raise ConfigError(f"expected a file that is not there yet, got {out}: give another, or overwrite it")
-    if file.is_dir():
-        raise DataError(f"expected a file of rows, got the folder {file}: name a file in it")
-    files = find_files(str(file))
-    encoder = RowEncoder(cache_folder(trained.config.data.cache) / trained.identity["data.prepared"])
+        raise ConfigError(f"expected a file that is not there yet, got {out}: give another, or set overwrite")
+    if out.exists() and not _holds_scores(out):  # the file of rows, even
+        raise ConfigError(f"expected scores to overwrite, got {out} with something else: give another file")
+    if file.is_dir() or not file.exists():
+        what = f"the folder {file}: name a file in it" if file.is_dir() else f"{file}, where there is nothing"
+        raise DataError(f"expected a file of rows, got {what}")
+    files, made = find_files(str(file)), trained.config.data
+    encoder = RowEncoder(cache_folder(made.cache) / trained.identity["data.prepared"], hashed_sizes=made.hashed_sizes)
     scores, start = Scores(out), perf_counter()
 
     def write(beside: Path) -> None:
@@ -146,6 +154,13 @@ def _score(
             _write(target, lines[part], logits_B)
             _count(scores, logits_B, batch.labels.double())
         yield block.read
+
+
+def _holds_scores(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(HEADER)) == HEADER.encode()
 
 
 def _labelled(text: bytes) -> bool:

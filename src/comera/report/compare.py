@@ -24,7 +24,7 @@ PARETO = (
 READING = (
     "Left, loss on held-out data against the seconds that each run has trained: lower and further left is better (a "
     "late stage counts from its own start). "
-    "Right, what the trained model stores, and how much text each method has seen meanwhile."
+    "Right, what the trained model stores, and how much each method has seen meanwhile."
 )
 
 
@@ -47,7 +47,7 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     images = {}
     with styled():
         figure = compare_runs({name: run for name, (run, _) in ended.items()})
-        images["compare"] = (*export(figure, "compare", "Held-out loss over training time, size, tokens seen"), READING)
+        images["compare"] = (*export(figure, "compare", "Held-out loss over training time, size, data seen"), READING)
         if pareto := _pareto({name: summary for name, (_, summary) in ended.items()}):
             images["pareto"] = (*export(pareto, "pareto", "Size and held-out quality of every run"), PARETO)
     recipe = next(iter(ended.values()))[1].recipe
@@ -92,7 +92,12 @@ def _table(ended: Mapping[str, tuple[RunData, Summary]]) -> Table:
         columns[f"{metric} %" if metric == "accuracy" else metric] = [
             _metric(metric, s.metrics.get(metric)) for s in summaries.values()
         ]
-    for summary in summaries.values():
+    tested = dict.fromkeys(name for run, _ in ended.values() for name in run.test if name != "loss")
+    for metric in tested:
+        columns[f"test {metric} %" if metric == "accuracy" else f"test {metric}"] = [
+            _metric(metric, run.test.get(metric)) for run, _ in ended.values()
+        ]
+    for run, summary in ended.values():
         loss, stored = summary.held_out_loss, summary.parameters
         number_bytes = summary.size_bytes / stored if stored else 0.0
         faster = dense.step_time / summary.step_time if dense and summary.step_time else None
@@ -104,13 +109,16 @@ def _table(ended: Mapping[str, tuple[RunData, Summary]]) -> Table:
             "tensorized MB": megabytes(summary.tensorized * number_bytes),
             "tensorized ratio": times(summary.tensorized_ratio) if summary.tensorized else "–",
             "epoch": duration(summary.epoch_time) if summary.epoch_time else "–",
+            f"{run.counted}/s": count(summary.tokens / summary.steps / summary.step_time)
+            if summary.steps and summary.step_time
+            else "–",
             "step ms": number(summary.step_time * 1e3),
             "speed": times(faster),
             "peak MB": megabytes(summary.peak_memory),
             "time": duration(summary.time),
             "steps": f"{summary.steps:,}",
             "examples": f"{summary.examples:,}" if summary.examples else "–",
-            "tokens": count(summary.tokens),
+            "tokens": "–" if run.counted == "samples" else count(summary.tokens),
         }
         for name, cell in cells.items():
             columns.setdefault(name, []).append(cell)
@@ -169,5 +177,6 @@ def _pareto(summaries: Mapping[str, Summary]) -> Any:
         axes.plot(size, value, marker="o", color=colour, linestyle="")
         axes.annotate(name, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.margins(x=0.15, y=0.25)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        formatted(lambda x, _: f"{x:.3g}")
     return figure

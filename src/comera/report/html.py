@@ -12,7 +12,7 @@ import comera
 from comera.files import replace_file
 from comera.report.layers import layer_table
 from comera.report.run import RunData, read_run
-from comera.report.tables import count, duration, megabytes, number, times
+from comera.report.tables import Table, count, duration, megabytes, number, times
 
 FOOTER = f"Made by comera {comera.__version__}. 1 MB = 2<sup>20</sup> bytes."
 
@@ -40,6 +40,8 @@ def render(run: Path) -> Path:
         _section("Course", f'<div class="plots">{"".join(plots)}</div>' if plots else "<p>No step was logged yet.</p>"),
         _section("Layers", table.html() if table else "<p>No layer is compressed: this is a dense run.</p>"),
     ]
+    if data.memory:
+        sections.append(_section("Memory of a training step, estimated", memory_table(data).html()))
     if data.config_text:
         sections.append(_section("Configuration", f"<pre>{escape(data.config_text.rstrip())}</pre>"))
     heading = f"{data.recipe}, {data.method}"
@@ -80,9 +82,14 @@ def headline(run: RunData) -> dict[str, tuple[str, str]]:
         for name, value in evals[-1].metrics.items():
             shown = f"{100 * value:.1f} %" if name == "accuracy" else number(value)
             figures[f"Held-out {name}"] = (shown, "at the last evaluation")
+    for name, value in run.test.items():
+        figures[f"Test {name}"] = (f"{100 * value:.1f} %" if name == "accuracy" else number(value), "of the last model")
     if train:
         figures["Steps"] = (f"{train[-1].step:,}", f"in {duration(train[-1].time)} of training")
-        figures["Tokens seen"] = (count(train[-1].tokens), f"{count(train[-1].tokens / max(train[-1].time, 1e-9))}/s")
+        figures[f"{run.counted.capitalize()} seen"] = (
+            count(train[-1].tokens),
+            f"{count(train[-1].tokens / max(train[-1].time, 1e-9))}/s",
+        )
         step_time = summary.step_time if summary else sorted(point.step_time for point in train)[len(train) // 2]
         figures["Step time"] = (f"{number(step_time * 1e3)} ms", "median")
     if sizes:
@@ -101,6 +108,16 @@ def headline(run: RunData) -> dict[str, tuple[str, str]]:
     if summary and summary.peak_memory:
         figures["Peak memory"] = (f"{megabytes(summary.peak_memory)} MB", "")
     return figures
+
+
+def memory_table(run: RunData) -> Table:
+    """Bytes of a training step by part, a row a method; their sum bounds the peak from above."""
+    parts = list(next(iter(run.memory.values())))
+    rows = [
+        (method, *(megabytes(step.get(part, 0)) for part in parts), megabytes(sum(step.values())))
+        for method, step in run.memory.items()
+    ]
+    return Table(("method", *(f"{part} MB" for part in parts), "total MB"), "l" + "r" * (1 + len(parts)), tuple(rows))
 
 
 def _section(title: str, body: str) -> str:

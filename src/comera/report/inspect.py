@@ -111,7 +111,7 @@ def _course(run: RunData) -> str:
     parts = []
     if run.train:
         last = run.train[-1]
-        parts.append(f"{last.step:,} steps in {duration(last.time)}, {count(last.tokens)} tokens")
+        parts.append(f"{last.step:,} steps in {duration(last.time)}, {count(last.tokens)} {run.counted}")
     if run.evals:
         parts.append(f"held-out loss {run.evals[-1].loss:.3f}")
     return f"{run.recipe}, {run.method}: {', '.join(parts) or 'no step yet'}"

@@ -185,10 +185,10 @@ PLOTS = (
 
 
 def compare_runs(runs: Mapping[str, RunData]) -> Figure:
-    """Held-out loss over training time for every method; beside it, bars of the size and of the tokens seen."""
+    """Held-out loss over training time for every method; beside it, bars of the size and of the data seen."""
     figure = Figure(figsize=(8, 3))
     grid = figure.add_gridspec(2, 2, width_ratios=(5, 3))
-    losses, sizes, tokens = (figure.add_subplot(cell) for cell in (grid[:, 0], grid[0, 1], grid[1, 1]))
+    losses, sizes, amounts = (figure.add_subplot(cell) for cell in (grid[:, 0], grid[0, 1], grid[1, 1]))
     others = cycle((BLUE, ORANGE, PURPLE, PINK))
     colours = {name: {"dense": GREY, "comera": TEAL}.get(name) or next(others) for name in runs}
 
@@ -208,7 +208,8 @@ def compare_runs(runs: Mapping[str, RunData]) -> Figure:
     megas = [run.summary.size_bytes / MEGA if run.summary else 0.0 for run in runs.values()]
     seen = [run.summary.tokens if run.summary else 0 for run in runs.values()]
     _bars(sizes, "Model size, MB", list(colours.items()), megas, [number(value) for value in megas])
-    _bars(tokens, "Tokens seen", list(colours.items()), seen, [count(value) for value in seen])
+    counted = next(iter(runs.values())).counted.capitalize()
+    _bars(amounts, f"{counted} seen", list(colours.items()), seen, [count(value) for value in seen])
     return figure
 
 

@@ -107,7 +107,11 @@ KINDS: dict[str, type[Point]] = {
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything a run folder tells. layers: of the conversion, empty for a dense run; summary: None before the end."""
+    """Everything a run folder tells. layers: of the conversion, empty for a dense run; summary: None before the end.
+
+    memory: estimated bytes of a training step by method and part; test: metrics on test data; empty where a recipe has
+    none.
+    """
 
     folder: Path
     config_text: str
@@ -115,6 +119,8 @@ class RunData:
     points: tuple[Point, ...]
     layers: tuple[LayerRow, ...]
     summary: Summary | None
+    memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    test: Mapping[str, float] = field(default_factory=dict)
 
     def _of(self, kind: type[P]) -> tuple[P, ...]:
         return tuple(point for point in self.points if isinstance(point, kind))
@@ -161,6 +167,12 @@ class RunData:
         return self.summary.recipe if self.summary else str(self.config.get("recipe") or self.folder.name)
 
     @property
+    def counted(self) -> str:
+        """What the run's tokens are: samples where each has one."""
+        alike = self.summary is not None and 0 < self.summary.tokens == self.summary.examples
+        return "samples" if alike else "tokens"
+
+    @property
     def number_bytes(self) -> float:
         """Bytes of a stored number: as the summary measured, else the 4 of float32."""
         return self.summary.size_bytes / self.summary.parameters if self.summary and self.summary.parameters else 4.0
@@ -193,7 +205,25 @@ def read_run(folder: Path) -> RunData:
     except CheckpointError as error:
         raise DataError(str(error)) from error
     points = _read_points(metrics) if metrics.is_file() else ()
-    return RunData(folder, config_text, settings, points, _read_layers(folder / "layers.json"), summary)
+    layers = _read_layers(folder / "layers.json")
+    memory = {str(method): _numbers(parts) for method, parts in _read_mapping(folder / "memory.json").items()}
+    test = _numbers(_read_mapping(folder / "test.json"))
+    return RunData(folder, config_text, settings, points, layers, summary, memory, test)
+
+
+def _read_mapping(path: Path) -> Mapping[str, Any]:
+    """A JSON object, empty without the file."""
+    try:
+        values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path}: expected an object, got {_shown(values)}")
+    return values
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    return {str(name): _float(number) for name, number in values.items()}
 
 
 def _read_layers(path: Path) -> tuple[LayerRow, ...]:
@@ -235,7 +265,7 @@ def _point(row: Any, where: str) -> Point | None:
         "float": _float,
         "str": lambda value: str(value or ""),
         "Mapping[str, tuple[int, ...]]": _ranks,
-        "Mapping[str, float]": lambda value: {str(name): _float(number) for name, number in value.items()},
+        "Mapping[str, float]": _numbers,
     }
     known = [f for f in fields(kind) if f.name in row or (f.default is MISSING and f.default_factory is MISSING)]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -48,6 +49,19 @@ def reset_peak(device: torch.device | str = "cpu") -> None:
             return
 
 
+def device_memory(device: str = "auto") -> int:
+    """Bytes of memory that the device has: the GPU's, else the machine's; 0 on a system that does not tell.
+
+    device: "auto", "cpu" or "cuda", as in TrainConfig.
+    """
+    if device != "cpu" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return 0
+
+
 @dataclass(frozen=True)
 class MemoryMeter:
     """Peak memory over a stretch of work, whole and above where it began.
@@ -90,14 +104,30 @@ class MemoryEstimate:
     flops: int
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "flops"}
+
+    @property
     def total(self) -> int:
         """Bytes of all parts."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "flops"]
-        rows = [f"{name:<12}{size / 2**20:>12,.1f} MB" for name, size in [*parts, ("total", self.total)]]
+        rows = [f"{name:<12}{size / 2**20:>12,.1f} MB" for name, size in [*self.parts.items(), ("total", self.total)]]
         return "\n".join([*rows, f"{'FLOPs':<12}{self.flops / 1e9:>12,.2f} G"])
+
+
+def check_memory(step: MemoryEstimate, device: str, what: str) -> None:
+    """Raise ConfigError for a training step that takes more than there is, with its parts. what: is to be trained."""
+    memory = device_memory(device)
+    if 0 < memory < step.total:
+        parts = ", ".join(f"{nbytes / 2**30:,.1f} {part}" for part, nbytes in step.parts.items())
+        raise ConfigError(
+            f"{what}: expected a training step that fits into the {memory / 2**30:,.1f} GB there are, got one of "
+            f"about {step.total / 2**30:,.1f} GB ({parts}): take another method, optimizer or size; `comera estimate` "
+            "tells what each takes"
+        )
 
 
 def estimate(model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "adamw") -> MemoryEstimate:

@@ -149,7 +149,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -23,8 +23,8 @@ CHUNK = 32_768  # rows with a random generator of their own
 # Categories of each feature, spread like those of the real data: from a handful to many that occur once.
 # fmt: off
 TABLES = (
-    1460, 583, 30000, 20000, 305, 24, 12517, 633, 3, 9000, 5683, 30000, 3194, 27, 14992, 30000, 10, 5652, 2173, 4,
-    30000, 18, 15, 12000, 105, 10000,
+    1460, 583, 250000, 120000, 305, 24, 12517, 633, 3, 30000, 5683, 200000, 3194, 27, 14992, 150000, 10, 5652, 2173, 4,
+    200000, 18, 15, 60000, 105, 40000,
 )
 # fmt: on
 FACTORS = 4  # of the planted embeddings
@@ -123,7 +123,7 @@ class ClickLog:
 
 def _scramble(feature: int, ranks: Array) -> Array:
     """A value above 0 for each category of each feature: a permutation of 32-bit numbers (the end of MurmurHash3)."""
-    mixed: Array = (ranks + (feature << 16) + 1).astype(np.uint32)
+    mixed: Array = (ranks + (feature << 20) + 1).astype(np.uint32)
     mixed ^= mixed >> np.uint32(16)
     mixed *= np.uint32(0x85EBCA6B)
     mixed ^= mixed >> np.uint32(13)

@@ -44,7 +44,7 @@ from comera.recipes.data.criteo_parse import CATEGORIES
 
 __all__ = ["KAGGLE_TABLES", "ClickBatch", "ClickData", "CriteoConfig", "RowEncoder", "prepare"]
 
-FORMAT = 1  # of the cache folder; raise it when what is stored or how it is made changes
+FORMAT = 2  # of the cache folder; raise it when what is stored or how it is made changes
 SYNTHETIC = "synthetic"
 HELD_OUT = 7  # the last seventh of the rows: the last day of the Kaggle data
 LEAST_ROWS = 2 * HELD_OUT  # one for each part
@@ -256,6 +256,11 @@ def _report(manifest: dict[str, Any]) -> None:
     parts = ", ".join(f"{end - first:,} {part}" for part, (first, end) in manifest["parts"].items())
     sizes, bad = manifest["table_sizes"], manifest["bad"]
     print(f"clicks: {parts}; {sum(sizes):,} rows in {len(sizes)} tables", file=sys.stderr)
+    if manifest["planted"]:
+        least = ", ".join(f"{loss:.4f} {part}" for part, loss in manifest["planted"]["loss"].items())
+        print(
+            f"clicks: synthetic; the losses of the model that drew them, the least there are: {least}", file=sys.stderr
+        )
     if bad:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in bad.items())
         print(f"clicks: skipped {sum(bad.values()):,} bad rows ({kinds}), such as", file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -121,20 +121,24 @@ class ClickData:
 class RowEncoder:
     """Turns rows of the original form into batches, with the dictionaries or hashing of a prepared folder.
 
+    hashed_sizes: of the tables into which categories are hashed; then there are no dictionaries and no folder is read.
     Raises DataError when the folder has no complete prepared data.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, hashed_sizes: Sequence[int] | None = None) -> None:
+        hashing, sizes = hashed_sizes is not None, hashed_sizes
         try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            hashing = {HASHED: True, NUMBERED: False}[manifest["ids"]]
-            self.table_sizes: tuple[int, ...] = tuple(manifest["table_sizes"])
+            if sizes is None:
+                manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+                hashing, sizes = {HASHED: True, NUMBERED: False}[manifest["ids"]], manifest["table_sizes"]
+            self.table_sizes = tuple(sizes)
             self._lookups = [
                 Lookup(folder, name, size, hashing) for name, size in zip(FEATURES, self.table_sizes, strict=True)
             ]
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"expected prepared click data in {folder}, got something else ({error}): prepare the data first"
+                f"expected prepared click data in {folder}, got something else ({error}): prepare the same files with "
+                "the same settings first"
             ) from error
 
     def encode(
