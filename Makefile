@@ -48,6 +48,7 @@ check: install
 bench: install
 	@$(BIN)/python benchmarks/step.py --repeats 3
 	@$(BIN)/python benchmarks/recompute.py --repeats 3
+	@$(BIN)/python benchmarks/roofline.py --repeats 3
 	@$(BIN)/python benchmarks/shrunk_step.py
 	@$(BIN)/python benchmarks/lookup.py
 	@$(BIN)/python benchmarks/layer.py --seconds 4

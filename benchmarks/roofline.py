@@ -1,0 +1,120 @@
+"""How far a training step of the six-encoder transformer is from what this machine can do: its roofline.
+
+Ceilings, measured: FLOP/s of a large float32 product, bytes/s of a copy that does not fit into the caches. Operations,
+counted below autograd over one whole step: for each its FLOPs and the bytes of its operands and results. An operation
+takes at least the larger of FLOPs/FLOP/s and, for the part of the bytes beyond the caches, bytes/bytes/s; the sum of
+that is the least time of the step as it is programmed. `products_ms` is what FLOPs alone would take.
+`best_ratio` is the ratio dense over fused that no tuning of single operations on our side can pass: dense's measured
+time over our least one.
+
+    python benchmarks/roofline.py [--repeats 5]      2 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import about, in_turns, write
+from step import CASES, make_step
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from comera.recipes.data.pairs import PairBatch
+
+WANTED = ("batch 32", "batch 32, no dropout", "batch 1")
+SIDES = ("dense", "fused")
+CACHE = 2**20  # bytes: operations on less are taken to run in the caches
+
+
+class Counter(TorchDispatchMode):
+    """Least seconds of what runs inside; flops, bytes, operations: of that."""
+
+    def __init__(self, flops_a_second: float, bytes_a_second: float) -> None:
+        super().__init__()
+        self.flops_a_second, self.bytes_a_second = flops_a_second, bytes_a_second
+        self.flops = self.bytes = self.operations = 0
+        self.least = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return out
+        count = flop_registry.get(func._overloadpacket)
+        flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
+        # each tensor once: what is written in place is an operand and the result
+        tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
+        nbytes = sum(_nbytes(tensor) for tensor in tensors.values())
+        self.flops, self.bytes, self.operations = self.flops + flops, self.bytes + nbytes, self.operations + 1
+        beyond = nbytes if nbytes > CACHE else 0
+        self.least += max(flops / self.flops_a_second, beyond / self.bytes_a_second)
+        return out
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes of memory behind it; what is expanded counts once."""
+    numbers = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numbers *= size if stride else 1
+    return numbers * tensor.element_size()
+
+
+def ceilings() -> tuple[float, float]:
+    """FLOP/s of a product, bytes/s of a copy, read and write counted; the best of some tries."""
+    size = 2048
+    x, w, y = (torch.randn(size, size) for _ in range(3))
+    source, target = torch.randn(2**25), torch.empty(2**25)
+    product = _fastest(lambda: torch.mm(x, w, out=y))
+    copy = _fastest(lambda: target.copy_(source))
+    return 2 * size**3 / product, 2 * source.nbytes / copy
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    return min(in_turns({"": run}, 15)[""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    rows = []
+    for name in WANTED:
+        batch_size, length, dropout, precision, _ = CASES[name]
+        ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
+        batch = PairBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool), ids[:, 0] % 3)
+        steps = {side: make_step(side, batch, dropout, precision) for side in SIDES}
+        flops_a_second, bytes_a_second = ceilings()
+        seconds = {side: statistics.median(times) for side, times in in_turns(steps, options.repeats).items()}
+        counted = {}
+        for side, step in steps.items():
+            with Counter(flops_a_second, bytes_a_second) as counted[side]:
+                step()
+        for side, counter in counted.items():
+            row = {
+                "case": name,
+                "side": side,
+                "gflop": f"{counter.flops / 1e9:.1f}",
+                "gb": f"{counter.bytes / 1e9:.2f}",
+                "operations": counter.operations,
+                "products_ms": f"{counter.flops / flops_a_second * 1e3:.0f}",
+                "least_ms": f"{counter.least * 1e3:.0f}",
+                "step_ms": f"{seconds[side] * 1e3:.0f}",
+                "of_least": f"{counter.least / seconds[side]:.2f}",
+                "ratio": f"{seconds['dense'] / seconds[side]:.2f}",
+                "best_ratio": f"{seconds['dense'] / counter.least:.2f}",
+                "gflop_per_s": f"{flops_a_second / 1e9:.0f}",
+                "gb_per_s": f"{bytes_a_second / 1e9:.1f}",
+            }
+            rows.append({**row, **about()})
+            print(" ".join(f"{value!s:>10}" for value in row.values()), flush=True)
+        del steps
+    write("roofline", rows)
+
+
+if __name__ == "__main__":
+    main()
