@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from comera.contract import halves
+from comera.contract import halves, rows
 from comera.contract.lookup import ttm_lookup
 from comera.contract.plan import plan_lookup
 from comera.errors import IdError, SpecError
@@ -198,20 +198,21 @@ def test_only_rows_of_parts_that_occur_are_made(monkeypatch):
     sizes = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
-    rows = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 4).using("chain"))
+    found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 4).using("chain"))
     assert sizes == [3, 3, 4]
-    torch.testing.assert_close(rows, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
 
 
 def test_pairs_that_share_a_part_are_multiplied_together(monkeypatch):
     spec = ttm((16, 2), (2, 2), 4)
+    monkeypatch.setattr(rows, "BLOCKS_FROM", 0)
     sizes = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
     ids = torch.arange(29)  # 15 with the first right row, 14 with the second: blocks of 7
-    rows = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 29).using("halves"))
+    found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 29).using("halves"))
     assert sizes == [3 + 2]
-    torch.testing.assert_close(rows, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
 
 
 def signal_to_noise(found, exact):

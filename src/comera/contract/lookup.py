@@ -19,10 +19,10 @@ from torch import Tensor
 
 from comera.contract import kernels
 from comera.contract.bags import bag_of_each, bag_starts, check_bags, ids_in_each
-from comera.contract.chain import Groups
+from comera.contract.chain import Groups, leaves
 from comera.contract.halves import check_cores, merge_dtype, without_autocast
 from comera.contract.plan import ContractionPlan, choose_rows
-from comera.contract.rows import on_host, pair_sums, parts
+from comera.contract.rows import cut, on_host, pair_sums, parts, rows_of
 from comera.errors import IdError, SpecError
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec
@@ -33,12 +33,14 @@ def ttm_lookup(
     spec: TTMSpec,
     cores: Sequence[Tensor],
     *,
+    bonds: Sequence[Tensor] | None = None,
     padding_idx: int | None = None,
     plan: ContractionPlan | None = None,
 ) -> Tensor:
     """Rows `ids` of the tensor-train matrix of `cores`, as `nn.Embedding` gives them.
 
-    ids: integers of any shape. cores: `order` tensors of `spec.core_shapes`, rank parameters absorbed.
+    ids: integers of any shape. cores: `order` tensors of `spec.core_shapes`.
+    bonds: the masked rank parameters, `order - 1` vectors; left out where the cores have absorbed them.
     padding_idx: its row is exactly zero and passes no gradient; negative counts from the end.
     plan: a forced choice; by default `plan_lookup` for as many ids as differ.
     Returns (*ids.shape, embedding_dim) in the cores' dtype (half-precision cores are multiplied in float32).
@@ -48,15 +50,9 @@ def ttm_lookup(
     """
     check_cores(spec, cores)
     _check_ids(ids, spec)
-    ids_N = ids.reshape(ids.numel()).long()
-    groups, pad = _groups(ids_N, spec, cores[0], plan), None if padding_idx is None else _row(padding_idx, spec)
+    pad = None if padding_idx is None else _row(padding_idx, spec)
     with without_autocast(cores[0]):
-        if len(groups) == 1:
-            rows_ND = F.embedding(ids_N, _table(spec, cores))
-            rows_ND = rows_ND if pad is None else rows_ND.masked_fill((ids_N == pad).unsqueeze(1), 0)
-        else:
-            count = ids_N.numel()
-            rows_ND = _sums(ids_N, torch.arange(count, device=ids.device), count, None, pad, spec, cores, groups)
+        rows_ND = _rows(ids.reshape(ids.numel()).long(), pad, spec, cores, bonds, plan)
     return rows_ND.to(cores[0].dtype).reshape(*ids.shape, spec.embedding_dim)
 
 
@@ -67,6 +63,7 @@ def ttm_bag(
     cores: Sequence[Tensor],
     *,
     mode: Literal["sum", "mean"],
+    bonds: Sequence[Tensor] | None = None,
     per_sample_weights: Tensor | None = None,
     padding_idx: int | None = None,
     include_last_offset: bool = False,
@@ -78,7 +75,7 @@ def ttm_bag(
         with include_last_offset (bags + 1,), the last one the number of ids. An empty bag gives zeros.
     per_sample_weights: factors of the rows, of the ids' shape; with mode "sum" only.
     padding_idx: its row counts in no bag, in the number of rows of a mean neither; negative counts from the end.
-    cores, plan, and errors for ids, cores and padding_idx: as in `ttm_lookup`.
+    cores, bonds, plan, and errors for ids, cores and padding_idx: as in `ttm_lookup`.
     Returns (bags, embedding_dim) in the cores' dtype.
     Raises ValueError for an unknown mode or weights with a mean, DataError for offsets or weights that do not fit the
     ids (values of offsets on an accelerator and under torch.compile: a device-side assertion). Source: METHOD §3.
@@ -86,10 +83,15 @@ def ttm_bag(
     check_cores(spec, cores)
     _check_ids(ids, spec)
     check_bags(ids, offsets, mode, per_sample_weights, include_last_offset)
-    ids_N, offsets_B = ids.reshape(ids.numel()).long(), bag_starts(ids, offsets, include_last_offset)
-    groups, pad = _groups(ids_N, spec, cores[0], plan), None if padding_idx is None else _row(padding_idx, spec)
+    ids_N, pad = ids.reshape(ids.numel()).long(), None if padding_idx is None else _row(padding_idx, spec)
     weights_N = None if per_sample_weights is None else per_sample_weights.reshape(ids.numel())
     with without_autocast(cores[0]):
+        if offsets is None and ids.shape[1] == 1:  # the sum of one row, and the mean, is the row
+            sums_BD = _rows(ids_N, pad, spec, cores, bonds, plan)
+            sums_BD = sums_BD if weights_N is None else sums_BD * weights_N.to(sums_BD.dtype).unsqueeze(1)
+            return sums_BD.to(cores[0].dtype)
+        cores, offsets_B = _absorbed(cores, bonds), bag_starts(ids, offsets, include_last_offset)
+        groups = _groups(ids_N, spec, cores[0], plan)
         if len(groups) == 1:
             table_VD = _table(spec, cores)
             weights_N = None if weights_N is None else weights_N.to(table_VD.dtype)
@@ -102,6 +104,40 @@ def ttm_bag(
         if mode == "mean":
             sums_BD = sums_BD / ids_in_each(ids_N, offsets_B, pad).to(sums_BD.dtype).unsqueeze(1)
     return sums_BD.to(cores[0].dtype)
+
+
+def _rows(
+    ids_N: Tensor,
+    padding: int | None,
+    spec: TTMSpec,
+    cores: Sequence[Tensor],
+    bonds: Sequence[Tensor] | None,
+    plan: ContractionPlan | None,
+) -> Tensor:
+    """Rows (N, D) of the chain in the cores' `merge_dtype`, each multiplied once."""
+    ids_U, place_N = ids_N, None
+    groups = choose_rows(spec, ids_N.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
+    if len(groups) > 1 and on_host(ids_N):
+        ids_U, place_N = torch.unique(ids_N, return_inverse=True)
+        groups = choose_rows(spec, ids_U.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
+    if len(groups) == 1:
+        rows_ND = F.embedding(ids_N, _table(spec, _absorbed(cores, bonds)))
+    elif place_N is None:
+        bag_N = torch.arange(ids_N.numel(), device=ids_N.device)
+        return _sums(ids_N, bag_N, ids_N.numel(), None, padding, spec, _absorbed(cores, bonds), groups)
+    else:
+        bond = len([core for tree in groups[: cut(groups)] for core in leaves(tree)]) - 1  # where the parts meet
+        merged = [core.to(merge_dtype(core.dtype)) for core in _absorbed(cores, bonds, but=bond)]
+        bond_R = None if bonds is None else bonds[bond].to(merged[0].dtype)
+        rows_ND = rows_of(ids_U, groups, merged, bond_R).index_select(0, place_N)[:, : spec.embedding_dim]
+    return rows_ND if padding is None else rows_ND.masked_fill((ids_N == padding).unsqueeze(1), 0)
+
+
+def _absorbed(cores: Sequence[Tensor], bonds: Sequence[Tensor] | None, but: int | None = None) -> Sequence[Tensor]:
+    """The cores with the rank parameters of every bond absorbed, `but` that of one."""
+    if bonds is None:
+        return cores
+    return [core if k in (but, len(bonds)) else core * bonds[k] for k, core in enumerate(cores)]
 
 
 def _sums(
@@ -157,8 +193,9 @@ def _check_ids(ids: Tensor, spec: TTMSpec) -> None:
     if not on_host(ids):
         torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"expected every id in 0 ... {rows - 1}")
         return
-    wrong = (ids < 0) | (ids >= rows)
-    if wrong.any():
+    least, most = ids.aminmax() if ids.numel() else (0, 0)
+    if least < 0 or most >= rows:
+        wrong = (ids < 0) | (ids >= rows)
         position = wrong.nonzero()[0].tolist()
         raise IdError(
             f"expected every id in 0 ... {rows - 1} for a table of {rows} rows, got {int(ids[tuple(position)])} "

@@ -31,8 +31,10 @@ from torch import Tensor
 
 from comera.contract.chain import Groups, Tree, leaves
 from comera.contract.halves import pieces, without_autocast
+from comera.contract.pairs import pair_rows
 
 BLOCK_ROWS = 128  # n·X at most: more make the products no faster
+BLOCKS_FROM = 4096  # different pairs; to order fewer takes longer than blocks gain
 
 
 def on_host(ids: Tensor) -> bool:
@@ -46,14 +48,43 @@ def cut(groups: Groups) -> int:
     return min(range(1, len(groups)), key=lambda k: abs(sum(sizes[:k]) - sum(sizes[k:])))
 
 
-def parts(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """L (M, X, r), R (M, Y, r) and the row (N,) of each that an id names, for a chain of two groups or more."""
+def parts(
+    ids_N: Tensor, groups: Groups, cores: Sequence[Tensor], bond_R: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """L (M, X, r), R (M, Y, r) and the row (N,) of each that an id names, for a chain of two groups or more.
+
+    bond_R: rank parameters between the two parts, which R absorbs; ones if left out.
+    """
     k = cut(groups)
     rows = prod([cores[core].shape[1] for tree in groups[k:] for core in leaves(tree)])
     left_MNRS, i_N = _part(ids_N // rows, groups[:k], cores)
+    left_MXR = _flat(left_MNRS.transpose(1, 2))
+    if on_host(ids_N) and isinstance(groups[k], int) and k + 1 == len(groups):
+        return left_MXR, _turned(cores[groups[k]], bond_R), i_N, ids_N % rows
     right_MNSQ, k_N = _part(ids_N % rows, groups[k:], cores)
-    left_MRNS, right_MNQS = left_MNRS.transpose(1, 2), right_MNSQ.mT
-    return _flat(left_MRNS), _flat(right_MNQS), i_N, k_N
+    right_MYR = _flat(right_MNSQ.mT)
+    return left_MXR, right_MYR if bond_R is None else right_MYR * bond_R, i_N, k_N
+
+
+def _turned(core_RMNS: Tensor, bond_R: Tensor | None) -> Tensor:
+    """A single core with its left rank last (M, N·S, R). As a product, which turns it back in the backward too: torch
+    makes transposed copies on one thread, several times slower."""
+    rank, m, n, s = core_RMNS.shape
+    scale_RR = torch.eye(rank, dtype=core_RMNS.dtype) if bond_R is None else torch.diag(bond_R)
+    return (core_RMNS.reshape(rank, m * n * s).t() @ scale_RR).view(m, n * s, rank)
+
+
+def rows_of(ids_U: Tensor, groups: Groups, cores: Sequence[Tensor], bond_R: Tensor | None = None) -> Tensor:
+    """Rows (U, D) of a chain of two groups or more for ids that, on the host, all differ.
+
+    bond_R: rank parameters of the bond at which the chain is cut, ones if left out.
+    """
+    left_MXR, right_MYR, i_U, k_U = parts(ids_U, groups, cores, bond_R)
+    count, columns = ids_U.numel(), left_MXR.shape[1]
+    shares = count >= BLOCKS_FROM and block_size(count, min(count, right_MYR.shape[0]), columns) > 1
+    if on_host(ids_U) and not shares:
+        return pair_rows(i_U, k_U, left_MXR, right_MYR)
+    return pair_sums(i_U, k_U, torch.arange(count, device=ids_U.device), count, left_MXR, right_MYR)
 
 
 def _flat(part_MXYR: Tensor) -> Tensor:
@@ -65,12 +96,11 @@ def _part(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tenso
     """A part of the chain (M, N, R, Q), whole or the rows that occur, and the row of it that each id names."""
     if len(groups) == 1:
         return _merge(groups[0], cores), ids_N
-    ids_U, row_N = ids_N, torch.arange(ids_N.numel(), device=ids_N.device)
     if on_host(ids_N):
         ids_U, row_N = torch.unique(ids_N, return_inverse=True)
-    left_MXR, right_MYR, i_U, k_U = parts(ids_U, groups, cores)
-    bag_U = torch.arange(ids_U.numel(), device=ids_N.device)
-    rows_UD = pair_sums(i_U, k_U, bag_U, ids_U.numel(), left_MXR, right_MYR)
+    else:
+        ids_U, row_N = ids_N, torch.arange(ids_N.numel(), device=ids_N.device)
+    rows_UD = rows_of(ids_U, groups, cores)
     first, last = cores[leaves(groups[0])[0]].shape[0], cores[leaves(groups[-1])[-1]].shape[3]
     cols = prod([cores[core].shape[2] for tree in groups for core in leaves(tree)])
     return rows_UD.view(ids_U.numel(), first, cols, last).transpose(1, 2), row_N

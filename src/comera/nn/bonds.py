@@ -115,7 +115,7 @@ class TensorTrain(nn.Module):
 
     def bonds(self) -> list[Tensor]:
         """The rank parameters, inactive ones exactly zero."""
-        return [torch.where(d > self.threshold, d, 0.0) for d in self.rank_params]
+        return [d.masked_fill(d <= self.threshold, 0.0) for d in self.rank_params]
 
     def effective_cores(self) -> list[Tensor]:
         """Cores with the rank parameters absorbed and inactive slices exactly zero; writes nothing."""

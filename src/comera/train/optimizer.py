@@ -93,8 +93,20 @@ def named_optimizer(name: OptimizerName, model: nn.Module, config: TrainConfig) 
     if name == "adagrad":
         # As it is by default, but said aloud: Adagrad makes sparse tensors, and torch warns of what is left unsaid.
         torch.sparse.check_sparse_tensor_invariants.disable()
-        return torch.optim.Adagrad(groups)
+        return torch.optim.Adagrad(_fused_apart(groups, model))
     return torch.optim.SGD(groups)
+
+
+def _fused_apart(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """The same groups, those with parameters of sparse and of dense gradients in two, of which the latter is fused."""
+    sparse = {table.get_parameter("weight") for table in model.modules() if getattr(table, "sparse", False)}
+    apart = []
+    for group in groups:
+        for fused in (True, False):
+            members = [p for p in group["params"] if (p not in sparse and p.device.type in ("cpu", "cuda")) == fused]
+            if members:
+                apart.append({**group, "params": members, "fused": fused})
+    return apart
 
 
 def lr_multiplier(
