@@ -59,19 +59,27 @@ def update(name: str, rows: Sequence[Mapping[str, Any]], key: Sequence[str]) -> 
 
 
 def in_turns(
-    sides: Mapping[str, Callable[[], object]], repeats: int, *, warm_ups: int = 2, wait: Callable[[], object] = int
+    sides: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    warm_ups: int = 2,
+    visit: int = 1,
+    wait: Callable[[], object] = int,
 ) -> dict[str, list[float]]:
     """Seconds of each side's calls, which alternate; the first ones make plans, state and memory and are not counted.
 
+    visit: calls of a side in a row; of several, the first is not counted: it finds the caches full of another side's
+        numbers, which is no part of a training in which step follows step.
     wait: called before the clock is read, for a device that works asynchronously.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + warm_ups):
         for name, run in sides.items():
-            wait()
-            started = time.perf_counter()
-            run()
-            wait()
-            if repeat >= warm_ups:
-                seconds[name].append(time.perf_counter() - started)
+            for call in range(visit):
+                wait()
+                started = time.perf_counter()
+                run()
+                wait()
+                if repeat >= warm_ups and (call or visit == 1):
+                    seconds[name].append(time.perf_counter() - started)
     return seconds

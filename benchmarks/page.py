@@ -142,7 +142,14 @@ _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         _one("times_dense", case="batch 32", side="fused"),
     ),
     ("step, batch 1: times dense", "step", 5, False, _one("times_dense", case="batch 1", side="fused")),
-    ("step, batch 32, bf16: times dense", "step", 2, False, _one("times_dense", case="batch 32, bf16", side="fused")),
+    ("step, batch 1, bf16: times dense", "step", 2, False, _one("times_dense", case="batch 1, bf16", side="fused")),
+    (
+        "step, batch 32, bf16: times dense in float32",
+        "step",
+        2,
+        False,
+        _one("times_dense", case="batch 32", side="fused, bf16"),
+    ),
     (
         "memory with recomputation, of dense",
         "recompute",

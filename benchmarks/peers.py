@@ -8,9 +8,10 @@ The model of METHOD §4 (stock BERT of transformers, SDPA, dropout 0.1, random i
 
 tensorly's products are one torch.einsum, which finds a good order with opt_einsum; "tensorly, plain" is without it.
 
-Time: all sides of a case in turns in one process, medians. What a method does only every so many steps (GaLore's
-singular value decompositions every 200, LTE's merge every 10) is timed as a step in which it happens, and counts by its
-share: ((n - 1) · plain + with) / n.
+Time: all sides of a case in turns in one process, medians; with one sample, where steps are short, in visits of three,
+the first of which is not counted. What a method does only every so many steps (GaLore's singular value decompositions
+every 200, LTE's merge every 10) is timed as a step in which it happens, and counts by its share:
+((n - 1) · plain + with) / n.
 
 Memory: a process of its own for each side. Base: its resident memory once the libraries are imported and a tiny model
 has been trained, so that they are in use. Then the model is made and what that has freed is given back; reported is the
@@ -176,7 +177,10 @@ def compare(case: str, samples: int, goals: Goals, memory: dict[str, int], repea
         else:
             side.take()
     runs: dict[str, Callable[[], object]] = {name: side.take for name, side in sides.items()}
-    seconds = {name: statistics.median(times) for name, times in in_turns(runs, repeats, warm_ups=0).items()}
+    visit = 3 if samples == 1 else 1
+    seconds = {
+        name: statistics.median(times) for name, times in in_turns(runs, repeats, warm_ups=0, visit=visit).items()
+    }
     for name, side in sides.items():
         if side.period > 1:
             (times,) = in_turns({name: side.work}, 1, warm_ups=0).values()

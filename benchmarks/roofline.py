@@ -89,7 +89,10 @@ def main() -> None:
         batch = PairBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool), ids[:, 0] % 3)
         steps = {side: make_step(side, batch, dropout, precision) for side in SIDES}
         flops_a_second, bytes_a_second = ceilings()
-        seconds = {side: statistics.median(times) for side, times in in_turns(steps, options.repeats).items()}
+        seconds = {
+            side: statistics.median(times)
+            for side, times in in_turns(steps, options.repeats, visit=4 if batch_size == 1 else 1).items()
+        }
         counted = {}
         for side, step in steps.items():
             with Counter(flops_a_second, bytes_a_second) as counted[side]:

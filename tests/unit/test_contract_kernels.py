@@ -10,7 +10,7 @@ import torch
 
 from comera.contract import kernels
 from comera.contract.linear import tt_linear
-from comera.contract.lookup import ttm_lookup
+from comera.contract.lookup import ttm_bag
 from comera.contract.plan import plan_linear, plan_lookup
 from comera.errors import ConfigError
 from comera.tt.dense import materialize
@@ -104,7 +104,7 @@ def test_products_and_look_ups_go_where_they_are_enabled(monkeypatch):
     cores, rows_cores = ([torch.randn(shape) for shape in spec.core_shapes] for spec in (linear, table))
     x, bias, ids = torch.randn(5, 6), torch.randn(6), torch.tensor([3, 11, 3])
     y = tt_linear(x, linear, cores, bias, plan=plan_linear(linear, 5).using("halves"))
-    found = ttm_lookup(ids, table, rows_cores, plan=plan_lookup(table, 3).using("halves"))
+    found = ttm_bag(ids[None], None, table, rows_cores, mode="sum", plan=plan_lookup(table, 3).using("halves"))
     torch.testing.assert_close(y, x @ materialize(linear, cores) + bias, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found, materialize(table, rows_cores)[ids], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, materialize(table, rows_cores)[ids].sum(0, True), rtol=1e-4, atol=1e-4)
     assert called == ["two_sided", "rows"]

@@ -4,7 +4,7 @@
     row[u] = L[i_u] R[:, k_u]   and its gradient, summed into L and R with atomic additions
 
 They are used where they were measured to be faster than torch's own products and nowhere else: a device is listed in
-`FASTER` once benchmarks/kernels.py has shown it there. None is listed yet, for they have run on no GPU, only under
+`FASTER` once benchmarks/gpu_kernels.py has shown it there. None is listed yet, for they have run on no GPU, only under
 Triton's interpreter; the environment variable COMERA_KERNELS ("all", "none", or names by commas) decides otherwise.
 
 Shapes: B batch, I/O in/out features, R rank; U ids, M/N rows and columns of the left (L) and right (R) half.
