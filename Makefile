@@ -47,11 +47,11 @@ check: install
 
 bench: install
 	@$(BIN)/python benchmarks/step.py --repeats 3
-	@$(BIN)/python benchmarks/recompute.py --repeats 3
-	@$(BIN)/python benchmarks/roofline.py --repeats 3
-	@$(BIN)/python benchmarks/shrunk_step.py
-	@$(BIN)/python benchmarks/lookup.py
-	@$(BIN)/python benchmarks/layer.py --seconds 4
+	@$(BIN)/python benchmarks/recompute.py --repeats 2
+	@$(BIN)/python benchmarks/roofline.py --repeats 2
+	@$(BIN)/python benchmarks/shrunk_step.py --repeats 7
+	@$(BIN)/python benchmarks/lookup.py --seconds 1
+	@$(BIN)/python benchmarks/layer.py --seconds 3
 	@$(BIN)/python benchmarks/peers.py
 	@$(BIN)/python benchmarks/page.py
 

@@ -228,6 +228,18 @@ def test_attention_agrees_with_the_formula(kind, heads, dropout, monkeypatch):
     torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-10)
 
 
+def test_autocast_leaves_the_products_of_attention_alone():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 4, 16, 8).bfloat16() for _ in range(3))
+    found = []
+    for enabled in (True, False):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found.append(attention(q, k, v, dropout=0.2))
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(*found)
+
+
 def test_attention_in_bfloat16_keeps_the_signal():
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, 4, 16, 8).bfloat16() for _ in range(3))

@@ -53,7 +53,8 @@ def attention(
             mask = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
         mask = mask.expand(q_BHTD.shape[0], mask.shape[1], *mask.shape[2:])
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    o_BHTD: Tensor = _Attention.apply(q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale)
+    with without_autocast(q_BHTD):
+        o_BHTD: Tensor = _Attention.apply(q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale)
     return o_BHTD
 
 
