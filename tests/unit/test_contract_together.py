@@ -46,8 +46,22 @@ def summed(halves: list[tuple[Tensor, Tensor]]) -> Tensor:
 def test_halves_and_gradients_are_those_of_each_chain_by_itself(spec: TTSpec) -> None:
     given = chains(spec)
     leaves = [tensor for chain in given for tensor in chain]
-    together = merge_together(spec, given, THRESHOLD, torch.float64)
+    together = merge_together([spec] * len(given), given, THRESHOLD, torch.float64)
     alone = [each_by_itself(spec, chain, torch.float64) for chain in given]
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(summed(together), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(summed(alone), leaves), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "ranks", [[(1, 2, 3, 2, 1), (1, 1, 4, 1, 1)], [(1, 2, 0, 2, 1), (1, 2, 5, 0, 1), (1, 2, 2, 2, 1)]]
+)
+def test_chains_of_other_ranks_are_filled_up(ranks: list[tuple[int, ...]]) -> None:
+    specs = [TTSpec(in_modes=(2, 3), out_modes=(3, 2), ranks=r, in_features=5, out_features=6) for r in ranks]
+    given = [chains(spec, count=1)[0] for spec in specs]
+    leaves = [tensor for chain in given for tensor in chain]
+    together = merge_together(specs, given, THRESHOLD, torch.float64)
+    alone = [each_by_itself(spec, chain, torch.float64) for spec, chain in zip(specs, given, strict=True)]
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
     found = torch.autograd.grad(summed(together), leaves)
     torch.testing.assert_close(found, torch.autograd.grad(summed(alone), leaves), rtol=1e-11, atol=1e-11)
@@ -64,7 +78,7 @@ def test_derivatives_are_right_twice(spec: TTSpec) -> None:
 
     def halves(*flat: Tensor) -> tuple[Tensor, ...]:
         width = len(flat) // 2
-        made = merge_together(spec, [flat[:width], flat[width:]], THRESHOLD, torch.float64)
+        made = merge_together([spec, spec], [flat[:width], flat[width:]], THRESHOLD, torch.float64)
         return tuple(half for pair in made for half in pair)
 
     assert torch.autograd.gradcheck(halves, leaves)
@@ -74,7 +88,7 @@ def test_derivatives_are_right_twice(spec: TTSpec) -> None:
 def test_chains_that_nothing_asked_for_get_no_gradient() -> None:
     spec = SPECS[1]
     first, second, third = given = chains(spec)
-    (a, _), _, (_, b) = merge_together(spec, given, THRESHOLD, torch.float64)
+    (a, _), _, (_, b) = merge_together([spec] * len(given), given, THRESHOLD, torch.float64)
     (a.square().sum() + b.sum()).backward()
     assert all(tensor.grad is not None for tensor in (*first, *third))
     assert all(tensor.grad is None for tensor in second)
@@ -87,7 +101,7 @@ def test_chains_that_nothing_asked_for_get_no_gradient() -> None:
 def test_each_of_several_losses_may_go_back_by_itself() -> None:
     spec = SPECS[4]
     given = chains(spec, count=2)
-    halves = merge_together(spec, given, THRESHOLD, torch.float64)
+    halves = merge_together([spec] * len(given), given, THRESHOLD, torch.float64)
     for pair in halves:
         summed([pair]).backward()
     alone = [each_by_itself(spec, chain, torch.float64) for chain in given]
@@ -101,7 +115,7 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     given = chains(spec, count=2)
     for d in given[0][spec.order :]:
         d.requires_grad_(False)
-    summed(merge_together(spec, given, THRESHOLD, torch.float64)).backward()
+    summed(merge_together([spec] * len(given), given, THRESHOLD, torch.float64)).backward()
     assert [tensor.grad is not None for tensor in given[0]] == [True] * spec.order + [False] * (spec.order - 1)
     assert all(tensor.grad is not None for tensor in given[1])
 
@@ -111,7 +125,7 @@ def test_half_precision_is_merged_in_float32(dtype: torch.dtype) -> None:
     spec = SPECS[4]
     given = chains(spec, dtype=dtype)
     leaves = [tensor for chain in given for tensor in chain]
-    together = merge_together(spec, given, THRESHOLD, dtype)
+    together = merge_together([spec] * len(given), given, THRESHOLD, dtype)
     alone = [each_by_itself(spec, chain, dtype) for chain in given]
     torch.testing.assert_close(together, alone)
     found = torch.autograd.grad(summed(together), leaves)

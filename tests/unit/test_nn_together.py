@@ -51,9 +51,9 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     seen: list[int] = []
 
-    def counted(spec, chains, *others):  # type: ignore[no-untyped-def]
+    def counted(specs, chains, *others):  # type: ignore[no-untyped-def]
         seen.append(len(chains))
-        return merge_together(spec, chains, *others)
+        return merge_together(specs, chains, *others)
 
     merge_together = room.merge_together
     monkeypatch.setattr(room, "merge_together", counted)
@@ -67,7 +67,7 @@ def results(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     return y.detach(), [p.grad for p in model.parameters()]
 
 
-def test_results_stay_and_a_spec_is_merged_once_in_a_forward(model: Model, x: Tensor, merges: list[int]) -> None:
+def test_results_stay_and_a_kind_is_merged_once_in_a_forward(model: Model, x: Tensor, merges: list[int]) -> None:
     plain = copy.deepcopy(model)
     assert merge_together_(model) == 2
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_accumulated_gradients_stay(model: Model, x: Tensor) -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_after_ranks_part_each_goes_by_itself(model: Model, x: Tensor, merges: list[int]) -> None:
+def test_they_stay_together_when_their_ranks_part(model: Model, x: Tensor, merges: list[int]) -> None:
     merge_together_(model)
     tt: TensorTrain = model.first.tt
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_after_ranks_part_each_goes_by_itself(model: Model, x: Tensor, merges: l
     plain = copy.deepcopy(model)
     merge_together_(plain, enabled=False)
     torch.testing.assert_close(results(model, x), results(plain, x))
-    assert merges == []
+    assert merges == [2]
 
 
 def test_copies_and_pickles_are_together_among_themselves(model: Model, x: Tensor, merges: list[int]) -> None:

@@ -1,9 +1,10 @@
-"""The halves of many chains of one spec, merged together: one product per core instead of one per core and chain.
+"""The halves of many chains of the same modes, merged together: one product per core instead of one per core and chain.
 
 Merging is a tenth of the arithmetic of a step and many times as many operations as its products with the batch: with
-few rows, calls decide. The stacked cores G_k D_k are merged as one chain is (halves.py), K chains at a time.
+few rows, calls decide. The stacked cores G_k D_k are merged as one chain is (halves.py), K chains at a time; chains of
+smaller ranks are filled up with zeros, which add nothing.
 
-Shapes: K chains, R/S left/right rank, N mode, I/O in/out features.
+Shapes: K chains, R/S left/right rank (the largest among the chains), N mode, I/O in/out features.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comera.contract.halves import (
@@ -27,15 +29,16 @@ from comera.tt.spec import TTSpec
 
 
 def merge_together(
-    spec: TTSpec, chains: Sequence[Sequence[Tensor]], threshold: float, dtype: torch.dtype
+    specs: Sequence[TTSpec], chains: Sequence[Sequence[Tensor]], threshold: float, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """A (rank, in_features) and B (rank, out_features) of every chain in `dtype`, as `merge_halves` makes them.
 
-    chains: for each, its `order` cores of `spec.core_shapes` and then its `order - 1` rank parameters, of which those
-    at or below `threshold` count as 0. Differentiable, twice too; each backward may come for some of the chains only,
-    as often as it likes.
+    specs: alike in all but ranks. chains: for each, its `order` cores of `spec.core_shapes` and then its `order - 1`
+    rank parameters, of which those at or below `threshold` count as 0. Differentiable, twice too; each backward may
+    come for some of the chains only, as often as it likes.
     """
-    halves = _MergeTogether.apply(spec, threshold, dtype, *(tensor for chain in chains for tensor in chain))
+    flat = (tensor for chain in chains for tensor in chain)
+    halves = _MergeTogether.apply(tuple(specs), threshold, dtype, *flat)
     return list(zip(halves[::2], halves[1::2], strict=True))
 
 
@@ -45,22 +48,25 @@ class _Stacked:
     cores_KRNS, d_KS: as they are, d masked. active_KS: which d are not. left, right: all partial merges of G_k D_k.
     """
 
-    def __init__(self, spec: TTSpec, flat: Sequence[Tensor], threshold: float) -> None:
-        width = 2 * spec.order - 1
-        parts = [torch.stack(list(flat[k::width])) for k in range(width)]
-        self.cores_KRNS, rank_params = parts[: spec.order], parts[spec.order :]
+    def __init__(self, specs: Sequence[TTSpec], flat: Sequence[Tensor], threshold: float) -> None:
+        order, split = specs[0].order, specs[0].split
+        width = 2 * order - 1
+        parts = [_stack(flat[k::width]) for k in range(width)]
+        self.cores_KRNS, rank_params = parts[:order], parts[order:]
         self.active_KS = [d_KS > threshold for d_KS in rank_params]
         self.d_KS = [d_KS * active for d_KS, active in zip(rank_params, self.active_KS, strict=True)]
         dtype = merge_dtype(flat[0].dtype)
         absorbed = [core * d[:, None, None] for core, d in zip(self.cores_KRNS, self.d_KS, strict=False)]
         self.merging = [core.to(dtype) for core in (*absorbed, self.cores_KRNS[-1])]
-        self.left, self.right = left_products(self.merging[: spec.split]), right_products(self.merging[spec.split :])
+        self.left, self.right = left_products(self.merging[:split]), right_products(self.merging[split:])
 
-    def halves(self, spec: TTSpec, dtype: torch.dtype) -> list[Tensor]:
+    def halves(self, specs: Sequence[TTSpec], dtype: torch.dtype) -> list[Tensor]:
         """A_1, B_1, A_2, B_2, ..."""
-        a_KRI = self.left[-1][:, : spec.in_features].mT.to(dtype).contiguous()
-        b_KRO = self.right[-1][..., : spec.out_features].to(dtype).contiguous()
-        return [half for pair in zip(a_KRI.unbind(), b_KRO.unbind(), strict=True) for half in pair]
+        first = specs[0]
+        a_KRI = self.left[-1][:, : first.in_features].mT.to(dtype).contiguous()
+        b_KRO = self.right[-1][..., : first.out_features].to(dtype).contiguous()
+        ranks = [spec.ranks[spec.split] for spec in specs]
+        return [half[k, :rank] for k, rank in enumerate(ranks) for half in (a_KRI, b_KRO)]
 
 
 class _MergeTogether(torch.autograd.Function):
@@ -71,26 +77,28 @@ class _MergeTogether(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: TTSpec, threshold: float, dtype: torch.dtype, *flat: Tensor) -> tuple[Tensor, ...]:
-        ctx.spec, ctx.threshold, ctx.dtype, ctx.flat = spec, threshold, dtype, flat
-        ctx.stacked = _Stacked(spec, flat, threshold)
+    def forward(
+        ctx: Any, specs: Sequence[TTSpec], threshold: float, dtype: torch.dtype, *flat: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.specs, ctx.threshold, ctx.dtype, ctx.flat = specs, threshold, dtype, flat
+        ctx.stacked = _Stacked(specs, flat, threshold)
         ctx.set_materialize_grads(False)
-        return tuple(ctx.stacked.halves(spec, dtype))
+        return tuple(ctx.stacked.halves(specs, dtype))
 
     @staticmethod
     def backward(ctx: Any, *dhalves: Tensor | None) -> tuple[Tensor | None, ...]:
-        spec: TTSpec = ctx.spec
+        spec: TTSpec = ctx.specs[0]
         width = 2 * spec.order - 1
-        wanted = ctx.needs_input_grad[3:]
         reached = [da is not None or db is not None for da, db in zip(dhalves[::2], dhalves[1::2], strict=True)]
-        wanted = [want and reached[k // width] for k, want in enumerate(wanted)]
+        wanted = [want and reached[k // width] for k, want in enumerate(ctx.needs_input_grad[3:])]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
             found = iter(_differentiable(ctx, dhalves, [t for t, want in zip(ctx.flat, wanted, strict=True) if want]))
             return None, None, None, *(next(found) if want else None for want in wanted)
         s: _Stacked = ctx.stacked
-        da_KIR = _stack(dhalves[::2], s.left[-1].mT[..., : spec.in_features]).mT
-        db_KRO = _stack(dhalves[1::2], s.right[-1][..., : spec.out_features])
-        da_KIR, db_KRO = pad_last(da_KIR.mT, prod(spec.in_modes)).mT, pad_last(db_KRO, prod(spec.out_modes))
+        da_KRI = _stack_gradients(dhalves[::2], s.left[-1].mT[..., : spec.in_features])
+        db_KRO = _stack_gradients(dhalves[1::2], s.right[-1][..., : spec.out_features])
+        da_KIR = pad_last(da_KRI, prod(spec.in_modes)).mT
+        db_KRO = pad_last(db_KRO, prod(spec.out_modes))
         merging, split = s.merging, spec.split
         dabsorbed = left_gradients(merging[:split], s.left[:-1], da_KIR)
         dabsorbed += right_gradients(merging[split:], s.right[:-1], db_KRO)
@@ -99,20 +107,39 @@ class _MergeTogether(torch.autograd.Function):
         dd_KS = [(grad * core).sum((1, 2)) * active for grad, core, active in pairs]
         dcores = [grad * d[:, None, None] for grad, d in zip(dabsorbed, s.d_KS, strict=False)]
         by_chain = zip(*(grad.unbind() for grad in (*dcores, dabsorbed[-1], *dd_KS)), strict=True)
-        grads = [grad for chain in by_chain for grad in chain]
+        grads = [_corner(grad, like) for grad, like in zip((g for c in by_chain for g in c), ctx.flat, strict=True)]
         return None, None, None, *(grad if want else None for grad, want in zip(grads, wanted, strict=True))
 
 
-def _stack(grads: Sequence[Tensor | None], like_KRN: Tensor) -> Tensor:
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors of K chains as one, those of smaller ranks filled up with zeros."""
+    shapes = {part.shape for part in parts}
+    if len(shapes) > 1:
+        largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        room = [
+            [n for size, most in zip(part.shape[::-1], largest[::-1], strict=True) for n in (0, most - size)]
+            for part in parts
+        ]
+        parts = [F.pad(part, pads) for part, pads in zip(parts, room, strict=True)]
+    return torch.stack(list(parts))
+
+
+def _corner(tensor: Tensor, like: Tensor) -> Tensor:
+    """What of a filled-up tensor belongs to `like`."""
+    return tensor if tensor.shape == like.shape else tensor[tuple(slice(size) for size in like.shape)]
+
+
+def _stack_gradients(grads: Sequence[Tensor | None], like_KRN: Tensor) -> Tensor:
     """Gradients of one half of all chains, zeros where none came."""
     zeros = None if all(grad is not None for grad in grads) else torch.zeros_like(like_KRN[0])
-    stacked: Tensor = torch.stack([zeros if grad is None else grad.to(like_KRN.dtype) for grad in grads])  # type: ignore[misc]
-    return stacked
+    filled: list[Tensor] = [zeros if grad is None else grad.to(like_KRN.dtype) for grad in grads]  # type: ignore[misc]
+    rows = like_KRN.shape[1]
+    return torch.stack([g if g.shape[0] == rows else F.pad(g, (0, 0, 0, rows - g.shape[0])) for g in filled])
 
 
 def _differentiable(ctx: Any, dhalves: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
     """The gradients of `wanted`, which can be differentiated again."""
-    halves = _Stacked(ctx.spec, ctx.flat, ctx.threshold).halves(ctx.spec, ctx.dtype)
+    halves = _Stacked(ctx.specs, ctx.flat, ctx.threshold).halves(ctx.specs, ctx.dtype)
     came = [(half, grad) for half, grad in zip(halves, dhalves, strict=True) if grad is not None]
     outputs, grads = [half for half, _ in came], [grad for _, grad in came]
     return torch.autograd.grad(outputs, wanted, grads, create_graph=True, materialize_grads=True)

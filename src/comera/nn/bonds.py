@@ -31,7 +31,7 @@ class TensorTrain(nn.Module):
     """
 
     together: Together | None = None
-    """Where `fuse_` found chains of the same spec; merges them all at once."""
+    """Where `fuse_` found chains of the same modes; merges them all at once."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     - Feed-forward parts of tensor trains (of registered types, see `register_feed_forward`) never hold their wide
       activation.
     - Queries, keys and values of attention modules of transformers come from one product with their input.
-    - Chains of one spec are merged together, once in a forward of `model`, however often their layers are called.
+    - Chains of the same modes are merged together, once in a forward of `model`, however often their layers are called.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers with its stock fused attention get `nn.attention`, for dropout on a CPU.
 

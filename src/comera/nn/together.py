@@ -1,7 +1,8 @@
-"""Chains of one spec whose halves are made together, when the first of their layers asks for them in a forward.
+"""Chains of the same modes whose halves are made together, when the first of their layers asks for them in a forward.
 
 Within one forward of the model, and in what its backward replays of it, weights stay as they are; so A and B are made
-once for all layers of a spec, however often these are called (`contract/together.py`). The next forward begins anew.
+once for all layers of such a kind, however often these are called (`contract/together.py`). The next forward begins
+anew.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from comera.contract.once import unrecorded
 from comera.contract.together import merge_together
 from comera.nn.bonds import TensorTrain
 from comera.nn.linear import TTLinear
+from comera.tt.spec import TTSpec
 
 _Halves = tuple[Tensor, Tensor]
 
@@ -42,7 +44,8 @@ class Together:
                 return None
             chains = [[*each.cores, *each.rank_params] for each in alike]
             with unrecorded():
-                halves = merge_together(alike[0].spec, chains, train.threshold, dtype)  # type: ignore[arg-type]
+                specs = [each.spec for each in alike]
+                halves = merge_together(specs, chains, train.threshold, dtype)  # type: ignore[arg-type]
             made.update(zip(alike, halves, strict=True))
         return made[train]
 
@@ -63,7 +66,7 @@ class Together:
 def merge_together_(model: nn.Module, *, enabled: bool = True) -> int:
     """Let the chains of the model's linear layers be merged together (`enabled`), or each by itself.
 
-    Returns how many chains have others of their spec beside them.
+    Returns how many chains have others of their modes beside them.
     """
     trains = list(dict.fromkeys(module.tt for module in model.modules() if isinstance(module, TTLinear)))
     for module in model.modules():
@@ -83,4 +86,7 @@ def merge_together_(model: nn.Module, *, enabled: bool = True) -> int:
 
 
 def _kind(train: TensorTrain) -> tuple[Any, ...]:
-    return train.spec, train.threshold, train.cores[0].dtype, train.cores[0].device
+    """What chains that are merged together have in common: all but ranks."""
+    spec = train.spec
+    assert isinstance(spec, TTSpec)
+    return spec.shape, spec.in_modes, spec.out_modes, train.threshold, train.cores[0].dtype, train.cores[0].device
