@@ -45,7 +45,8 @@ def merge_together(
 class _Stacked:
     """The chains core by core.
 
-    cores_KRNS, d_KS: as they are, d masked. active_KS: which d are not. left, right: all partial merges of G_k D_k.
+    cores_KRNS, d_KS: as they are, d masked. active_KS: which d are not. left, right: the partial merges of G_k D_k,
+    the whole halves last, until `halves` has taken these.
     """
 
     def __init__(self, specs: Sequence[TTSpec], flat: Sequence[Tensor], threshold: float) -> None:
@@ -61,10 +62,10 @@ class _Stacked:
         self.left, self.right = left_products(self.merging[:split]), right_products(self.merging[split:])
 
     def halves(self, specs: Sequence[TTSpec], dtype: torch.dtype) -> list[Tensor]:
-        """A_1, B_1, A_2, B_2, ..."""
+        """A_1, B_1, A_2, B_2, ..., once: what they are made from is not held twice."""
         first = specs[0]
-        a_KRI = self.left[-1][:, : first.in_features].mT.to(dtype).contiguous()
-        b_KRO = self.right[-1][..., : first.out_features].to(dtype).contiguous()
+        a_KRI = self.left.pop()[:, : first.in_features].mT.to(dtype).contiguous()
+        b_KRO = self.right.pop()[..., : first.out_features].to(dtype).contiguous()
         ranks = [spec.ranks[spec.split] for spec in specs]
         return [half[k, :rank] for k, rank in enumerate(ranks) for half in (a_KRI, b_KRO)]
 
@@ -95,13 +96,14 @@ class _MergeTogether(torch.autograd.Function):
             found = iter(_differentiable(ctx, dhalves, [t for t, want in zip(ctx.flat, wanted, strict=True) if want]))
             return None, None, None, *(next(found) if want else None for want in wanted)
         s: _Stacked = ctx.stacked
-        da_KRI = _stack_gradients(dhalves[::2], s.left[-1].mT[..., : spec.in_features])
-        db_KRO = _stack_gradients(dhalves[1::2], s.right[-1][..., : spec.out_features])
+        rank = s.merging[spec.split].shape[1]
+        da_KRI = _stack_gradients(dhalves[::2], s.merging[0].new_zeros(rank, spec.in_features))
+        db_KRO = _stack_gradients(dhalves[1::2], s.merging[0].new_zeros(rank, spec.out_features))
         da_KIR = pad_last(da_KRI, prod(spec.in_modes)).mT
         db_KRO = pad_last(db_KRO, prod(spec.out_modes))
         merging, split = s.merging, spec.split
-        dabsorbed = left_gradients(merging[:split], s.left[:-1], da_KIR)
-        dabsorbed += right_gradients(merging[split:], s.right[:-1], db_KRO)
+        dabsorbed = left_gradients(merging[:split], s.left, da_KIR)
+        dabsorbed += right_gradients(merging[split:], s.right, db_KRO)
         dabsorbed = [grad.to(core.dtype) for grad, core in zip(dabsorbed, s.cores_KRNS, strict=True)]
         pairs = zip(dabsorbed, s.cores_KRNS, s.active_KS, strict=False)
         dd_KS = [(grad * core).sum((1, 2)) * active for grad, core, active in pairs]
@@ -129,11 +131,10 @@ def _corner(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if tensor.shape == like.shape else tensor[tuple(slice(size) for size in like.shape)]
 
 
-def _stack_gradients(grads: Sequence[Tensor | None], like_KRN: Tensor) -> Tensor:
+def _stack_gradients(grads: Sequence[Tensor | None], zeros_RN: Tensor) -> Tensor:
     """Gradients of one half of all chains, zeros where none came."""
-    zeros = None if all(grad is not None for grad in grads) else torch.zeros_like(like_KRN[0])
-    filled: list[Tensor] = [zeros if grad is None else grad.to(like_KRN.dtype) for grad in grads]  # type: ignore[misc]
-    rows = like_KRN.shape[1]
+    filled = [zeros_RN if grad is None else grad.to(zeros_RN.dtype) for grad in grads]
+    rows = zeros_RN.shape[0]
     return torch.stack([g if g.shape[0] == rows else F.pad(g, (0, 0, 0, rows - g.shape[0])) for g in filled])
 
 
