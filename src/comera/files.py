@@ -25,3 +25,14 @@ def replace_file(path: Path, content: str | bytes | Callable[[Path], object]) ->
     finally:
         beside.unlink(missing_ok=True)
     return path
+
+
+def flush(path: Path) -> None:
+    """Flush a file or folder to the disk (Windows cannot open folders)."""
+    if path.is_dir() and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

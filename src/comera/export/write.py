@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from comera.convert import materialize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export.layers import own_chains, serving_copy
+from comera.files import flush
 from comera.nn.bonds import CompressedLayer, named_trains
 from comera.rank.prune import prune_
 from comera.train.checkpoint import WEIGHTS, load_pretrained, save_pretrained
@@ -257,7 +258,7 @@ def _beside(path: Path, *, folder: bool = True) -> Iterator[Path]:
             beside.mkdir()
         yield beside
         for written in [*beside.rglob("*"), beside] if folder else [beside]:
-            _flush(written)
+            flush(written)
         if folder and path.exists():
             old = path.rename(beside.with_suffix(".old"))
             beside.rename(path)
@@ -270,17 +271,6 @@ def _beside(path: Path, *, folder: bool = True) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
         with suppress(OSError):
             beside.unlink()
-
-
-def _flush(path: Path) -> None:
-    """Flush a file to the disk; folders only where they can be opened."""
-    if path.is_dir() and os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _size(path: Path) -> int:

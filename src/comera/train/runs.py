@@ -11,7 +11,6 @@ dropped is renamed before it is deleted. What a kill leaves behind is called .st
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConfigError, RankError
+from comera.files import flush
 from comera.train.checkpoint import WEIGHTS, load_pretrained, save_pretrained
 
 _FORMAT = {"format": "comera-trainer", "version": 1}
@@ -141,11 +141,11 @@ def save_checkpoint(
     }
     (beside / "trainer.json").write_text(json.dumps(trainer), "utf-8")
     for path in [*beside.iterdir(), beside]:
-        _sync(path)
+        flush(path)
     if final.exists():
         _drop(final)
     beside.rename(final)
-    _sync(final.parent)
+    flush(final.parent)
     known = _progress_of(checkpoints(run))
     for path in known:
         if path not in (final, _best(known)):
@@ -366,17 +366,6 @@ def _drop(folder: Path) -> None:
         shutil.rmtree(doomed)
     folder.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk (Windows cannot open folders)."""
-    if path.is_dir() and os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _broken(folder: Path, expected: str, came: str) -> CheckpointError:
