@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from comera.contract import feed_forward
 from comera.contract.feed_forward import ACTIVATIONS, tt_feed_forward
 from comera.contract.linear import Weight
 from comera.errors import SpecError
@@ -19,7 +18,7 @@ DOWN = TTSpec(45, 10, (5, 3, 3), (2, 5), (1, 3, 4, 2, 2, 1))
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr("comera.contract.halves.PIECE_CPU", 2 * 45 * 4)  # pieces of four rows
-    monkeypatch.setattr(feed_forward, "choose_groups", lambda *_: ("halves", ()))
+    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
 
 
 def weight(spec, seed, bias=True, dtype=torch.float64):

@@ -207,3 +207,13 @@ def test_choice_follows_a_given_plan_and_makes_one_otherwise():
     assert choose_groups(BERT, torch.zeros(1000, 768), cores) == ("halves", halves)
     forced = plan_linear(BERT, 8).using("dense")
     assert choose_groups(BERT, torch.zeros(1000, 768), cores, forced) == ("dense", (halves,))
+
+
+def test_halves_whose_merge_is_shared_may_cost_more():
+    cores = [torch.zeros(shape) for shape in BERT.core_shapes]
+    few, plan = torch.zeros(8, 768), plan_linear(BERT, 8, grad_x=True, grad_cores=True)
+    assert plan.strategy == "groups"
+    assert choose_groups(BERT, few, cores)[0] == "groups"
+    assert choose_groups(BERT, few, cores, shared=True) == ("halves", plan.using("halves").groups)
+    wide = tt((16, 16, 16), (21, 21, 25), 64)
+    assert choose_groups(wide, torch.zeros(8, 4096), cores, shared=True)[0] == "groups"

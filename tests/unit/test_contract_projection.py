@@ -88,9 +88,10 @@ def test_pieces_of_one_row_give_the_same(spec, option, monkeypatch):
 def test_pieces_cover_the_batch_within_their_limit(monkeypatch):
     monkeypatch.setattr(halves, "PIECE_CPU", 100)
     cpu = torch.device("cpu")
-    assert halves.pieces(10, 30, cpu) == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
+    assert halves.pieces(10, 30, cpu) == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 10)]
+    assert halves.pieces(8, 20, cpu) == [slice(0, 4), slice(4, 8)]  # up to five, and no remainder of three
     assert halves.pieces(2, 1000, cpu) == [slice(0, 1), slice(1, 2)]
-    assert halves.pieces(5, 0, cpu) == [slice(0, 100)]
+    assert halves.pieces(5, 0, cpu) == [slice(0, 5)]
     assert halves.pieces(0, 30, cpu) == []
 
 

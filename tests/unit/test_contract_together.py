@@ -67,6 +67,25 @@ def test_chains_of_other_ranks_are_filled_up(ranks: list[tuple[int, ...]]) -> No
     torch.testing.assert_close(found, torch.autograd.grad(summed(alone), leaves), rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_bias_is_the_first_row_of_its_b(dtype: torch.dtype) -> None:
+    ranks = [(1, 2, 3, 2, 1), (1, 1, 4, 1, 1), (1, 2, 0, 2, 1)]
+    specs = [TTSpec(in_modes=(2, 3), out_modes=(3, 2), ranks=r, in_features=5, out_features=6) for r in ranks]
+    given = [chains(spec, count=1, dtype=dtype)[0] for spec in specs]
+    biases = [torch.randn(6, dtype=dtype, requires_grad=True), None, torch.randn(6, dtype=dtype, requires_grad=True)]
+    together = merge_together(specs, given, THRESHOLD, torch.float64, biases)
+    alone = []
+    for spec, chain, bias in zip(specs, given, biases, strict=True):
+        a, b = each_by_itself(spec, chain, torch.float64)
+        alone.append((a, b if bias is None else torch.cat([bias.double().unsqueeze(0), b])))
+    torch.testing.assert_close(together, alone)
+    leaves = [tensor for chain in given for tensor in chain] + [bias for bias in biases if bias is not None]
+    found = torch.autograd.grad(summed(together), leaves, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(summed(alone), leaves))
+    (dbias,) = torch.autograd.grad(summed(together[:1]), biases[:1])
+    assert dbias.untyped_storage().nbytes() == dbias.nbytes  # not a view that keeps the gradient of B
+
+
 @pytest.mark.parametrize("spec", SPECS[:3], ids=str)
 def test_derivatives_are_right_twice(spec: TTSpec) -> None:
     given = chains(spec, count=2)
@@ -76,13 +95,15 @@ def test_derivatives_are_right_twice(spec: TTSpec) -> None:
                 d[(d - THRESHOLD).abs() < 1e-2] = 1.0
     leaves = [tensor for chain in given for tensor in chain]
 
-    def halves(*flat: Tensor) -> tuple[Tensor, ...]:
+    bias = torch.randn(spec.out_features, dtype=torch.float64, requires_grad=True)
+
+    def halves(bias: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         width = len(flat) // 2
-        made = merge_together([spec, spec], [flat[:width], flat[width:]], THRESHOLD, torch.float64)
+        made = merge_together([spec, spec], [flat[:width], flat[width:]], THRESHOLD, torch.float64, [None, bias])
         return tuple(half for pair in made for half in pair)
 
-    assert torch.autograd.gradcheck(halves, leaves)
-    assert torch.autograd.gradgradcheck(halves, leaves)
+    assert torch.autograd.gradcheck(halves, (bias, *leaves))
+    assert torch.autograd.gradgradcheck(halves, (bias, *leaves))
 
 
 def test_chains_that_nothing_asked_for_get_no_gradient() -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import comera
 from comera.nn import TTLinear, fuse_
 from comera.nn.bonds import TensorTrain
-from comera.nn.together import merge_together_
+from comera.nn.together import merge_together_, merged_once
 from comera.rank.prune import prune_
+from comera.train.step import TrainStep
 
 
 class Model(nn.Module):
@@ -154,6 +155,41 @@ def test_accumulated_gradients_stay(model: Model, x: Tensor) -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
+def test_forwards_of_one_step_share_a_merge_whose_gradients_come_at_its_end(
+    model: Model, x: Tensor, merges: list[int]
+) -> None:
+    plain = copy.deepcopy(model)
+    merge_together_(model)
+    for _ in range(2):  # the second step sees the weights of then
+        merges.clear()
+        with merged_once(model):
+            for part in x.split(200):
+                model(part).square().sum().backward()
+            assert merges == [2]
+            assert model.first.tt.cores[0].grad is None
+        for part in x.split(200):
+            plain(part).square().sum().backward()
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-9, atol=1e-12)
+        for made in (model, plain):
+            torch.optim.SGD(made.parameters(), lr=1e-3).step()
+            made.zero_grad()
+    model.fails = True
+    with pytest.raises(RuntimeError, match="in the middle"), merged_once(model):
+        model(x)
+    model.fails = False
+    merges.clear()
+    model(x).sum().backward()
+    assert merges == [2]
+
+
+def test_a_step_of_several_micro_batches_merges_once(model: Model, x: Tensor, merges: list[int]) -> None:
+    merge_together_(model)
+    step = TrainStep(model, lambda model, batch: model(batch).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step(x.split(100))
+    assert merges == [2]
+
+
 def test_they_stay_together_when_their_ranks_part(model: Model, x: Tensor, merges: list[int]) -> None:
     merge_together_(model)
     tt: TensorTrain = model.first.tt
@@ -194,7 +230,8 @@ def test_it_is_a_part_of_fuse_and_is_taken_back(model: Model, x: Tensor, merges:
     assert all(layer.tt.together is None for layer in model.modules() if isinstance(layer, TTLinear))
 
 
-def test_few_rows_ask_for_no_halves(model: Model, merges: list[int]) -> None:
+def test_few_rows_ask_for_no_halves(model: Model, merges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comera.contract.plan.SHARED", 1.0)
     merge_together_(model)
     model(torch.randn(1, 24, dtype=torch.float64))
     assert merges == []

@@ -22,8 +22,7 @@ from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import merge_dtype, pieces, without_autocast
 from comera.contract.linear import Weight, enter, tt_linears
 from comera.contract.once import made_once
-from comera.contract.plan import choose_groups
-from comera.contract.two_sided import Half, two_sided, unflatten, with_bias, with_ones, without_bias
+from comera.contract.two_sided import Half, stack, two_sided, unflatten
 from comera.errors import SpecError
 
 
@@ -31,7 +30,8 @@ def tt_feed_forward(x: Tensor, ups: Sequence[Weight], activation: str, down: Wei
     """z = down(act(up(x))) for one weight in `ups`, down(act(gate(x)) · up(x)) for two, (gate, up).
 
     x: (..., in_features). activation: a name in `ACTIVATIONS`. Returns (..., out_features); dtypes, errors and
-    derivatives as in `tt_linear`, which does the work where the batch is a single piece or plans otherwise.
+    derivatives as in `tt_linear`, which does the work where all plan otherwise, and for a single piece on an
+    accelerator, which has the room for it.
     Raises ValueError for another activation, SpecError for weights that do not fit each other.
     """
     if activation not in ACTIVATIONS:
@@ -44,8 +44,8 @@ def tt_feed_forward(x: Tensor, ups: Sequence[Weight], activation: str, down: Wei
         )
     x_BI, _ = enter(x, ups[0].spec, ups[0].spec.shape, ups[0].cores, None)
     weights = (*ups, down)
-    halves = all(choose_groups(weight.spec, x_BI, weight.cores)[0] == "halves" for weight in weights)
-    if not halves or len(_pieces(x_BI, down.spec.in_features)) < 2:
+    halves = any(weight.choose(x_BI)[0] == "halves" for weight in weights)
+    if not halves or (x.device.type != "cpu" and len(_pieces(x_BI, down.spec.in_features)) < 2):
         first, *others = tt_linears(x, ups)
         hidden = ACTIVATIONS[activation][0](first)
         return tt_linears(hidden * others[0] if others else hidden, [down])[0]
@@ -69,32 +69,29 @@ def _whole(x_BI: Tensor, ups: Sequence[Half], activation: str, down: Half) -> Te
 
 
 class _FeedForward(torch.autograd.Function):
-    """Y_k = [P_k; 1]ᵀ [B_k; bias_k],  h = act(Y_1) · Y_2,  Q = A hᵀ,  z = [Q; 1]ᵀ [B; bias]
+    """Y_k = [1; P_k]ᵀ [bias_k; B_k],  h = act(Y_1) · Y_2,  Q = A hᵀ,  z = [1; Q]ᵀ [bias; B]
 
-    U = B dzᵀ,  dh = Uᵀ A,  ∂A = U h,  [∂B; ∂bias] = [Q; 1] dz;   dY_1 = act'(Y_1) dh Y_2,  dY_2 = act(Y_1) dh,
+    U = B dzᵀ,  dh = Uᵀ A,  ∂A = U h,  [∂bias; ∂B] = [1; Q] dz;   dY_1 = act'(Y_1) dh Y_2,  dY_2 = act(Y_1) dh,
     and from dY_k on as in `_TwoSided`, with V_k = B_k dY_kᵀ summed into dx = Σ_k V_kᵀ A_k.
     """
 
     @staticmethod
-    def forward(ctx: Any, activation: str, count: int, given_BI: Tensor, *flat: Tensor | None) -> Tensor:
+    def forward(ctx: Any, activation: str, count: int, given_BI: Tensor, *flat: Tensor) -> Tensor:
         *ups, down = unflatten(flat)
         x_BI = given_BI.to(down.a.dtype)
-        ups_SF = [with_bias(up.b, up.bias) for up in ups]
-        ps_SB = [with_ones(up.a @ x_BI.t(), b.shape[0]) for up, b in zip(ups, ups_SF, strict=True)]
+        ps_SB = [up.with_ones(up.a @ x_BI.t()) for up in ups]
 
         def narrow() -> Tensor:
             q_RB = x_BI.new_empty(down.a.shape[0], x_BI.shape[0])
             for part in _pieces(x_BI, down.a.shape[1]):
-                ys_PF = [p[:, part].t() @ b for p, b in zip(ps_SB, ups_SF, strict=True)]
+                ys_PF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
                 q_RB[:, part] = down.a @ _hidden(activation, ys_PF)[1].t()
             return q_RB
 
-        q_RB = made_once(narrow)
-        b_SO = with_bias(down.b, down.bias)
-        q_SB = with_ones(q_RB, b_SO.shape[0])
+        q_SB = down.with_ones(made_once(narrow))
         ctx.activation, ctx.count = activation, count
         ctx.save_for_backward(given_BI, q_SB, *ps_SB, *flat)
-        return (q_SB.t() @ b_SO).to(given_BI.dtype)
+        return (q_SB.t() @ down.b).to(given_BI.dtype)
 
     @staticmethod
     def backward(ctx: Any, dz_BO: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,41 +102,37 @@ class _FeedForward(torch.autograd.Function):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
                 return None, None, *_differentiable(dz_BO, given_BI, ups, ctx.activation, down)
             x_BI, dz_BO = given_BI.to(down.a.dtype), dz_BO.to(down.a.dtype)
-            u_RB = down.b @ dz_BO.t()
+            u_RB = down.without_bias @ dz_BO.t()
             ddown_SO = q_SB @ dz_BO
-            ups_SF = [with_bias(up.b, up.bias) for up in ups]
-            sums = merge_dtype(x_BI.dtype)  # of sums over the pieces
-            da_RF = torch.zeros_like(down.a, dtype=sums)
-            dups_SF = [torch.zeros_like(b, dtype=sums) for b in ups_SF]
+            da_RF: Tensor | None = None
+            dups_SF: list[Tensor | None] = [None] * ctx.count
             vs_RB = [x_BI.new_empty(up.a.shape[0], x_BI.shape[0]) for up in ups]
             _, act_backward = ACTIVATIONS[ctx.activation]
             for part in _pieces(x_BI, down.a.shape[1]):
-                ys_PF = [p[:, part].t() @ b for p, b in zip(ps_SB, ups_SF, strict=True)]
+                ys_PF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
                 first_PF, hidden_PF = _hidden(ctx.activation, ys_PF)
-                _add_product(da_RF, u_RB[:, part], hidden_PF)
+                da_RF = _add_product(da_RF, u_RB[:, part], hidden_PF)
                 dh_PF = u_RB[:, part].t() @ down.a
                 gated = len(ups) == 2
                 dys_PF = [act_backward(dh_PF * ys_PF[1] if gated else dh_PF, ys_PF[0])]
                 if gated:
                     dys_PF.append(dh_PF * first_PF)
-                for up, p_SB, v_RB, dup_SF, dy_PF in zip(ups, ps_SB, vs_RB, dups_SF, dys_PF, strict=True):
-                    v_RB[:, part] = up.b @ dy_PF.t()
-                    _add_product(dup_SF, p_SB[:, part], dy_PF)
+                for k, (up, p_SB, dy_PF) in enumerate(zip(ups, ps_SB, dys_PF, strict=True)):
+                    vs_RB[k][:, part] = up.without_bias @ dy_PF.t()
+                    dups_SF[k] = _add_product(dups_SF[k], p_SB[:, part], dy_PF)
             dx_BI = None
             if ctx.needs_input_grad[2]:
-                dx_BI = (torch.cat(vs_RB).t() @ torch.cat([up.a for up in ups])).to(given_BI.dtype)
-            grads: list[Tensor | None] = []
-            for up, v_RB, dup_SF in zip(ups, vs_RB, dups_SF, strict=True):
-                dup_SF = dup_SF.to(x_BI.dtype)
-                grads += [v_RB @ x_BI, *without_bias(dup_SF, up.a.shape[0], up.bias is not None)]
-            grads += [da_RF.to(x_BI.dtype), *without_bias(ddown_SO, down.a.shape[0], down.bias is not None)]
-        return None, None, dx_BI, *grads
+                dx_BI = (stack(vs_RB).t() @ stack([up.a for up in ups])).to(given_BI.dtype)
+            das_RI = [v_RB @ x_BI for v_RB in vs_RB]
+            sums: list[Any] = [half for pair in zip(das_RI, dups_SF, strict=True) for half in pair] + [da_RF, ddown_SO]
+        return None, None, dx_BI, *(each.to(x_BI.dtype) for each in sums)
 
 
 def _pieces(x_BI: Tensor, wide: int) -> list[slice]:
     """Pieces of the batch in which a wide tensor and its gradient stay in the caches: on a CPU in those that its cores
-    share, since in smaller pieces two cores wait for each other more than they gain (139 ms against 162)."""
-    return pieces(x_BI.shape[0], wide // 2 if x_BI.device.type == "cpu" else 2 * wide, x_BI.device)
+    share, since in smaller pieces two cores wait for each other more than they gain (139 ms against 162). One at
+    least, which an empty batch makes empty."""
+    return pieces(x_BI.shape[0], wide // 2 if x_BI.device.type == "cpu" else 2 * wide, x_BI.device) or [slice(0)]
 
 
 def _hidden(activation: str, ys_PF: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -148,12 +141,14 @@ def _hidden(activation: str, ys_PF: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return first, first * ys_PF[1] if len(ys_PF) == 2 else first
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; a half-precision product is added in the total's float32."""
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right, in place after the first; half-precision products are added in float32."""
+    if total is None:
+        return (left @ right).to(merge_dtype(left.dtype))
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+        return total.addmm_(left, right)
+    total += left @ right
+    return total
 
 
 def _differentiable(

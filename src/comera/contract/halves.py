@@ -61,10 +61,13 @@ def pad_last(tensor: Tensor, size: int) -> Tensor:
 
 
 def pieces(batch: int, numbers: int, device: torch.device) -> list[slice]:
-    """Slices of a batch whose intermediate, `numbers` a row, stays within PIECE numbers (one row at least)."""
+    """Slices of a batch whose intermediate, `numbers` a row, stays within PIECE numbers (one row at least).
+
+    As few as can be, of equal sizes but the last, which may be smaller."""
     piece = PIECE_CPU if device.type == "cpu" else PIECE_ACCELERATOR
-    step = max(1, piece // max(1, numbers))
-    return [slice(start, start + step) for start in range(0, batch, step)]
+    count = -(-batch // max(1, piece // max(1, numbers)))
+    step = -(-batch // max(1, count))
+    return [slice(start, min(start + step, batch)) for start in range(0, batch, max(1, step))]
 
 
 def left_products(cores: Sequence[Tensor]) -> list[Tensor]:

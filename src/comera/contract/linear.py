@@ -36,7 +36,8 @@ class Weight(NamedTuple):
 
     spec. cores: of `spec.core_shapes`. bias: (out_features,) or None.
     absorbed: gives the cores with the rank parameters absorbed; None where `cores` have them absorbed already.
-    halves: gives A and B in a dtype, or None where nobody else has made them (contract/together.py).
+    halves: gives A and B in a dtype, B with the bias as its first row or without, or None where nobody else has made
+    them (contract/together.py).
     """
 
     spec: TTSpec
@@ -45,17 +46,21 @@ class Weight(NamedTuple):
     absorbed: Callable[[], Sequence[Tensor]] | None = None
     halves: Callable[[torch.dtype], tuple[Tensor, Tensor] | None] | None = None
 
+    def choose(self, x_BI: Tensor, plan: ContractionPlan | None = None) -> tuple[str, Groups]:
+        """Strategy and groups to meet x with."""
+        shared = self.halves is not None and not torch.compiler.is_compiling()
+        return choose_groups(self.spec, x_BI, self.cores, plan, shared=shared)
+
     def effective_cores(self) -> Sequence[Tensor]:
         """The cores whose product W is."""
         return self.cores if self.absorbed is None else self.absorbed()
 
     def merged(self, x: Tensor) -> Half:
-        """The halves of W and its bias as they meet x."""
+        """The halves of W with its bias, as they meet x."""
         dtype = working_dtype(x)
-        halves = self.halves(dtype) if self.halves else None
-        if halves is None:
-            halves = merge_halves(self.spec, self.effective_cores(), dtype)
-        return Half(*halves, None if self.bias is None else self.bias.to(dtype))
+        given = self.halves(dtype) if self.halves else None
+        half = Half(*(given or merge_halves(self.spec, self.effective_cores(), dtype)))
+        return half if self.bias is None or half.biased else half.with_bias(self.bias.to(dtype))
 
 
 def tt_linear(
@@ -89,7 +94,7 @@ def tt_linears(x: Tensor, weights: Sequence[Weight], *, plan: ContractionPlan | 
     for weight in weights:
         x_BI, bias = enter(x_BI, weight.spec, weight.spec.shape, weight.cores, weight.bias)
         entered.append(weight._replace(bias=bias))
-    choices = [choose_groups(weight.spec, x_BI, weight.cores, plan) for weight in weights]
+    choices = [weight.choose(x_BI, plan) for weight in weights]
     with without_autocast(x):
         if all(strategy == "halves" for strategy, _ in choices):
             ys_BO = two_sided(x_BI, *(weight.merged(x_BI) for weight in entered))

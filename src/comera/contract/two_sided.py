@@ -4,8 +4,8 @@ Layout. A rank of 30 is an awkward row length: on CPU (MKL, float32) x_BI @ A_IR
 at 55 for rank 32, and accelerators want leading dimensions in multiples of 8. So the rank is never the inner dimension
 of what meets the batch: A_RI, P_RB = A xᵀ and U_RB = B dyᵀ run at 55 for rank 30, without padding.
 
-Bias. It is one more row of B, which meets one more row of P, of ones: no wide copy of the bias before the product, no
-wide sum for its gradient.
+Bias. It is a row of B, the first, which meets a row of P, of ones: no wide copy of the bias before the product, no wide
+sum for its gradient.
 
 Weights that share x. Their A are stacked: x is read once forward and once backward, and dx is written once, where the
 sum of their products would write it once for each and add.
@@ -20,6 +20,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comera.contract import kernels
@@ -51,11 +52,31 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 
 class Half(NamedTuple):
-    """A merged weight: A (rank, in), B (rank, out) and a bias (out) or none, in the `working_dtype` of the batch."""
+    """A merged weight with its bias, in the `working_dtype` of the batch.
+
+    a: A (rank, in). b: B (rank, out), or [bias; B] (1 + rank, out).
+    """
 
     a: Tensor
     b: Tensor
-    bias: Tensor | None
+
+    @property
+    def biased(self) -> bool:
+        """Whether the first row of b is a bias."""
+        return self.b.shape[0] > self.a.shape[0]
+
+    @property
+    def without_bias(self) -> Tensor:
+        """B."""
+        return self.b[1:] if self.biased else self.b
+
+    def with_bias(self, bias: Tensor | None) -> Half:
+        """The same with [bias; B] for B."""
+        return self if bias is None else Half(self.a, torch.cat([bias.unsqueeze(0), self.b]))
+
+    def with_ones(self, p_RB: Tensor) -> Tensor:
+        """[1; P], the row of ones that meets the bias; P where there is none."""
+        return F.pad(p_RB, (0, 0, 1, 0), value=1.0) if self.biased else p_RB
 
 
 def two_sided(x_BI: Tensor, *halves: Half) -> tuple[Tensor, ...]:
@@ -64,14 +85,14 @@ def two_sided(x_BI: Tensor, *halves: Half) -> tuple[Tensor, ...]:
     Kept for the backward are x, the halves and the narrow P_k = A_k xᵀ.
     """
     if kernels.takes_two_sided(x_BI, halves[0].a):
-        return tuple(kernels.two_sided(x_BI, *half) for half in halves)
+        return tuple(kernels.two_sided(x_BI, h.a, h.without_bias, h.b[0] if h.biased else None) for h in halves)
     ys_BO: tuple[Tensor, ...] = _TwoSided.apply(x_BI, *(tensor for half in halves for tensor in half))
     return ys_BO
 
 
-def unflatten(flat: Sequence[Any]) -> list[Half]:
+def unflatten(flat: Sequence[Tensor]) -> list[Half]:
     """Halves from their parts in a row."""
-    return [Half(*flat[k : k + 3]) for k in range(0, len(flat), 3)]
+    return [Half(*flat[k : k + 2]) for k in range(0, len(flat), 2)]
 
 
 class _Merge(torch.autograd.Function):
@@ -115,21 +136,21 @@ def _partial_merges(spec: TTSpec, cores: Sequence[Tensor]) -> tuple[list[Tensor]
 
 
 class _TwoSided(torch.autograd.Function):
-    """P = A xᵀ,  y_k = [P_k; 1]ᵀ [B_k; bias_k];
+    """P = A xᵀ,  y_k = [1; P_k]ᵀ [bias_k; B_k];
 
-    U_k = B_k dy_kᵀ,  dx = Uᵀ A,  ∂A = U x,  [∂B_k; ∂bias_k] = [P_k; 1] dy_k.
+    U_k = B_k dy_kᵀ,  dx = Uᵀ A,  ∂A = U x,  [∂bias_k; ∂B_k] = [1; P_k] dy_k.
 
     A, P and U are those of all weights, stacked. W and ∂W are never formed. Written by hand because it takes 20 % less
     time than two F.linear under autograd.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, *flat: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_BI: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         halves = unflatten(flat)
-        bs_SO, ps_SB = [with_bias(half.b, half.bias) for half in halves], _narrow(x_BI, halves)
+        ps_SB = _narrow(x_BI, halves)
         ctx.save_for_backward(x_BI, *ps_SB, *flat)
         ctx.set_materialize_grads(False)
-        return tuple((p_SB.t() @ b_SO).to(x_BI.dtype) for p_SB, b_SO in zip(ps_SB, bs_SO, strict=True))
+        return tuple((p_SB.t() @ half.b).to(x_BI.dtype) for p_SB, half in zip(ps_SB, halves, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys_BO: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -146,43 +167,28 @@ class _TwoSided(torch.autograd.Function):
                 ps_SB = _narrow(x_BI, halves)
             us_RB = []
             for k in reached:
-                a_RI, b_RO, _ = halves[k]
-                dy_BO = dys_BO[k].to(a_RI.dtype)  # type: ignore[union-attr]
-                us_RB.append(b_RO @ dy_BO.t())
-                if wants[3 * k + 1] or wants[3 * k + 2]:
-                    db, dbias = without_bias(ps_SB[k] @ dy_BO, a_RI.shape[0], wants[3 * k + 2])
-                    grads[3 * k + 1], grads[3 * k + 2] = db, dbias
-            u_RB, a_RI = _stack(us_RB), _stack([halves[k].a for k in reached])
+                half, dy_BO = halves[k], dys_BO[k].to(halves[k].a.dtype)  # type: ignore[union-attr]
+                us_RB.append(half.without_bias @ dy_BO.t())
+                if wants[2 * k + 1]:
+                    grads[2 * k + 1] = ps_SB[k] @ dy_BO
+            u_RB, a_RI = stack(us_RB), stack([halves[k].a for k in reached])
             if wants_x:
                 dx_BI = (u_RB.t() @ a_RI).to(x_BI.dtype)
-            if any(wants[::3]):
+            if any(wants[::2]):
                 das_RI = (u_RB @ x_BI.to(a_RI.dtype)).split([u.shape[0] for u in us_RB])
                 for k, da_RI in zip(reached, das_RI, strict=True):
-                    grads[3 * k] = da_RI
+                    grads[2 * k] = da_RI
         return dx_BI, *grads
 
 
 def _narrow(x_BI: Tensor, halves: Sequence[Half]) -> list[Tensor]:
-    """[P_k; 1], or P_k for a weight without bias."""
-    a_RI = _stack([half.a for half in halves])
-    ps_RB = (a_RI @ x_BI.to(a_RI.dtype).t()).split([half.a.shape[0] for half in halves])
-    return [with_ones(p_RB, p_RB.shape[0] + (half.bias is not None)) for p_RB, half in zip(ps_RB, halves, strict=True)]
+    """[1; P_k], or P_k for a weight without bias."""
+    a_RI = stack([half.a for half in halves])
+    p_RB = a_RI @ x_BI.to(a_RI.dtype).t()
+    ps_RB = p_RB.split([half.a.shape[0] for half in halves]) if len(halves) > 1 else [p_RB]
+    return [half.with_ones(p_RB) for p_RB, half in zip(ps_RB, halves, strict=True)]
 
 
-def _stack(parts: Sequence[Tensor]) -> Tensor:
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices one below the other."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def with_bias(b_RO: Tensor, bias: Tensor | None) -> Tensor:
-    """[B; bias], which is B without one."""
-    return b_RO if bias is None else torch.cat([b_RO, bias.unsqueeze(0)])
-
-
-def with_ones(p_RB: Tensor, rows: int) -> Tensor:
-    """[P; 1] of `rows` rows: P itself, or one row more."""
-    return p_RB if rows == p_RB.shape[0] else torch.cat([p_RB, p_RB.new_ones(1, p_RB.shape[1])])
-
-
-def without_bias(db_SO: Tensor | None, rank: int, biased: bool) -> tuple[Tensor | None, Tensor | None]:
-    """∂B and ∂bias from [∂B; ∂bias]."""
-    return (None, None) if db_SO is None else (db_SO[:rank], db_SO[rank] if biased else None)

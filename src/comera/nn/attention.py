@@ -112,9 +112,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _pieces(q_BHTD: Tensor, k_BHSD: Tensor) -> list[slice]:
-    """Samples whose scores stay in the caches, the handful of tensors of their shape that live at once included."""
+    """Samples whose scores stay in the caches that cores share."""
     _, heads, queries, _ = q_BHTD.shape
-    return pieces(q_BHTD.shape[0], 3 * heads * queries * k_BHSD.shape[2], q_BHTD.device)
+    return pieces(q_BHTD.shape[0], heads * queries * k_BHSD.shape[2], q_BHTD.device)
 
 
 def _flat(t_BHTD: Tensor) -> Tensor:

@@ -6,9 +6,7 @@ it is 3 ns. Probabilities are rounded to multiples of 2⁻¹⁶, and the scale f
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -21,27 +19,10 @@ from comera.contract.once import made_once
 _LEVELS = 2**16
 
 
-class _Drawing(threading.local):
-    generator: torch.Generator | None = None
-
-
-_drawing = _Drawing()
-
-
-@contextmanager
-def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Context in which this thread draws masks from a CPU generator of its own instead of torch's global one."""
-    before, _drawing.generator = _drawing.generator, generator
-    try:
-        yield
-    finally:
-        _drawing.generator = before
-
-
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
     """A boolean CPU tensor that is false with probability `p`, to 2⁻¹⁶, and the scale of what is kept.
 
-    Drawn from torch's global generator, so `torch.manual_seed` fixes it, or `drawing_from` another. 0 <= p < 1.
+    Drawn from torch's global generator, so `torch.manual_seed` fixes it. 0 <= p < 1.
     """
     dropped = min(round(p * _LEVELS), _LEVELS - 1)
 
@@ -49,9 +30,7 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
         keep = torch.empty(prod(shape), dtype=torch.bool)
         for part in pieces(keep.numel(), 1, keep.device):  # pieces that stay in the caches
             some = keep[part]
-            draws = torch.empty(-(-some.numel() // 4), dtype=torch.int64).random_(
-                -(2**63), None, generator=_drawing.generator
-            )
+            draws = torch.empty(-(-some.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
             torch.ge(draws.view(torch.int16)[: some.numel()], dropped - _LEVELS // 2, out=some)
         return keep.view(*shape)
 

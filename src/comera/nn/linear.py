@@ -72,7 +72,8 @@ class TTLinear(CompressedLayer):
 
     def as_weight(self) -> Weight:
         """What the products of this layer are made from."""
-        return Weight(self.spec, list(self.tt.cores), self.bias, self.tt.effective_cores, self.tt.halves)
+        tt = self.tt
+        return Weight(self.spec, tt.numbers[0], self.bias, tt.effective_cores, tt.halves if tt.together else None)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -7,7 +7,6 @@ The model's own code calls one layer after the other. `SharedInput` makes the ou
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,21 +31,14 @@ _LIBRARY = {
 }
 
 
-class _Made(threading.local):
-    """Outputs of one thread that were not asked for yet, and the input that they were made from."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[nn.Module, Tensor] = {}
-        self.made_for: tuple[Any, ...] = ()
-        self.input: Callable[[], Tensor | None] = lambda: None
-
-
 class SharedInput:
-    """The layers that share an input, and in each thread the outputs that were made and not asked for yet."""
+    """The layers that share an input, and the outputs that were made and not asked for yet."""
 
     def __init__(self, layers: Sequence[TTLinear]) -> None:
         self.layers = tuple(layers)
-        self._made = _Made()
+        self._waiting: dict[nn.Module, Tensor] = {}
+        self._made_for: tuple[Any, ...] = ()
+        self._input: Callable[[], Tensor | None] = lambda: None
 
     def takes(self, layer: nn.Module) -> bool:
         """Whether to ask for a layer's output here: not for a replica of it, and not while a graph is traced."""
@@ -54,12 +46,12 @@ class SharedInput:
 
     def forward(self, layer: nn.Module, x: Tensor) -> Tensor:
         """The output of one of the layers."""
-        key, made = self._key(x), self._made
-        if layer not in made.waiting or made.made_for != key or made.input() is not x:
+        key = self._key(x)
+        if layer not in self._waiting or self._made_for != key or self._input() is not x:
             weights = [each.as_weight() for each in self.layers]
-            made.waiting = dict(zip(self.layers, tt_linears(x, weights), strict=True))
-            made.made_for, made.input = key, weakref.ref(x)
-        return made.waiting.pop(layer)
+            self._waiting = dict(zip(self.layers, tt_linears(x, weights), strict=True))
+            self._made_for, self._input = key, weakref.ref(x)
+        return self._waiting.pop(layer)
 
     def _key(self, x: Tensor) -> tuple[Any, ...]:
         """What an output follows from besides the tensor: writes to it and to the cores, and the modes of torch."""
@@ -68,10 +60,7 @@ class SharedInput:
         return (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), *written)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # a copy has made nothing yet
+        return {"layers": self.layers, "_waiting": {}, "_made_for": ()}
 
 
 def share_inputs_(model: nn.Module, *, enabled: bool = True) -> list[str]:

@@ -41,7 +41,6 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
     "save_every": (0, True),
     "log_every": (1, True),
     "threads": (1, True),
-    "lanes": (1, True),
 }
 
 _CHOICES = {
@@ -115,8 +114,7 @@ class TrainConfig:
     each shape of batches. What cannot run so runs eager, and the run says why."""
 
     fuse: bool = True
-    """Make what surrounds compressed layers cheap (comera.nn.fuse_): feed-forward parts, dropout and attention. With
-    lanes, models without compressed layers too."""
+    """Make what surrounds compressed layers cheap (comera.nn.fuse_): feed-forward parts, dropout and attention."""
 
     recompute: bool = False
     """Rebuild wide activations between compressed layers in the backward instead of keeping them: less memory."""
@@ -157,10 +155,6 @@ class TrainConfig:
     threads: int | None = None
     """CPU threads for PyTorch; its own choice if left out."""
 
-    lanes: int = 1
-    """On a CPU, threads that each take a part of the examples of every batch, and threads / lanes of the cores: faster
-    than every operation on all cores. As many as cores, up to about eight, is a good choice for compressed models."""
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # YAML has lists only
         if self.steps is None and self.epochs is None and self.max_seconds is None:
@@ -173,7 +167,6 @@ class TrainConfig:
             self._expect(name, inside, f"a number {'>=' if allowed else '>'} {low}")
         for name, choices in _CHOICES.items():
             self._expect(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
-        self._expect("lanes", self.lanes == 1 or self.mode == "eager", f"1 in mode {self.mode}")
         self._expect("warmup", self.warmup < 1, "a fraction of the run, >= 0 and < 1")
         self._expect("final_lr", self.final_lr <= 1, "a fraction of the peak, >= 0 and <= 1")
         decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
@@ -208,6 +201,4 @@ class TrainConfig:
         fields["betas"] = list(self.betas)
         # Where evaluations decide when the late stage begins, they decide what is learned.
         free = _FREE if self.late.plateau is None else _FREE - {"eval_every", "eval_batches"}
-        if self.lanes == 1:
-            free = free | {"lanes"}  # of runs that were begun before there were lanes, too
         return {name: value for name, value in fields.items() if name not in free}

@@ -114,7 +114,7 @@ class _Run:
         if self.world > 1:
             broadcast([tensor.detach() for tensor in [*self.model.parameters(), *self.model.buffers()]])
         compressed = next(named_trains(self.model), None) is not None
-        if config.fuse and (compressed or config.lanes > 1):
+        if config.fuse and compressed:
             fuse_(self.model)
         if config.recompute:
             from comera.train.recompute import recompute_
@@ -135,7 +135,6 @@ class _Run:
             precision=config.precision,
             average=(lambda flat: accelerator.reduce(flat, "mean")) if self.world > 1 else None,
             mode=config.mode,
-            lanes=config.lanes,
         )
         self.method: str = getattr(task, "method", "comera" if compressed else "dense")
         self.after_step: Callable[[int], object] = getattr(task, "after_step", lambda step: None)

@@ -12,7 +12,7 @@ communication with the backward is small where the gradients are those of a comp
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from comera.errors import ConfigError
 from comera.nn.together import merged_once
 from comera.train.compiled import CompiledLoss
 from comera.train.graph import CudaRecorder, GraphedStep, Recorder
-from comera.train.lanes import Lanes, refusal, split
 from comera.train.task import Batch
 
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -83,10 +81,7 @@ class TrainStep:
     mode: eager; compile: forward and loss under torch.compile; graph: the whole step as a CUDA graph for each shape of
     the batches, with the learning rates in tensors on the device (in float32) and no gradients left behind. Where one
     cannot be had the step is eager, and the property `mode` says why.
-    lanes: threads of a CPU that each take a part of every batch in mode eager (lanes.py). For a model that cannot be
-    trained so it is 1, and `mode` says why.
     recorder: what captures graphs, CUDA if left out.
-    Raises ConfigError for lanes in another mode.
     """
 
     def __init__(
@@ -100,11 +95,8 @@ class TrainStep:
         precision: str = "fp32",
         average: Callable[[Tensor], Tensor] | None = None,
         mode: Literal["eager", "compile", "graph"] = "eager",
-        lanes: int = 1,
         recorder: Recorder | None = None,
     ) -> None:
-        if lanes > 1 and mode != "eager":
-            raise ConfigError(f"expected mode eager for {lanes} lanes, got mode {mode!r}: choose one of the two")
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
@@ -118,10 +110,6 @@ class TrainStep:
         self._wanted = mode
         self._refused = ""
         self._graphs: GraphedStep | None = None
-        self._lanes: Lanes | None = None
-        if lanes > 1:
-            self._refused = refusal(model, self.device)
-            self._lanes = None if self._refused else Lanes(lanes)
         if mode == "compile":
             self.loss = CompiledLoss(loss)
         elif mode == "graph":
@@ -135,14 +123,14 @@ class TrainStep:
 
     @property
     def mode(self) -> str:
-        """How steps run: "eager", "eager in N lanes", "compile", "graph", or "eager (why nothing else)"."""
+        """How steps run: "eager", "compile", "graph", or "eager (why nothing else)"."""
         working = self._graphs or self.loss
         refused = self._refused or getattr(working, "reason", "")
         if refused:
             return f"eager ({refused})"
         if self._graphs and self._graphs.crowded:
             return "graph (too many shapes of batches for all to be captured: give them fewer lengths)"
-        return f"eager in {self._lanes.count} lanes" if self._lanes else self._wanted
+        return self._wanted
 
     @property
     def built(self) -> int:
@@ -177,7 +165,15 @@ class TrainStep:
     def _take(self, batches: Sequence[Batch]) -> StepResult:
         # Set to None: gradients and activations are then never held together, and pruning may change the shapes.
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._backward(batches)
+        share = 1 / len(batches)
+        losses = []
+        with merged_once(self.model) if len(batches) > 1 else nullcontext():
+            for batch in batches:
+                with autocast(self.device, self.precision):
+                    loss = self.loss(self.model, batch)
+                (loss * share).backward()
+                losses.append(loss.detach().float())
+        loss = torch.stack(losses).mean()
         if self.average is not None:
             loss = self._average(self.average, loss)
         self._coalesce()
@@ -188,27 +184,6 @@ class TrainStep:
             self.controller.observe(loss)
         self.optimizer.step()
         return StepResult(loss, grad_norm)
-
-    def _backward(self, batches: Sequence[Batch]) -> Tensor:
-        """Set the gradients to those of the mean loss of `batches`, which is returned."""
-        parts = split(batches, self._lanes.count) if self._lanes else []
-        if self._lanes and len(parts) > 1:
-            return self._lanes.backward(self.model, self._loss, self.parameters, parts)
-        if len(batches) == 1:
-            (loss := self._loss(batches[0])).backward()
-            return loss.detach().float()
-        losses = []
-        with merged_once(self.model) as merges:
-            for batch in batches:
-                loss = self._loss(batch)
-                (loss / len(batches)).backward()
-                losses.append(loss.detach().float())
-            merges.backward()
-        return torch.stack(losses).mean()
-
-    def _loss(self, batch: Batch) -> Tensor:
-        with autocast(self.device, self.precision):
-            return self.loss(self.model, batch)
 
     def _take_and_clear(self, batches: Sequence[Batch]) -> StepResult:
         """A step that leaves no gradients: those of a captured one lie in memory that the next graph uses."""
