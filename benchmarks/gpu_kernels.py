@@ -49,7 +49,7 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
             ours = gradients(kernels.two_sided, operands)
-            torchs = gradients(lambda x, *half: two_sided(x, Half(*half))[0], operands)
+            torchs = gradients(lambda x, a, b, bias: two_sided(x, Half(a, b).with_bias(bias))[0], operands)
             yield "two_sided", str(dtype)[6:], case, ours, torchs
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if dry else TABLES:
         ids = torch.randint(0, rows_l * rows_r, (count,), device=device)

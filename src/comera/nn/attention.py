@@ -48,9 +48,9 @@ def attention(
     if grouped:
         times = q_BHTD.shape[1] // k_BHSD.shape[1]
         k_BHSD, v_BHSD = k_BHSD.repeat_interleave(times, 1), v_BHSD.repeat_interleave(times, 1)
+    if mask is not None and mask.dtype == torch.bool:  # one that hides nothing costs nothing
+        mask = None if mask.all() else torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     if mask is not None:
-        if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
         mask = mask.expand(q_BHTD.shape[0], mask.shape[1], *mask.shape[2:])
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q_BHTD):
@@ -70,6 +70,8 @@ class _Attention(torch.autograd.Function):
         if dropout:
             keep, ctx.kept_scale = keep_mask((batch, heads, queries, k_BHSD.shape[2]), dropout)
         ctx.scale = scale
+        if batch > 1:  # as products of pieces take them, once for the backward too; a single sample is taken as it is
+            q_BHTD, k_BHSD, v_BHSD = (t.contiguous() for t in (q_BHTD, k_BHSD, v_BHSD))
         ctx.save_for_backward(q_BHTD, k_BHSD, v_BHSD, mask, keep)
 
         def pieces_of_attention() -> Tensor:
@@ -80,7 +82,7 @@ class _Attention(torch.autograd.Function):
                 p_CTS = _probabilities(q, k, None if mask is None else mask[part], scale)
                 if keep is not None:
                     p_CTS.mul_(numbers(keep[part]).flatten(0, 1))
-                o = torch.bmm(p_CTS, v if keep is None else v * ctx.kept_scale)
+                o = _scaled_bmm(p_CTS, v, ctx.kept_scale)
                 o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
             return o_BTHD
 
@@ -96,14 +98,12 @@ class _Attention(torch.autograd.Function):
             for part in _pieces(q_BHTD, k_BHSD):
                 q, k, v, do = (_flat(t[part]) for t in (q_BHTD, k_BHSD, v_BHSD, do_BHTD))
                 p_CTS = _probabilities(q, k, None if mask is None else mask[part], ctx.scale)
-                do = do if keep is None else do * ctx.kept_scale
-                dp_CTS = torch.bmm(do, v.transpose(1, 2))
-                if keep is None:
-                    dv = torch.bmm(p_CTS.transpose(1, 2), do)
-                else:
+                dp_CTS, kept_CTS = _scaled_bmm(do, v.transpose(1, 2), ctx.kept_scale), p_CTS
+                if keep is not None:
                     keep_CTS = numbers(keep[part]).flatten(0, 1)
-                    dv = torch.bmm((p_CTS * keep_CTS).transpose(1, 2), do)
                     dp_CTS.mul_(keep_CTS)
+                    kept_CTS = p_CTS * keep_CTS
+                dv = _scaled_bmm(kept_CTS.transpose(1, 2), do, ctx.kept_scale)
                 ds_CTS = torch._softmax_backward_data(dp_CTS, p_CTS, -1, p_CTS.dtype)
                 dq, dk = _scaled_bmm(ds_CTS, k, ctx.scale), _scaled_bmm(ds_CTS.transpose(1, 2), q, ctx.scale)
                 for grad, value in zip(grads, (dq, dk, dv), strict=True):
