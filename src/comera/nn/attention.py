@@ -48,10 +48,12 @@ def attention(
     if grouped:
         times = q_BHTD.shape[1] // k_BHSD.shape[1]
         k_BHSD, v_BHSD = k_BHSD.repeat_interleave(times, 1), v_BHSD.repeat_interleave(times, 1)
-    if mask is not None and mask.dtype == torch.bool:  # one that hides nothing costs nothing
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask[tuple(slice(None) if step else slice(1) for step in mask.stride())]  # what is expanded, once
+        # one that hides nothing costs nothing
         mask = None if mask.all() else torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     if mask is not None:
-        mask = mask.expand(q_BHTD.shape[0], mask.shape[1], *mask.shape[2:])
+        mask = mask.expand(q_BHTD.shape[0], *mask.shape[1:])
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q_BHTD):
         o_BHTD: Tensor = _Attention.apply(q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale)
