@@ -2,7 +2,8 @@
 
 The model of the recipe, the same batch and optimizer (fused AdamW) for all; dense attention is torch's SDPA. Steps of
 the sides alternate in one process and ratios are those of the medians; with one sample, where steps are short, in
-visits of four, the first of which is not counted. `--compile` adds dense and fused under torch.compile (minutes of
+visits of four, the first of which is not counted. Each case has a process of its own: the memory that other models have
+left behind makes short steps slower. `--compile` adds dense and fused under torch.compile (minutes of
 compilation on a CPU). Where the processor has no arithmetic for bf16 a dense step in it takes half a minute with one
 sample, so that one is timed, and none is with 32; "fused, bf16" is held against dense in float32 there.
 
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from common import about, in_turns, write
+from common import about, in_turns, update
 
 from comera.nn import fuse_
 from comera.recipes.data.pairs import PairBatch
@@ -57,6 +60,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
+    if len(options.cases) > 1:
+        others = ["--repeats", str(options.repeats), *(["--compile"] if options.compile else [])]
+        for name in options.cases:
+            subprocess.run([sys.executable, __file__, "--cases", name, *others], check=True)
+        return
     rows = []
     for name in options.cases:
         batch_size, length, dropout, precision, goal = CASES[name]
@@ -70,7 +78,8 @@ def main() -> None:
         seconds = {}
         if precision == "bf16":
             seconds = in_turns({side: steps.pop(side) for side in sides if side.startswith("dense")}, 1, warm_ups=1)
-        seconds |= in_turns(steps, options.repeats, visit=4 if batch_size == 1 else 1)
+        short = batch_size == 1
+        seconds |= in_turns(steps, options.repeats * (4 if short else 1), visit=4 if short else 1)
         dense = min(statistics.median(times) for side, times in seconds.items() if side.startswith("dense"))
         for side, times in seconds.items():
             p20, _, _, p80 = statistics.quantiles(times, n=5) if len(times) > 1 else times * 4
@@ -85,7 +94,7 @@ def main() -> None:
             }
             rows.append({**row, **about()})
             print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
-    write("step", rows)
+    update("step", rows, key=("case", "side"))
 
 
 if __name__ == "__main__":
