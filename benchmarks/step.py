@@ -65,35 +65,35 @@ def main() -> None:
         for name in options.cases:
             subprocess.run([sys.executable, __file__, "--cases", name, *others], check=True)
         return
+    (name,) = options.cases
+    batch_size, length, dropout, precision, goal = CASES[name]
+    ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(batch_size, length, dtype=torch.bool)
+    batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
+    sides = (*SIDES, *COMPILED) if options.compile else SIDES
+    if name == "batch 32":
+        sides += ("fused, bf16",)
+    steps = {side: make_step(side, batch, dropout, precision) for side in sides}
+    seconds = {}
+    if precision == "bf16":
+        seconds = in_turns({side: steps.pop(side) for side in sides if side.startswith("dense")}, 1, warm_ups=1)
+    visit = 4 if batch_size == 1 else 1
+    seconds |= in_turns(steps, options.repeats * visit, visit=visit)
     rows = []
-    for name in options.cases:
-        batch_size, length, dropout, precision, goal = CASES[name]
-        ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
-        mask = torch.ones(batch_size, length, dtype=torch.bool)
-        batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
-        sides = (*SIDES, *COMPILED) if options.compile else SIDES
-        if name == "batch 32":
-            sides += ("fused, bf16",)
-        steps = {side: make_step(side, batch, dropout, precision) for side in sides}
-        seconds = {}
-        if precision == "bf16":
-            seconds = in_turns({side: steps.pop(side) for side in sides if side.startswith("dense")}, 1, warm_ups=1)
-        short = batch_size == 1
-        seconds |= in_turns(steps, options.repeats * (4 if short else 1), visit=4 if short else 1)
-        dense = min(statistics.median(times) for side, times in seconds.items() if side.startswith("dense"))
-        for side, times in seconds.items():
-            p20, _, _, p80 = statistics.quantiles(times, n=5) if len(times) > 1 else times * 4
-            row = {
-                "case": name,
-                "side": side,
-                "p20_ms": f"{p20 * 1e3:.1f}",
-                "p50_ms": f"{statistics.median(times) * 1e3:.1f}",
-                "p80_ms": f"{p80 * 1e3:.1f}",
-                "times_dense": f"{dense / statistics.median(times):.2f}",
-                "goal": goal if side == "fused" and goal else "",
-            }
-            rows.append({**row, **about()})
-            print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
+    dense = min(statistics.median(times) for side, times in seconds.items() if side.startswith("dense"))
+    for side, times in seconds.items():
+        p20, _, _, p80 = statistics.quantiles(times, n=5) if len(times) > 1 else times * 4
+        row = {
+            "case": name,
+            "side": side,
+            "p20_ms": f"{p20 * 1e3:.1f}",
+            "p50_ms": f"{statistics.median(times) * 1e3:.1f}",
+            "p80_ms": f"{p80 * 1e3:.1f}",
+            "times_dense": f"{dense / statistics.median(times):.2f}",
+            "goal": goal if side == "fused" and goal else "",
+        }
+        rows.append({**row, **about()})
+        print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
     update("step", rows, key=("case", "side"))
 
 

@@ -197,7 +197,7 @@ def test_dropout_gradient_has_the_mask_of_its_value(shape):
     assert Dropout(1.0)(x).count_nonzero() == 0
 
 
-@pytest.mark.parametrize("kind", ["none", "bool", "added"])
+@pytest.mark.parametrize("kind", ["none", "bool", "expanded", "matrix", "open", "added"])
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_attention_agrees_with_the_formula(kind, heads, dropout, monkeypatch):
@@ -212,15 +212,22 @@ def test_attention_agrees_with_the_formula(kind, heads, dropout, monkeypatch):
     monkeypatch.setattr("comera.nn.attention.widens", lambda _: True)
     q = torch.randn(5, 4, 9, 8, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(5, heads, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    mask = {"none": None, "bool": torch.rand(5, 1, 9, 7) > 0.3, "added": torch.randn(1, 1, 9, 7).double()}[kind]
+    mask = {
+        "none": None,
+        "bool": torch.rand(5, 1, 9, 7) > 0.3,
+        "expanded": (torch.rand(5, 1, 1, 7) > 0.3).expand(5, 4, 9, 7),
+        "matrix": torch.rand(9, 7) > 0.3,
+        "open": torch.ones(5, 1, 9, 7, dtype=torch.bool),
+        "added": torch.randn(1, 1, 9, 7).double(),
+    }[kind]
     found = attention(q, k, v, mask, dropout=dropout)
     keep, scale = masks[0] if dropout else (torch.ones(()), 1.0)
     kk, vv = (t.repeat_interleave(4 // heads, 1) for t in (k, v))
     scores = q @ kk.transpose(2, 3) / 8**0.5
-    if kind == "bool":
-        scores = scores.masked_fill(~mask, -torch.inf)
-    elif kind == "added":
+    if kind == "added":
         scores = scores + mask
+    elif mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
     exact = (scores.softmax(-1).nan_to_num() * keep * scale) @ vv
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
     do = torch.randn_like(exact)

@@ -230,6 +230,12 @@ def test_it_is_a_part_of_fuse_and_is_taken_back(model: Model, x: Tensor, merges:
     assert all(layer.tt.together is None for layer in model.modules() if isinstance(layer, TTLinear))
 
 
+def test_a_chain_without_its_like_plans_by_itself(model: Model) -> None:
+    merge_together_(model)
+    assert model.first.tt.together is model.second.tt.together is not None
+    assert model.last.tt.together is None
+
+
 def test_few_rows_ask_for_no_halves(model: Model, merges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comera.contract.plan.SHARED", 1.0)
     merge_together_(model)

@@ -156,6 +156,6 @@ def _differentiable(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x and of all parts, which can be differentiated again."""
     inputs = [x_BI, *(tensor for half in (*ups, down) for tensor in half)]
-    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
     grads = iter(torch.autograd.grad(_whole(x_BI, ups, activation, down), wanted, dz_BO, create_graph=True))
-    return tuple(next(grads) if tensor is not None and tensor.requires_grad else None for tensor in inputs)
+    return tuple(next(grads) if tensor.requires_grad else None for tensor in inputs)

@@ -63,7 +63,8 @@ def pad_last(tensor: Tensor, size: int) -> Tensor:
 def pieces(batch: int, numbers: int, device: torch.device) -> list[slice]:
     """Slices of a batch whose intermediate, `numbers` a row, stays within PIECE numbers (one row at least).
 
-    As few as can be, of equal sizes but the last, which may be smaller."""
+    As few as can be, of equal sizes but the last, which may be smaller.
+    """
     piece = PIECE_CPU if device.type == "cpu" else PIECE_ACCELERATOR
     count = -(-batch // max(1, piece // max(1, numbers)))
     step = -(-batch // max(1, count))

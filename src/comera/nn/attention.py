@@ -48,6 +48,8 @@ def attention(
     if grouped:
         times = q_BHTD.shape[1] // k_BHSD.shape[1]
         k_BHSD, v_BHSD = k_BHSD.repeat_interleave(times, 1), v_BHSD.repeat_interleave(times, 1)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
     if mask is not None and mask.dtype == torch.bool:
         mask = mask[tuple(slice(None) if step else slice(1) for step in mask.stride())]  # what is expanded, once
         # one that hides nothing costs nothing

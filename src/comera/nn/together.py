@@ -125,7 +125,7 @@ def merge_together_(model: nn.Module, *, enabled: bool = True) -> int:
     count = sum(number for number in kinds.values() if number > 1)
     together = Together(layers) if enabled and count else None
     for train in trains:
-        train.together = together
+        train.together = together if kinds[_kind(train)] > 1 else None
     if together:
         model.register_forward_pre_hook(together.enter)
         model.register_forward_hook(together.leave, always_call=True)
