@@ -12,8 +12,8 @@ import comera
 SRC = Path(comera.__file__).parent
 # left never imports right (DESIGN §2); rooms on one floor are named together
 FLOORS = [
-    {"errors", "files"},
-    {"tt"},
+    {"errors", "files", "kernel_choice"},
+    {"native", "tt"},
     {"contract"},
     {"nn"},
     {"convert", "rank"},

@@ -18,12 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera import native
 from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import merge_dtype, pieces, without_autocast
 from comera.contract.linear import Weight, enter, tt_linears
 from comera.contract.once import made_once
 from comera.contract.two_sided import Half, stack, two_sided, unflatten
 from comera.errors import SpecError
+from comera.native.feed_forward import feed_forward, feed_forward_backward
+
+NATIVE_RANK = 256
 
 
 def tt_feed_forward(x: Tensor, ups: Sequence[Weight], activation: str, down: Weight) -> Tensor:
@@ -82,6 +86,9 @@ class _FeedForward(torch.autograd.Function):
         ps_SB = [up.with_ones(up.a @ x_BI.t()) for up in ups]
 
         def narrow() -> Tensor:
+            if _is_native(x_BI, ups, down):
+                q: Tensor = feed_forward(ps_SB, [up.b for up in ups], down.a, activation)
+                return q
             q_RB = x_BI.new_empty(down.a.shape[0], x_BI.shape[0])
             for part in _pieces(x_BI, down.a.shape[1]):
                 ys_PF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
@@ -104,28 +111,47 @@ class _FeedForward(torch.autograd.Function):
             x_BI, dz_BO = given_BI.to(down.a.dtype), dz_BO.to(down.a.dtype)
             u_RB = down.without_bias @ dz_BO.t()
             ddown_SO = q_SB @ dz_BO
-            da_RF: Tensor | None = None
-            dups_SF: list[Tensor | None] = [None] * ctx.count
-            vs_RB = [x_BI.new_empty(up.a.shape[0], x_BI.shape[0]) for up in ups]
-            _, act_backward = ACTIVATIONS[ctx.activation]
-            for part in _pieces(x_BI, down.a.shape[1]):
-                ys_PF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
-                first_PF, hidden_PF = _hidden(ctx.activation, ys_PF)
-                da_RF = _add_product(da_RF, u_RB[:, part], hidden_PF)
-                dh_PF = u_RB[:, part].t() @ down.a
-                gated = len(ups) == 2
-                dys_PF = [act_backward(dh_PF * ys_PF[1] if gated else dh_PF, ys_PF[0])]
-                if gated:
-                    dys_PF.append(dh_PF * first_PF)
-                for k, (up, p_SB, dy_PF) in enumerate(zip(ups, ps_SB, dys_PF, strict=True)):
-                    vs_RB[k][:, part] = up.without_bias @ dy_PF.t()
-                    dups_SF[k] = _add_product(dups_SF[k], p_SB[:, part], dy_PF)
+            da_RF, vs_RB, dups_SF = _through_wide(ctx.activation, ps_SB, ups, down, u_RB)
             dx_BI = None
             if ctx.needs_input_grad[2]:
                 dx_BI = (stack(vs_RB).t() @ stack([up.a for up in ups])).to(given_BI.dtype)
             das_RI = [v_RB @ x_BI for v_RB in vs_RB]
             sums: list[Any] = [half for pair in zip(das_RI, dups_SF, strict=True) for half in pair] + [da_RF, ddown_SO]
         return None, None, dx_BI, *(each.to(x_BI.dtype) for each in sums)
+
+
+def _through_wide(
+    activation: str, ps_SB: Sequence[Tensor], ups: Sequence[Half], down: Half, u_RB: Tensor
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """∂A, all V_k and all [∂bias_k; ∂B_k] from U."""
+    if _is_native(u_RB, ups, down):
+        ranks = [up.a.shape[0] for up in ups]
+        da, *rest = feed_forward_backward(ps_SB, [up.b for up in ups], down.a, u_RB, ranks, activation)
+        return da, rest[: len(ups)], rest[len(ups) :]
+    da_RF: Tensor | None = None
+    dups_SF: list[Any] = [None] * len(ups)
+    vs_RB = [u_RB.new_empty(up.a.shape[0], u_RB.shape[1]) for up in ups]
+    _, act_backward = ACTIVATIONS[activation]
+    for part in _pieces(u_RB.t(), down.a.shape[1]):
+        ys_PF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
+        first_PF, hidden_PF = _hidden(activation, ys_PF)
+        da_RF = _add_product(da_RF, u_RB[:, part], hidden_PF)
+        dh_PF = u_RB[:, part].t() @ down.a
+        gated = len(ups) == 2
+        dys_PF = [act_backward(dh_PF * ys_PF[1] if gated else dh_PF, ys_PF[0])]
+        if gated:
+            dys_PF.append(dh_PF * first_PF)
+        for k, (up, p_SB, dy_PF) in enumerate(zip(ups, ps_SB, dys_PF, strict=True)):
+            vs_RB[k][:, part] = up.without_bias @ dy_PF.t()
+            dups_SF[k] = _add_product(dups_SF[k], p_SB[:, part], dy_PF)
+    assert da_RF is not None  # there is one piece at least
+    return da_RF, vs_RB, dups_SF
+
+
+def _is_native(like: Tensor, ups: Sequence[Half], down: Half) -> bool:
+    """Whether the kernel takes the work, which it does faster up to a rank."""
+    ranks = [half.b.shape[0] for half in ups] + [down.a.shape[0]]
+    return max(ranks) <= NATIVE_RANK and native.takes("feed_forward", like, down.a, *(up.b for up in ups))
 
 
 def _pieces(x_BI: Tensor, wide: int) -> list[slice]:

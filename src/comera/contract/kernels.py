@@ -12,7 +12,6 @@ Shapes: B batch, I/O in/out features, R rank; U ids, M/N rows and columns of the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
@@ -24,9 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import without_autocast
-from comera.errors import ConfigError
+from comera.kernel_choice import TRITON, asked
 
-NAMES = ("two_sided", "rows")
+NAMES = TRITON
 
 # Name of a device, as torch gives it -> kernels that are faster than torch's products there.
 FASTER: Mapping[str, frozenset[str]] = {}
@@ -47,23 +46,12 @@ def enabled(kernel: str, device: torch.device | str) -> bool:
     Raises ConfigError when COMERA_KERNELS names an unknown kernel.
     """
     device = torch.device(device)
-    asked = _asked(os.environ.get("COMERA_KERNELS", ""))
     if device.type != "cuda" or not available():
         return False
-    if asked is not None:
-        return kernel in asked
+    wanted = asked(kernel)
+    if wanted is not None:
+        return wanted
     return bool(FASTER) and kernel in FASTER.get(torch.cuda.get_device_name(device), ())
-
-
-@lru_cache(maxsize=8)
-def _asked(setting: str) -> frozenset[str] | None:
-    """The kernels that the setting names; None where it leaves the choice to the measurements."""
-    if not setting:
-        return None
-    names = frozenset({"all": NAMES, "none": ()}.get(setting, tuple(setting.split(","))))
-    if not names <= set(NAMES):
-        raise ConfigError(f"expected COMERA_KERNELS to be all, none or some of {', '.join(NAMES)}; got {setting!r}")
-    return names
 
 
 def takes_two_sided(x_BI: Tensor, a_RI: Tensor) -> bool:

@@ -10,6 +10,7 @@ Shapes: K chains, R/S left/right rank (the largest among the chains), N mode, I/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera import native
 from comera.contract.halves import (
     left_gradients,
     left_products,
@@ -24,6 +26,7 @@ from comera.contract.halves import (
     right_gradients,
     right_products,
 )
+from comera.native.merge import merge, merge_backward
 from comera.tt.spec import TTSpec
 
 
@@ -93,6 +96,11 @@ class _MergeTogether(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.specs, ctx.threshold, ctx.dtype, ctx.flat = specs, threshold, dtype, flat
         ctx.set_materialize_grads(False)
+        numbers, biases = flat[: -len(specs)], flat[-len(specs) :]
+        given = [tensor for tensor in flat if tensor is not None]
+        ctx.native = dtype == torch.float32 and native.takes("merge", *given)
+        if ctx.native:
+            return tuple(merge(numbers, biases, _layout(specs), threshold))
         ctx.stacked = _Stacked(specs, flat, threshold)
         merging, split = ctx.stacked.absorbed(), specs[0].split
         *ctx.left, left_KNR = left_products(merging[:split])
@@ -108,6 +116,14 @@ class _MergeTogether(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
             found = iter(_differentiable(ctx, dhalves, [t for t, want in zip(ctx.flat, wanted, strict=True) if want]))
             return None, None, None, *(next(found) if want else None for want in wanted)
+        if ctx.native:
+            numbers = ctx.flat[:-count]
+            made = iter(merge_backward(dhalves, numbers, biases, _layout(ctx.specs), ctx.threshold))
+            all_came = [True] * len(numbers) + [
+                b is not None and db is not None for b, db in zip(biases, dhalves[1::2], strict=True)
+            ]
+            each = (next(made) if came else None for came in all_came)
+            return None, None, None, *(grad if want else None for grad, want in zip(each, wanted, strict=True))
         s: _Stacked = ctx.stacked
         merging, split = s.absorbed(), spec.split
         rank = merging[split].shape[1]
@@ -125,6 +141,16 @@ class _MergeTogether(torch.autograd.Function):
         numbers = (grad for grads in by_chain for grad in grads)
         grads = [*(_corner(grad, like) for grad, like in zip(numbers, ctx.flat, strict=False)), *dbiases]
         return None, None, None, *(grad if want else None for grad, want in zip(grads, wanted, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _layout(specs: tuple[TTSpec, ...]) -> list[int]:
+    """The chains as the kernel wants them."""
+    return [
+        number
+        for spec in specs
+        for number in (spec.order, spec.split, spec.in_features, spec.out_features, *spec.sizes, *spec.ranks)
+    ]
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

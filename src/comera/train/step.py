@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from comera import native
+from comera.native.gradients import norm, scale_
 from comera.nn.together import merged_once
 from comera.train.compiled import CompiledLoss
 from comera.train.graph import CudaRecorder, GraphedStep, Recorder
@@ -177,9 +179,7 @@ class TrainStep:
         if self.average is not None:
             loss = self._average(self.average, loss)
         self._coalesce()
-        grad_norm = get_total_norm([_numbers(p.grad) for p in self.parameters if p.grad is not None])
-        if self.clip:
-            clip_grads_with_norm_(self.parameters, self.clip, grad_norm)
+        grad_norm = self._clip()
         if self.controller is not None:
             self.controller.observe(loss)
         self.optimizer.step()
@@ -210,6 +210,20 @@ class TrainStep:
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.coalesce()
+
+    def _clip(self) -> Tensor:
+        """Scale the gradient down to a norm of `clip` where it is larger; returns the norm before."""
+        grads = [_numbers(p.grad) for p in self.parameters if p.grad is not None]
+        # a compressed model has hundreds of small gradients: one call for all of them
+        if native.takes("gradients", *grads) and all(grad.is_contiguous() for grad in grads):
+            grad_norm: Tensor = norm(grads)
+            if 0 < self.clip < grad_norm:
+                scale_(grads, self.clip / (float(grad_norm) + 1e-6))
+            return grad_norm
+        grad_norm = get_total_norm(grads)
+        if self.clip:
+            clip_grads_with_norm_(self.parameters, self.clip, grad_norm)
+        return grad_norm
 
     def _refusal(self, recorder: Recorder | None) -> str:
         """Why steps cannot be captured, "" if they may be."""

@@ -1,0 +1,84 @@
+"""Operations of merge.cpp, on the numbers of many tensor trains in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import POINTER, c_float, c_int, c_long, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from comera.native.build import library
+from comera.native.ops import define
+
+
+@cache
+def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
+    forward, backward = library().merge, library().merge_backward
+    for function in (forward, backward):
+        function.argtypes = [c_long, POINTER(c_long), POINTER(c_void_p), c_float, c_int]
+        function.restype = None
+    return forward, backward
+
+
+def _chains(layout: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The numbers of one chain after the other: order, split, in_features, out_features, modes, ranks."""
+    while layout:
+        size = 5 + 2 * layout[0]
+        yield layout[:size]
+        layout = layout[size:]
+
+
+def _run(function: Callable[..., None], layout: Sequence[int], tensors: Sequence[Tensor | None], least: float) -> None:
+    pointers = (c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
+    count = sum(1 for _ in _chains(layout))
+    function(count, (c_long * len(layout))(*layout), pointers, least, torch.get_num_threads())
+
+
+def _forward(
+    numbers: Sequence[Tensor], biases: Sequence[Tensor | None], layout: Sequence[int], threshold: float
+) -> list[Tensor]:
+    numbers = [tensor.contiguous() for tensor in numbers]
+    halves, tensors, start = [], [], 0
+    for (order, split, inner, outer, *rest), bias in zip(_chains(layout), biases, strict=True):
+        rank = rest[order + split]
+        a, b = numbers[0].new_empty(rank, inner), numbers[0].new_empty(rank + (bias is not None), outer)
+        end = start + 2 * order - 1
+        tensors += [*numbers[start:end], bias, a, b]
+        halves += [a, b]
+        start = end
+    _run(_functions()[0], layout, tensors, threshold)
+    return halves
+
+
+def _backward(
+    dhalves: Sequence[Tensor | None],
+    numbers: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    layout: Sequence[int],
+    threshold: float,
+) -> list[Tensor]:
+    numbers = [tensor.contiguous() for tensor in numbers]
+    dhalves = [None if half is None else half.contiguous() for half in dhalves]
+    grads = [torch.empty_like(tensor) for tensor in numbers]
+    reached = zip(biases, dhalves[1::2], strict=True)
+    dbiases = [None if bias is None or db is None else torch.empty_like(bias) for bias, db in reached]
+    tensors: list[Tensor | None] = []
+    start = 0
+    for k, (order, *_) in enumerate(_chains(layout)):
+        end = start + 2 * order - 1
+        tensors += [*numbers[start:end], biases[k], *dhalves[2 * k : 2 * k + 2], *grads[start:end], dbiases[k]]
+        start = end
+    _run(_functions()[1], layout, tensors, threshold)
+    return grads + [dbias for dbias in dbiases if dbias is not None]
+
+
+merge = define("merge(Tensor[] numbers, Tensor?[] biases, int[] layout, float threshold) -> Tensor[]", _forward)
+"""A and B (or [bias; B]) of every chain; numbers: its cores and then its rank parameters, of all chains in a row."""
+
+merge_backward = define(
+    "merge_backward(Tensor?[] dhalves, Tensor[] numbers, Tensor?[] biases, int[] layout, float threshold) -> Tensor[]",
+    _backward,
+)
+"""The gradients of all numbers, and then of the biases whose B has one, from those of the halves."""

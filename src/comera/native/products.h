@@ -1,0 +1,75 @@
+// Products of small matrices in the caches: c (m, n) = or += a (m, k) b (k, n).
+//
+// b and c have their rows side by side, n numbers of them, a multiple of W; a has any strides. Six rows of c and two
+// vectors of each stay in registers: 12 sums, of which two are taken on in a cycle. Every k takes two loads of b and six
+// of single numbers of a, so that the loads keep up.
+#pragma once
+
+#include <cstdlib>
+
+#include "vectors.h"
+
+struct Matrix {
+    const float* at;
+    long row, column;  // strides
+};
+
+template <int M, int N>
+static inline void tile(long depth, Matrix a, const float* b, long b_row, float* c, long c_row, bool add) {
+    Vec sum[M][N];
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 2
+        for (int j = 0; j < N; ++j) sum[i][j] = add ? load(c + i * c_row + j * W) : splat(0.0f);
+    for (long k = 0; k < depth; ++k) {
+        Vec right[N];
+#pragma GCC unroll 2
+        for (int j = 0; j < N; ++j) right[j] = load(b + k * b_row + j * W);
+#pragma GCC unroll 8
+        for (int i = 0; i < M; ++i) {
+            const Vec left = splat(a.at[i * a.row + k * a.column]);
+#pragma GCC unroll 2
+            for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 2
+        for (int j = 0; j < N; ++j) store(c + i * c_row + j * W, sum[i][j]);
+}
+
+template <int M>
+static inline void rows(long n, long depth, Matrix a, const float* b, long b_row, float* c, long c_row, bool add) {
+    long j = 0;
+    for (; j + 2 * W <= n; j += 2 * W) tile<M, 2>(depth, a, b + j, b_row, c + j, c_row, add);
+    for (; j < n; j += W) tile<M, 1>(depth, a, b + j, b_row, c + j, c_row, add);
+}
+
+static inline void product(long m, long n, long depth, Matrix a, const float* b, long b_row, float* c, long c_row,
+                           bool add) {
+    for (; m >= 6; m -= 6, a.at += 6 * a.row, c += 6 * c_row) rows<6>(n, depth, a, b, b_row, c, c_row, add);
+    switch (m) {
+        case 5: rows<5>(n, depth, a, b, b_row, c, c_row, add); break;
+        case 4: rows<4>(n, depth, a, b, b_row, c, c_row, add); break;
+        case 3: rows<3>(n, depth, a, b, b_row, c, c_row, add); break;
+        case 2: rows<2>(n, depth, a, b, b_row, c, c_row, add); break;
+        case 1: rows<1>(n, depth, a, b, b_row, c, c_row, add); break;
+    }
+}
+
+static inline long padded(long n, long to) { return (n + to - 1) / to * to; }
+
+// Memory of a thread, kept from call to call; its numbers are what the last call left.
+struct Scratch {
+    float* memory = nullptr;
+    long size = 0;
+    float* numbers(long count) {
+        if (count > size) {
+            std::free(memory);
+            memory = static_cast<float*>(std::aligned_alloc(64, padded(count, 16) * sizeof(float)));
+            size = count;
+        }
+        return memory;
+    }
+    ~Scratch() { std::free(memory); }
+};
