@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from comera import native
 from comera.contract import feed_forward as ours
@@ -83,7 +84,9 @@ def test_declined_by_the_environment(monkeypatch):
 
 
 def test_other_tensors_are_left_to_torch():
-    for tensor in (torch.zeros(1, dtype=torch.float64), torch.zeros(1, device="meta")):
+    with FakeTensorMode():
+        fake = torch.zeros(1)
+    for tensor in (torch.zeros(1, dtype=torch.float64), torch.zeros(1, device="meta"), fake):
         assert not native.takes("feed_forward", torch.zeros(1), tensor)
 
 

@@ -98,7 +98,8 @@ def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
     fields = {"kind", "step", "time", "tokens", "loss", "metrics", "epoch"}
     assert [(line["step"], set(line)) for line in evals] == [(k, fields) for k in (4, 8, 12)]
     assert [(line["metrics"], line["epoch"]) for line in evals] == [({}, None)] * 3
-    assert [line["step"] for line in sizes] == [0, 4, 8, 10, 12, 12]  # evaluations, the cuts at 10 and at the end
+    # evaluations, the cut at 10 and, where there is something left to cut, that at the end
+    assert [line["step"] for line in sizes] in ([0, 4, 8, 10, 12], [0, 4, 8, 10, 12, 12])
     ranks = sizes[0]["ranks"]
     assert ranks == {"1.tt": [2, 4, 6, 4, 2]}
     assert sizes[0]["active"] == 2 * 2 + 2 * 2 * 4 + 4 * 2 * 6 + 6 * 3 * 4 + 4 * 2 * 2 + 2 * 2

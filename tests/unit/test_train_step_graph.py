@@ -27,6 +27,12 @@ EARLY = EarlyStage(size_weight=0.1)
 RATES = {"cores": 1e-2, "ranks": 5e-2, "dense": 1e-2, "dense_no_decay": 1e-2}
 
 
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the CPU's kernels: the norm of a gradient is made by one in eager steps alone."""
+    monkeypatch.setenv("COMERA_KERNELS", "none")
+
+
 def make_model(dropout: float = 0.2) -> nn.Sequential:
     torch.manual_seed(3)
     middle = TTLinear(TTSpec(8, 12, (2, 2, 2), (3, 2, 2), (1, 2, 4, 6, 4, 2, 1)))

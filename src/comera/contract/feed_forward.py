@@ -23,7 +23,7 @@ from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import merge_dtype, pieces, without_autocast
 from comera.contract.linear import Weight, enter, tt_linears
 from comera.contract.once import made_once
-from comera.contract.two_sided import Half, stack, two_sided, unflatten
+from comera.contract.two_sided import Half, narrow, stack, two_sided, unflatten
 from comera.errors import SpecError
 from comera.native.feed_forward import feed_forward, feed_forward_backward
 
@@ -83,9 +83,9 @@ class _FeedForward(torch.autograd.Function):
     def forward(ctx: Any, activation: str, count: int, given_BI: Tensor, *flat: Tensor) -> Tensor:
         *ups, down = unflatten(flat)
         x_BI = given_BI.to(down.a.dtype)
-        ps_SB = [up.with_ones(up.a @ x_BI.t()) for up in ups]
+        ps_SB = [up.with_ones(narrow(up.a, x_BI)) for up in ups]
 
-        def narrow() -> Tensor:
+        def through_wide() -> Tensor:
             if _is_native(x_BI, ups, down):
                 q: Tensor = feed_forward(ps_SB, [up.b for up in ups], down.a, activation)
                 return q
@@ -95,7 +95,7 @@ class _FeedForward(torch.autograd.Function):
                 q_RB[:, part] = down.a @ _hidden(activation, ys_PF)[1].t()
             return q_RB
 
-        q_SB = down.with_ones(made_once(narrow))
+        q_SB = down.with_ones(made_once(through_wide))
         ctx.activation, ctx.count = activation, count
         ctx.save_for_backward(given_BI, q_SB, *ps_SB, *flat)
         return (q_SB.t() @ down.b).to(given_BI.dtype)
@@ -109,7 +109,7 @@ class _FeedForward(torch.autograd.Function):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
                 return None, None, *_differentiable(dz_BO, given_BI, ups, ctx.activation, down)
             x_BI, dz_BO = given_BI.to(down.a.dtype), dz_BO.to(down.a.dtype)
-            u_RB = down.without_bias @ dz_BO.t()
+            u_RB = narrow(down.without_bias, dz_BO)
             ddown_SO = q_SB @ dz_BO
             da_RF, vs_RB, dups_SF = _through_wide(ctx.activation, ps_SB, ups, down, u_RB)
             dx_BI = None

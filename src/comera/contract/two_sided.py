@@ -34,6 +34,8 @@ from comera.contract.halves import (
     right_products,
     without_autocast,
 )
+from comera.native.narrow import narrow as native_narrow
+from comera.native.narrow import takes_narrow
 from comera.tt.spec import TTSpec
 
 
@@ -168,7 +170,7 @@ class _TwoSided(torch.autograd.Function):
             us_RB = []
             for k in reached:
                 half, dy_BO = halves[k], dys_BO[k].to(halves[k].a.dtype)  # type: ignore[union-attr]
-                us_RB.append(half.without_bias @ dy_BO.t())
+                us_RB.append(narrow(half.without_bias, dy_BO))
                 if wants[2 * k + 1]:
                     grads[2 * k + 1] = ps_SB[k] @ dy_BO
             u_RB, a_RI = stack(us_RB), stack([halves[k].a for k in reached])
@@ -184,9 +186,17 @@ class _TwoSided(torch.autograd.Function):
 def _narrow(x_BI: Tensor, halves: Sequence[Half]) -> list[Tensor]:
     """[1; P_k], or P_k for a weight without bias."""
     a_RI = stack([half.a for half in halves])
-    p_RB = a_RI @ x_BI.to(a_RI.dtype).t()
+    p_RB = narrow(a_RI, x_BI.to(a_RI.dtype))
     ps_RB = p_RB.split([half.a.shape[0] for half in halves]) if len(halves) > 1 else [p_RB]
     return [half.with_ones(p_RB) for p_RB, half in zip(ps_RB, halves, strict=True)]
+
+
+def narrow(a_RI: Tensor, x_BI: Tensor) -> Tensor:
+    """A xᵀ (rank, batch), where its rank is small."""
+    if takes_narrow(a_RI, x_BI):
+        p_RB: Tensor = native_narrow(a_RI, x_BI)
+        return p_RB
+    return a_RI @ x_BI.t()
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:

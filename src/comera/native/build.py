@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comera.kernel_choice import asked
 
@@ -28,13 +28,14 @@ FLAGS = (
     *("-std=c++17", "-O2", "-march=native", "-fopenmp", "-fwrapv", "-fno-math-errno", "-fno-trapping-math"),
     *("-shared", "-fPIC"),
 )
+_PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
 _log = logging.getLogger(__name__)
 
 
 def takes(kernel: str, *tensors: Tensor) -> bool:
-    """Whether `kernel` takes these operands: float32 on the CPU, one at least, outside of torch.compile, not declined."""
-    fits = bool(tensors) and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-    if not fits or torch.compiler.is_compiling() or asked(kernel) is False:
+    """Whether `kernel` takes these operands, one at least: float32 in the CPU's memory, outside of torch.compile."""
+    plain = bool(tensors) and all(type(t) in _PLAIN and t.dtype == torch.float32 and t.is_cpu for t in tensors)
+    if not plain or torch.compiler.is_compiling() or asked(kernel) is False:
         return False
     return problem() is None
 

@@ -73,35 +73,36 @@ struct Up {
 // Weights as the tiles take them: for each FEATURES of them a block (rows, FEATURES), filled up with zeros.
 void pack_blocks(const float* from, long rows, long wide, float* to) {
 #pragma omp for schedule(static)
-    for (long first = 0; first < wide; first += FEATURES)
-        for (long r = 0; r < rows; ++r)
-            for (long f = 0; f < FEATURES; ++f)
-                to[first * rows + r * FEATURES + f] = first + f < wide ? from[r * wide + first + f] : 0.0f;
+    for (long first = 0; first < wide; first += FEATURES) {
+        const long count = std::min(FEATURES, wide - first);
+        float* block = to + first * rows;
+        for (long r = 0; r < rows; ++r, block += FEATURES)
+            std::fill_n(std::copy_n(from + r * wide + first, count, block), FEATURES - count, 0.0f);
+    }
 }
 
 // (rows, all) at `first` as (rows, SAMPLES), filled up with zeros.
 void pack_samples(const float* from, long rows, long all, long first, float* to) {
     const long count = std::min(SAMPLES, all - first);
-    for (long r = 0; r < rows; ++r)
-        for (long m = 0; m < SAMPLES; ++m) to[r * SAMPLES + m] = m < count ? from[r * all + first + m] : 0.0f;
+    for (long r = 0; r < rows; ++r, to += SAMPLES)
+        std::fill_n(std::copy_n(from + r * all + first, count, to), SAMPLES - count, 0.0f);
 }
 
-// (rows, SAMPLES) as (SAMPLES, width), filled up with zeros.
-void turn(const float* from, long rows, long width, float* to) {
-    for (long m = 0; m < SAMPLES; ++m)
-        for (long r = 0; r < width; ++r) to[m * width + r] = r < rows ? from[r * SAMPLES + m] : 0.0f;
-}
-
-// Sums of all threads, (wide, width) each, as (rows, wide).
+// The sums of all threads, (wide, width) each, as (rows, wide).
 void add_up(float* const* sums, int threads, long offset, long width, long rows, long wide, float* to) {
+    constexpr long BLOCK = 16;
+    float total[BLOCK * W];
 #pragma omp for schedule(static)
-    for (long first = 0; first < wide; first += 16)
-        for (long r = 0; r < rows; ++r)
-            for (long f = first; f < std::min(first + 16, wide); ++f) {
-                float sum = 0.0f;
-                for (int t = 0; t < threads; ++t) sum += sums[t][offset + f * width + r];
-                to[r * wide + f] = sum;
+    for (long first = 0; first < wide; first += BLOCK)
+        for (long r = 0; r < rows; r += W) {
+            const long count = std::min(BLOCK, wide - first);
+            for (long f = 0; f < count; ++f) {
+                Vec sum = load(sums[0] + offset + (first + f) * width + r);
+                for (int t = 1; t < threads; ++t) sum += load(sums[t] + offset + (first + f) * width + r);
+                store(total + f * W, sum);
             }
+            turn(count, std::min<long>(W, rows - r), total, W, to + r * wide + first, wide);
+        }
 }
 
 thread_local Scratch own, shared;
@@ -169,7 +170,6 @@ void backward(long samples, long wide, long count, const Up* ups, long rank, con
             pack_blocks(ups[k].b, ups[k].rows, wide, b_blocks[k] = next);
         float* sum = sums[omp_get_thread_num()] =
             own.numbers(widths * blocks + (4 * FEATURES + 2 * rows + widths) * SAMPLES);
-        std::fill(sum, sum + widths * blocks, 0.0f);
         float* const da_sum = sum;
         float* const db_sum[2] = {sum + u_width * blocks, sum + (u_width + p_width[0]) * blocks};
         float* at = sum + widths * blocks;
@@ -178,14 +178,17 @@ void backward(long samples, long wide, long count, const Up* ups, long rank, con
         float *const h = take(FEATURES), *const dh = take(FEATURES), *const u_tile = take(rank), *const ut = take(u_width);
         float *p[2] = {}, *pt[2] = {}, *v[2] = {};
         for (long k = 0; k < count; ++k) p[k] = take(ups[k].rows), pt[k] = take(p_width[k]), v[k] = take(ups[k].rank);
+        std::fill_n(ut, u_width * SAMPLES, 0.0f);
+        for (long k = 0; k < count; ++k) std::fill_n(pt[k], p_width[k] * SAMPLES, 0.0f);
+        bool begun = false;  // this thread's sums
 #pragma omp for schedule(static)
         for (long first = 0; first < samples; first += SAMPLES) {
             const long n = padded(std::min(SAMPLES, samples - first), W);
             pack_samples(u, rank, samples, first, u_tile);
-            turn(u_tile, rank, u_width, ut);
+            turn(rank, SAMPLES, u_tile, SAMPLES, ut, u_width);
             for (long k = 0; k < count; ++k) {
                 pack_samples(ups[k].p, ups[k].rows, samples, first, p[k]);
-                turn(p[k], ups[k].rows, p_width[k], pt[k]);
+                turn(ups[k].rows, SAMPLES, p[k], SAMPLES, pt[k], p_width[k]);
             }
             for (long f = 0; f < wide; f += FEATURES) {
                 const long m = std::min(FEATURES, wide - f);
@@ -205,10 +208,11 @@ void backward(long samples, long wide, long count, const Up* ups, long rank, con
                         store(y[0] + j, grad * slope);
                     }
                 // what was filled up is 0 in Uᵀ and Pᵀ
-                product(m, u_width, n, {h, SAMPLES, 1}, ut, u_width, da_sum + f * u_width, u_width, true);
+                product(m, u_width, n, {h, SAMPLES, 1}, ut, u_width, da_sum + f * u_width, u_width, begun);
                 for (long k = 0; k < count; ++k) {
                     const long bias = ups[k].rows - ups[k].rank;
-                    product(m, p_width[k], n, {y[k], SAMPLES, 1}, pt[k], p_width[k], db_sum[k] + f * p_width[k], p_width[k], true);
+                    product(m, p_width[k], n, {y[k], SAMPLES, 1}, pt[k], p_width[k], db_sum[k] + f * p_width[k], p_width[k],
+                            begun);
                     product(ups[k].rank, n, m, {b_blocks[k] + f * ups[k].rows + bias * FEATURES, FEATURES, 1}, y[k], SAMPLES,
                             v[k], SAMPLES, f > 0);
                 }
@@ -217,7 +221,10 @@ void backward(long samples, long wide, long count, const Up* ups, long rank, con
                 for (long r = 0; r < ups[k].rank; ++r)
                     for (long j = 0; j < std::min(SAMPLES, samples - first); ++j)
                         ups[k].v[r * samples + first + j] = wide ? v[k][r * SAMPLES + j] : 0.0f;
+            begun = true;
         }
+        if (!begun) std::fill_n(sum, widths * blocks, 0.0f);
+#pragma omp barrier
         add_up(sums, omp_get_num_threads(), 0, u_width, rank, wide, da);
         long offset = u_width * blocks;
         for (long k = 0; k < count; ++k, offset += p_width[k - 1] * blocks)

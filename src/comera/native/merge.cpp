@@ -59,8 +59,7 @@ void multiply(long m, long n, long depth, Matrix a, const float* b, float* c) {
 
 Numbers turned(const float* x, long rows, long columns) {
     Numbers y(rows * columns);
-    for (long j = 0; j < columns; ++j)
-        for (long i = 0; i < rows; ++i) y[j * rows + i] = x[i * columns + j];
+    turn(rows, columns, x, columns, y.data(), rows);
     return y;
 }
 
@@ -198,8 +197,7 @@ void merge(long count, const long* layout, float* const* pointers, float thresho
         const Numbers made = std::move(partial_products(half, all_absorbed(half), half.order).back());
         const long rank = chain.ranks[chain.split];
         if (half.first) {
-            for (long r = 0; r < rank; ++r)
-                for (long i = 0; i < chain.in_features; ++i) chain.a[r * chain.in_features + i] = made[i * rank + r];
+            turn(chain.in_features, rank, made.data(), rank, chain.a, chain.in_features);
         } else {
             const long all = features(half), out = chain.out_features;
             float* to = chain.b;
@@ -219,9 +217,7 @@ void merge_backward(long count, const long* layout, float* const* pointers, floa
         Numbers grad(all * rank);
         std::fill_n(grad.data(), all * rank, 0.0f);
         if (half.first) {
-            if (chain.a)
-                for (long i = 0; i < chain.in_features; ++i)
-                    for (long r = 0; r < rank; ++r) grad[i * rank + r] = chain.a[r * chain.in_features + i];
+            if (chain.a) turn(rank, chain.in_features, chain.a, chain.in_features, grad.data(), rank);
         } else {
             const float* from = chain.b;
             if (from && chain.bias) {

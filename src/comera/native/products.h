@@ -15,12 +15,8 @@ struct Matrix {
 };
 
 template <int M, int N>
-static inline void tile(long depth, Matrix a, const float* b, long b_row, float* c, long c_row, bool add) {
-    Vec sum[M][N];
-#pragma GCC unroll 8
-    for (int i = 0; i < M; ++i)
-#pragma GCC unroll 2
-        for (int j = 0; j < N; ++j) sum[i][j] = add ? load(c + i * c_row + j * W) : splat(0.0f);
+__attribute__((always_inline)) static inline void tile(long depth, Matrix a, const float* b, long b_row, float* c, long c_row, bool add) {
+    Vec sum[M][N] = {};
     for (long k = 0; k < depth; ++k) {
         Vec right[N];
 #pragma GCC unroll 2
@@ -35,11 +31,14 @@ static inline void tile(long depth, Matrix a, const float* b, long b_row, float*
 #pragma GCC unroll 8
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 2
-        for (int j = 0; j < N; ++j) store(c + i * c_row + j * W, sum[i][j]);
+        for (int j = 0; j < N; ++j) {
+            float* const to = c + i * c_row + j * W;
+            store(to, add ? load(to) + sum[i][j] : sum[i][j]);  // last: sums of sums lose fewer digits than long ones
+        }
 }
 
 template <int M>
-static inline void rows(long n, long depth, Matrix a, const float* b, long b_row, float* c, long c_row, bool add) {
+__attribute__((noinline)) static void rows(long n, long depth, Matrix a, const float* b, long b_row, float* c, long c_row, bool add) {
     long j = 0;
     for (; j + 2 * W <= n; j += 2 * W) tile<M, 2>(depth, a, b + j, b_row, c + j, c_row, add);
     for (; j < n; j += W) tile<M, 1>(depth, a, b + j, b_row, c + j, c_row, add);
@@ -58,6 +57,15 @@ static inline void product(long m, long n, long depth, Matrix a, const float* b,
 }
 
 static inline long padded(long n, long to) { return (n + to - 1) / to * to; }
+
+// Rows and columns exchanged: (rows, columns), its rows `from_row` numbers apart, to (columns, rows), `to_row` apart. In
+// squares, for a column of a whole matrix would take a line of the cache for every number.
+static inline void turn(long rows, long columns, const float* from, long from_row, float* to, long to_row) {
+    constexpr long SQUARE = 16;
+    for (long i = 0; i < rows; i += SQUARE)
+        for (long j = 0; j < columns; ++j)
+            for (long k = i; k < (i + SQUARE < rows ? i + SQUARE : rows); ++k) to[j * to_row + k] = from[k * from_row + j];
+}
 
 // Memory of a thread, kept from call to call; its numbers are what the last call left.
 struct Scratch {

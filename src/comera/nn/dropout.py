@@ -1,7 +1,9 @@
-"""Dropout whose masks are cheap on a CPU: four random numbers of 16 bits from each draw of 64.
+"""Dropout whose masks are cheap on a CPU: random numbers of 16 bits.
 
-torch draws a float64 from one thread for every entry, 10 to 18 ns each, a seventh of a compressed training step; here
-it is 3 ns. Probabilities are rounded to multiples of 2⁻¹⁶, and the scale follows the rounded one: the mean stays exact.
+torch draws a float64 from one thread for every entry, 10 to 18 ns each, a seventh of a compressed training step. A
+native kernel (`native/residual.cpp`) makes them from a seed, 0.3 ns each, and again in the backward, so that no mask is
+kept; where there is none, a draw of 64 bits gives four, 3 ns each. Probabilities are rounded to multiples of 2⁻¹⁶, and
+the scale follows the rounded one: the mean stays exact.
 """
 
 from __future__ import annotations
@@ -13,10 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera import native
 from comera.contract.halves import pieces
 from comera.contract.once import made_once
+from comera.native import residual as kernels
 
-_LEVELS = 2**16
+
+def new_seed() -> Tensor:
+    """One int64 from torch's global generator, which `torch.manual_seed` fixes; a replay of the forward finds it again.
+
+    To be called inside of an autograd.Function, or where nothing needs a gradient.
+    """
+    return made_once(lambda: torch.empty((), dtype=torch.int64).random_(-(2**63), None))
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
@@ -24,17 +34,17 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
 
     Drawn from torch's global generator, so `torch.manual_seed` fixes it. 0 <= p < 1.
     """
-    dropped = min(round(p * _LEVELS), _LEVELS - 1)
+    dropped, scale = kernels.rounded(p)
 
     def draw() -> Tensor:
         keep = torch.empty(prod(shape), dtype=torch.bool)
         for part in pieces(keep.numel(), 1, keep.device):  # pieces that stay in the caches
             some = keep[part]
             draws = torch.empty(-(-some.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-            torch.ge(draws.view(torch.int16)[: some.numel()], dropped - _LEVELS // 2, out=some)
+            torch.ge(draws.view(torch.int16)[: some.numel()], dropped - 2**15, out=some)
         return keep.view(*shape)
 
-    return made_once(draw), _LEVELS / (_LEVELS - dropped)
+    return made_once(draw), scale
 
 
 def numbers(keep: Tensor) -> Tensor:
@@ -45,18 +55,39 @@ def numbers(keep: Tensor) -> Tensor:
 class Dropout(nn.Dropout):
     """Drop-in for `nn.Dropout`: entries are zeroed with probability p and the others scaled by 1/(1 - p).
 
-    Any float input -> its shape and dtype. Off the CPU, and under torch.compile, it is `nn.Dropout` itself.
+    Any float input -> its shape and dtype; float32 has the native kernel, where there is one. Off the CPU, and under
+    torch.compile, it is `nn.Dropout` itself. Derivatives of any order.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         cheap = input.device.type == "cpu" and not self.inplace and 0 < self.p < 1
         if not self.training or not cheap or torch.compiler.is_compiling():
             return super().forward(input)
-        dropped: Tensor = _Dropout.apply(input, self.p)
+        dropped: Tensor
+        if native.takes("residual", input):
+            dropped = _Seeded.apply(input, self.p, None)
+        else:
+            dropped = _Masked.apply(input, self.p)
         return dropped
 
 
-class _Dropout(torch.autograd.Function):
+class _Seeded(torch.autograd.Function):
+    """y = f x,  dx = f dy, with f = scale · keep from a seed, which is all that is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: Tensor | None) -> Tensor:
+        seed = new_seed() if seed is None else seed
+        ctx.p = p
+        ctx.save_for_backward(seed)
+        y: Tensor = kernels.dropout(x, seed, p)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _Seeded.apply(dy, ctx.p, *ctx.saved_tensors), None, None
+
+
+class _Masked(torch.autograd.Function):
     """y = scale · keep · x,  dx = scale · keep · dy; kept: a byte an entry."""
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from comera.contract.feed_forward import tt_feed_forward
 from comera.errors import ConversionError
 from comera.nn.linear import TTLinear
+from comera.nn.residual import residual_norm
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ _BERT = FeedForward(
     ups=("intermediate.dense",),
     activation="intermediate.intermediate_act_fn",
     down="output.dense",
-    finish=lambda layer, x, z: layer.output.LayerNorm(layer.output.dropout(z) + x),
+    finish=lambda layer, x, z: residual_norm(z, x, layer.output.dropout, layer.output.LayerNorm),
 )
 _GATED = FeedForward(method="forward", ups=("gate_proj", "up_proj"), activation="act_fn", down="down_proj")
 _GPT2 = FeedForward(

@@ -1,7 +1,7 @@
 """fuse_: what surrounds the compressed layers of a model, made as cheap as they are.
 
 Once products are ten times smaller, masks of dropout, score matrices of attention and wide activations decide the time
-and the memory of a step. `fuse_` replaces five things in place; parameters, their names and the results stay.
+and the memory of a step. `fuse_` replaces six things in place; parameters, their names and the results stay.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from comera import native
 from comera.nn.attention import attention
 from comera.nn.dropout import Dropout
 from comera.nn.feed_forward import fuse_feed_forward_
+from comera.nn.residual import fuse_residual_norms_
 from comera.nn.shared_input import share_inputs_
 from comera.nn.together import merge_together_
 
@@ -24,21 +26,24 @@ _STOCK = "sdpa"
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What `fuse_` found. feed_forward: names of the modules. shared_input: names of attention modules whose queries,
-    keys and values are made together. merged: how many chains are merged together. dropout: how many. attention: of
-    transformers, or not."""
+    """What `fuse_` found. feed_forward, residual: names of the modules. shared_input: names of attention modules whose
+    queries, keys and values are made together. merged: how many chains are merged together. dropout: how many.
+    attention: of transformers, or not. no_kernels: why there are no native kernels for a CPU, None where there are."""
 
     feed_forward: tuple[str, ...]
+    residual: tuple[str, ...]
     shared_input: tuple[str, ...]
     merged: int
     dropout: int
     attention: bool
+    no_kernels: str | None = None
 
     def __str__(self) -> str:
         shared = f"{len(self.shared_input)} groups of projections"
         parts = [f"{len(self.feed_forward)} feed-forward parts", shared, f"{self.merged} chains merged together"]
-        parts.append(f"{self.dropout} dropouts")
-        return ", ".join([*parts, "attention"] if self.attention else parts)
+        parts += [f"{len(self.residual)} residual norms", f"{self.dropout} dropouts"]
+        kernels = f"; no native kernels for the CPU: {self.no_kernels}" if self.no_kernels else ""
+        return ", ".join([*parts, "attention"] if self.attention else parts) + kernels
 
 
 def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
@@ -46,6 +51,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
 
     - Feed-forward parts of tensor trains (of registered types, see `register_feed_forward`) never hold their wide
       activation.
+    - Layer norm of a residual sum, in modules of transformers that end with one, takes one pass over memory on a CPU.
     - Queries, keys and values of attention modules of transformers come from one product with their input.
     - Chains of the same modes are merged together, once in a forward of `model`, however often their layers are called.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
@@ -54,6 +60,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     Results are the same to rounding, but for dropout's masks. Calling it again changes nothing. Returns what was found.
     """
     feed_forward = fuse_feed_forward_(model, enabled=enabled)
+    residual = fuse_residual_norms_(model, enabled=enabled)
     shared_input = share_inputs_(model, enabled=enabled)
     merged = merge_together_(model, enabled=enabled)
     kinds = (nn.Dropout, Dropout) if enabled else (Dropout, nn.Dropout)
@@ -62,7 +69,8 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
         if type(module) in kinds:
             module.__class__ = kinds[1]  # the same object, under the class that draws as wanted
             count += 1
-    return FuseReport(tuple(feed_forward), tuple(shared_input), merged, count, _fuse_attention_(model, enabled))
+    found = (tuple(feed_forward), tuple(residual), tuple(shared_input))
+    return FuseReport(*found, merged, count, _fuse_attention_(model, enabled), native.problem())
 
 
 def _fuse_attention_(model: nn.Module, enabled: bool) -> bool:

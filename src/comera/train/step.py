@@ -214,8 +214,8 @@ class TrainStep:
     def _clip(self) -> Tensor:
         """Scale the gradient down to a norm of `clip` where it is larger; returns the norm before."""
         grads = [_numbers(p.grad) for p in self.parameters if p.grad is not None]
-        # a compressed model has hundreds of small gradients: one call for all of them
-        if native.takes("gradients", *grads) and all(grad.is_contiguous() for grad in grads):
+        # a compressed model has hundreds of small gradients: one call for all of them, which a graph cannot hold
+        if self._graphs is None and native.takes("gradients", *grads) and all(grad.is_contiguous() for grad in grads):
             grad_norm: Tensor = norm(grads)
             if 0 < self.clip < grad_norm:
                 scale_(grads, self.clip / (float(grad_norm) + 1e-6))

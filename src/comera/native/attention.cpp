@@ -1,0 +1,317 @@
+// Attention of many heads with dropout, and its gradients (nn/attention.py). Of a sample and a head, with M the mask of
+// dropout, 0 or 1/(1-p):
+//
+//     S = scale Q Kᵀ + mask,  P = softmax(S) over the keys,  O = (M P) V
+//     dV = (M P)ᵀ dO,  dP = M (dO Vᵀ),  dS = P (dP - D),  D = Σ P dP = Σ O dO,  dQ = scale dS K,  dK = scale dSᵀ Q
+//
+// Scores exist as tiles of KEYS x QUERIES in the caches of a core, transposed: with the queries side by side a softmax
+// over the keys is arithmetic of whole vectors, and of the seven products only those that make scores need turned
+// operands, Qᵀ and dOᵀ. A query's sum and O so far are scaled down where a later tile has a larger score (Milakov and
+// Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). Kept for the backward
+// are O and, of each query, the largest score and one over the sum of exponentials below it: their log-sum-exp as one
+// number would lose digits where scores are large, or a mask hides by large finite numbers. The mask of dropout follows
+// from a seed (random.h): its rows are the keys of a sample and head after the other, the entries of a row the queries.
+// Threads share samples and heads; in the backward the groups of heads that have their keys in common.
+//
+// Rejected: scores with the keys side by side, which take horizontal sums and a third turned operand; asking for the
+// memory of the next head while one computes, which gains 1 %; larger tiles, or operands in place of packed ones, which
+// gain nothing: products take three quarters of the time, at 85 GFLOP/s of the 104 that a core of an AMD EPYC 7003 has.
+#include <algorithm>
+
+#include "products.h"
+#include "random.h"
+
+namespace {
+
+constexpr long QUERIES = 64, KEYS = 96;  // QUERIES as random.h has entries in a block
+constexpr int VECS = QUERIES / W;
+constexpr float INF = __builtin_inff();
+
+// (batch, heads, rows, numbers) with its strides, the numbers of a row side by side.
+struct View {
+    float* at;
+    long batch, head, row;
+    float* from(long b, long h, long r) const { return at + b * batch + h * head + r * row; }
+};
+
+struct Problem {
+    long batch, heads, kv_heads, queries, keys, width, value_width;
+    View q, k, v, mask;   // the mask null where there is none, and with strides 0 where it is broadcast
+    const int64_t* seed;  // of dropout, null without
+    long dropped;         // of 2^16
+    float scale, kept_scale;
+    int causal;
+};
+
+// Part of a problem: queries from t and keys from s on of a sample and a head.
+struct Tile {
+    long b, h, t, s, queries, keys;
+};
+
+// (rows, columns), times `scale`, as (rows and width, both multiples of W), filled up with zeros.
+void pack(const float* from, long row, long rows, long columns, float scale, float* to, long width) {
+    const long whole = columns / W * W;
+    for (long r = 0; r < rows; ++r, from += row, to += width) {
+        for (long c = 0; c < whole; c += W) store(to + c, load(from + c) * scale);
+        for (long c = whole; c < width; ++c) to[c] = c < columns ? from[c] * scale : 0.0f;
+    }
+    std::fill(to, to + (padded(rows, W) - rows) * width, 0.0f);
+}
+
+// The other way.
+void unpack(const float* from, long width, long rows, long columns, float scale, float* to, long row) {
+    const long whole = columns / W * W;
+    for (long r = 0; r < rows; ++r, from += width, to += row) {
+        for (long c = 0; c < whole; c += W) store(to + c, load(from + c) * scale);
+        for (long c = whole; c < columns; ++c) to[c] = from[c] * scale;
+    }
+}
+
+// Row r of (rows, width) times factors[r].
+void scale_rows(float* x, long rows, long width, const float* factors) {
+    for (long r = 0; r < rows; ++r, x += width)
+        for (long c = 0; c < width; c += W) store(x + c, load(x + c) * factors[r]);
+}
+
+// a0 b0 a1 b1 ... of the first halves of a and b, and of the second.
+inline void interleave(Vec a, Vec b, Vec& first, Vec& second) {
+#ifdef __clang__
+    for (int i = 0; i < W; ++i) first[i] = (i % 2 ? b : a)[i / 2], second[i] = (i % 2 ? b : a)[i / 2 + W / 2];
+#else
+    Int low, high;
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) low[i] = i / 2 + i % 2 * W, high[i] = low[i] + W / 2;
+    first = __builtin_shuffle(a, b, low), second = __builtin_shuffle(a, b, high);
+#endif
+}
+
+// (rows, width) as (width, QUERIES); both multiples of W. In a quarter of the time of products.h's turn.
+void turn_tile(const float* from, long rows, long width, float* to) {
+    for (long r = 0; r < rows; r += W)
+        for (long c = 0; c < width; c += W) {
+            // W x W numbers: interleaved with those half the rows away, log W times
+            Vec x[W], y[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) x[i] = load(from + (r + i) * width + c);
+#pragma GCC unroll 4
+            for (int step = 1; step < W; step *= 2) {
+#pragma GCC unroll 8
+                for (int i = 0; i < W / 2; ++i) interleave(x[i], x[i + W / 2], y[2 * i], y[2 * i + 1]);
+#pragma GCC unroll 16
+                for (int i = 0; i < W; ++i) x[i] = y[i];
+            }
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) store(to + (c + i) * QUERIES + r, x[i]);
+        }
+}
+
+// The mask added to the scores of a tile, and -inf where a key is later than its query. spare: two tiles.
+void hide(const Problem& problem, const Tile& at, float* scores, float* spare) {
+    const long n = padded(at.queries, W);
+    if (problem.mask.at) {
+        const float* mask = problem.mask.from(at.b, at.h, at.t) + at.s;
+        float* const turned = spare + QUERIES * KEYS;
+        if (problem.mask.row) {
+            pack(mask, problem.mask.row, at.queries, at.keys, 1.0f, spare, KEYS);
+            turn_tile(spare, n, KEYS, turned);
+        }
+        for (long s = 0; s < at.keys; ++s)
+            for (long j = s * QUERIES; j < s * QUERIES + n; j += W)
+                store(scores + j, load(scores + j) + (problem.mask.row ? load(turned + j) : splat(mask[s])));
+    }
+    if (problem.causal)
+        for (long s = 0; s < at.keys; ++s)
+            std::fill_n(scores + s * QUERIES, std::max(0l, std::min(n, at.s + s - at.t)), -INF);
+}
+
+inline void keep(const Problem& problem, const Tile& at, long s, Vec factors[VECS]) {
+    const long row = (at.b * problem.heads + at.h) * problem.keys + at.s + s, blocks = padded(problem.queries, 64) / 64;
+    keep_factors(*problem.seed, row * blocks + at.t / 64, problem.dropped, problem.kept_scale, factors);
+}
+
+// Scores of a tile as weights below their largest so far, times M; sums and o are brought to the same largest.
+void softmax(const Problem& problem, const Tile& at, float* scores, Vec* top, Vec* sum, float* o, long o_width) {
+    const long vecs = padded(at.queries, W) / W;
+    Vec before[VECS], base[VECS], factors[VECS];
+    for (long j = 0; j < vecs; ++j) before[j] = top[j];
+    for (long s = 0; s < at.keys; ++s)
+        for (long j = 0; j < vecs; ++j) top[j] = larger(load(scores + s * QUERIES + j * W), top[j]);
+    for (long j = 0; j < vecs; ++j) base[j] = top[j] == -INF ? splat(0.0f) : top[j];
+    if (at.s > 0) {
+        float less[QUERIES];
+        for (long j = 0; j < vecs; ++j) {
+            const Vec by = exponential(before[j] - base[j]);
+            sum[j] *= by;
+            store(less + j * W, by);
+        }
+        scale_rows(o, at.queries, o_width, less);
+    }
+    for (long s = 0; s < at.keys; ++s, scores += QUERIES) {
+        if (problem.seed) keep(problem, at, s, factors);
+        for (long j = 0; j < vecs; ++j) {
+            const Vec p = exponential(load(scores + j * W) - base[j]);
+            sum[j] += p;
+            store(scores + j * W, problem.seed ? p * factors[j] : p);
+        }
+    }
+}
+
+thread_local Scratch own;
+
+void forward(const Problem& problem, View out, float* tops, float* shares, int threads) {
+    const long keys = padded(problem.keys, W);
+    const long width = padded(problem.width, W), o_width = padded(problem.value_width, W);
+#pragma omp parallel num_threads(threads)
+    {
+        float* next = own.numbers(QUERIES * (2 * width + o_width + 3 * KEYS) + keys * (width + o_width) + 64);
+        auto take = [&next](long count) { float* from = next; next += padded(count, 16); return from; };
+        float *const q = take(QUERIES * width), *const qt = take(QUERIES * width), *const o = take(QUERIES * o_width);
+        float *const scores = take(QUERIES * KEYS), *const spare = take(2 * QUERIES * KEYS);
+        float *const k = take(keys * width), *const v = take(keys * o_width);
+#pragma omp for schedule(static)
+        for (long unit = 0; unit < problem.batch * problem.heads; ++unit) {
+            const long b = unit / problem.heads, h = unit % problem.heads, kv = h * problem.kv_heads / problem.heads;
+            pack(problem.k.from(b, kv, 0), problem.k.row, problem.keys, problem.width, 1.0f, k, width);
+            pack(problem.v.from(b, kv, 0), problem.v.row, problem.keys, problem.value_width, 1.0f, v, o_width);
+            for (long t = 0; t < problem.queries; t += QUERIES) {
+                const long count = std::min(QUERIES, problem.queries - t), n = padded(count, W);
+                pack(problem.q.from(b, h, t), problem.q.row, count, problem.width, problem.scale, q, width);
+                turn_tile(q, n, width, qt);
+                Vec top[VECS], sum[VECS];
+                std::fill_n(top, VECS, splat(-INF));
+                std::fill_n(sum, VECS, splat(0.0f));
+                std::fill_n(o, count * o_width, 0.0f);
+                const long end = problem.causal ? std::min(problem.keys, t + count) : problem.keys;
+                for (long s = 0; s < end; s += KEYS) {
+                    const Tile at = {b, h, t, s, count, std::min(KEYS, end - s)};
+                    product(at.keys, n, problem.width, {k + s * width, width, 1}, qt, QUERIES, scores, QUERIES, false);
+                    hide(problem, at, scores, spare);
+                    softmax(problem, at, scores, top, sum, o, o_width);
+                    product(count, o_width, at.keys, {scores, 1, QUERIES}, v + s * o_width, o_width, o, o_width, true);
+                }
+                float share[QUERIES];
+                for (long j = 0; j < count; ++j) {
+                    const float largest = top[j / W][j % W], all = sum[j / W][j % W];
+                    tops[unit * problem.queries + t + j] = largest == -INF ? 0.0f : largest;
+                    shares[unit * problem.queries + t + j] = share[j] = all == 0.0f ? 0.0f : 1.0f / all;
+                }
+                scale_rows(o, count, o_width, share);
+                unpack(o, o_width, count, problem.value_width, 1.0f, out.from(b, h, t), out.row);
+            }
+        }
+    }
+}
+
+// P of a tile in place of its scores, and M P.
+void weights(const Problem& problem, const Tile& at, const float* top, const float* share, float* p, float* kept) {
+    const long vecs = padded(at.queries, W) / W;
+    Vec factors[VECS];
+    for (long s = 0; s < at.keys; ++s, p += QUERIES, kept += QUERIES) {
+        if (problem.seed) keep(problem, at, s, factors);
+        for (long j = 0; j < vecs; ++j) {
+            const Vec x = exponential(load(p + j * W) - load(top + j * W)) * load(share + j * W);
+            store(p + j * W, x);
+            if (problem.seed) store(kept + j * W, x * factors[j]);
+        }
+    }
+}
+
+// dS = M P (dO Vᵀ) - P D, in place of dO Vᵀ.
+void through_softmax(const Tile& at, const float* p, const float* kept, const float* d, float* ds) {
+    const long n = padded(at.queries, W);
+    for (long s = 0; s < at.keys; ++s)
+        for (long j = 0; j < n; j += W) {
+            const long i = s * QUERIES + j;
+            store(ds + i, load(kept + i) * load(ds + i) - load(p + i) * load(d + j));
+        }
+}
+
+// Σ a b over each row of a (rows, width), filled up with zeros, and b (rows, columns).
+void row_sums(const float* a, long width, const float* b, long row, long rows, long columns, float* to) {
+    const long whole = columns / W * W;
+    for (long r = 0; r < rows; ++r, a += width, b += row) {
+        Vec sums = splat(0.0f);
+        for (long c = 0; c < whole; c += W) sums += load(a + c) * load(b + c);
+        float sum = 0.0f;
+        for (long c = whole; c < columns; ++c) sum += a[c] * b[c];
+        for (int i = 0; i < W; ++i) sum += sums[i];
+        to[r] = sum;
+    }
+}
+
+void backward(const Problem& problem, View d_out, View out, const float* tops, const float* shares, View dq_out,
+              View dk_out, View dv_out, int threads) {
+    const long keys = padded(problem.keys, W);
+    const long width = padded(problem.width, W), o_width = padded(problem.value_width, W);
+    const long group = problem.heads / problem.kv_heads;
+#pragma omp parallel num_threads(threads)
+    {
+        const long tiles = QUERIES * (3 * width + 2 * o_width + 5 * KEYS + 3);
+        float* next = own.numbers(tiles + 2 * keys * (width + o_width) + 64);
+        auto take = [&next](long count) { float* from = next; next += padded(count, 16); return from; };
+        float *const q = take(QUERIES * width), *const qt = take(QUERIES * width), *const dq = take(QUERIES * width);
+        float *const d_o = take(QUERIES * o_width), *const dot = take(QUERIES * o_width);
+        float *const p = take(QUERIES * KEYS), *const ds = take(QUERIES * KEYS);
+        float *const kept = problem.seed ? take(QUERIES * KEYS) : p, *const spare = take(2 * QUERIES * KEYS);
+        float *const top = take(QUERIES), *const share = take(QUERIES), *const d = take(QUERIES);
+        float *const k = take(keys * width), *const v = take(keys * o_width);
+        float *const dk = take(keys * width), *const dv = take(keys * o_width);
+#pragma omp for schedule(static)
+        for (long unit = 0; unit < problem.batch * problem.kv_heads; ++unit) {
+            const long b = unit / problem.kv_heads, kv = unit % problem.kv_heads;
+            pack(problem.k.from(b, kv, 0), problem.k.row, problem.keys, problem.width, 1.0f, k, width);
+            pack(problem.v.from(b, kv, 0), problem.v.row, problem.keys, problem.value_width, 1.0f, v, o_width);
+            std::fill_n(dk, keys * width, 0.0f);
+            std::fill_n(dv, keys * o_width, 0.0f);
+            for (long h = kv * group; h < (kv + 1) * group; ++h)
+                for (long t = 0; t < problem.queries; t += QUERIES) {
+                    const long count = std::min(QUERIES, problem.queries - t), n = padded(count, W);
+                    pack(problem.q.from(b, h, t), problem.q.row, count, problem.width, problem.scale, q, width);
+                    pack(d_out.from(b, h, t), d_out.row, count, problem.value_width, 1.0f, d_o, o_width);
+                    turn_tile(q, n, width, qt);
+                    turn_tile(d_o, n, o_width, dot);
+                    row_sums(d_o, o_width, out.from(b, h, t), out.row, count, problem.value_width, d);
+                    const long first = (b * problem.heads + h) * problem.queries + t;
+                    for (long j = 0; j < n; ++j) {  // 0 for what is filled up
+                        top[j] = j < count ? tops[first + j] : 0.0f;
+                        share[j] = j < count ? shares[first + j] : 0.0f;
+                        d[j] = j < count ? d[j] : 0.0f;
+                    }
+                    std::fill_n(dq, count * width, 0.0f);
+                    const long end = problem.causal ? std::min(problem.keys, t + count) : problem.keys;
+                    for (long s = 0; s < end; s += KEYS) {
+                        const Tile at = {b, h, t, s, count, std::min(KEYS, end - s)};
+                        const float *const ks = k + s * width, *const vs = v + s * o_width;
+                        float *const dks = dk + s * width, *const dvs = dv + s * o_width;
+                        product(at.keys, n, problem.width, {ks, width, 1}, qt, QUERIES, p, QUERIES, false);
+                        hide(problem, at, p, spare);
+                        weights(problem, at, top, share, p, kept);
+                        product(at.keys, o_width, count, {kept, QUERIES, 1}, d_o, o_width, dvs, o_width, true);
+                        product(at.keys, n, problem.value_width, {vs, o_width, 1}, dot, QUERIES, ds, QUERIES, false);
+                        through_softmax(at, p, kept, d, ds);
+                        product(at.keys, width, count, {ds, QUERIES, 1}, q, width, dks, width, true);
+                        product(count, width, at.keys, {ds, 1, QUERIES}, ks, width, dq, width, true);
+                    }
+                    unpack(dq, width, count, problem.width, problem.scale, dq_out.from(b, h, t), dq_out.row);
+                }
+            unpack(dk, width, problem.keys, problem.width, 1.0f, dk_out.from(b, kv, 0), dk_out.row);
+            unpack(dv, o_width, problem.keys, problem.value_width, 1.0f, dv_out.from(b, kv, 0), dv_out.row);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// norms (2, batch, heads, queries): of each query the largest score, and one over the sum of exponentials below it.
+void attention(const Problem* problem, const View* out, float* norms, int threads) {
+    forward(*problem, *out, norms, norms + problem->batch * problem->heads * problem->queries, threads);
+}
+
+void attention_backward(const Problem* problem, const View* d_out, const View* out, const float* norms, const View* dq,
+                        const View* dk, const View* dv, int threads) {
+    const float* const shares = norms + problem->batch * problem->heads * problem->queries;
+    backward(*problem, *d_out, *out, norms, shares, *dq, *dk, *dv, threads);
+}
+}
