@@ -96,7 +96,7 @@ def test_the_same_with_and_without(monkeypatch):
     calls = []
     kernel = ours.feed_forward
     monkeypatch.setattr(ours, "feed_forward", lambda *args: calls.append(1) or kernel(*args))
-    x = torch.randn(7, 12, requires_grad=True)
+    x = torch.randn(ours.NATIVE_ROWS, 12, requires_grad=True)
     up, down = weights()
     tensors = [x, *up.cores, up.bias, *down.cores, down.bias]
     for tensor in tensors[1:]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from comera.native.build import library
 from comera.native.ops import define, pointer
@@ -73,3 +74,15 @@ feed_forward_backward = define(
     _backward,
 )
 """∂A, then V_k of all, then ∂B_k of all, from U (R, B); ranks: of the B_k without their biases."""
+
+
+@register_flop_formula(torch.ops.comera.feed_forward)  # type: ignore[untyped-decorator]
+def _flops(p: Any, b: Any, a: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Y_k and Q."""
+    return int(2 * p[0][1] * a[1] * (sum(rows for rows, _ in b) + a[0]))
+
+
+@register_flop_formula(torch.ops.comera.feed_forward_backward)  # type: ignore[untyped-decorator]
+def _flops_backward(p: Any, b: Any, a: Any, u: Any, ranks: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Y_k again and ∂B_k, dh and ∂A, V_k."""
+    return int(2 * p[0][1] * a[1] * (2 * sum(rows for rows, _ in b) + 2 * a[0] + sum(ranks)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, c_float, c_int, c_long, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from comera.native.build import library
 from comera.native.ops import define
@@ -82,3 +84,28 @@ merge_backward = define(
     _backward,
 )
 """The gradients of all numbers, and then of the biases whose B has one, from those of the halves."""
+
+
+def _products(layout: Sequence[int]) -> Iterator[list[int]]:
+    """FLOPs of the products that make each half, from its end to the middle of the chain."""
+    for order, split, _, _, *rest in _chains(layout):
+        cores = list(zip(rest[order:-1], rest[:order], rest[order + 1 :], strict=True))
+        for part in (cores[:split], cores[: split - 1 : -1]):
+            done, flops = part[0][1], []
+            for left, mode, right in part[1:]:
+                flops.append(2 * done * left * mode * right)
+                done *= mode
+            yield flops
+
+
+@register_flop_formula(torch.ops.comera.merge)  # type: ignore[untyped-decorator]
+def _flops(numbers: Any, biases: Any, layout: Sequence[int], *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return sum(sum(flops) for flops in _products(layout))
+
+
+@register_flop_formula(torch.ops.comera.merge_backward)  # type: ignore[untyped-decorator]
+def _flops_backward(
+    dhalves: Any, numbers: Any, biases: Any, layout: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    """All but the last product again, and two for each."""
+    return sum(3 * sum(flops) - sum(flops[-1:]) for flops in _products(layout))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from ctypes import c_int, c_long, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from comera.native.build import library, takes
 from comera.native.ops import define, pointer
@@ -41,3 +43,8 @@ def takes_narrow(a_RI: Tensor, x_BI: Tensor) -> bool:
 
 narrow = define("narrow(Tensor a, Tensor x) -> Tensor", _narrow)
 """P = A xᵀ (R, B) from A (R, I) and x (B, I)."""
+
+
+@register_flop_formula(torch.ops.comera.narrow)  # type: ignore[untyped-decorator]
+def _flops(a: Any, x: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(2 * a[0] * a[1] * x[0])

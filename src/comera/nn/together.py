@@ -32,6 +32,7 @@ class Together:
         self.layers = tuple(layers)
         self._depth = 0
         self._made: dict[Any, dict[TensorTrain, _Halves]] = {}
+        self._kinds: list[_Chains] | None = None  # as they are in this forward
         self._given: list[tuple[Tensor, Tensor]] | None = None  # in a step: halves, and the leaves in their places
 
     def halves(self, train: TensorTrain, dtype: torch.dtype) -> _Halves | None:
@@ -42,9 +43,8 @@ class Together:
         key = (dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         made = self._made.setdefault(key, {})
         if train not in made:
-            kind = _kind(train)
-            alike = {each: bias for each, bias in self._chains().items() if _kind(each) == kind}
-            if len(alike) < 2 or train not in alike:
+            alike = next((chains for chains in self._alike() if train in chains), {})
+            if len(alike) < 2:
                 return None
             made.update(zip(alike, ((self._give(a), self._give(b)) for a, b in _merge(alike, dtype)), strict=True))
         return made[train]
@@ -56,17 +56,22 @@ class Together:
         self._given.append((half, leaf))
         return leaf
 
-    def _chains(self) -> _Chains:
-        """The chains, each with the bias of the one layer that holds it; tied layers add their own themselves."""
-        held: dict[TensorTrain, list[Tensor | None]] = {}
-        for layer in self.layers:
-            held.setdefault(layer.tt, []).append(layer.bias)
-        return {train: biases[0] if len(biases) == 1 else None for train, biases in held.items()}
+    def _alike(self) -> list[_Chains]:
+        """The chains by kind, each with the bias of the one layer that holds it; tied layers add theirs themselves."""
+        if self._kinds is None:
+            held: dict[TensorTrain, list[Tensor | None]] = {}
+            for layer in self.layers:
+                held.setdefault(layer.tt, []).append(layer.bias)
+            kinds: dict[Any, _Chains] = {}
+            for train, biases in held.items():
+                kinds.setdefault(_kind(train), {})[train] = biases[0] if len(biases) == 1 else None
+            self._kinds = list(kinds.values())
+        return self._kinds
 
     def enter(self, *_: Any) -> None:
         """Before the model's forward."""
         if not self._depth and self._given is None:
-            self._made = {}
+            self._made, self._kinds = {}, None
         self._depth += 1
 
     def leave(self, *_: Any) -> None:
@@ -76,7 +81,7 @@ class Together:
     @contextmanager
     def one_step(self) -> Iterator[None]:
         """Context of several forwards and backwards with one merge: gradients wait in leaves, and go on at its end."""
-        self._made, self._given = {}, []
+        self._made, self._kinds, self._given = {}, None, []
         try:
             yield
             reached = [(half, leaf.grad) for half, leaf in self._given if leaf.grad is not None]
@@ -86,7 +91,7 @@ class Together:
             self._made, self._given = {}, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_depth": 0, "_made": {}, "_given": None}
+        return {**vars(self), "_depth": 0, "_made": {}, "_kinds": None, "_given": None}
 
 
 @contextmanager

@@ -1,0 +1,55 @@
+"""Counters of FLOPs see in the kernels what torch's own products would have been."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from comera.contract.feed_forward import tt_feed_forward
+from comera.contract.linear import Weight
+from comera.contract.together import merge_together
+from comera.native import build
+from comera.nn.attention import attention
+from comera.tt.shapes import tt_spec
+from comera.tt.spec import TTSpec
+
+pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+
+
+def counted(run, setting, monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", setting)
+    with FlopCounterMode(display=False) as counter:
+        run().sum().backward()
+    return counter.get_total_flops()
+
+
+def merging():
+    spec = tt_spec(24, 30, order=6, rank=4)
+    torch.manual_seed(0)
+    chains = [
+        [torch.randn(s, requires_grad=True) for s in (*spec.core_shapes, *((r,) for r in spec.bonds))] for _ in range(3)
+    ]
+    halves = merge_together([spec] * 3, chains, 0.0, torch.float32)
+    return torch.cat([half.flatten() for pair in halves for half in pair])
+
+
+def feed_forward():
+    specs = TTSpec(12, 24, (3, 4), (6, 4), (1, 2, 3, 2, 1)), TTSpec(24, 12, (6, 4), (4, 3), (1, 3, 3, 2, 1))
+    up, down = (Weight(s, [torch.randn(c, requires_grad=True) for c in s.core_shapes], None) for s in specs)
+    return tt_feed_forward(torch.randn(40, 12, requires_grad=True), [up], "gelu", down)
+
+
+def attending():
+    q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
+    return attention(q, k, v, dropout=0.1)
+
+
+@pytest.mark.parametrize("run", [feed_forward, attending])
+def test_as_many_as_torchs(run, monkeypatch):
+    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
+    assert counted(run, "feed_forward,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
+
+
+def test_merging_makes_its_partial_products_twice(monkeypatch):
+    ours, torchs = (counted(merging, setting, monkeypatch) for setting in ("merge", "none"))
+    spec = tt_spec(24, 30, order=6, rank=4)
+    assert 1 < ours / torchs < 4 / 3, spec
