@@ -15,7 +15,7 @@ help:
 	@echo "make demo    train the code model dense and compressed, the same time each, and compare (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make check   lint, format and types"
-	@echo "make bench   measure steps, memory and look-ups on this CPU, write docs/benchmarks.md (15 to 25 minutes)"
+	@echo "make bench   measure steps, memory and look-ups on this CPU, write docs/benchmarks.md (15 minutes)"
 	@echo "make bench-dlrm CRITEO=train.txt.gz   DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
 	@echo "make gpu     run the tests and benchmarks that need a GPU, with this Python's own PyTorch (9 minutes)"
 	@echo "make format  rewrite the code in the project's format"
@@ -46,7 +46,7 @@ check: install
 	@$(BIN)/mypy
 
 bench: install
-	@$(BIN)/python benchmarks/step.py --repeats 2
+	@$(BIN)/python benchmarks/step.py --cases "batch 32" "batch 1" "batch 1, bf16" --repeats 2
 	@$(BIN)/python benchmarks/recompute.py --repeats 2
 	@$(BIN)/python benchmarks/roofline.py --repeats 2
 	@$(BIN)/python benchmarks/shrunk_step.py --repeats 7

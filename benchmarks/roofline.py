@@ -91,7 +91,7 @@ def main() -> None:
         flops_a_second, bytes_a_second = ceilings()
         seconds = {
             side: statistics.median(times)
-            for side, times in in_turns(steps, options.repeats, visit=4 if batch_size == 1 else 1).items()
+            for side, times in in_turns(steps, options.repeats, warm_ups=1, visit=4 if batch_size == 1 else 1).items()
         }
         counted = {}
         for side, step in steps.items():

@@ -5,7 +5,7 @@ the sides alternate in one process and ratios are those of the medians; with one
 visits of four, the first of which is not counted. Each case has a process of its own: the memory that other models have
 left behind makes short steps slower. `--compile` adds dense and fused under torch.compile (minutes of
 compilation on a CPU). Where the processor has no arithmetic for bf16 a dense step in it takes half a minute with one
-sample, so that one is timed, and none is with 32; "fused, bf16" is held against dense in float32 there.
+sample, so that its first one is timed, and none is with 32; "fused, bf16" is held against dense in float32 there.
 
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
 """
@@ -76,7 +76,7 @@ def main() -> None:
     steps = {side: make_step(side, batch, dropout, precision) for side in sides}
     seconds = {}
     if precision == "bf16":
-        seconds = in_turns({side: steps.pop(side) for side in sides if side.startswith("dense")}, 1, warm_ups=1)
+        seconds = in_turns({side: steps.pop(side) for side in sides if side.startswith("dense")}, 1, warm_ups=0)
     visit = 4 if batch_size == 1 else 1
     seconds |= in_turns(steps, options.repeats * visit, visit=visit)
     rows = []
