@@ -192,7 +192,7 @@ def compare(case: str, samples: int, goals: Goals, memory: dict[str, int], repea
             "step_ms": f"{seconds[name] * 1e3:.1f}",
             "times_comera": f"{seconds[name] / seconds['comera']:.2f}",
             "time_goal": time_goal or "",
-            "memory_mb": f"{memory[name] / MB:.0f}" if name in memory else "",
+            "memory_mb": f"{memory[name] / MB:.1f}" if name in memory else "",
             "memory_times_comera": f"{memory[name] / memory['comera']:.2f}" if name in memory else "",
             "memory_goal": memory_goal or "",
             "repeats": repeats,

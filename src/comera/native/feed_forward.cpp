@@ -70,131 +70,135 @@ struct Up {
     float *v, *db;
 };
 
-// Weights as the tiles take them: for each FEATURES of them a block (rows, FEATURES), filled up with zeros.
-void pack_blocks(const float* from, long rows, long wide, float* to) {
-#pragma omp for schedule(static)
-    for (long first = 0; first < wide; first += FEATURES) {
-        const long count = std::min(FEATURES, wide - first);
-        float* block = to + first * rows;
-        for (long r = 0; r < rows; ++r, block += FEATURES)
-            std::fill_n(std::copy_n(from + r * wide + first, count, block), FEATURES - count, 0.0f);
-    }
+// Columns [first, first + FEATURES) of (rows, wide) as (rows, FEATURES), filled up with zeros.
+void pack_features(const float* from, long rows, long wide, long first, float* to) {
+    const long count = std::min(FEATURES, wide - first);
+    for (long r = 0; r < rows; ++r, to += FEATURES)
+        std::fill_n(std::copy_n(from + r * wide + first, count, to), FEATURES - count, 0.0f);
 }
 
-// (rows, all) at `first` as (rows, SAMPLES), filled up with zeros.
+// Likewise (rows, all) as (rows, SAMPLES).
 void pack_samples(const float* from, long rows, long all, long first, float* to) {
     const long count = std::min(SAMPLES, all - first);
     for (long r = 0; r < rows; ++r, to += SAMPLES)
         std::fill_n(std::copy_n(from + r * all + first, count, to), SAMPLES - count, 0.0f);
 }
 
-// The sums of all threads, (wide, width) each, as (rows, wide).
-void add_up(float* const* sums, int threads, long offset, long width, long rows, long wide, float* to) {
-    constexpr long BLOCK = 16;
-    float total[BLOCK * W];
+// (rows, samples) from tiles (rows, SAMPLES) of each thread, `apart` numbers from one to the next.
+void add_up(float* const* sums, int threads, long offset, long apart, long rows, long samples, float* to) {
 #pragma omp for schedule(static)
-    for (long first = 0; first < wide; first += BLOCK)
-        for (long r = 0; r < rows; r += W) {
-            const long count = std::min(BLOCK, wide - first);
-            for (long f = 0; f < count; ++f) {
-                Vec sum = load(sums[0] + offset + (first + f) * width + r);
-                for (int t = 1; t < threads; ++t) sum += load(sums[t] + offset + (first + f) * width + r);
-                store(total + f * W, sum);
+    for (long first = 0; first < samples; first += SAMPLES)
+        for (long r = 0; r < rows; ++r)
+            for (long j = 0; j < std::min(SAMPLES, samples - first); ++j) {
+                const long at = offset + first / SAMPLES * apart + r * SAMPLES + j;
+                float sum = sums[0][at];
+                for (int t = 1; t < threads; ++t) sum += sums[t][at];
+                to[r * samples + first + j] = sum;
             }
-            turn(count, std::min<long>(W, rows - r), total, W, to + r * wide + first, wide);
-        }
 }
 
+constexpr int THREADS = 256;
 thread_local Scratch own, shared;
 
 template <class Act>
 void forward(long samples, long wide, long count, const Up* ups, long rank, const float* a, float* q, int threads) {
-    const long blocks = padded(wide, FEATURES);
-    long rows = rank;
+    const long tiles = (samples + SAMPLES - 1) / SAMPLES;
+    long rows = 0;  // of all P
     for (long k = 0; k < count; ++k) rows += ups[k].rows;
-    float* weights = shared.numbers(rows * blocks);
-#pragma omp parallel num_threads(threads)
+    float* const p_tiles = shared.numbers(tiles * rows * SAMPLES);
+    float* sums[THREADS];
+#pragma omp parallel num_threads(std::min(threads, THREADS))
     {
-        float* const a_blocks = weights;
-        float* b_blocks[2] = {};
-        pack_blocks(a, rank, wide, a_blocks);
-        float* next = weights + rank * blocks;
-        for (long k = 0; k < count; ++k, next += ups[k - 1].rows * blocks)
-            pack_blocks(ups[k].b, ups[k].rows, wide, b_blocks[k] = next);
-        float* y[2];
-        y[0] = own.numbers((2 * FEATURES + rows) * SAMPLES);
-        y[1] = y[0] + FEATURES * SAMPLES;
-        float* const q_tile = y[1] + FEATURES * SAMPLES;
-        float* const p_tiles = q_tile + rank * SAMPLES;
+        float* const sum = sums[omp_get_thread_num()] =
+            own.numbers(tiles * rank * SAMPLES + 2 * FEATURES * SAMPLES + (rank + rows) * FEATURES);
+        float* const y[2] = {sum + tiles * rank * SAMPLES, sum + (tiles * rank + FEATURES) * SAMPLES};
+        float* const a_block = y[1] + FEATURES * SAMPLES;
+        float* const b_block[2] = {a_block + rank * FEATURES, a_block + (rank + ups[0].rows) * FEATURES};
 #pragma omp for schedule(static)
-        for (long first = 0; first < samples; first += SAMPLES) {
-            const long n = padded(std::min(SAMPLES, samples - first), W);
-            float* p[2] = {p_tiles, p_tiles + ups[0].rows * SAMPLES};
-            for (long k = 0; k < count; ++k) pack_samples(ups[k].p, ups[k].rows, samples, first, p[k]);
-            for (long f = 0; f < wide; f += FEATURES) {
-                const long m = std::min(FEATURES, wide - f);
-                for (long k = 0; k < count; ++k)
-                    product(m, n, ups[k].rows, {b_blocks[k] + f * ups[k].rows, 1, FEATURES}, p[k], SAMPLES, y[k], SAMPLES, false);
+        for (long tile = 0; tile < tiles; ++tile) {
+            float* to = p_tiles + tile * rows * SAMPLES;
+            for (long k = 0; k < count; to += ups[k++].rows * SAMPLES)
+                pack_samples(ups[k].p, ups[k].rows, samples, tile * SAMPLES, to);
+        }
+        bool begun = false;  // this thread's sums
+#pragma omp for schedule(static)
+        for (long f = 0; f < wide; f += FEATURES) {
+            const long m = std::min(FEATURES, wide - f);
+            pack_features(a, rank, wide, f, a_block);
+            for (long k = 0; k < count; ++k) pack_features(ups[k].b, ups[k].rows, wide, f, b_block[k]);
+            for (long tile = 0; tile < tiles; ++tile) {
+                const long n = padded(std::min(SAMPLES, samples - tile * SAMPLES), W);
+                const float* p = p_tiles + tile * rows * SAMPLES;
+                for (long k = 0; k < count; p += ups[k++].rows * SAMPLES)
+                    product(m, n, ups[k].rows, {b_block[k], 1, FEATURES}, p, SAMPLES, y[k], SAMPLES, false);
                 for (long i = 0; i < m; ++i)
                     for (long j = i * SAMPLES; j < i * SAMPLES + n; j += W) {
                         const Vec h = Act::value(load(y[0] + j));
                         store(y[0] + j, count == 2 ? h * load(y[1] + j) : h);
                     }
-                product(rank, n, m, {a_blocks + f * rank, FEATURES, 1}, y[0], SAMPLES, q_tile, SAMPLES, f > 0);
+                product(rank, n, m, {a_block, FEATURES, 1}, y[0], SAMPLES, sum + tile * rank * SAMPLES, SAMPLES, begun);
             }
-            for (long r = 0; r < rank; ++r)
-                for (long j = 0; j < std::min(SAMPLES, samples - first); ++j)
-                    q[r * samples + first + j] = wide ? q_tile[r * SAMPLES + j] : 0.0f;
+            begun = true;
         }
+        if (!begun) std::fill_n(sum, tiles * rank * SAMPLES, 0.0f);
+#pragma omp barrier
+        add_up(sums, omp_get_num_threads(), 0, rank * SAMPLES, rank, samples, q);
     }
 }
 
 template <class Act>
 void backward(long samples, long wide, long count, const Up* ups, long rank, const float* a, const float* u, float* da,
               int threads) {
-    const long blocks = padded(wide, FEATURES), u_width = padded(rank, W);
-    long rows = rank, widths = u_width, p_width[2] = {};
+    const long tiles = (samples + SAMPLES - 1) / SAMPLES, u_width = padded(rank, W);
+    long rows = 0, ranks = 0, widths = 0, p_width[2] = {};  // of all P, of all V, and of all Pᵀ
     for (long k = 0; k < count; ++k) {
-        rows += ups[k].rows;
+        rows += ups[k].rows, ranks += ups[k].rank;
         widths += p_width[k] = padded(ups[k].rows, W);
     }
-    float* weights = shared.numbers(rows * blocks);
-    float* sums[256];
-#pragma omp parallel num_threads(threads)
+    // of each tile: U, Uᵀ, then P_k, P_kᵀ
+    const long apart = (rank + u_width + rows + widths) * SAMPLES;
+    float* const packed = shared.numbers(tiles * apart);
+    float* sums[THREADS];
+#pragma omp parallel num_threads(std::min(threads, THREADS))
     {
-        float* const a_blocks = weights;
-        float* b_blocks[2] = {};
-        pack_blocks(a, rank, wide, a_blocks);
-        float* next = weights + rank * blocks;
-        for (long k = 0; k < count; ++k, next += ups[k - 1].rows * blocks)
-            pack_blocks(ups[k].b, ups[k].rows, wide, b_blocks[k] = next);
-        float* sum = sums[omp_get_thread_num()] =
-            own.numbers(widths * blocks + (4 * FEATURES + 2 * rows + widths) * SAMPLES);
-        float* const da_sum = sum;
-        float* const db_sum[2] = {sum + u_width * blocks, sum + (u_width + p_width[0]) * blocks};
-        float* at = sum + widths * blocks;
-        auto take = [&at](long count) { float* from = at; at += count * SAMPLES; return from; };
-        float* const y[2] = {take(FEATURES), take(FEATURES)};
-        float *const h = take(FEATURES), *const dh = take(FEATURES), *const u_tile = take(rank), *const ut = take(u_width);
-        float *p[2] = {}, *pt[2] = {}, *v[2] = {};
-        for (long k = 0; k < count; ++k) p[k] = take(ups[k].rows), pt[k] = take(p_width[k]), v[k] = take(ups[k].rank);
-        std::fill_n(ut, u_width * SAMPLES, 0.0f);
-        for (long k = 0; k < count; ++k) std::fill_n(pt[k], p_width[k] * SAMPLES, 0.0f);
+        float* next = own.numbers(tiles * ranks * SAMPLES + 4 * FEATURES * SAMPLES +
+                                  (u_width + widths + rank + rows) * FEATURES);
+        auto take = [&next](long count) { float* from = next; next += count; return from; };
+        float* const sum = sums[omp_get_thread_num()] = take(tiles * ranks * SAMPLES);
+        float *const y[2] = {take(FEATURES * SAMPLES), take(FEATURES * SAMPLES)};
+        float *const h = take(FEATURES * SAMPLES), *const dh = take(FEATURES * SAMPLES);
+        float *const da_block = take(u_width * FEATURES), *db_block[2] = {}, *b_block[2] = {};
+        for (long k = 0; k < count; ++k) db_block[k] = take(p_width[k] * FEATURES);
+        float* const a_block = take(rank * FEATURES);
+        for (long k = 0; k < count; ++k) b_block[k] = take(ups[k].rows * FEATURES);
+#pragma omp for schedule(static)
+        for (long tile = 0; tile < tiles; ++tile) {
+            float* to = packed + tile * apart;
+            auto pack = [&](const float* from, long rows, long width) {
+                pack_samples(from, rows, samples, tile * SAMPLES, to);
+                float* const turned = to + rows * SAMPLES;
+                std::fill_n(turned, width * SAMPLES, 0.0f);
+                turn(rows, SAMPLES, to, SAMPLES, turned, width);
+                to = turned + width * SAMPLES;
+            };
+            pack(u, rank, u_width);
+            for (long k = 0; k < count; ++k) pack(ups[k].p, ups[k].rows, p_width[k]);
+        }
         bool begun = false;  // this thread's sums
 #pragma omp for schedule(static)
-        for (long first = 0; first < samples; first += SAMPLES) {
-            const long n = padded(std::min(SAMPLES, samples - first), W);
-            pack_samples(u, rank, samples, first, u_tile);
-            turn(rank, SAMPLES, u_tile, SAMPLES, ut, u_width);
-            for (long k = 0; k < count; ++k) {
-                pack_samples(ups[k].p, ups[k].rows, samples, first, p[k]);
-                turn(ups[k].rows, SAMPLES, p[k], SAMPLES, pt[k], p_width[k]);
-            }
-            for (long f = 0; f < wide; f += FEATURES) {
-                const long m = std::min(FEATURES, wide - f);
-                for (long k = 0; k < count; ++k)
-                    product(m, n, ups[k].rows, {b_blocks[k] + f * ups[k].rows, 1, FEATURES}, p[k], SAMPLES, y[k], SAMPLES, false);
-                product(m, n, rank, {a_blocks + f * rank, 1, FEATURES}, u_tile, SAMPLES, dh, SAMPLES, false);
+        for (long f = 0; f < wide; f += FEATURES) {
+            const long m = std::min(FEATURES, wide - f);
+            pack_features(a, rank, wide, f, a_block);
+            for (long k = 0; k < count; ++k) pack_features(ups[k].b, ups[k].rows, wide, f, b_block[k]);
+            for (long tile = 0; tile < tiles; ++tile) {
+                const long n = padded(std::min(SAMPLES, samples - tile * SAMPLES), W);
+                const float *const u_tile = packed + tile * apart, *const ut = u_tile + rank * SAMPLES;
+                const float *p[2] = {}, *pt[2] = {}, *at = ut + u_width * SAMPLES;
+                for (long k = 0; k < count; at = pt[k] + p_width[k] * SAMPLES, ++k) {
+                    p[k] = at, pt[k] = at + ups[k].rows * SAMPLES;
+                    product(m, n, ups[k].rows, {b_block[k], 1, FEATURES}, p[k], SAMPLES, y[k], SAMPLES, false);
+                }
+                product(m, n, rank, {a_block, 1, FEATURES}, u_tile, SAMPLES, dh, SAMPLES, false);
                 for (long i = 0; i < m; ++i)
                     for (long j = i * SAMPLES; j < i * SAMPLES + n; j += W) {
                         Vec act, slope, grad = load(dh + j);
@@ -208,27 +212,24 @@ void backward(long samples, long wide, long count, const Up* ups, long rank, con
                         store(y[0] + j, grad * slope);
                     }
                 // what was filled up is 0 in Uᵀ and Pᵀ
-                product(m, u_width, n, {h, SAMPLES, 1}, ut, u_width, da_sum + f * u_width, u_width, begun);
-                for (long k = 0; k < count; ++k) {
+                product(m, u_width, n, {h, SAMPLES, 1}, ut, u_width, da_block, u_width, tile > 0);
+                float* v = sum + tile * ranks * SAMPLES;
+                for (long k = 0; k < count; v += ups[k++].rank * SAMPLES) {
                     const long bias = ups[k].rows - ups[k].rank;
-                    product(m, p_width[k], n, {y[k], SAMPLES, 1}, pt[k], p_width[k], db_sum[k] + f * p_width[k], p_width[k],
-                            begun);
-                    product(ups[k].rank, n, m, {b_blocks[k] + f * ups[k].rows + bias * FEATURES, FEATURES, 1}, y[k], SAMPLES,
-                            v[k], SAMPLES, f > 0);
+                    product(m, p_width[k], n, {y[k], SAMPLES, 1}, pt[k], p_width[k], db_block[k], p_width[k], tile > 0);
+                    product(ups[k].rank, n, m, {b_block[k] + bias * FEATURES, FEATURES, 1}, y[k], SAMPLES, v, SAMPLES, begun);
                 }
             }
-            for (long k = 0; k < count; ++k)
-                for (long r = 0; r < ups[k].rank; ++r)
-                    for (long j = 0; j < std::min(SAMPLES, samples - first); ++j)
-                        ups[k].v[r * samples + first + j] = wide ? v[k][r * SAMPLES + j] : 0.0f;
+            if (tiles == 0) std::fill_n(da_block, (u_width + widths) * FEATURES, 0.0f);
+            turn(m, rank, da_block, u_width, da + f, wide);
+            for (long k = 0; k < count; ++k) turn(m, ups[k].rows, db_block[k], p_width[k], ups[k].db + f, wide);
             begun = true;
         }
-        if (!begun) std::fill_n(sum, widths * blocks, 0.0f);
+        if (!begun) std::fill_n(sum, tiles * ranks * SAMPLES, 0.0f);
 #pragma omp barrier
-        add_up(sums, omp_get_num_threads(), 0, u_width, rank, wide, da);
-        long offset = u_width * blocks;
-        for (long k = 0; k < count; ++k, offset += p_width[k - 1] * blocks)
-            add_up(sums, omp_get_num_threads(), offset, p_width[k], ups[k].rows, wide, ups[k].db);
+        long offset = 0;
+        for (long k = 0; k < count; offset += ups[k++].rank * SAMPLES)
+            add_up(sums, omp_get_num_threads(), offset, ranks * SAMPLES, ups[k].rank, samples, ups[k].v);
     }
 }
 
