@@ -24,7 +24,7 @@ from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import merge_dtype, pieces, without_autocast
 from comera.contract.linear import Weight, enter, tt_linears
 from comera.contract.once import made_once
-from comera.contract.two_sided import Half, narrow, stack, two_sided, unflatten
+from comera.contract.two_sided import Half, narrow, stack, two_sided, unflatten, wide
 from comera.errors import SpecError
 from comera.native.feed_forward import feed_forward, feed_forward_backward
 
@@ -101,7 +101,7 @@ class _FeedForward(torch.autograd.Function):
         q_SB = down.with_ones(made_once(through_wide))
         ctx.activation, ctx.count = activation, count
         ctx.save_for_backward(given_BI, q_SB, *ps_SB, *flat)
-        return (q_SB.t() @ down.b).to(given_BI.dtype)
+        return wide(q_SB, down.b).to(given_BI.dtype)
 
     @staticmethod
     def backward(ctx: Any, dz_BO: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,7 +117,7 @@ class _FeedForward(torch.autograd.Function):
             da_RF, vs_RB, dups_SF = _through_wide(ctx.activation, ps_SB, ups, down, u_RB)
             dx_BI = None
             if ctx.needs_input_grad[2]:
-                dx_BI = (stack(vs_RB).t() @ stack([up.a for up in ups])).to(given_BI.dtype)
+                dx_BI = wide(stack(vs_RB), stack([up.a for up in ups])).to(given_BI.dtype)
             das_RI = [v_RB @ x_BI for v_RB in vs_RB]
             sums: list[Any] = [half for pair in zip(das_RI, dups_SF, strict=True) for half in pair] + [da_RF, ddown_SO]
         return None, None, dx_BI, *(each.to(x_BI.dtype) for each in sums)

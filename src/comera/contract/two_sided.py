@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera import native
 from comera.contract import kernels
 from comera.contract.chain import widens
 from comera.contract.halves import (
@@ -34,6 +35,7 @@ from comera.contract.halves import (
     right_products,
     without_autocast,
 )
+from comera.native.memory import WIDE, empty
 from comera.native.narrow import narrow as native_narrow
 from comera.native.narrow import takes_narrow
 from comera.tt.spec import TTSpec
@@ -152,7 +154,7 @@ class _TwoSided(torch.autograd.Function):
         ps_SB = _narrow(x_BI, halves)
         ctx.save_for_backward(x_BI, *ps_SB, *flat)
         ctx.set_materialize_grads(False)
-        return tuple((p_SB.t() @ half.b).to(x_BI.dtype) for p_SB, half in zip(ps_SB, halves, strict=True))
+        return tuple(wide(p_SB, half.b).to(x_BI.dtype) for p_SB, half in zip(ps_SB, halves, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys_BO: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -175,7 +177,7 @@ class _TwoSided(torch.autograd.Function):
                     grads[2 * k + 1] = ps_SB[k] @ dy_BO
             u_RB, a_RI = stack(us_RB), stack([halves[k].a for k in reached])
             if wants_x:
-                dx_BI = (u_RB.t() @ a_RI).to(x_BI.dtype)
+                dx_BI = wide(u_RB, a_RI).to(x_BI.dtype)
             if any(wants[::2]):
                 das_RI = (u_RB @ x_BI.to(a_RI.dtype)).split([u.shape[0] for u in us_RB])
                 for k, da_RI in zip(reached, das_RI, strict=True):
@@ -197,6 +199,14 @@ def narrow(a_RI: Tensor, x_BI: Tensor) -> Tensor:
         p_RB: Tensor = native_narrow(a_RI, x_BI)
         return p_RB
     return a_RI @ x_BI.t()
+
+
+def wide(p_RB: Tensor, b_RO: Tensor) -> Tensor:
+    """Pᵀ B (batch, features)."""
+    shape = p_RB.shape[1], b_RO.shape[1]
+    if 4 * prod(shape) >= WIDE and not torch.is_grad_enabled() and native.takes("memory", p_RB, b_RO):
+        return torch.mm(p_RB.t(), b_RO, out=empty(*shape))
+    return p_RB.t() @ b_RO
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from comera.native.build import library
+from comera.native.memory import empty
 from comera.native.ops import define, pointer
 from comera.native.residual import rounded
 
@@ -125,7 +126,7 @@ def _view(t: Tensor) -> _View:
 def _heads_side_by_side(like_BHTD: Tensor, width: int) -> Tensor:
     """Empty, (B, H, T, width): what follows attention flattens the heads of a query into features without a copy."""
     batch, heads, length, _ = like_BHTD.shape
-    return like_BHTD.new_empty(batch, length, heads, width).transpose(1, 2)
+    return empty(batch, length, heads, width).transpose(1, 2)
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float p, float scale, bool is_causal"
