@@ -11,7 +11,7 @@
 // Rejected: the chains of one kind stacked and merged by batched products, as contract/together.py does on other devices.
 // Stacking, masks and the cutting of gradients took several times as long as the products.
 #include <algorithm>
-#include <memory>
+#include <numeric>
 #include <vector>
 
 #include "products.h"
@@ -31,124 +31,262 @@ struct Half {
     bool ends;  // with the last core of the chain, which absorbs nothing
 
     bool absorbs(long k) const { return !(ends && k == order - 1); }
-    long size(long k) const { return ranks[k] * modes[k] * ranks[k + 1]; }
+    long wide(long k) const { return modes[k] * ranks[k + 1]; }
     float factor(long k, long s) const { return !absorbs(k) ? 1.0f : d[k][s] > threshold ? d[k][s] : 0.0f; }
+    // Between the rows of G'_k (rank[k], wide): whole vectors where products take it as their b, none beside as their a.
+    long apart(long k) const { return first || k == order - 1 ? padded(wide(k), W) : wide(k); }
+    long features() const { return std::accumulate(modes, modes + order, 1l, std::multiplies<long>()); }
+    // Multiplications of the partial products.
+    long work() const {
+        long done = 1, all = 0;
+        for (long step = 0; step < order; ++step) {
+            const long k = first ? step : order - 1 - step;
+            done *= modes[k], all += done * ranks[k] * ranks[k + 1];
+        }
+        return all;
+    }
 };
 
-// So many numbers, not set to anything.
-struct Numbers {
-    struct Free {
-        void operator()(float* memory) const { std::free(memory); }
-    };
-    std::unique_ptr<float[], Free> memory;
-    explicit Numbers(long count)
-        : memory(static_cast<float*>(std::aligned_alloc(64, padded(count, 16) * sizeof(float)))) {}
-    float* data() const { return memory.get(); }
-    float& operator[](long k) const { return memory[k]; }
+thread_local Scratch own;
+
+// The memory of one half: a piece after the other, of numbers that are not set to anything. Where rows are filled up to
+// whole vectors they stay so, since what products make of these is cut off again.
+struct Room {
+    float* next;
+    float* take(long count) {
+        float* const from = next;
+        next += padded(count, 16);
+        return from;
+    }
+    // As much as the backward takes, which is more than the forward does.
+    static Room of(const Half& half) {
+        long done = 1, all = 0;
+        for (long step = 0; step < half.order; ++step) {
+            const long k = half.first ? step : half.order - 1 - step;
+            const long left = padded(std::max(1l, half.ranks[k]), W), right = padded(half.ranks[k + 1], W);
+            const long partial = half.first ? done * half.modes[k] * right : left * half.modes[k] * padded(done, W);
+            all += 7 * left * half.modes[k] * right + 5 * partial + 16 * 16;
+            done *= half.modes[k];
+        }
+        return {own.numbers(all)};
+    }
 };
 
-// c (m, n) = a (m, depth) b (depth, n), n of any size, rows of b and c side by side.
-void multiply(long m, long n, long depth, Matrix a, const float* b, float* c) {
-    if (n % W == 0) return product(m, n, depth, a, b, n, c, n, false);
-    const long width = padded(n, W);
-    const Numbers wide_b(depth * width), wide_c(m * width);
-    for (long k = 0; k < depth; ++k) std::fill_n(std::copy_n(b + k * n, n, &wide_b[k * width]), width - n, 0.0f);
-    product(m, width, depth, a, wide_b.data(), width, wide_c.data(), width, false);
-    for (long i = 0; i < m; ++i) std::copy_n(&wide_c[i * width], n, c + i * n);
+// How (groups, rows, n) stand: from one group, and from one row, to the next.
+struct Strides {
+    long group, row;
+};
+
+inline void copy(long n, const float* from, float* to) {
+    if (n < W) {
+        for (long k = 0; k < n; ++k) to[k] = from[k];
+        return;
+    }
+    for (long k = 0; k + W <= n; k += W) store(to + k, load(from + k));
+    store(to + n - W, load(from + n - W));  // the last ones, and some once more
 }
 
-Numbers turned(const float* x, long rows, long columns) {
-    Numbers y(rows * columns);
-    turn(rows, columns, x, columns, y.data(), rows);
+// Numbers in other places; where they are if that is the same.
+const float* placed(long groups, long rows, long n, const float* x, Strides from, Strides to, Room& room) {
+    if (from.row == to.row && (groups == 1 || from.group == to.group)) return x;
+    float* const y = room.take(groups * to.group);
+    for (long group = 0; group < groups; ++group)
+        for (long row = 0; row < rows; ++row)
+            copy(n, x + group * from.group + row * from.row, y + group * to.group + row * to.row);
     return y;
 }
 
-Numbers absorbed(const Half& half, long k) {
-    Numbers g(half.size(k));
+// `product` with one strip of b after the other, for a b that is larger than the nearest cache and a that is not.
+void product_by_strips(long m, long n, long depth, Matrix a, const float* b, float* c, bool add) {
+    for (long j = 0; j < n; j += 2 * W) product(m, std::min(2l * W, n - j), depth, a, b + j, n, c + j, n, add);
+}
+
+// What D_k multiplies each of the numbers of a row of G_k by.
+const float* factors(const Half& half, long k, Room& room) {
     const long right = half.ranks[k + 1];
-    std::vector<float> factors(right);
-    for (long s = 0; s < right; ++s) factors[s] = half.factor(k, s);
-    for (long i = 0; i < half.ranks[k] * half.modes[k]; ++i)
-        for (long s = 0; s < right; ++s) g[i * right + s] = half.cores[k][i * right + s] * factors[s];
+    float* const f = room.take(half.wide(k));
+    for (long s = 0; s < right; ++s) f[s] = half.factor(k, s);
+    for (long at = right; at < half.wide(k); ++at) f[at] = f[at - right];
+    return f;
+}
+
+// G'_k of all k.
+std::vector<const float*> all_absorbed(const Half& half, Room& room) {
+    std::vector<const float*> g;
+    for (long k = 0; k < half.order; ++k) {
+        const long left = half.ranks[k], n = half.wide(k), apart = half.apart(k);
+        const float *from = half.cores[k], *const f = factors(half, k, room);
+        float* to = room.take(left * apart);
+        g.push_back(to);
+        for (long i = 0; i < left; ++i, from += n, to += apart) {
+            long j = 0;
+            for (; j + W <= n; j += W) store(to + j, load(from + j) * load(f + j));
+            for (; j < n; ++j) to[j] = from[j] * f[j];
+        }
+    }
     return g;
 }
 
-// The gradients of G_k and d_k from that of G'_k.
-void release(const Half& half, long k, const float* grad) {
-    const long right = half.ranks[k + 1], rows = half.ranks[k] * half.modes[k];
-    std::vector<float> factors(right), sums(right, 0.0f);
-    for (long s = 0; s < right; ++s) factors[s] = half.factor(k, s);
-    for (long i = 0; i < rows; ++i)
-        for (long s = 0; s < right; ++s) {
-            sums[s] += grad[i * right + s] * half.cores[k][i * right + s];
-            half.dcores[k][i * right + s] = grad[i * right + s] * factors[s];
+// The gradients of G_k and d_k from that of G'_k, its rows `apart` numbers from each other.
+void release(const Half& half, long k, const float* grad, long apart, Room& room) {
+    const long right = half.ranks[k + 1], n = half.wide(k);
+    const float *g = half.cores[k], *const f = factors(half, k, room);
+    float *to = half.dcores[k], *const sums = room.take(n);
+    std::fill_n(sums, n, 0.0f);
+    for (long i = 0; i < half.ranks[k]; ++i, g += n, grad += apart, to += n) {
+        long j = 0;
+        for (; j + W <= n; j += W) {
+            store(sums + j, load(sums + j) + load(grad + j) * load(g + j));
+            store(to + j, load(grad + j) * load(f + j));
         }
-    if (half.absorbs(k))
-        for (long s = 0; s < right; ++s) half.dd[k][s] = half.d[k][s] > half.threshold ? sums[s] : 0.0f;
+        for (; j < n; ++j) sums[j] += grad[j] * g[j], to[j] = grad[j] * f[j];
+    }
+    if (!half.absorbs(k)) return;
+    for (long s = 0; s < right; ++s) {
+        float sum = 0.0f;
+        for (long at = s; at < n; at += right) sum += sums[at];
+        half.dd[k][s] = half.d[k][s] > half.threshold ? sum : 0.0f;
+    }
 }
 
-// The first `count` of L_1, L_2, ... (N_1 ... N_k, S_k), or of R_order, R_{order-1}, ... (R_k, N_k ... N_order).
-std::vector<Numbers> partial_products(const Half& half, const std::vector<Numbers>& g, long count) {
-    const long order = half.order;
-    std::vector<Numbers> made;
+// The first `count` of L_1, L_2, ..., as (N_1 ... N_k, S_k), or of R_order, R_{order-1}, ..., as (R_k, N_k ... N_order)
+// with its rows filled up to whole vectors.
+std::vector<const float*> partial_products(const Half& half, const std::vector<const float*>& g, long count, Room& room) {
+    std::vector<const float*> made;
     long done = 1;
     for (long step = 0; step < count; ++step) {
-        const long k = half.first ? step : order - 1 - step;
+        const long k = half.first ? step : half.order - 1 - step;
         const long left = half.ranks[k], mode = half.modes[k], right = half.ranks[k + 1];
         if (step == 0) {
-            made.emplace_back(half.size(k));
-            std::copy_n(g[k].data(), half.size(k), made[0].data());
+            made.push_back(g[k]);
         } else if (half.first) {
-            made.emplace_back(done * mode * right);
-            multiply(done, mode * right, left, {made[step - 1].data(), left, 1}, g[k].data(), made[step].data());
+            const long n = mode * right, row = padded(n, W);
+            float* const c = room.take(done * row);
+            product(done, row, left, {made[step - 1], left, 1}, g[k], row, c, row, false);
+            made.push_back(placed(1, done, n, c, {0, row}, {done * n, n}, room));
         } else {
-            made.emplace_back(left * mode * done);
-            multiply(left * mode, done, right, {g[k].data(), right, 1}, made[step - 1].data(), made[step].data());
+            const long row = padded(done, W);
+            float* const c = room.take(left * mode * row);
+            product(left * mode, row, right, {g[k], right, 1}, made[step - 1], row, c, row, false);
+            made.push_back(placed(left, mode, done, c, {mode * row, row}, {padded(mode * done, W), done}, room));
         }
         done *= mode;
     }
     return made;
 }
 
-std::vector<Numbers> all_absorbed(const Half& half) {
-    std::vector<Numbers> g;
-    for (long k = 0; k < half.order; ++k) g.push_back(absorbed(half, k));
-    return g;
-}
-
-// The gradients of the cores from that of the whole half.
-void gradients(const Half& half, Numbers grad) {
-    const long order = half.order;
-    const std::vector<Numbers> g = all_absorbed(half), made = partial_products(half, g, order - 1);
-    long done = 1;
-    for (long k = 0; k < order; ++k) done *= half.modes[k];
-    for (long step = order - 1; step >= 0; --step) {
-        const long k = half.first ? step : order - 1 - step;
-        const long left = half.ranks[k], mode = half.modes[k], right = half.ranks[k + 1];
-        done /= mode;
-        if (step == 0) {
-            release(half, k, grad.data());
-            continue;
-        }
-        const float* before = made[step - 1].data();
-        Numbers dg(half.size(k)), next((half.first ? left : right) * done);
-        if (half.first) {  // grad (done, mode * right)
-            multiply(left, mode * right, done, {before, 1, left}, grad.data(), dg.data());
-            multiply(done, left, mode * right, {grad.data(), mode * right, 1},
-                     turned(g[k].data(), left, mode * right).data(), next.data());
-        } else {  // grad (left * mode, done)
-            multiply(left * mode, right, done, {grad.data(), done, 1}, turned(before, right, done).data(), dg.data());
-            multiply(right, done, left * mode, {g[k].data(), 1, right}, grad.data(), next.data());
-        }
-        release(half, k, dg.data());
-        grad = std::move(next);
+// A = L_orderᵀ (rank, features), some features of L at a time, while they are near.
+void make_a(const Half& half, long features, float* a) {
+    constexpr long BLOCK = 24;
+    Room room = Room::of(half);
+    const long k = half.order - 1, left = half.ranks[k], mode = half.modes[k], rank = half.ranks[half.order];
+    const std::vector<const float*> g = all_absorbed(half, room), made = partial_products(half, g, k, room);
+    if (k == 0) return turn(features, rank, g[0], rank, a, features);
+    const long n = mode * rank, row = padded(n, W), done = half.features() / mode;
+    float* const c = room.take(std::min(BLOCK, done) * row);
+    for (long first = 0; first * mode < features; first += BLOCK) {
+        const long count = std::min(BLOCK, done - first);
+        product(count, row, left, {made[k - 1] + first * left, left, 1}, g[k], row, c, row, false);
+        Room spare = room;
+        const float* const l = placed(1, count, n, c, {0, row}, {count * n, n}, spare);
+        turn(std::min(count * mode, features - first * mode), rank, l, rank, a + first * mode, features);
     }
 }
 
-long features(const Half& half) {
-    long all = 1;
-    for (long k = 0; k < half.order; ++k) all *= half.modes[k];
-    return all;
+// B = R_1 (rank, features)
+void make_b(const Half& half, long features, float* b) {
+    Room room = Room::of(half);
+    const std::vector<const float*> g = all_absorbed(half, room);
+    const long rank = half.ranks[0], mode = half.modes[0], right = half.ranks[1], all = half.features();
+    const long done = all / mode;
+    if (half.order > 1 && done % W == 0 && all == features) {
+        const std::vector<const float*> made = partial_products(half, g, half.order - 1, room);
+        return product(rank * mode, done, right, {g[0], right, 1}, made.back(), done, b, done, false);
+    }
+    const float* const r = partial_products(half, g, half.order, room).back();
+    for (long i = 0; i < rank; ++i) copy(features, r + i * padded(all, W), b + i * features);
+}
+
+// The gradients of the cores of the left half from that of A.
+void through_a(const Half& half, long features, const float* da) {
+    constexpr long BLOCK = 96;  // of rows of ∂L at a time, while they are near
+    Room room = Room::of(half);
+    const long last = half.order - 1;
+    const std::vector<const float*> g = all_absorbed(half, room), made = partial_products(half, g, last, room);
+    const float* grad = nullptr;  // of L_k (done, row), but of the last one, which is made a block at a time
+    long done = half.features();
+    for (long k = last; k >= 0; --k) {
+        const long left = half.ranks[k], mode = half.modes[k], right = half.ranks[k + 1];
+        const long n = mode * right, row = padded(n, W), width = padded(left, W);
+        done /= mode;
+        float* const block = k == last ? room.take(std::min(BLOCK, done) * n) : nullptr;
+        auto rows = [&](long first, long count, Room& room) {
+            if (k < last) return grad + first * row;
+            const long there = std::max(0l, std::min(count * mode, features - first * mode));
+            turn(right, there, da + first * mode, features, block, right);
+            std::fill_n(block + there * right, (count * mode - there) * right, 0.0f);
+            return placed(1, count, n, block, {0, n}, {count * row, row}, room);
+        };
+        if (k == 0) return release(half, 0, rows(0, 1, room), row, room);
+        float *const dg = room.take(left * row), *const turned = room.take(n * width);
+        float* const before = room.take(done * width);
+        turn(left, n, g[k], row, turned, width);
+        for (long first = 0; first < done; first += BLOCK) {
+            Room spare = room;
+            const long count = std::min(BLOCK, done - first);
+            const float* const dl = rows(first, count, spare);
+            product_by_strips(left, row, count, {made[k - 1] + first * left, 1, left}, dl, dg, first > 0);
+            product(count, width, n, {dl, row, 1}, turned, width, before + first * width, width, false);
+        }
+        release(half, k, dg, row, room);
+        const long mode_before = half.modes[k - 1];
+        grad = placed(done / mode_before, mode_before, left, before, {mode_before * width, width},
+                      {padded(mode_before * left, W), left}, room);
+    }
+}
+
+// The gradients of the cores of the right half from that of B.
+void through_b(const Half& half, long features, const float* db) {
+    Room room = Room::of(half);
+    const long last = half.order - 1;
+    const std::vector<const float*> g = all_absorbed(half, room), made = partial_products(half, g, last, room);
+    long done = half.features();
+    const float* grad = nullptr;  // of R_k (left * mode, row), but (left, mode) of the last core
+    for (long k = 0; k <= last; ++k) {
+        const long left = half.ranks[k], mode = half.modes[k], right = half.ranks[k + 1];
+        const long pieces = k == last ? 1 : mode;
+        const long n = done / pieces, row = padded(n, W), width = padded(right, W);
+        if (k > 0) {
+            grad = placed(left, pieces, n, grad, {padded(done, W), n}, {pieces * row, row}, room);
+        } else if (features == done && row == n) {
+            grad = db;
+        } else {
+            float* const wide = room.take(left * pieces * row);
+            std::fill_n(wide, left * pieces * row, 0.0f);
+            for (long i = 0; i < left * pieces; ++i) {
+                const long first = i % pieces * n;
+                copy(std::max(0l, std::min(n, features - first)), db + i / pieces * features + first, wide + i * row);
+            }
+            grad = wide;
+        }
+        if (k == last) return release(half, k, grad, row, room);
+        float *const turned = room.take(n * width), *const dg = room.take(left * mode * width);
+        turn(right, n, made[last - 1 - k], row, turned, width);
+        product(left * mode, width, n, {grad, row, 1}, turned, width, dg, width, false);
+        const float* const close = placed(1, left * mode, right, dg, {0, width}, {left * mode * right, right}, room);
+        release(half, k, close, mode * right, room);
+        float* const next = room.take(right * row);
+        product_by_strips(right, row, left * mode, {g[k], 1, right}, grad, next, false);
+        grad = next, done = n;
+    }
+}
+
+// Of a half whose gradient never came, while that of the other did.
+void without_gradient(const Half& half) {
+    for (long k = 0; k < half.order; ++k) {
+        std::fill_n(half.dcores[k], half.ranks[k] * half.wide(k), 0.0f);
+        if (half.absorbs(k)) std::fill_n(half.dd[k], half.ranks[k + 1], 0.0f);
+    }
 }
 
 // A chain as Python names it, and its halves or their gradients; null where there is none.
@@ -184,49 +322,57 @@ std::vector<Chain> chains_of(long count, const long* layout, float* const* point
     return chains;
 }
 
+// The halves of all chains, those with the most work first, so that the threads end together: chain number and side.
+struct Task {
+    long chain;
+    bool first;
+};
+
+std::vector<Task> tasks_of(const std::vector<Chain>& chains) {
+    std::vector<std::pair<long, Task>> sized;
+    for (long k = 0; k < long(chains.size()); ++k)
+        for (bool first : {true, false}) sized.push_back({chains[k].half(first, 0.0f).work(), {k, first}});
+    std::stable_sort(sized.begin(), sized.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::vector<Task> tasks;
+    for (const auto& [work, task] : sized) tasks.push_back(task);
+    return tasks;
+}
+
 }  // namespace
 
 extern "C" {
 
 void merge(long count, const long* layout, float* const* pointers, float threshold, int threads) {
     const std::vector<Chain> chains = chains_of(count, layout, pointers, false);
+    const std::vector<Task> tasks = tasks_of(chains);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (long task = 0; task < 2 * count; ++task) {
-        const Chain& chain = chains[task / 2];
-        const Half half = chain.half(task % 2 == 0, threshold);
-        const Numbers made = std::move(partial_products(half, all_absorbed(half), half.order).back());
-        const long rank = chain.ranks[chain.split];
-        if (half.first) {
-            turn(chain.in_features, rank, made.data(), rank, chain.a, chain.in_features);
+    for (const Task& task : tasks) {
+        const Chain& chain = chains[task.chain];
+        const Half half = chain.half(task.first, threshold);
+        if (task.first) {
+            make_a(half, chain.in_features, chain.a);
         } else {
-            const long all = features(half), out = chain.out_features;
-            float* to = chain.b;
-            if (chain.bias) to = std::copy_n(chain.bias, out, to);
-            for (long r = 0; r < rank; ++r) to = std::copy_n(&made[r * all], out, to);
+            if (chain.bias) copy(chain.out_features, chain.bias, chain.b);
+            make_b(half, chain.out_features, chain.b + (chain.bias ? chain.out_features : 0));
         }
     }
 }
 
 void merge_backward(long count, const long* layout, float* const* pointers, float threshold, int threads) {
     const std::vector<Chain> chains = chains_of(count, layout, pointers, true);
+    const std::vector<Task> tasks = tasks_of(chains);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (long task = 0; task < 2 * count; ++task) {
-        const Chain& chain = chains[task / 2];
-        const Half half = chain.half(task % 2 == 0, threshold);
-        const long all = features(half), rank = chain.ranks[chain.split], out = chain.out_features;
-        Numbers grad(all * rank);
-        std::fill_n(grad.data(), all * rank, 0.0f);
-        if (half.first) {
-            if (chain.a) turn(rank, chain.in_features, chain.a, chain.in_features, grad.data(), rank);
+    for (const Task& task : tasks) {
+        const Chain& chain = chains[task.chain];
+        const Half half = chain.half(task.first, threshold);
+        if (!(task.first ? chain.a : chain.b)) {
+            without_gradient(half);
+        } else if (task.first) {
+            through_a(half, chain.in_features, chain.a);
         } else {
-            const float* from = chain.b;
-            if (from && chain.bias) {
-                std::copy_n(from, out, chain.dbias);
-                from += out;
-            }
-            for (long r = 0; from && r < rank; ++r) std::copy_n(from + r * out, out, &grad[r * all]);
+            if (chain.bias) copy(chain.out_features, chain.b, chain.dbias);
+            through_b(half, chain.out_features, chain.b + (chain.bias ? chain.out_features : 0));
         }
-        gradients(half, std::move(grad));
     }
 }
 }

@@ -58,13 +58,47 @@ static inline void product(long m, long n, long depth, Matrix a, const float* b,
 
 static inline long padded(long n, long to) { return (n + to - 1) / to * to; }
 
+// Of two rows of W x W numbers, `apart` from each other: blocks of `apart` numbers exchanged across the diagonal.
+template <int apart>
+static inline void exchange(Vec& a, Vec& b) {
+    Vec first, second;
+#ifdef __clang__
+    for (int i = 0; i < W; ++i) first[i] = i & apart ? b[i - apart] : a[i], second[i] = i & apart ? b[i] : a[i + apart];
+#else
+    Int low, high;
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) low[i] = i & apart ? i - apart + W : i, high[i] = i & apart ? i + W : i + apart;
+    first = __builtin_shuffle(a, b, low), second = __builtin_shuffle(a, b, high);
+#endif
+    a = first, b = second;
+}
+
+template <int apart>
+__attribute__((always_inline)) static inline void exchange_all(Vec* x) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i)
+        if (!(i & apart)) exchange<apart>(x[i], x[i + apart]);
+    if constexpr (apart > 1) exchange_all<apart / 2>(x);
+}
+
 // Rows and columns exchanged: (rows, columns), its rows `from_row` numbers apart, to (columns, rows), `to_row` apart. In
-// squares, for a column of a whole matrix would take a line of the cache for every number.
+// squares of W x W; the last ones of a row or column reach back over what is done.
 static inline void turn(long rows, long columns, const float* from, long from_row, float* to, long to_row) {
-    constexpr long SQUARE = 16;
-    for (long i = 0; i < rows; i += SQUARE)
+    if (rows < W || columns < W) {
         for (long j = 0; j < columns; ++j)
-            for (long k = i; k < (i + SQUARE < rows ? i + SQUARE : rows); ++k) to[j * to_row + k] = from[k * from_row + j];
+            for (long i = 0; i < rows; ++i) to[j * to_row + i] = from[i * from_row + j];
+        return;
+    }
+    for (long column = 0; column < columns; column += W)
+        for (long row = 0; row < rows; row += W) {
+            const long i = row + W < rows ? row : rows - W, j = column + W < columns ? column : columns - W;
+            Vec x[W];
+#pragma GCC unroll 16
+            for (int k = 0; k < W; ++k) x[k] = load(from + (i + k) * from_row + j);
+            exchange_all<W / 2>(x);
+#pragma GCC unroll 16
+            for (int k = 0; k < W; ++k) store(to + (j + k) * to_row + i, x[k]);
+        }
 }
 
 // Memory of a thread, kept from call to call; its numbers are what the last call left.
