@@ -73,38 +73,6 @@ void scale_rows(float* x, long rows, long width, const float* factors) {
         for (long c = 0; c < width; c += W) store(x + c, load(x + c) * factors[r]);
 }
 
-// a0 b0 a1 b1 ... of the first halves of a and b, and of the second.
-inline void interleave(Vec a, Vec b, Vec& first, Vec& second) {
-#ifdef __clang__
-    for (int i = 0; i < W; ++i) first[i] = (i % 2 ? b : a)[i / 2], second[i] = (i % 2 ? b : a)[i / 2 + W / 2];
-#else
-    Int low, high;
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) low[i] = i / 2 + i % 2 * W, high[i] = low[i] + W / 2;
-    first = __builtin_shuffle(a, b, low), second = __builtin_shuffle(a, b, high);
-#endif
-}
-
-// (rows, width) as (width, QUERIES); both multiples of W. In a quarter of the time of products.h's turn.
-void turn_tile(const float* from, long rows, long width, float* to) {
-    for (long r = 0; r < rows; r += W)
-        for (long c = 0; c < width; c += W) {
-            // W x W numbers: interleaved with those half the rows away, log W times
-            Vec x[W], y[W];
-#pragma GCC unroll 16
-            for (int i = 0; i < W; ++i) x[i] = load(from + (r + i) * width + c);
-#pragma GCC unroll 4
-            for (int step = 1; step < W; step *= 2) {
-#pragma GCC unroll 8
-                for (int i = 0; i < W / 2; ++i) interleave(x[i], x[i + W / 2], y[2 * i], y[2 * i + 1]);
-#pragma GCC unroll 16
-                for (int i = 0; i < W; ++i) x[i] = y[i];
-            }
-#pragma GCC unroll 16
-            for (int i = 0; i < W; ++i) store(to + (c + i) * QUERIES + r, x[i]);
-        }
-}
-
 // The mask added to the scores of a tile, and -inf where a key is later than its query. spare: two tiles.
 void hide(const Problem& problem, const Tile& at, float* scores, float* spare) {
     const long n = padded(at.queries, W);
@@ -113,7 +81,7 @@ void hide(const Problem& problem, const Tile& at, float* scores, float* spare) {
         float* const turned = spare + QUERIES * KEYS;
         if (problem.mask.row) {
             pack(mask, problem.mask.row, at.queries, at.keys, 1.0f, spare, KEYS);
-            turn_tile(spare, n, KEYS, turned);
+            turn(n, KEYS, spare, KEYS, turned, QUERIES);
         }
         for (long s = 0; s < at.keys; ++s)
             for (long j = s * QUERIES; j < s * QUERIES + n; j += W)
@@ -176,7 +144,7 @@ void forward(const Problem& problem, View out, float* tops, float* shares, int t
             for (long t = 0; t < problem.queries; t += QUERIES) {
                 const long count = std::min(QUERIES, problem.queries - t), n = padded(count, W);
                 pack(problem.q.from(b, h, t), problem.q.row, count, problem.width, problem.scale, q, width);
-                turn_tile(q, n, width, qt);
+                turn(n, width, q, width, qt, QUERIES);
                 Vec top[VECS], sum[VECS];
                 std::fill_n(top, VECS, splat(-INF));
                 std::fill_n(sum, VECS, splat(0.0f));
@@ -268,8 +236,8 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
                     const long count = std::min(QUERIES, problem.queries - t), n = padded(count, W);
                     pack(problem.q.from(b, h, t), problem.q.row, count, problem.width, problem.scale, q, width);
                     pack(d_out.from(b, h, t), d_out.row, count, problem.value_width, 1.0f, d_o, o_width);
-                    turn_tile(q, n, width, qt);
-                    turn_tile(d_o, n, o_width, dot);
+                    turn(n, width, q, width, qt, QUERIES);
+                    turn(n, o_width, d_o, o_width, dot, QUERIES);
                     row_sums(d_o, o_width, out.from(b, h, t), out.row, count, problem.value_width, d);
                     const long first = (b * problem.heads + h) * problem.queries + t;
                     for (long j = 0; j < n; ++j) {  // 0 for what is filled up

@@ -81,23 +81,30 @@ __attribute__((always_inline)) static inline void exchange_all(Vec* x) {
     if constexpr (apart > 1) exchange_all<apart / 2>(x);
 }
 
+__attribute__((always_inline)) static inline void turn_square(const float* from, long from_row, float* to, long to_row) {
+    Vec x[W];
+#pragma GCC unroll 16
+    for (int k = 0; k < W; ++k) x[k] = load(from + k * from_row);
+    exchange_all<W / 2>(x);
+#pragma GCC unroll 16
+    for (int k = 0; k < W; ++k) store(to + k * to_row, x[k]);
+}
+
 // Rows and columns exchanged: (rows, columns), its rows `from_row` numbers apart, to (columns, rows), `to_row` apart. In
-// squares of W x W; the last ones of a row or column reach back over what is done.
+// squares of W x W, along the longer side, of which the last ones reach back over what is done.
 static inline void turn(long rows, long columns, const float* from, long from_row, float* to, long to_row) {
     if (rows < W || columns < W) {
         for (long j = 0; j < columns; ++j)
             for (long i = 0; i < rows; ++i) to[j * to_row + i] = from[i * from_row + j];
         return;
     }
-    for (long column = 0; column < columns; column += W)
-        for (long row = 0; row < rows; row += W) {
-            const long i = row + W < rows ? row : rows - W, j = column + W < columns ? column : columns - W;
-            Vec x[W];
-#pragma GCC unroll 16
-            for (int k = 0; k < W; ++k) x[k] = load(from + (i + k) * from_row + j);
-            exchange_all<W / 2>(x);
-#pragma GCC unroll 16
-            for (int k = 0; k < W; ++k) store(to + (j + k) * to_row + i, x[k]);
+    const bool across = columns > rows;
+    const long outer = across ? rows : columns, inner = across ? columns : rows;
+    for (long p = 0; p < outer; p += W)
+        for (long q = 0; q < inner; q += W) {
+            const long u = p + W < outer ? p : outer - W, v = q + W < inner ? q : inner - W;
+            const long i = across ? u : v, j = across ? v : u;
+            turn_square(from + i * from_row + j, from_row, to + j * to_row + i, to_row);
         }
 }
 
