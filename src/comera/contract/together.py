@@ -144,13 +144,13 @@ class _MergeTogether(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
-def _layout(specs: tuple[TTSpec, ...]) -> list[int]:
+def _layout(specs: tuple[TTSpec, ...]) -> tuple[int, ...]:
     """The chains as the kernel wants them."""
-    return [
+    return tuple(
         number
         for spec in specs
         for number in (spec.order, spec.split, spec.in_features, spec.out_features, *spec.sizes, *spec.ranks)
-    ]
+    )
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

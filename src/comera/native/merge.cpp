@@ -303,20 +303,20 @@ struct Chain {
     }
 };
 
-// layout: of each chain order, split, in_features, out_features, modes, ranks. pointers: cores, d, bias, a, b, and in the
-// backward the gradients of cores, d and bias.
+// layout: of each chain order, split, in_features, out_features, modes, ranks. pointers: all cores and d, a chain after the
+// other; all biases; all a and b; and in the backward the gradients of cores and d, and of biases.
 std::vector<Chain> chains_of(long count, const long* layout, float* const* pointers, bool backward) {
+    long numbers = 0;
+    for (long k = 0, at = 0; k < count; ++k, at += 5 + 2 * layout[at]) numbers += 2 * layout[at] - 1;
+    float *const *biases = pointers + numbers, *const *halves = biases + count, *const *grads = halves + 2 * count;
     std::vector<Chain> chains;
     for (long k = 0; k < count; ++k) {
         const long order = layout[0];
         Chain chain{order, layout[1], layout[2], layout[3], layout + 4, layout + 4 + order, pointers, pointers + order,
-                    pointers[2 * order - 1], pointers[2 * order], pointers[2 * order + 1], nullptr, nullptr, nullptr};
+                    biases[k], halves[2 * k], halves[2 * k + 1], nullptr, nullptr, nullptr};
+        if (backward) chain.dcores = grads, chain.dd = grads + order, chain.dbias = halves[2 * count + numbers + k];
         layout += 5 + 2 * order;
-        pointers += 2 * order + 2;
-        if (backward) {
-            chain.dcores = pointers, chain.dd = pointers + order, chain.dbias = pointers[2 * order - 1];
-            pointers += 2 * order;
-        }
+        pointers += 2 * order - 1, grads += 2 * order - 1;
         chains.push_back(chain);
     }
     return chains;

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, c_float, c_int, c_long, c_void_p
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from comera.native.build import library
 from comera.native.ops import define
+
+T = TypeVar("T", Tensor, Tensor | None)
 
 
 @cache
@@ -26,31 +28,38 @@ def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
 
 def _chains(layout: Sequence[int]) -> Iterator[Sequence[int]]:
     """The numbers of one chain after the other: order, split, in_features, out_features, modes, ranks."""
-    while layout:
-        size = 5 + 2 * layout[0]
-        yield layout[:size]
-        layout = layout[size:]
+    start = 0
+    while start < len(layout):
+        end = start + 5 + 2 * layout[start]
+        yield layout[start:end]
+        start = end
+
+
+@lru_cache(maxsize=64)
+def _described(layout: tuple[int, ...]) -> tuple[int, Any, list[tuple[int, int, int]]]:
+    """How many chains, the layout as C takes it, and rank, in_features, out_features of each chain."""
+    halves = [(rest[order + split], inner, outer) for order, split, inner, outer, *rest in _chains(layout)]
+    return len(halves), (c_long * len(layout))(*layout), halves
 
 
 def _run(function: Callable[..., None], layout: Sequence[int], tensors: Sequence[Tensor | None], least: float) -> None:
-    pointers = (c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
-    count = sum(1 for _ in _chains(layout))
-    function(count, (c_long * len(layout))(*layout), pointers, least, torch.get_num_threads())
+    count, numbers, _ = _described(tuple(layout))
+    pointers = (c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
+    function(count, numbers, pointers, least, torch.get_num_threads())
+
+
+def _contiguous(tensors: Sequence[T]) -> list[T]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def _forward(
     numbers: Sequence[Tensor], biases: Sequence[Tensor | None], layout: Sequence[int], threshold: float
 ) -> list[Tensor]:
-    numbers = [tensor.contiguous() for tensor in numbers]
-    halves, tensors, start = [], [], 0
-    for (order, split, inner, outer, *rest), bias in zip(_chains(layout), biases, strict=True):
-        rank = rest[order + split]
-        a, b = numbers[0].new_empty(rank, inner), numbers[0].new_empty(rank + (bias is not None), outer)
-        end = start + 2 * order - 1
-        tensors += [*numbers[start:end], bias, a, b]
-        halves += [a, b]
-        start = end
-    _run(_functions()[0], layout, tensors, threshold)
+    numbers, biases = _contiguous(numbers), _contiguous(biases)
+    halves: list[Tensor] = []
+    for (rank, inner, outer), bias in zip(_described(tuple(layout))[2], biases, strict=True):
+        halves += [numbers[0].new_empty(rank, inner), numbers[0].new_empty(rank + (bias is not None), outer)]
+    _run(_functions()[0], layout, [*numbers, *biases, *halves], threshold)
     return halves
 
 
@@ -61,18 +70,11 @@ def _backward(
     layout: Sequence[int],
     threshold: float,
 ) -> list[Tensor]:
-    numbers = [tensor.contiguous() for tensor in numbers]
-    dhalves = [None if half is None else half.contiguous() for half in dhalves]
+    numbers, biases, dhalves = _contiguous(numbers), _contiguous(biases), _contiguous(dhalves)
     grads = [torch.empty_like(tensor) for tensor in numbers]
     reached = zip(biases, dhalves[1::2], strict=True)
     dbiases = [None if bias is None or db is None else torch.empty_like(bias) for bias, db in reached]
-    tensors: list[Tensor | None] = []
-    start = 0
-    for k, (order, *_) in enumerate(_chains(layout)):
-        end = start + 2 * order - 1
-        tensors += [*numbers[start:end], biases[k], *dhalves[2 * k : 2 * k + 2], *grads[start:end], dbiases[k]]
-        start = end
-    _run(_functions()[1], layout, tensors, threshold)
+    _run(_functions()[1], layout, [*numbers, *biases, *dhalves, *grads, *dbiases], threshold)
     return grads + [dbias for dbias in dbiases if dbias is not None]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _LIBRARY = torch.library.Library("comera", "FRAGMENT")
 
@@ -15,13 +16,23 @@ _LIBRARY = torch.library.Library("comera", "FRAGMENT")
 def define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The operation torch.ops.comera.NAME of a schema "NAME(Tensor x, ...) -> ..."; `run` makes its outputs on the CPU.
 
-    Without a derivative: autograd functions call it.
+    Without a derivative: autograd functions call it. It goes through torch's dispatcher, which takes lists of tensors
+    apart and puts them together again, only where someone is there to see it.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CPU")
     operation: Callable[..., Any] = getattr(torch.ops.comera, name).default
-    return operation
+
+    def call(*operands: Any) -> Any:
+        return (operation if _seen() else run)(*operands)
+
+    return call
+
+
+def _seen() -> bool:
+    """Whether a mode (a counter of FLOPs, a replay, a trace) or a profiler looks at operations now."""
+    return _get_current_dispatch_mode() is not None or torch._C._autograd._profiler_enabled()
 
 
 def pointer(tensor: Tensor | None) -> c_void_p:
