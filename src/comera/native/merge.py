@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from comera.native.build import library
-from comera.native.ops import define
+from comera.native.ops import addresses, define
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -21,7 +21,7 @@ T = TypeVar("T", Tensor, Tensor | None)
 def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
     forward, backward = library().merge, library().merge_backward
     for function in (forward, backward):
-        function.argtypes = [c_long, POINTER(c_long), POINTER(c_void_p), c_float, c_int]
+        function.argtypes = [c_long, POINTER(c_long), c_void_p, c_float, c_int]
         function.restype = None
     return forward, backward
 
@@ -44,8 +44,8 @@ def _described(layout: tuple[int, ...]) -> tuple[int, Any, list[tuple[int, int, 
 
 def _run(function: Callable[..., None], layout: Sequence[int], tensors: Sequence[Tensor | None], least: float) -> None:
     count, numbers, _ = _described(tuple(layout))
-    pointers = (c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
-    function(count, numbers, pointers, least, torch.get_num_threads())
+    pointers = addresses(tensors)
+    function(count, numbers, pointers.buffer_info()[0], least, torch.get_num_threads())
 
 
 def _contiguous(tensors: Sequence[T]) -> list[T]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from typing import Any
 
@@ -33,6 +34,14 @@ def define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
 def _seen() -> bool:
     """Whether a mode (a counter of FLOPs, a replay, a trace) or a profiler looks at operations now."""
     return _get_current_dispatch_mode() is not None or torch._C._autograd._profiler_enabled()
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> array[int]:
+    """Where the numbers of many contiguous tensors stand, 0 for None; C takes its buffer_info()[0] as long as it lives.
+
+    An array of ctypes takes 0.1 µs for each.
+    """
+    return array("Q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def pointer(tensor: Tensor | None) -> c_void_p:

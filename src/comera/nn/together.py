@@ -22,7 +22,7 @@ from comera.nn.linear import TTLinear
 from comera.tt.spec import TTSpec
 
 _Halves = tuple[Tensor, Tensor]
-_Chains = dict[TensorTrain, Tensor | None]  # with their biases
+_Chains = dict[TensorTrain, tuple[list[Tensor], Tensor | None]]  # with their numbers, and a bias
 
 
 class Together:
@@ -64,7 +64,9 @@ class Together:
                 held.setdefault(layer.tt, []).append(layer.bias)
             kinds: dict[Any, _Chains] = {}
             for train, biases in held.items():
-                kinds.setdefault(_kind(train), {})[train] = biases[0] if len(biases) == 1 else None
+                numbers = [number for part in train.numbers for number in part]
+                chains = kinds.setdefault(_kind(train, numbers[0]), {})
+                chains[train] = numbers, biases[0] if len(biases) == 1 else None
             self._kinds = list(kinds.values())
         return self._kinds
 
@@ -108,10 +110,10 @@ def merged_once(model: nn.Module) -> Iterator[None]:
 
 def _merge(chains: _Chains, dtype: torch.dtype) -> list[_Halves]:
     specs = [train.spec for train in chains]
-    numbers = [[number for part in train.numbers for number in part] for train in chains]
+    numbers, biases = zip(*chains.values(), strict=True)
     threshold = next(iter(chains)).threshold
     with unrecorded():
-        return merge_together(specs, numbers, threshold, dtype, list(chains.values()))  # type: ignore[arg-type]
+        return merge_together(specs, numbers, threshold, dtype, biases)  # type: ignore[arg-type]
 
 
 def merge_together_(model: nn.Module, *, enabled: bool = True) -> int:
@@ -126,20 +128,20 @@ def merge_together_(model: nn.Module, *, enabled: bool = True) -> int:
             for number in [n for n, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Together)]:
                 del hooks[number]
                 module._forward_hooks_always_called.pop(number, None)
-    kinds = Counter(_kind(train) for train in trains)
-    count = sum(number for number in kinds.values() if number > 1)
+    kinds = {train: _kind(train, train.numbers[0][0]) for train in trains}
+    like = Counter(kinds.values())
+    count = sum(number for number in like.values() if number > 1)
     together = Together(layers) if enabled and count else None
     for train in trains:
-        train.together = together if kinds[_kind(train)] > 1 else None
+        train.together = together if like[kinds[train]] > 1 else None
     if together:
         model.register_forward_pre_hook(together.enter)
         model.register_forward_hook(together.leave, always_call=True)
     return count
 
 
-def _kind(train: TensorTrain) -> tuple[Any, ...]:
+def _kind(train: TensorTrain, core: Tensor) -> tuple[Any, ...]:
     """What chains that are merged together have in common: all but ranks."""
     spec = train.spec
     assert isinstance(spec, TTSpec)
-    (first, *_), _ = train.numbers
-    return spec.shape, spec.in_modes, spec.out_modes, train.threshold, first.dtype, first.device
+    return spec.shape, spec.in_modes, spec.out_modes, train.threshold, core.dtype, core.device
