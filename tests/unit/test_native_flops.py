@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.contract.feed_forward import tt_feed_forward
 from comera.contract.linear import Weight
 from comera.contract.together import merge_together
 from comera.native import build
+from comera.native.ops import define
 from comera.nn.attention import attention
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
@@ -41,6 +44,51 @@ def feed_forward():
 def attending():
     q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
     return attention(q, k, v, dropout=0.1)
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_profilers_see_the_kernels(monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", "merge")
+    plain = merging()
+    with Names() as names:
+        seen = merging()
+        seen.sum().backward()
+    assert [name for name in names.seen if "comera" in name] == [
+        "comera.merge.default",
+        "comera.merge_backward.default",
+    ]
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        profiled_too = merging()
+        profiled_too.sum().backward()
+    assert {"comera::merge", "comera::merge_backward"} <= {event.key for event in profiled.key_averages()}
+    assert torch.equal(plain, seen)
+    assert torch.equal(plain, profiled_too)
+
+
+def test_operands_are_taken_apart_only_for_those_who_see_them():
+    got = []
+
+    def first(tensors):
+        got.append(tensors)
+        return tensors[0].clone()
+
+    operation = define("first_of(Tensor[] tensors) -> Tensor", first)
+    given = [torch.ones(2), torch.zeros(3)]
+    operation(given)
+    assert got[0] is given
+    with Names() as names:
+        operation(given)
+    assert got[1] is not given
+    assert names.seen[0] == "comera.first_of.default"
 
 
 @pytest.mark.parametrize("run", [feed_forward, attending])

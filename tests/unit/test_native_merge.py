@@ -17,6 +17,8 @@ SPECS = [
     TTSpec(in_modes=(4,), out_modes=(5,), ranks=(1, 3, 1), in_features=3, out_features=4),
     TTSpec(in_modes=(2, 2), out_modes=(3, 2), ranks=(1, 2, 0, 2, 1), in_features=4, out_features=6),
     TTSpec(in_modes=(3,), out_modes=(5, 7, 2), ranks=(1, 3, 4, 2, 1), in_features=3, out_features=69),
+    TTSpec(in_modes=(4, 16, 8), out_modes=(8, 16, 4), ranks=(1, 4, 10, 6, 9, 4, 1), in_features=512, out_features=512),
+    TTSpec(in_modes=(16, 13, 12), out_modes=(12, 13), ranks=(1, 9, 3, 10, 5, 1), in_features=2400, out_features=151),
     tt_spec(24, 30, order=6, rank=4),
     tt_spec(96, 200, order=8, rank=11),
 ]
@@ -117,6 +119,17 @@ def test_the_same_to_the_bit_for_any_number_of_threads():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for again in made[1:] for one, other in zip(made[0], again, strict=True))
+
+
+def test_a_bias_need_not_stand_in_a_row():
+    spec = SPECS[-1]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        numbers, _ = chains(spec, 2, dtype)
+        columns = torch.linspace(-1, 1, 2 * spec.out_features, dtype=dtype).view(-1, 2)
+        results.append(run([spec] * 2, numbers, [column.requires_grad_() for column in columns.unbind(1)], dtype))
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected)
 
 
 def test_derivatives_of_derivatives_are_torchs(monkeypatch):

@@ -5,12 +5,16 @@
 //     ∂G'_k = L_{k-1}ᵀ ∂L_k, ∂L_{k-1} = ∂L_k G'_kᵀ;       ∂G'_k = ∂R_k R_{k+1}ᵀ, ∂R_{k+1} = G'_kᵀ ∂R_k
 //     ∂G_k = ∂G'_k D_k,  ∂d_k = Σ ∂G'_k G_k where d_k is active
 //
-// A half is a task of a few products in the caches of one core, threads share the tasks. The partial products are made
-// again in the backward, a third of its work, so that nothing is kept but the parameters.
+// A half is a task of a few products in the caches of one core, threads share the tasks. The partial products, all but
+// the last and largest, are made again in the backward, so that nothing is kept but the parameters. What is widest, A and
+// B and their gradients, is written and read once: B as it comes out of its product, A in blocks turned while they are
+// near.
 //
-// Rejected: the chains of one kind stacked and merged by batched products, as contract/together.py does on other devices.
-// Stacking, masks and the cutting of gradients took several times as long as the products.
+// Rejected: the chains of one kind stacked and merged by batched products, as contract/together.py does on other
+// devices: stacking, masks and the cutting of gradients took several times as long as the products. Strips of b copied
+// together before they are multiplied: 7 % slower. All kinds of chains in one call: no faster than one after the other.
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <vector>
 
@@ -33,7 +37,7 @@ struct Half {
     bool absorbs(long k) const { return !(ends && k == order - 1); }
     long wide(long k) const { return modes[k] * ranks[k + 1]; }
     float factor(long k, long s) const { return !absorbs(k) ? 1.0f : d[k][s] > threshold ? d[k][s] : 0.0f; }
-    // Between the rows of G'_k (rank[k], wide): whole vectors where products take it as their b, none beside as their a.
+    // Between the rows of G'_k (rank[k], wide): whole vectors where it is the b of products, nothing where it is the a.
     long apart(long k) const { return first || k == order - 1 ? padded(wide(k), W) : wide(k); }
     long features() const { return std::accumulate(modes, modes + order, 1l, std::multiplies<long>()); }
     // Multiplications of the partial products.
@@ -151,7 +155,8 @@ void release(const Half& half, long k, const float* grad, long apart, Room& room
 
 // The first `count` of L_1, L_2, ..., as (N_1 ... N_k, S_k), or of R_order, R_{order-1}, ..., as (R_k, N_k ... N_order)
 // with its rows filled up to whole vectors.
-std::vector<const float*> partial_products(const Half& half, const std::vector<const float*>& g, long count, Room& room) {
+std::vector<const float*> partial_products(const Half& half, const std::vector<const float*>& g, long count,
+                                           Room& room) {
     std::vector<const float*> made;
     long done = 1;
     for (long step = 0; step < count; ++step) {
@@ -303,8 +308,8 @@ struct Chain {
     }
 };
 
-// layout: of each chain order, split, in_features, out_features, modes, ranks. pointers: all cores and d, a chain after the
-// other; all biases; all a and b; and in the backward the gradients of cores and d, and of biases.
+// layout: of each chain order, split, in_features, out_features, modes, ranks. pointers: all cores and d, a chain after
+// the other; all biases; all a and b; and in the backward the gradients of cores and d, and of biases.
 std::vector<Chain> chains_of(long count, const long* layout, float* const* pointers, bool backward) {
     long numbers = 0;
     for (long k = 0, at = 0; k < count; ++k, at += 5 + 2 * layout[at]) numbers += 2 * layout[at] - 1;
@@ -322,19 +327,19 @@ std::vector<Chain> chains_of(long count, const long* layout, float* const* point
     return chains;
 }
 
-// The halves of all chains, those with the most work first, so that the threads end together: chain number and side.
+// A half of a chain.
 struct Task {
-    long chain;
+    const Chain* chain;
     bool first;
+    long work;
 };
 
+// Those with the most work first, so that threads, each of which takes the next one, end together.
 std::vector<Task> tasks_of(const std::vector<Chain>& chains) {
-    std::vector<std::pair<long, Task>> sized;
-    for (long k = 0; k < long(chains.size()); ++k)
-        for (bool first : {true, false}) sized.push_back({chains[k].half(first, 0.0f).work(), {k, first}});
-    std::stable_sort(sized.begin(), sized.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
     std::vector<Task> tasks;
-    for (const auto& [work, task] : sized) tasks.push_back(task);
+    for (const Chain& chain : chains)
+        for (bool first : {true, false}) tasks.push_back({&chain, first, chain.half(first, 0.0f).work()});
+    std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.work > b.work; });
     return tasks;
 }
 
@@ -347,7 +352,7 @@ void merge(long count, const long* layout, float* const* pointers, float thresho
     const std::vector<Task> tasks = tasks_of(chains);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (const Task& task : tasks) {
-        const Chain& chain = chains[task.chain];
+        const Chain& chain = *task.chain;
         const Half half = chain.half(task.first, threshold);
         if (task.first) {
             make_a(half, chain.in_features, chain.a);
@@ -363,7 +368,7 @@ void merge_backward(long count, const long* layout, float* const* pointers, floa
     const std::vector<Task> tasks = tasks_of(chains);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (const Task& task : tasks) {
-        const Chain& chain = chains[task.chain];
+        const Chain& chain = *task.chain;
         const Half half = chain.half(task.first, threshold);
         if (!(task.first ? chain.a : chain.b)) {
             without_gradient(half);

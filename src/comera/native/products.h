@@ -81,7 +81,8 @@ __attribute__((always_inline)) static inline void exchange_all(Vec* x) {
     if constexpr (apart > 1) exchange_all<apart / 2>(x);
 }
 
-__attribute__((always_inline)) static inline void turn_square(const float* from, long from_row, float* to, long to_row) {
+__attribute__((always_inline)) static inline void turn_square(const float* from, long from_row, float* to,
+                                                              long to_row) {
     Vec x[W];
 #pragma GCC unroll 16
     for (int k = 0; k < W; ++k) x[k] = load(from + k * from_row);
@@ -90,8 +91,8 @@ __attribute__((always_inline)) static inline void turn_square(const float* from,
     for (int k = 0; k < W; ++k) store(to + k * to_row, x[k]);
 }
 
-// Rows and columns exchanged: (rows, columns), its rows `from_row` numbers apart, to (columns, rows), `to_row` apart. In
-// squares of W x W, along the longer side, of which the last ones reach back over what is done.
+// Rows and columns exchanged: (rows, columns), its rows `from_row` numbers apart, to (columns, rows), `to_row` apart.
+// In squares of W x W, along the longer side, of which the last ones reach back over what is done.
 static inline void turn(long rows, long columns, const float* from, long from_row, float* to, long to_row) {
     if (rows < W || columns < W) {
         for (long j = 0; j < columns; ++j)
