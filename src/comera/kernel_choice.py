@@ -8,7 +8,7 @@ from functools import lru_cache
 from comera.errors import ConfigError
 
 TRITON = ("two_sided", "rows")
-NATIVE = ("narrow", "feed_forward", "attention", "residual", "merge", "gradients", "memory")
+NATIVE = ("narrow", "feed_forward", "attention", "residual", "merge", "gradients", "adamw", "memory")
 NAMES = (*TRITON, *NATIVE)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from comera import native
 from comera.native import build
-from comera.native.gradients import norm, scale_
+from comera.native.gradients import clip_, lie_plain
 from comera.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
@@ -22,17 +22,52 @@ def tensors(sizes):
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"{len(s)} tensors")
 def test_norm_is_that_of_all_numbers(sizes):
     given = tensors(sizes)
+    before = [t.clone() for t in given]
     exact = torch.cat(given).double().norm()
-    torch.testing.assert_close(norm(given).double(), exact, rtol=5e-7, atol=0)
+    for limit in (0.0, float(exact) + 1):
+        norm = clip_(given, limit)
+        assert norm.dtype == torch.float32
+        torch.testing.assert_close(norm.double(), exact, rtol=5e-7, atol=0)
+    assert all(map(torch.equal, given, before))
+
+
+@pytest.mark.parametrize("sizes", [sizes for sizes in SIZES if sum(sizes)], ids=lambda s: f"{len(s)} tensors")
+def test_what_is_larger_is_scaled_to_the_limit(sizes):
+    given, torchs = tensors(sizes), [nn.Parameter(t) for t in tensors(sizes)]
+    for p in torchs:
+        p.grad = p.detach().clone()
+    versions = [t._version for t in given]
+    torch.testing.assert_close(clip_(given, 0.1), nn.utils.clip_grad_norm_(torchs, 0.1), rtol=2e-6, atol=0)
+    for one, other in zip(given, torchs, strict=True):
+        torch.testing.assert_close(one, other.grad, rtol=2e-6, atol=0)  # torch's norm of 200,000 numbers is off by 1e-6
+    assert all(t._version > version for t, version in zip(given, versions, strict=True))
+    torch.testing.assert_close(clip_(given, 0.0), torch.tensor(0.1), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"{len(s)} tensors")
-def test_scaling_is_exact(sizes):
-    given = tensors(sizes)
-    expected = [t * 0.37 for t in given]
-    scale_(given, 0.37)
-    for one, other in zip(given, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+def test_the_same_bits_with_any_threads(sizes):
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 3, 7, 2):
+        torch.set_num_threads(threads)
+        given = tensors(sizes)
+        results.append([clip_(given, 0.1), *given])
+    torch.set_num_threads(before)
+    assert all(all(map(torch.equal, result, results[0])) for result in results)
+
+
+def test_plain_are_float32_side_by_side_on_the_cpu():
+    plain = [torch.ones(2, 3), nn.Parameter(torch.ones(0)), torch.ones(5)[1:3], torch.tensor(1.0)]
+    assert lie_plain(plain)
+    assert lie_plain([])
+    others = [
+        torch.ones(2, 3).t(),
+        torch.ones(1).expand(4),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        nn.Buffer(torch.ones(2)).as_subclass(type("Own", (torch.Tensor,), {})),
+    ]
+    assert not any(lie_plain([*plain, other]) for other in others)
 
 
 def test_no_tensors_are_left_to_torch():
@@ -40,8 +75,11 @@ def test_no_tensors_are_left_to_torch():
 
 
 def test_what_is_no_number_stays_visible():
-    assert norm([torch.ones(3), torch.tensor([1.0, float("nan")])]).isnan()
-    assert norm([torch.tensor([1.0, float("inf")])]).isinf()
+    given = [torch.ones(3), torch.tensor([1.0, float("nan")])]
+    assert clip_(given, 1.0).isnan()
+    given = [torch.ones(3), torch.tensor([1.0, float("inf")])]
+    assert clip_(given, 1.0).isinf()
+    assert given[1][1].isnan()
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e3])

@@ -1,63 +1,55 @@
-// The norm of many tensors together, and a product of each with one number: a gradient before the optimizer takes it.
-//
-// Tensors are cut into pieces that threads share; the sums of the pieces are added in their order, in float64.
-#include <algorithm>
+// The norm of many tensors together, and the product of each with one number where it is too large: a gradient before
+// the optimizer takes it. Sums of pieces are added in their order, in float64.
 #include <cmath>
-#include <vector>
 
+#include "pieces.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr long PIECE = 1 << 16;
+// Squares are added in so many lanes that no sum of float32 grows long.
+double squares(const float* x, long count) {
+    Vec lanes[4] = {};
+    long i = 0;
+    for (; i + 4 * W <= count; i += 4 * W)
+        for (int j = 0; j < 4; ++j) lanes[j] += load(x + i + j * W) * load(x + i + j * W);
+    double sum = 0;
+    for (; i < count; ++i) sum += double(x[i]) * x[i];
+    for (const Vec& lane : lanes)
+        for (int j = 0; j < W; ++j) sum += lane[j];
+    return sum;
+}
 
-struct Piece {
-    float* at;
-    long count;
-};
-
-std::vector<Piece> pieces(long tensors, float* const* memory, const long* counts) {
-    std::vector<Piece> all;
-    for (long t = 0; t < tensors; ++t)
-        for (long first = 0; first < counts[t]; first += PIECE)
-            all.push_back({memory[t] + first, std::min(PIECE, counts[t] - first)});
-    return all;
+void scale(float* x, long count, float factor) {
+    long i = 0;
+    for (; i + W <= count; i += W) store(x + i, load(x + i) * factor);
+    for (; i < count; ++i) x[i] *= factor;
 }
 
 }  // namespace
 
 extern "C" {
 
-double norm(long tensors, float* const* memory, const long* counts, int threads) {
-    const std::vector<Piece> all = pieces(tensors, memory, counts);
-    std::vector<double> sums(all.size());
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (size_t k = 0; k < all.size(); ++k) {
-        // squares are added in so many lanes that no sum of float32 grows long
-        Vec lanes[4] = {};
-        const float* x = all[k].at;
-        long i = 0;
-        for (; i + 4 * W <= all[k].count; i += 4 * W)
-            for (int j = 0; j < 4; ++j) lanes[j] += load(x + i + j * W) * load(x + i + j * W);
-        double sum = 0;
-        for (; i < all[k].count; ++i) sum += double(x[i]) * x[i];
-        for (const Vec& lane : lanes)
-            for (int j = 0; j < W; ++j) sum += lane[j];
-        sums[k] = sum;
+// Scales all tensors down to a norm of `limit` where theirs is larger, and 0 < limit; returns their norm before.
+float clip(long tensors, float* const* memory, const long* counts, double limit, int threads) {
+    const Pieces pieces(tensors, counts);
+    std::vector<double> sums(pieces.all.size());
+    float norm = 0;
+#pragma omp parallel num_threads(pieces.useful(threads))
+    {
+        pieces.own([&](size_t k, const Piece& p) { sums[k] = squares(memory[p.tensor] + p.first, p.count); });
+#pragma omp barrier
+#pragma omp single
+        {
+            double total = 0;
+            for (const double sum : sums) total += sum;
+            norm = (float)std::sqrt(total);
+        }
+        if (0 < limit && limit < norm)
+            pieces.own([&](size_t, const Piece& p) {
+                scale(memory[p.tensor] + p.first, p.count, (float)(limit / (norm + 1e-6)));
+            });
     }
-    double total = 0;
-    for (const double sum : sums) total += sum;
-    return std::sqrt(total);
-}
-
-void scale(long tensors, float* const* memory, const long* counts, float factor, int threads) {
-    const std::vector<Piece> all = pieces(tensors, memory, counts);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (size_t k = 0; k < all.size(); ++k) {
-        float* x = all[k].at;
-        long i = 0;
-        for (; i + W <= all[k].count; i += W) store(x + i, load(x + i) * factor);
-        for (; i < all[k].count; ++i) x[i] *= factor;
-    }
+    return norm;
 }
 }

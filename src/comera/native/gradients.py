@@ -1,44 +1,54 @@
-"""Operations of gradients.cpp, on contiguous tensors."""
+"""What gradients.cpp does, called outside of torch's dispatcher, which would convert hundreds of small tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_double, c_float, c_int, c_long, c_void_p
 from functools import cache
-from typing import Any
+from operator import attrgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from comera.native.build import library
-from comera.native.ops import define
+
+_dtype, _layout, _is_cpu = map(attrgetter, ("dtype", "layout", "is_cpu"))
+
+
+def lie_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are float32 in the CPU's memory, with their numbers side by side."""
+    return (
+        set(map(type, tensors)) <= {Tensor, nn.Parameter}
+        and set(map(_dtype, tensors)) <= {torch.float32}
+        and set(map(_layout, tensors)) <= {torch.strided}
+        and all(map(_is_cpu, tensors))
+        and all(map(Tensor.is_contiguous, tensors))
+    )
+
+
+def integers(values: Iterable[int]) -> tuple[array[int], c_void_p]:
+    """Numbers of 64 bits in memory, as long as it is kept, and where: addresses or counts for a kernel."""
+    memory = array("q", list(values))  # faster than one by one
+    return memory, c_void_p(memory.buffer_info()[0])
 
 
 @cache
-def _functions() -> tuple[Callable[..., float], Callable[..., None]]:
-    norm, scale = library().norm, library().scale
-    sizes: list[Any] = [c_long, POINTER(c_void_p), POINTER(c_long)]
-    norm.argtypes, norm.restype = [*sizes, c_int], c_double
-    scale.argtypes, scale.restype = [*sizes, c_float, c_int], None
-    return norm, scale
+def _clip() -> Callable[..., float]:
+    clip = library().clip
+    clip.argtypes, clip.restype = [c_long, c_void_p, c_void_p, c_double, c_int], c_float
+    return clip
 
 
-def _memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    count = len(tensors)
-    pointers = (c_void_p * count)(*(tensor.data_ptr() for tensor in tensors))
-    return count, pointers, (c_long * count)(*(tensor.numel() for tensor in tensors))
+def clip_(tensors: Sequence[Tensor], limit: float) -> Tensor:
+    """√Σ x² over all numbers of all tensors, a float32 scalar; where it is above a limit > 0, they are scaled to that.
 
-
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.tensor(_functions()[0](*_memory(tensors), torch.get_num_threads()), dtype=torch.float32)
-
-
-def _scale(tensors: Sequence[Tensor], factor: float) -> None:
-    _functions()[1](*_memory(tensors), factor, torch.get_num_threads())
-
-
-norm = define("norm(Tensor[] tensors) -> Tensor", _norm)
-"""√Σ x² over all numbers of all tensors, a float32 scalar."""
-
-scale_ = define("scale_(Tensor(a!)[] tensors, float factor) -> ()", _scale)
-"""Multiply all tensors by one factor, in place."""
+    tensors: such that `lie_plain`.
+    """
+    _at, at = integers(map(Tensor.data_ptr, tensors))
+    _counts, counts = integers(map(Tensor.numel, tensors))
+    norm = _clip()(len(tensors), at, counts, limit, torch.get_num_threads())
+    if 0 < limit < norm:
+        increment_version(tensors)
+    return torch.tensor(norm)

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from comera import native
-from comera.native.gradients import norm, scale_
+from comera.native.gradients import clip_, lie_plain
 from comera.nn.together import merged_once
 from comera.train.compiled import CompiledLoss
 from comera.train.graph import CudaRecorder, GraphedStep, Recorder
@@ -213,13 +213,10 @@ class TrainStep:
 
     def _clip(self) -> Tensor:
         """Scale the gradient down to a norm of `clip` where it is larger; returns the norm before."""
-        grads = [_numbers(p.grad) for p in self.parameters if p.grad is not None]
+        grads = [_numbers(grad) for p in self.parameters if (grad := p.grad) is not None]
         # a compressed model has hundreds of small gradients: one call for all of them, which a graph cannot hold
-        if self._graphs is None and native.takes("gradients", *grads) and all(grad.is_contiguous() for grad in grads):
-            grad_norm: Tensor = norm(grads)
-            if 0 < self.clip < grad_norm:
-                scale_(grads, self.clip / (float(grad_norm) + 1e-6))
-            return grad_norm
+        if self._graphs is None and native.takes("gradients", *grads[:1]) and lie_plain(grads):
+            return clip_(grads, self.clip)
         grad_norm = get_total_norm(grads)
         if self.clip:
             clip_grads_with_norm_(self.parameters, self.clip, grad_norm)
