@@ -12,6 +12,10 @@
 
 namespace {
 
+struct State {
+    float *mean, *square, *count;
+};
+
 struct Coefficients {
     float lasting, beta1, rest1, beta2, rest2, eps;  // of all tensors
     float rate, root;                                // of one: lr / (1 - β1^t), 1 / √(1 - β2^t)
@@ -49,15 +53,13 @@ void update(Coefficients c, long count, const float* g, float* x, float* m, floa
 
 extern "C" {
 
-// gradients: g of all tensors; held: x of all of them, then m, then v, then t; counts: of their numbers.
-void adamw(long tensors, float* const* gradients, float* const* held, const long* counts, double lr, double beta1,
-           double beta2, double eps, double decay, int threads) {
-    float *const *const x = held, *const *const m = x + tensors;
-    float *const *const v = m + tensors, *const *const t = v + tensors;
+// gradients: g of all tensors; params: x; states: m, v and t of the first, of the second and so on; counts: of numbers.
+void adamw(long tensors, float* const* gradients, float* const* params, const State* states, const long* counts,
+           double lr, double beta1, double beta2, double eps, double decay, int threads) {
     std::vector<Coefficients> of(tensors);
     double before = 0, rate = 0, root = 0;
     for (long k = 0; k < tensors; ++k) {
-        const double steps = *t[k] += 1;
+        const double steps = *states[k].count += 1;
         if (steps != before) {  // most are as old as the one before
             rate = lr / (1 - std::pow(beta1, steps));
             root = 1 / std::sqrt(1 - std::pow(beta2, steps));
@@ -70,7 +72,7 @@ void adamw(long tensors, float* const* gradients, float* const* held, const long
 #pragma omp parallel num_threads(pieces.useful(threads))
     pieces.own([&](size_t, const Piece& p) {
         const long k = p.tensor, i = p.first;
-        update(of[k], p.count, gradients[k] + i, x[k] + i, m[k] + i, v[k] + i);
+        update(of[k], p.count, gradients[k] + i, params[k] + i, states[k].mean + i, states[k].square + i);
     });
 }
 }

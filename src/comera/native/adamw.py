@@ -18,34 +18,37 @@ from comera.native.gradients import integers, lie_plain
 @cache
 def _adamw() -> Callable[..., None]:
     adamw = library().adamw
-    adamw.argtypes, adamw.restype = [c_long, *[c_void_p] * 3, *[c_double] * 5, c_int], None
+    adamw.argtypes, adamw.restype = [c_long, *[c_void_p] * 4, *[c_double] * 5, c_int], None
     return adamw
 
 
 class Held:
-    """Parameters, their first and second moments and step counts, all in a row: looked through once for many steps.
+    """Parameters and their state in AdamW, looked through once for many steps.
 
+    params: their tensors; states: first moment, second moment and step count of the first parameter, of the second ...
     They may be replaced or get other memory between steps: `holds` is to be asked before each.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._params = tensors[: len(tensors) // 4]
-        self._sizes = list(map(Tensor.numel, self._params))
-        sizes = [*self._sizes * 3, *[1] * len(self._params)]
-        self.fits = lie_plain(tensors) and list(map(Tensor.numel, tensors)) == sizes
+    def __init__(self, params: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        self._tensors = [*params, *states]
+        self._params = list(params)
+        self._sizes = list(map(Tensor.numel, params))
+        sizes = [size for size in self._sizes for size in (size, size, 1)]
+        self.fits = lie_plain(self._tensors) and list(map(Tensor.numel, states)) == sizes
         """Whether the kernel takes them: float32, the moments of their parameters' sizes."""
-        self._addresses = list(map(Tensor.data_ptr, tensors)) if self.fits else []
-        self._at, self._counts = integers(self._addresses), integers(self._sizes)
+        self._addresses = list(map(Tensor.data_ptr, self._tensors)) if self.fits else []
+        memory = (self._addresses[: len(params)], self._addresses[len(params) :], self._sizes)
+        self._memory = list(map(integers, memory))
 
-    def holds(self, tensors: list[Tensor]) -> bool:
+    def holds(self, params: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
         """Whether these are the tensors that were looked through, in the same places and of the same sizes."""
+        tensors = [*params, *states]
         return (
             self.fits
             and len(tensors) == len(self._tensors)
             and all(map(is_, tensors, self._tensors))
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
-            and list(map(Tensor.numel, self._params)) == self._sizes
+            and list(map(Tensor.numel, params)) == self._sizes
         )
 
     def step(
@@ -57,11 +60,12 @@ class Held:
         eps: float,
         weight_decay: float,
     ) -> bool:
-        """Take a step of AdamW in place, where the gradients are such that the kernel takes them; whether they were."""
+        """Take a step of AdamW in place and say so; none where the kernel does not take such gradients."""
         if not lie_plain(gradients) or list(map(Tensor.numel, gradients)) != self._sizes:
             return False
         _at, at = integers(map(Tensor.data_ptr, gradients))
         rates = (lr, *betas, eps, weight_decay)
-        _adamw()(len(gradients), at, self._at[1], self._counts[1], *rates, torch.get_num_threads())
+        held = (address for _, address in self._memory)
+        _adamw()(len(gradients), at, *held, *rates, torch.get_num_threads())
         increment_version(self._params)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from comera.native import takes
 from comera.native.adamw import Held
 
-_first, _second, _count = map(itemgetter, ("exp_avg", "exp_avg_sq", "step"))
+_kept = itemgetter("exp_avg", "exp_avg_sq", "step")
 
 
 class AdamW(torch.optim.AdamW):
@@ -51,10 +52,10 @@ class AdamW(torch.optim.AdamW):
         if not all(states):
             return False
         # gathered anew for each step, as pruning and loading replace state between steps
-        tensors = [*params, *map(_first, states), *map(_second, states), *map(_count, states)]
+        kept = list(chain.from_iterable(map(_kept, states)))
         held = self._held.get(params[0])
-        if held is None or not held.holds(tensors):
-            held = self._held[params[0]] = Held(tensors)
+        if held is None or not held.holds(params, kept):
+            held = self._held[params[0]] = Held(params, kept)
         rates = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
         beta1, beta2 = map(float, group["betas"])
         return held.fits and held.step(grads, betas=(beta1, beta2), **rates)
