@@ -23,6 +23,7 @@ import comera
 from comera.convert import TT, TensorizeConfig
 from comera.nn import fuse_
 from comera.recipes.models.bert import ModelConfig
+from comera.train.adamw import AdamW
 from comera.train.optimizer import param_groups
 from comera.train.step import autocast
 
@@ -50,7 +51,7 @@ class Side:
             rank = min(width // 16, 64)
             comera.tensorize_(self.model, TensorizeConfig(linear=TT(order=6, rank=rank)))
             fuse_(self.model)
-        self.optimizer = torch.optim.AdamW(param_groups(self.model, lr=1e-4), fused=True)
+        self.optimizer = AdamW(param_groups(self.model, lr=1e-4), fused=True)
         self.products: list[float] = []
         self.steps: list[float] = []
 

@@ -45,6 +45,7 @@ from comera.baselines import Applied
 from comera.nn import fuse_
 from comera.recipes.data.pairs import PairBatch
 from comera.recipes.mnli import build_model, pair_loss, preset
+from comera.train.adamw import AdamW
 from comera.train.memory import MemoryMeter, reset_peak
 from comera.train.optimizer import param_groups
 from comera.train.recompute import recompute_
@@ -91,7 +92,7 @@ class Side:
         if self.applied:
             self.optimizer = self.applied.optimizer(replace(config.train, lr=1e-4))
         else:
-            self.optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True)
+            self.optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
         self.step = TrainStep(model.train(), pair_loss, self.optimizer, clip=1.0)
         self.einsum = variant != "plain"
         settings = config.baselines

@@ -25,6 +25,7 @@ from common import about, write
 from comera.nn import fuse_
 from comera.recipes.data.pairs import PairBatch
 from comera.recipes.mnli import build_model, pair_loss, preset
+from comera.train.adamw import AdamW
 from comera.train.memory import MemoryMeter
 from comera.train.optimizer import param_groups
 from comera.train.recompute import recompute_
@@ -47,7 +48,7 @@ def make_step(side: str, batch_size: int, length: int) -> Callable[[], object]:
     ids = torch.randint(1000, 30_000, (batch_size, length))
     mask = torch.ones(batch_size, length, dtype=torch.bool)
     batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
-    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True)
+    optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
     step = TrainStep(model.train(), pair_loss, optimizer, clip=1.0)
     return lambda: step([batch])
 

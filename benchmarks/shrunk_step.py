@@ -21,6 +21,7 @@ import comera
 from comera.nn import fuse_
 from comera.recipes.data.pairs import PairBatch
 from comera.recipes.mnli import build_model, pair_loss, preset
+from comera.train.adamw import AdamW
 from comera.train.optimizer import param_groups
 from comera.train.step import TrainStep
 
@@ -55,7 +56,7 @@ def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[
     steps = {}
     for name, model in models.items():
         fuse_(model)
-        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True)
+        optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
         steps[name] = TrainStep(model.train(), pair_loss, optimizer, clip=1.0)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(options.repeats + 2):

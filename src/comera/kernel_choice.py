@@ -8,8 +8,8 @@ from functools import lru_cache
 from comera.errors import ConfigError
 
 TRITON = ("two_sided", "rows")
-NATIVE = ("narrow", "feed_forward", "attention", "residual", "merge", "gradients", "adamw", "memory")
-NAMES = (*TRITON, *NATIVE)
+NATIVE = ("two_sided", "feed_forward", "attention", "residual", "merge", "gradients", "adamw", "memory")
+NAMES = tuple(dict.fromkeys((*TRITON, *NATIVE)))
 
 
 def asked(kernel: str) -> bool | None:

@@ -7,45 +7,58 @@ from comera.contract.activations import ACTIVATIONS
 from comera.native import build
 from comera.native.feed_forward import ACTIVATIONS as NATIVE_ACTIVATIONS
 from comera.native.feed_forward import feed_forward, feed_forward_backward
+from comera.native.two_sided import two_sided_wide
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 
-# samples, wide features, rank of A, ranks of B_k, bias
+ONES = [torch.ones(1, 1)] * 2
+# samples, features in, wide and out, ranks of the weights of x, rank of that of h, bias
 SHAPES = [
-    (100, 200, 30, (30,), True),
-    (65, 97, 5, (31, 7), True),
-    (64, 48, 16, (8,), False),
-    (128, 100, 33, (9, 9), False),
-    (1, 7, 1, (1, 2), True),
-    (3, 1, 1, (1,), True),
-    (70, 50, 0, (4,), True),
-    (70, 50, 4, (0,), True),
-    (70, 50, 4, (0,), False),
-    (0, 50, 4, (3,), True),
-    (17, 3072, 130, (70,), True),
+    (100, 70, 200, 80, (30,), 30, True),
+    (65, 21, 97, 33, (31, 7), 5, True),
+    (64, 32, 48, 16, (8,), 16, False),
+    (128, 40, 100, 64, (9, 9), 33, False),
+    (1, 3, 7, 1, (1, 2), 1, True),
+    (3, 1, 1, 1, (1,), 1, True),
+    (70, 20, 50, 30, (4,), 0, True),
+    (70, 20, 50, 30, (0,), 4, True),
+    (70, 20, 50, 30, (0,), 4, False),
+    (0, 20, 50, 30, (3,), 4, True),
+    (17, 50, 3072, 70, (70,), 130, True),
+    (140, 768, 100, 65, (32, 16), 32, True),
 ]
 
 
-def operands(samples, wide, rank, ranks, bias):
+def operands(samples, features, wide, out, ranks, rank, bias):
+    """x, all A, all B and dz; Y and h of size 1, so that no activation is out of its range."""
     torch.manual_seed(samples + wide)
-    ps = [torch.cat([torch.ones(int(bias), samples), torch.randn(r, samples)]) for r in ranks]
-    bs = [torch.randn(int(bias) + r, wide) / (1 + r) ** 0.5 for r in ranks]
-    return ps, bs, torch.randn(rank, wide), torch.randn(rank, samples)
+    sizes = [(r, features, wide) for r in ranks] + [(rank, wide, out)]
+    as_ = [torch.randn(r, i) / i**0.5 for r, i, _ in sizes]
+    bs = [torch.randn(int(bias) + r, o) / (1 + r) ** 0.5 for r, _, o in sizes]
+    return torch.randn(samples, features), as_, bs, torch.randn(samples, out)
 
 
-def reference(ps, bs, a, u, ranks, activation):
-    """Q, then ∂A, V_k and ∂B_k, in float64 by torch's autograd."""
-    ps, bs = [p.double() for p in ps], [b.double().requires_grad_() for b in bs]
-    a = a.double().requires_grad_()
-    ys = [p.t() @ b for p, b in zip(ps, bs, strict=True)]
-    h = ACTIVATIONS[activation][0](ys[0])
-    for y in ys[1:]:
+def reference(x, as_, bs, activation, dz):
+    """z, dx, then all ∂A and ∂B in turn, in float64 by torch's autograd."""
+    x, dz = x.double().requires_grad_(), dz.double()
+    halves = [(a.double().requires_grad_(), b.double().requires_grad_()) for a, b in zip(as_, bs, strict=True)]
+
+    def linear(x, a, b):
+        y = x @ a.t() @ b[b.shape[0] - a.shape[0] :]
+        return y if len(a) == len(b) else y + b[0]
+
+    first, *others = (linear(x, *half) for half in halves[:-1])
+    h = ACTIVATIONS[activation][0](first)
+    for y in others:
         h = h * y
-    q = a @ h.t()
-    da, *rest = torch.autograd.grad(q, [a, *bs, *ys], u.double())
-    dbs, dys = rest[: len(bs)], rest[len(bs) :]
-    vs = [b[b.shape[0] - r :].detach() @ dy.t() for b, dy, r in zip(bs, dys, ranks, strict=True)]
-    return q.detach(), [da, *vs, *dbs]
+    z = linear(h, *halves[-1])
+    grads = torch.autograd.grad(z, [x, *(t for half in halves for t in half)], dz, allow_unused=True)
+    return [z.detach(), *grads]
+
+
+def run(x, as_, bs, activation, dz):
+    p, q, z = feed_forward(x, as_, bs, activation)
+    return [z, *feed_forward_backward(x, p, q, dz, as_, bs, activation, True)]
 
 
 def assert_near(found, expected):
@@ -59,59 +72,71 @@ def assert_near(found, expected):
 @pytest.mark.parametrize("activation", NATIVE_ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(shape, activation):
-    ranks = shape[3]
-    ps, bs, a, u = operands(*shape)
-    q, grads = reference(ps, bs, a, u, ranks, activation)
-    assert_near(feed_forward(ps, bs, a, activation), q)
-    found = feed_forward_backward(ps, bs, a, u, ranks, activation)
-    for each, expected in zip(found, grads, strict=True):
-        assert_near(each, expected)
+    x, as_, bs, dz = operands(*shape)
+    for found, expected in zip(run(x, as_, bs, activation, dz), reference(x, as_, bs, activation, dz), strict=True):
+        assert_near(found, expected)
+
+
+def test_a_gradient_of_x_that_nobody_wants_is_not_made():
+    x, as_, bs, dz = operands(*SHAPES[1])
+    p, q, _ = feed_forward(x, as_, bs, "gelu")
+    _, _, *grads = run(x, as_, bs, "gelu", dz)
+    assert_all_equal(feed_forward_backward(x, p, q, dz, as_, bs, "gelu", False), grads)
+
+
+def test_z_again_from_what_is_kept():
+    x, as_, bs, _ = operands(*SHAPES[1])
+    _, q, z = feed_forward(x, as_, bs, "gelu")
+    assert_all_equal(two_sided_wide(q, [as_[-1].shape[0]], bs[-1:]), [z])
 
 
 def test_operands_need_not_be_contiguous():
-    ps, bs, a, u = operands(20, 30, 6, (5,), True)
-    turned = [[t.t().contiguous().t() for t in ts] for ts in (ps, bs, [a], [u])]
+    x, as_, bs, dz = operands(*SHAPES[1])
+    turned = [[t.t().contiguous().t() for t in ts] for ts in ([x], as_, bs, [dz])]
     assert not turned[0][0].is_contiguous()
-    torch.testing.assert_close(
-        feed_forward(turned[0], turned[1], turned[2][0], "gelu"), feed_forward(ps, bs, a, "gelu"), rtol=0, atol=0
-    )
-    ours = feed_forward_backward(turned[0], turned[1], turned[2][0], turned[3][0], [5], "gelu")
-    for each, expected in zip(ours, feed_forward_backward(ps, bs, a, u, [5], "gelu"), strict=True):
-        torch.testing.assert_close(each, expected, rtol=0, atol=0)
+    assert_all_equal(run(turned[0][0], turned[1], turned[2], "gelu", turned[3][0]), run(x, as_, bs, "gelu", dz))
 
 
 def test_the_same_to_the_bit_each_time():
-    ps, bs, a, u = operands(300, 500, 12, (11,), True)
-    first = [feed_forward(ps, bs, a, "gelu"), *feed_forward_backward(ps, bs, a, u, [11], "gelu")]
-    for _ in range(3):
-        again = [feed_forward(ps, bs, a, "gelu"), *feed_forward_backward(ps, bs, a, u, [11], "gelu")]
-        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    x, as_, bs, dz = operands(300, 40, 500, 60, (11,), 12, True)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            first = run(x, as_, bs, "gelu", dz)
+            for _ in range(3):
+                assert_all_equal(run(x, as_, bs, "gelu", dz), first)
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_all_equal(found, expected):
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("activation", NATIVE_ACTIVATIONS)
 def test_activations_over_their_whole_range(activation):
-    """act(y) and act'(y) themselves: one sample and rank 1, B = y, A = 1 for one feature after the other."""
+    """act(y) and act'(y) themselves, as z and dx: one feature and rank 1, all A and B = 1."""
     y = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e4, -90.0, -20.0, 0.0, -0.0, 20.0, 90.0, 1e4])])
-    one = torch.ones(1, y.numel())
-    p, b = y.unsqueeze(0), torch.ones(1, 1)
-    values = feed_forward([p], [b], torch.ones(1, 1), activation)[0]
-    *_, slopes, _ = feed_forward_backward([p], [b], torch.ones(1, 1), one, [1], activation)
+    values, slopes, *_ = run(y.unsqueeze(1), ONES, ONES, activation, torch.ones(y.numel(), 1))
     wanted = y.double().requires_grad_()
     expected = ACTIVATIONS[activation][0](wanted)
     expected.sum().backward()
-    torch.testing.assert_close(values.double(), expected.detach(), rtol=5e-7, atol=5e-7)
-    torch.testing.assert_close(slopes[0].double(), wanted.grad, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(values.flatten().double(), expected.detach(), rtol=5e-7, atol=5e-7)
+    torch.testing.assert_close(slopes.flatten().double(), wanted.grad, rtol=2e-6, atol=1e-6)
 
 
 def test_gelu_keeps_its_digits_far_below_zero():
     y = torch.linspace(-9, -3, 200)
-    values = feed_forward([y.unsqueeze(0)], [torch.ones(1, 1)], torch.ones(1, 1), "gelu")[0]
+    _, _, values = feed_forward(y.unsqueeze(1), ONES, ONES, "gelu")
     expected = y.double() * torch.erfc(-y.double() / 2**0.5) / 2
-    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(values.flatten().double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("activation", NATIVE_ACTIVATIONS)
 def test_what_is_no_number_stays_visible(activation):
-    p = torch.tensor([[1.0, float("nan"), 2.0]])
-    q = feed_forward([p], [torch.ones(1, 4)], torch.ones(2, 4), activation)
-    assert q.isnan().tolist() == [[False, True, False]] * 2
+    x = torch.tensor([[1.0], [float("nan")], [2.0]])
+    as_, bs = [torch.ones(1, 1), torch.ones(2, 4)], [torch.ones(1, 4), torch.ones(2, 2)]
+    _, _, z = feed_forward(x, as_, bs, activation)
+    assert z.isnan().tolist() == [[False] * 2, [True] * 2, [False] * 2]

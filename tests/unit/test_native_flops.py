@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from comera.contract.feed_forward import tt_feed_forward
 from comera.contract.linear import Weight
 from comera.contract.together import merge_together
+from comera.contract.two_sided import two_sided, unflatten
 from comera.native import build
 from comera.native.ops import define
 from comera.nn.attention import attention
@@ -39,6 +40,13 @@ def feed_forward():
     specs = TTSpec(12, 24, (3, 4), (6, 4), (1, 2, 3, 2, 1)), TTSpec(24, 12, (6, 4), (4, 3), (1, 3, 3, 2, 1))
     up, down = (Weight(s, [torch.randn(c, requires_grad=True) for c in s.core_shapes], None) for s in specs)
     return tt_feed_forward(torch.randn(40, 12, requires_grad=True), [up], "gelu", down)
+
+
+def projecting():
+    torch.manual_seed(0)
+    shapes = ((20, 12), (5, 12), (6, 30), (9, 12), (10, 8))
+    x, *flat = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    return torch.cat(two_sided(x, *unflatten(flat)), 1)
 
 
 def attending():
@@ -91,10 +99,10 @@ def test_operands_are_taken_apart_only_for_those_who_see_them():
     assert names.seen[0] == "comera.first_of.default"
 
 
-@pytest.mark.parametrize("run", [feed_forward, attending])
+@pytest.mark.parametrize("run", [projecting, feed_forward, attending])
 def test_as_many_as_torchs(run, monkeypatch):
     monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
-    assert counted(run, "feed_forward,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
+    assert counted(run, "two_sided,feed_forward,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
 
 
 def test_merging_makes_its_partial_products_twice(monkeypatch):

@@ -9,13 +9,13 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.convert import LayerRow
 from comera.convert.registry import LINEAR, refusal
 from comera.errors import ConfigError, ConversionError
+from comera.train.adamw import AdamW
 from comera.train.config import TrainConfig
 from comera.train.memory import MemoryEstimate
 from comera.train.memory import estimate as estimate_step
@@ -111,7 +111,7 @@ def groups(model: nn.Module, own: Iterable[nn.Parameter], name: str, config: Tra
 
 def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> Optimizer:
     """Fused AdamW, as for the dense and the compressed model."""
-    return torch.optim.AdamW(groups, betas=config.betas, fused=True)
+    return AdamW(groups, betas=config.betas, fused=True)
 
 
 def require(good: bool, field: str, expected: str, came: object) -> None:

@@ -24,9 +24,10 @@ from comera.contract.activations import ACTIVATIONS
 from comera.contract.halves import merge_dtype, pieces, without_autocast
 from comera.contract.linear import Weight, enter, tt_linears
 from comera.contract.once import made_once
-from comera.contract.two_sided import Half, narrow, stack, two_sided, unflatten, wide
+from comera.contract.two_sided import Half, stack, two_sided, unflatten, wide
 from comera.errors import SpecError
 from comera.native.feed_forward import feed_forward, feed_forward_backward
+from comera.native.two_sided import two_sided_wide
 
 # The kernel beside torch in pieces, forward and backward, two cores of an AMD EPYC 7003: 4,096 rows 2.0 times faster at
 # rank 64, 1.4 at 256, 512 rows 1.05 at 256; at rank 30 as fast with 16 rows, half as fast with one.
@@ -86,12 +87,14 @@ class _FeedForward(torch.autograd.Function):
     def forward(ctx: Any, activation: str, count: int, given_BI: Tensor, *flat: Tensor) -> Tensor:
         *ups, down = unflatten(flat)
         x_BI = given_BI.to(down.a.dtype)
-        ps_SB = [up.with_ones(narrow(up.a, x_BI)) for up in ups]
+        ctx.activation, ctx.count, ctx.native = activation, count, _is_native(x_BI, flat)
+        if ctx.native:
+            p_BS, q_BS, z_BO = _native(x_BI, flat, activation)
+            ctx.save_for_backward(given_BI, p_BS, q_BS, *flat)
+            return z_BO.to(given_BI.dtype)
+        ps_SB = [up.with_ones(up.a @ x_BI.t()) for up in ups]
 
         def through_wide() -> Tensor:
-            if _is_native(x_BI.shape[0], ups, down):
-                q: Tensor = feed_forward(ps_SB, [up.b for up in ups], down.a, activation)
-                return q
             q_RB = x_BI.new_empty(down.a.shape[0], x_BI.shape[0])
             for part in _pieces(x_BI, down.a.shape[1]):
                 ys_PF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
@@ -99,38 +102,55 @@ class _FeedForward(torch.autograd.Function):
             return q_RB
 
         q_SB = down.with_ones(made_once(through_wide))
-        ctx.activation, ctx.count = activation, count
         ctx.save_for_backward(given_BI, q_SB, *ps_SB, *flat)
         return wide(q_SB, down.b).to(given_BI.dtype)
 
     @staticmethod
     def backward(ctx: Any, dz_BO: Tensor) -> tuple[Tensor | None, ...]:
-        given_BI, q_SB, *kept = ctx.saved_tensors
-        ps_SB, flat = kept[: ctx.count], kept[ctx.count :]
+        given_BI, *kept = ctx.saved_tensors
+        flat = kept[-2 * (ctx.count + 1) :]
         *ups, down = unflatten(flat)
         with without_autocast(dz_BO):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
                 return None, None, *_differentiable(dz_BO, given_BI, ups, ctx.activation, down)
+            wants_x = ctx.needs_input_grad[2]
             x_BI, dz_BO = given_BI.to(down.a.dtype), dz_BO.to(down.a.dtype)
-            u_RB = narrow(down.without_bias, dz_BO)
+            if ctx.native:
+                operands = *kept[:2], dz_BO, flat[::2], flat[1::2], ctx.activation, wants_x
+                grads = feed_forward_backward(x_BI, *operands)
+                dx_BI = grads.pop(0).to(given_BI.dtype) if wants_x else None
+                return None, None, dx_BI, *grads
+            q_SB, *ps_SB = kept[: ctx.count + 1]
+            u_RB = down.without_bias @ dz_BO.t()
             ddown_SO = q_SB @ dz_BO
             da_RF, vs_RB, dups_SF = _through_wide(ctx.activation, ps_SB, ups, down, u_RB)
             dx_BI = None
-            if ctx.needs_input_grad[2]:
+            if wants_x:
                 dx_BI = wide(stack(vs_RB), stack([up.a for up in ups])).to(given_BI.dtype)
             das_RI = [v_RB @ x_BI for v_RB in vs_RB]
             sums: list[Any] = [half for pair in zip(das_RI, dups_SF, strict=True) for half in pair] + [da_RF, ddown_SO]
         return None, None, dx_BI, *(each.to(x_BI.dtype) for each in sums)
 
 
+def _native(x_BI: Tensor, flat: Sequence[Tensor], activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """P, Q and z by the kernel; in a replay P and Q come from the forward."""
+    *_, a_RF, b_SO = flat
+    made: list[Tensor] = []
+
+    def whole() -> tuple[Tensor, Tensor]:
+        p_BS, q_BS, z_BO = feed_forward(x_BI, flat[::2], flat[1::2], activation)
+        made.append(z_BO)
+        return p_BS, q_BS
+
+    p_BS, q_BS = made_once(whole)
+    (z_BO,) = made or two_sided_wide(q_BS, [a_RF.shape[0]], [b_SO])
+    return p_BS, q_BS, z_BO
+
+
 def _through_wide(
     activation: str, ps_SB: Sequence[Tensor], ups: Sequence[Half], down: Half, u_RB: Tensor
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """∂A, all V_k and all [∂bias_k; ∂B_k] from U."""
-    if _is_native(u_RB.shape[1], ups, down):
-        ranks = [up.a.shape[0] for up in ups]
-        da, *rest = feed_forward_backward(ps_SB, [up.b for up in ups], down.a, u_RB, ranks, activation)
-        return da, rest[: len(ups)], rest[len(ups) :]
     da_RF: Tensor | None = None
     dups_SF: list[Any] = [None] * len(ups)
     vs_RB = [u_RB.new_empty(up.a.shape[0], u_RB.shape[1]) for up in ups]
@@ -151,10 +171,10 @@ def _through_wide(
     return da_RF, vs_RB, dups_SF
 
 
-def _is_native(rows: int, ups: Sequence[Half], down: Half) -> bool:
+def _is_native(x_BI: Tensor, flat: Sequence[Tensor]) -> bool:
     """Whether the kernel takes the work, and is faster."""
-    fits = max(half.a.shape[0] for half in (*ups, down)) <= NATIVE_RANK and rows >= NATIVE_ROWS
-    return fits and native.takes("feed_forward", down.a, *(up.b for up in ups))
+    fits = max(a.shape[0] for a in flat[::2]) <= NATIVE_RANK and x_BI.shape[0] >= NATIVE_ROWS
+    return fits and native.takes("feed_forward", x_BI, *flat)
 
 
 def _pieces(x_BI: Tensor, wide: int) -> list[slice]:

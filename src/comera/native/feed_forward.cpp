@@ -1,19 +1,19 @@
-// The feed-forward part of a transformer block between its narrow products, and its gradients (contract/feed_forward.py):
+// The feed-forward part of a transformer block, and its gradients, each as one call (contract/feed_forward.py):
 //
-//     Y_k = [1; P_k]ᵀ [bias_k; B_k],   h = act(Y_1) or act(Y_1) · Y_2,   Q = A hᵀ
-//     dh = Uᵀ A,  dY_1 = act'(Y_1) dh Y_2,  dY_2 = act(Y_1) dh,   ∂A = U h,  [∂bias_k; ∂B_k] = [1; P_k] dY_k,  V_k = B_k dY_kᵀ
+//     P_k = x A_kᵀ,   Y_k = [1 P_k] [bias_k; B_k],   h = act(Y_1) or act(Y_1) · Y_2,   Q = h Aᵀ,   z = [1 Q] [bias; B]
+//     U = dz Bᵀ,  dh = U A,  dY_1 = act'(Y_1) dh Y_2,  dY_2 = act(Y_1) dh,  V_k = dY_k B_kᵀ,  dx = Σ_k V_k A_k,
+//     ∂A = Uᵀ h,  [∂bias; ∂B] = [1 Q]ᵀ dz,  ∂A_k = V_kᵀ x,  [∂bias_k; ∂B_k] = [1 P_k]ᵀ dY_k
 //
-// The wide Y, h and their gradients exist as tiles of FEATURES x SAMPLES in the caches of a core, with the samples side by
-// side as in P, Q, U and V: so no product needs a transposed tile, but for ∂A and ∂B, which take Uᵀ and Pᵀ instead. Threads
-// share the samples; gradients of weights are summed for each thread, then over threads in their order.
+// What x, z and their gradients meet are products as of any layer (two_sided.h).
+// The wide Y, h and their gradients exist as tiles of FEATURES x SAMPLES in the caches of a core, with the samples side
+// by side, as in the tiles that P and U are turned to: so no other product needs a turned tile. Threads share the wide
+// features; sums over these, Q and V, are made for each thread, then over threads in their order.
 //
 // Rejected: torch's own products over larger pieces, which stay in the caches that the cores share. At these ranks they
 // run at half of what the processor can do, and activations, allocation and the joins of threads cost as much again.
 #include <omp.h>
 
-#include <algorithm>
-
-#include "products.h"
+#include "two_sided.h"
 
 namespace {
 
@@ -64,10 +64,29 @@ struct Silu {
     }
 };
 
+// A weight of x.
 struct Up {
-    long rows, rank;  // of b, and of b without its bias
-    const float *p, *b;
-    float *v, *db;
+    long rank, rows;  // of a; of b, with the bias
+    const float *a, *b;
+    float *p, *da, *db;  // p: [1 P], or P without a bias
+    long biased() const { return rows - rank; }
+};
+
+// The weight of h.
+struct Down {
+    long rank, rows, features;
+    const float *a, *b;
+    float *q, *z, *da, *db;  // q: [1 Q]; z or dz
+    long q_row;
+    long biased() const { return rows - rank; }
+};
+
+// What both directions are given: x (samples, features), count weights of it, p_row from a row of their P to the next.
+struct Problem {
+    long samples, features, wide, count, p_row;
+    const float* x;
+    const Up* ups;
+    Down down;
 };
 
 // Columns [first, first + FEATURES) of (rows, wide) as (rows, FEATURES), filled up with zeros.
@@ -77,15 +96,14 @@ void pack_features(const float* from, long rows, long wide, long first, float* t
         std::fill_n(std::copy_n(from + r * wide + first, count, to), FEATURES - count, 0.0f);
 }
 
-// Likewise (rows, all) as (rows, SAMPLES).
-void pack_samples(const float* from, long rows, long all, long first, float* to) {
-    const long count = std::min(SAMPLES, all - first);
-    for (long r = 0; r < rows; ++r, to += SAMPLES)
-        std::fill_n(std::copy_n(from + r * all + first, count, to), SAMPLES - count, 0.0f);
+// (samples, columns), its rows `row` apart, turned: (columns, SAMPLES), filled up with zeros.
+void turn_tile(const float* from, long row, long samples, long columns, float* to) {
+    if (samples < SAMPLES) std::fill_n(to, columns * SAMPLES, 0.0f);
+    turn(samples, columns, from, row, to, SAMPLES);
 }
 
-// (rows, samples) from tiles (rows, SAMPLES) of each thread, `apart` numbers from one to the next.
-void add_up(float* const* sums, int threads, long offset, long apart, long rows, long samples, float* to) {
+// (samples, rows), `row` apart, from tiles (rows, SAMPLES) of each thread, `apart` numbers from one to the next.
+void add_up(float* const* sums, int threads, long offset, long apart, long rows, long samples, float* to, long row) {
 #pragma omp for schedule(static)
     for (long first = 0; first < samples; first += SAMPLES)
         for (long r = 0; r < rows; ++r)
@@ -93,7 +111,7 @@ void add_up(float* const* sums, int threads, long offset, long apart, long rows,
                 const long at = offset + first / SAMPLES * apart + r * SAMPLES + j;
                 float sum = sums[0][at];
                 for (int t = 1; t < threads; ++t) sum += sums[t][at];
-                to[r * samples + first + j] = sum;
+                to[(first + j) * row + r] = sum;
             }
 }
 
@@ -101,14 +119,31 @@ constexpr int THREADS = 256;
 thread_local Scratch own, shared;
 
 template <class Act>
-void forward(long samples, long wide, long count, const Up* ups, long rank, const float* a, float* q, int threads) {
-    const long tiles = (samples + SAMPLES - 1) / SAMPLES;
-    long rows = 0;  // of all P
-    for (long k = 0; k < count; ++k) rows += ups[k].rows;
-    float* const p_tiles = shared.numbers(tiles * rows * SAMPLES);
+void forward(const Problem& problem, int threads) {
+    const long samples = problem.samples, features = problem.features, wide = problem.wide, count = problem.count;
+    const long p_row = problem.p_row;
+    const float* const x = problem.x;
+    const Up* const ups = problem.ups;
+    const Down& down = problem.down;
+    const long tiles = (samples + SAMPLES - 1) / SAMPLES, rank = down.rank;
+    const long block = block_of(samples, threads);
+    long rows = 0, size = 0;  // of all P, of all A turned
+    for (long k = 0; k < count; ++k) rows += ups[k].rows, size += turned_size(ups[k].rank, features);
+    float* const p_tiles = shared.numbers(tiles * rows * SAMPLES + size);
+    float* const turned = p_tiles + tiles * rows * SAMPLES;
     float* sums[THREADS];
 #pragma omp parallel num_threads(std::min(threads, THREADS))
     {
+        float* at = turned;
+        for (long k = 0; k < count; at += turned_size(ups[k++].rank, features))
+            share_turned(ups[k].a, ups[k].rank, features, at);
+#pragma omp barrier
+        at = turned;
+        for (long k = 0; k < count; at += turned_size(ups[k++].rank, features)) {
+            make_narrow(samples, features, x, at, ups[k].rank, ups[k].p + ups[k].biased(), p_row, block);
+            if (ups[k].biased()) put_ones(samples, ups[k].p, p_row);
+        }
+#pragma omp barrier
         float* const sum = sums[omp_get_thread_num()] =
             own.numbers(tiles * rank * SAMPLES + 2 * FEATURES * SAMPLES + (rank + rows) * FEATURES);
         float* const y[2] = {sum + tiles * rank * SAMPLES, sum + (tiles * rank + FEATURES) * SAMPLES};
@@ -117,14 +152,15 @@ void forward(long samples, long wide, long count, const Up* ups, long rank, cons
 #pragma omp for schedule(static)
         for (long tile = 0; tile < tiles; ++tile) {
             float* to = p_tiles + tile * rows * SAMPLES;
+            const long s = tile * SAMPLES;
             for (long k = 0; k < count; to += ups[k++].rows * SAMPLES)
-                pack_samples(ups[k].p, ups[k].rows, samples, tile * SAMPLES, to);
+                turn_tile(ups[k].p + s * p_row, p_row, std::min(SAMPLES, samples - s), ups[k].rows, to);
         }
         bool begun = false;  // this thread's sums
 #pragma omp for schedule(static)
         for (long f = 0; f < wide; f += FEATURES) {
             const long m = std::min(FEATURES, wide - f);
-            pack_features(a, rank, wide, f, a_block);
+            pack_features(down.a, rank, wide, f, a_block);
             for (long k = 0; k < count; ++k) pack_features(ups[k].b, ups[k].rows, wide, f, b_block[k]);
             for (long tile = 0; tile < tiles; ++tile) {
                 const long n = padded(std::min(SAMPLES, samples - tile * SAMPLES), W);
@@ -142,25 +178,45 @@ void forward(long samples, long wide, long count, const Up* ups, long rank, cons
         }
         if (!begun) std::fill_n(sum, tiles * rank * SAMPLES, 0.0f);
 #pragma omp barrier
-        add_up(sums, omp_get_num_threads(), 0, rank * SAMPLES, rank, samples, q);
+        if (down.biased()) put_ones(samples, down.q, down.q_row);
+        add_up(sums, omp_get_num_threads(), 0, rank * SAMPLES, rank, samples, down.q + down.biased(), down.q_row);
+        const Rows b = {down.rows, down.b};
+        make_wide(samples, down.q, down.q_row, &b, 1, down.features, down.z);
     }
 }
 
 template <class Act>
-void backward(long samples, long wide, long count, const Up* ups, long rank, const float* a, const float* u, float* da,
-              int threads) {
-    const long tiles = (samples + SAMPLES - 1) / SAMPLES, u_width = padded(rank, W);
-    long rows = 0, ranks = 0, widths = 0, p_width[2] = {};  // of all P, of all V, and of all Pᵀ
+void backward(const Problem& problem, float* dx, int threads) {
+    const long samples = problem.samples, features = problem.features, wide = problem.wide, count = problem.count;
+    const long p_row = problem.p_row;
+    const float* const x = problem.x;
+    const Up* const ups = problem.ups;
+    const Down& down = problem.down;
+    const long tiles = (samples + SAMPLES - 1) / SAMPLES, rank = down.rank, u_width = padded(rank, W);
+    const long block = block_of(samples, threads);
+    long rows = 0, ranks = 0, widths = 0, p_width[2] = {};  // of all P, of all V, and of all P filled up
     for (long k = 0; k < count; ++k) {
         rows += ups[k].rows, ranks += ups[k].rank;
         widths += p_width[k] = padded(ups[k].rows, W);
     }
-    // of each tile: U, Uᵀ, then P_k, P_kᵀ
-    const long apart = (rank + u_width + rows + widths) * SAMPLES;
-    float* const packed = shared.numbers(tiles * apart);
+    const long apart = (rank + rows) * SAMPLES;  // of each tile: U, then P_k
+    const long size = tiles * apart + samples * (u_width + ranks) + turned_size(rank, down.features);
+    float* const packed = shared.numbers(size);
+    float *const u = packed + tiles * apart, *const v = u + samples * u_width, *const turned = v + samples * ranks;
     float* sums[THREADS];
+    Rows as[2];
+    Gradient das[2];
+    for (long k = 0, r = 0; k < count; r += ups[k++].rank)
+        as[k] = {ups[k].rank, ups[k].a}, das[k] = {ups[k].rank, v + r, ranks, ups[k].da};
 #pragma omp parallel num_threads(std::min(threads, THREADS))
     {
+        const long bias = down.biased();
+        share_turned(down.b + bias * down.features, rank, down.features, turned);
+#pragma omp barrier
+        make_narrow(samples, down.features, down.z, turned, rank, u, u_width, block);
+        const Gradient db = {rank, down.q + bias, down.q_row, down.db + bias * down.features};
+        make_gradients(samples, down.features, down.z, &db, 1, bias ? down.db : nullptr);
+#pragma omp barrier
         float* next = own.numbers(tiles * ranks * SAMPLES + 4 * FEATURES * SAMPLES +
                                   (u_width + widths + rank + rows) * FEATURES);
         auto take = [&next](long count) { float* from = next; next += count; return from; };
@@ -174,30 +230,23 @@ void backward(long samples, long wide, long count, const Up* ups, long rank, con
 #pragma omp for schedule(static)
         for (long tile = 0; tile < tiles; ++tile) {
             float* to = packed + tile * apart;
-            auto pack = [&](const float* from, long rows, long width) {
-                pack_samples(from, rows, samples, tile * SAMPLES, to);
-                float* const turned = to + rows * SAMPLES;
-                std::fill_n(turned, width * SAMPLES, 0.0f);
-                turn(rows, SAMPLES, to, SAMPLES, turned, width);
-                to = turned + width * SAMPLES;
-            };
-            pack(u, rank, u_width);
-            for (long k = 0; k < count; ++k) pack(ups[k].p, ups[k].rows, p_width[k]);
+            const long s = tile * SAMPLES, n = std::min(SAMPLES, samples - s);
+            turn_tile(u + s * u_width, u_width, n, rank, to);
+            to += rank * SAMPLES;
+            for (long k = 0; k < count; to += ups[k++].rows * SAMPLES)
+                turn_tile(ups[k].p + s * p_row, p_row, n, ups[k].rows, to);
         }
         bool begun = false;  // this thread's sums
 #pragma omp for schedule(static)
         for (long f = 0; f < wide; f += FEATURES) {
             const long m = std::min(FEATURES, wide - f);
-            pack_features(a, rank, wide, f, a_block);
+            pack_features(down.a, rank, wide, f, a_block);
             for (long k = 0; k < count; ++k) pack_features(ups[k].b, ups[k].rows, wide, f, b_block[k]);
             for (long tile = 0; tile < tiles; ++tile) {
-                const long n = padded(std::min(SAMPLES, samples - tile * SAMPLES), W);
-                const float *const u_tile = packed + tile * apart, *const ut = u_tile + rank * SAMPLES;
-                const float *p[2] = {}, *pt[2] = {}, *at = ut + u_width * SAMPLES;
-                for (long k = 0; k < count; at = pt[k] + p_width[k] * SAMPLES, ++k) {
-                    p[k] = at, pt[k] = at + ups[k].rows * SAMPLES;
-                    product(m, n, ups[k].rows, {b_block[k], 1, FEATURES}, p[k], SAMPLES, y[k], SAMPLES, false);
-                }
+                const long s = tile * SAMPLES, some = std::min(SAMPLES, samples - s), n = padded(some, W);
+                const float *const u_tile = packed + tile * apart, *p = u_tile + rank * SAMPLES;
+                for (long k = 0; k < count; p += ups[k++].rows * SAMPLES)
+                    product(m, n, ups[k].rows, {b_block[k], 1, FEATURES}, p, SAMPLES, y[k], SAMPLES, false);
                 product(m, n, rank, {a_block, 1, FEATURES}, u_tile, SAMPLES, dh, SAMPLES, false);
                 for (long i = 0; i < m; ++i)
                     for (long j = i * SAMPLES; j < i * SAMPLES + n; j += W) {
@@ -211,25 +260,28 @@ void backward(long samples, long wide, long count, const Up* ups, long rank, con
                         store(h + j, act);
                         store(y[0] + j, grad * slope);
                     }
-                // what was filled up is 0 in Uᵀ and Pᵀ
-                product(m, u_width, n, {h, SAMPLES, 1}, ut, u_width, da_block, u_width, tile > 0);
+                product(m, u_width, some, {h, SAMPLES, 1}, u + s * u_width, u_width, da_block, u_width, tile > 0);
                 float* v = sum + tile * ranks * SAMPLES;
                 for (long k = 0; k < count; v += ups[k++].rank * SAMPLES) {
-                    const long bias = ups[k].rows - ups[k].rank;
-                    product(m, p_width[k], n, {y[k], SAMPLES, 1}, pt[k], p_width[k], db_block[k], p_width[k], tile > 0);
-                    product(ups[k].rank, n, m, {b_block[k] + bias * FEATURES, FEATURES, 1}, y[k], SAMPLES, v, SAMPLES, begun);
+                    const long bias = ups[k].biased();
+                    product(m, p_width[k], some, {y[k], SAMPLES, 1}, ups[k].p + s * p_row, p_row, db_block[k],
+                            p_width[k], tile > 0);
+                    product(ups[k].rank, n, m, {b_block[k] + bias * FEATURES, FEATURES, 1}, y[k], SAMPLES, v, SAMPLES,
+                            begun);
                 }
             }
             if (tiles == 0) std::fill_n(da_block, (u_width + widths) * FEATURES, 0.0f);
-            turn(m, rank, da_block, u_width, da + f, wide);
+            turn(m, rank, da_block, u_width, down.da + f, wide);
             for (long k = 0; k < count; ++k) turn(m, ups[k].rows, db_block[k], p_width[k], ups[k].db + f, wide);
             begun = true;
         }
         if (!begun) std::fill_n(sum, tiles * ranks * SAMPLES, 0.0f);
 #pragma omp barrier
         long offset = 0;
-        for (long k = 0; k < count; offset += ups[k++].rank * SAMPLES)
-            add_up(sums, omp_get_num_threads(), offset, ranks * SAMPLES, ups[k].rank, samples, ups[k].v);
+        for (long k = 0, r = 0; k < count; offset += ups[k].rank * SAMPLES, r += ups[k++].rank)
+            add_up(sums, omp_get_num_threads(), offset, ranks * SAMPLES, ups[k].rank, samples, v + r, ranks);
+        if (dx) make_wide(samples, v, ranks, as, count, features, dx);
+        make_gradients(samples, features, x, das, count, nullptr);
     }
 }
 
@@ -237,18 +289,21 @@ void backward(long samples, long wide, long count, const Up* ups, long rank, con
 
 extern "C" {
 
-// activation: 0 gelu, 1 gelu_tanh, 2 relu, 3 silu. All tensors float32, rows side by side: p (rows, samples), b (rows, wide),
-// a (rank, wide), q (rank, samples).
-void feed_forward(int activation, long samples, long wide, long count, const Up* ups, long rank, const float* a, float* q,
-                  int threads) {
-    const auto run = activation == 0 ? forward<Gelu> : activation == 1 ? forward<GeluTanh> : activation == 2 ? forward<Relu> : forward<Silu>;
-    run(samples, wide, count, ups, rank, a, q, threads);
+// activation: 0 gelu, 1 gelu_tanh, 2 relu, 3 silu. All tensors float32, rows side by side but for P and Q.
+void feed_forward(int activation, const Problem* problem, int threads) {
+    const auto run = activation == 0   ? forward<Gelu>
+                     : activation == 1 ? forward<GeluTanh>
+                     : activation == 2 ? forward<Relu>
+                                       : forward<Silu>;
+    run(*problem, threads);
 }
 
-// u (rank, samples); da as a, and of each Up: v (its rank, samples), db as b.
-void feed_forward_backward(int activation, long samples, long wide, long count, const Up* ups, long rank, const float* a,
-                           const float* u, float* da, int threads) {
-    const auto run = activation == 0 ? backward<Gelu> : activation == 1 ? backward<GeluTanh> : activation == 2 ? backward<Relu> : backward<Silu>;
-    run(samples, wide, count, ups, rank, a, u, da, threads);
+// dx null where it is not wanted.
+void feed_forward_backward(int activation, const Problem* problem, float* dx, int threads) {
+    const auto run = activation == 0   ? backward<Gelu>
+                     : activation == 1 ? backward<GeluTanh>
+                     : activation == 2 ? backward<Relu>
+                                       : backward<Silu>;
+    run(*problem, dx, threads);
 }
 }

@@ -43,13 +43,9 @@ def _functions() -> tuple[Callable[..., None], Callable[..., None], Callable[...
     return dropping, forward, backward
 
 
-def _like(t: Tensor) -> Tensor:
-    return empty(*t.shape)
-
-
 def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     x = x.contiguous()
-    y = _like(x)
+    y = empty(*x.shape)
     _functions()[0](x.numel(), pointer(x), byref(_drop(seed, p)), pointer(y), torch.get_num_threads())
     return y
 
@@ -59,7 +55,7 @@ def _residual_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     z, x = z.contiguous(), x.contiguous()
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-    y, s = _like(z), _like(z)
+    y, s = empty(*z.shape), empty(*z.shape)
     mean, rstd = z.new_empty(z.shape[:-1]), z.new_empty(z.shape[:-1])
     given = (pointer(t) for t in (z, x, weight, bias))
     made = (pointer(t) for t in (y, s, mean, rstd))
@@ -73,7 +69,7 @@ def _residual_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dy, s, mean, rstd = (t.contiguous() for t in (dy, s, mean, rstd))
     weight = None if weight is None else weight.contiguous()
-    dx, dz = _like(dy), dy.new_empty(0) if seed is None else _like(dy)
+    dx, dz = empty(*dy.shape), dy.new_empty(0) if seed is None else empty(*dy.shape)
     dweight, dbias = dy.new_empty(dy.shape[-1]), dy.new_empty(dy.shape[-1])
     given = (pointer(t) for t in (dy, s, mean, rstd, weight))
     made = (pointer(t) for t in (dx, None if seed is None else dz, dweight, dbias))

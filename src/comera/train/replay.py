@@ -26,7 +26,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from comera.contract.once import Tape, exchange, made_once
 from comera.errors import TrainingError
-from comera.native.narrow import narrow
 
 T = TypeVar("T")
 _Kept = tuple[Any, Any]  # an operation, and what is kept of it
@@ -64,8 +63,6 @@ def _kind(func: Any) -> Literal["attention", "random"] | None:
 
 
 def _is_narrow(func: Any, args: tuple[Any, ...]) -> bool:
-    if func is narrow:
-        return True
     first = _PRODUCTS.get(func)
     if first is None:
         return False
