@@ -55,28 +55,31 @@ def _widths(ranks: Sequence[int], bs_SO: Sequence[Tensor]) -> list[int]:
 def _forward(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SO: Sequence[Tensor]) -> list[Tensor]:
     x_BI, as_RI, bs_SO = x_BI.contiguous(), [a.contiguous() for a in as_RI], [b.contiguous() for b in bs_SO]
     ranks = [a.shape[0] for a in as_RI]
-    p_BS = empty(x_BI.shape[0], sum(_widths(ranks, bs_SO)))
-    halves, ys_BO = _halves(p_BS, as_RI, ranks, bs_SO)
-    _functions()[0](*x_BI.shape, pointer(x_BI), len(halves), halves, p_BS.shape[1], torch.get_num_threads())
+    columns = _widths(ranks, bs_SO)
+    p_BS = empty(x_BI.shape[0], sum(columns))
+    halves, ys_BO = _halves(p_BS, columns, [a.data_ptr() for a in as_RI], ranks, bs_SO)
+    _functions()[0](*x_BI.shape, x_BI.data_ptr(), len(halves), halves, p_BS.shape[1], torch.get_num_threads())
     return [p_BS, *ys_BO]
 
 
 def _wide(p_BS: Tensor, ranks: Sequence[int], bs_SO: Sequence[Tensor]) -> list[Tensor]:
     bs_SO = [b.contiguous() for b in bs_SO]
-    halves, ys_BO = _halves(p_BS, [None] * len(ranks), ranks, bs_SO)
+    halves, ys_BO = _halves(p_BS, _widths(ranks, bs_SO), [None] * len(ranks), ranks, bs_SO)
     _functions()[1](p_BS.shape[0], len(halves), halves, p_BS.shape[1], torch.get_num_threads())
     return ys_BO
 
 
 def _halves(
-    p_BS: Tensor, as_RI: Sequence[Tensor | None], ranks: Sequence[int], bs_SO: Sequence[Tensor]
+    p_BS: Tensor, columns: Sequence[int], as_: Sequence[int | None], ranks: Sequence[int], bs_SO: Sequence[Tensor]
 ) -> tuple[Array[_Half], list[Tensor]]:
-    """The halves as the kernels take them, and the y_k that they write to."""
-    ys_BO, halves, at = [], [], p_BS.data_ptr()
-    for a, b, rank, columns in zip(as_RI, bs_SO, ranks, _widths(ranks, bs_SO), strict=True):
-        ys_BO.append(empty(p_BS.shape[0], b.shape[1]))
-        halves.append(_Half(rank, *b.shape, pointer(a), pointer(b), at, pointer(ys_BO[-1])))
-        at += columns * p_BS.element_size()
+    """The halves as the kernels take them, and the y_k that they write to. columns: of P. as_: where the A stand."""
+    batch, at, ys_BO, halves = p_BS.shape[0], p_BS.data_ptr(), [], []
+    for a, b, rank, width in zip(as_, bs_SO, ranks, columns, strict=True):
+        rows, features = b.shape
+        y = empty(batch, features)
+        ys_BO.append(y)
+        halves.append(_Half(rank, rows, features, a, b.data_ptr(), at, y.data_ptr()))
+        at += width * p_BS.element_size()
     return (_Half * len(halves))(*halves), ys_BO
 
 
@@ -90,30 +93,24 @@ def _backward(
     wants_a: bool,
     wants_b: bool,
 ) -> list[Tensor]:
-    x_BI, halves, at, kept = x_BI.contiguous(), [], p_BS.data_ptr(), []
-    dx_BI = [empty(*x_BI.shape)] if wants_x else []
+    columns = _widths([a.shape[0] for a in as_RI], bs_SO)
+    x_BI, as_RI, bs_SO = x_BI.contiguous(), [a.contiguous() for a in as_RI], [b.contiguous() for b in bs_SO]
+    dys_BO = [None if dy is None else dy.contiguous() for dy in dys_BO]
+    dx_BI, at, halves = empty(*x_BI.shape) if wants_x else None, p_BS.data_ptr(), []
     das_RI: list[Tensor] = []
     dbs_SO: list[Tensor] = []
-    for a, b, dy, columns in zip(as_RI, bs_SO, dys_BO, _widths([a.shape[0] for a in as_RI], bs_SO), strict=True):
+    for a, b, dy, width in zip(as_RI, bs_SO, dys_BO, columns, strict=True):
         if dy is not None:
-            a, b, dy = a.contiguous(), b.contiguous(), dy.contiguous()
-            kept += [a, b, dy]
             if wants_a:
                 das_RI.append(torch.empty_like(a))
             if wants_b:
                 dbs_SO.append(torch.empty_like(b))
-            grads = pointer(das_RI[-1] if wants_a else None), pointer(dbs_SO[-1] if wants_b else None)
-            halves.append(_Half(a.shape[0], *b.shape, pointer(a), pointer(b), at, pointer(dy), *grads))
-        at += columns * p_BS.element_size()
-    operands = (
-        pointer(x_BI),
-        len(halves),
-        (_Half * len(halves))(*halves),
-        p_BS.shape[1],
-        pointer(dx_BI[0] if wants_x else None),
-    )
-    _functions()[2](*x_BI.shape, *operands, torch.get_num_threads())
-    return dx_BI + das_RI + dbs_SO
+            grads = das_RI[-1].data_ptr() if wants_a else None, dbs_SO[-1].data_ptr() if wants_b else None
+            halves.append(_Half(a.shape[0], *b.shape, a.data_ptr(), b.data_ptr(), at, dy.data_ptr(), *grads))
+        at += width * p_BS.element_size()
+    given = x_BI.data_ptr(), len(halves), (_Half * len(halves))(*halves), p_BS.shape[1], pointer(dx_BI)
+    _functions()[2](*x_BI.shape, *given, torch.get_num_threads())
+    return [*([] if dx_BI is None else [dx_BI]), *das_RI, *dbs_SO]
 
 
 def takes_two_sided(x_BI: Tensor, halves: Sequence[Tensor]) -> bool:
