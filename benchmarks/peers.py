@@ -2,7 +2,7 @@
 
 The model of METHOD §4 (stock BERT of transformers, SDPA, dropout 0.1, random ids), float32, for all sides:
 
-    dense     fused AdamW                                comera    tensorize_, fuse_, fused AdamW
+    dense     AdamW                                      comera    tensorize_, fuse_, AdamW
     galore    galore-torch, its published settings       lte       32 heads of rank 32, merged every 10 steps
     cola      bottlenecks of a quarter of the width      tensorly  TT layers of tensorly-torch, modes and ranks of ours
 

@@ -1,6 +1,6 @@
 """Peak memory and time of a training step with low-rank recomputation: the six-encoder MNLI transformer.
 
-The same batch, optimizer (fused AdamW) and float32 for all sides. Times: steps of all sides alternate in one process.
+The same batch, optimizer (AdamW) and float32 for all sides. Times: steps of all sides alternate in one process.
 Memory: the peak of a process of its own for each side, in which nothing else happens; "added" is what its model, its
 gradients, the optimizer and the steps add to an interpreter with all libraries loaded. A side's time ratio is to the
 same side without recomputation, its memory ratio to dense.

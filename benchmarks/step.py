@@ -1,11 +1,12 @@
 """One training step of the six-encoder MNLI transformer: dense, compressed as it is, compressed and fused.
 
-The model of the recipe, the same batch and optimizer (AdamW of `comera.train`, on dense weights as fast as the fused one of torch) for all; dense attention is torch's SDPA. Steps of
-the sides alternate in one process and ratios are those of the medians; with one sample, where steps are short, in
-visits of four, the first of which is not counted. Each case has a process of its own: the memory that other models have
-left behind makes short steps slower. `--compile` adds dense and fused under torch.compile (minutes of
-compilation on a CPU). Where the processor has no arithmetic for bf16 a dense step in it takes half a minute with one
-sample, so that its first one is timed, and none is with 32; "fused, bf16" is held against dense in float32 there.
+The model of the recipe, the same batch and optimizer for all (AdamW of `comera.train`, on dense weights as fast as the
+fused one of torch); dense attention is torch's SDPA. Steps of the sides alternate in one process and ratios are those
+of the medians; with one sample, where steps are short, in visits of four, the first of which is not counted. Each case
+has a process of its own: the memory that other models have left behind makes short steps slower. `--compile` adds dense
+and fused under torch.compile (minutes of compilation on a CPU). Where the processor has no arithmetic for bf16 a dense
+step in it takes half a minute with one sample, so that its first one is timed, and none is with 32; "fused, bf16" is
+held against dense in float32 there.
 
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
 """

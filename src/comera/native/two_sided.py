@@ -15,7 +15,10 @@ from comera.native.build import library, takes
 from comera.native.memory import empty
 from comera.native.ops import define, pointer
 
-LEAST_ROWS, MOST_RANK = 16, 64
+# Beside torch's products, forward and backward together, 768 features, two cores of an AMD EPYC 7003: at rank 30 1.4
+# times faster with 128 rows, for one weight and for three, 1.5 with 8, 1.2 with 4,096; 1.0 to 1.2 at rank 128, as fast
+# at 256.
+LEAST_ROWS, MOST_RANK = 2, 128
 
 
 class _Half(Structure):
