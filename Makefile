@@ -51,7 +51,7 @@ bench: install
 	@$(BIN)/python benchmarks/roofline.py --repeats 2
 	@$(BIN)/python benchmarks/shrunk_step.py --repeats 7
 	@$(BIN)/python benchmarks/lookup.py --seconds 1
-	@$(BIN)/python benchmarks/layer.py --seconds 2
+	@$(BIN)/python benchmarks/layer.py --seconds 1
 	@$(BIN)/python benchmarks/peers.py
 	@$(BIN)/python benchmarks/page.py
 
