@@ -57,13 +57,14 @@ def main() -> None:
         "# Benchmarks",
         "",
         "Written by `python benchmarks/page.py` from `benchmarks/results/*.csv`; each script there reproduces its own",
-        "file. Shared, noisy machines: ratios are of medians, sides taken in turns within one process.",
+        "file. Shared, noisy machines: ratios are of medians, sides taken in turns within one process. Limit: the",
+        "figure if our step took what its operations need at this machine's ceilings (`least_ms`, see the roofline).",
         "",
         "## Goals and figures",
         "",
-        "| what | goal | measured | reached |",
-        "|---|---|---|---|",
-        *(_line(*goal) for goal in goals),
+        "| what | goal | measured | limit | reached |",
+        "|---|---|---|---|---|",
+        *(_line(*goal, _limit(goal[0], tables)) for goal in goals),
         "",
         f"![Each figure over its goal, on a logarithmic axis; right of the line is reached.]({FIGURE.name})",
     ]
@@ -87,10 +88,22 @@ def _goals(tables: dict[str, Rows]) -> Iterator[Goal]:
         yield what, f"{'≤' if most else '≥'} {_short(goal)}", value, reached
 
 
-def _line(what: str, goal: str, value: float | None, reached: float | None) -> str:
+def _limit(what: str, tables: dict[str, Rows]) -> float | None:
+    """The figure at the roofline: the time of a side's step over the least that ours can take; None for other goals."""
+    if what not in _AT_THE_ROOFLINE:
+        return None
+    case, side = _AT_THE_ROOFLINE[what]
+    with suppress(LookupError, ValueError):
+        least_ms = _one("least_ms", case=case, side="fused")(tables["roofline"])
+        return _one("step_ms", case=case, side=side)(tables["peers"]) / least_ms
+    return None
+
+
+def _line(what: str, goal: str, value: float | None, reached: float | None, limit: float | None) -> str:
     if value is None or reached is None:
-        return f"| {what} | {goal} | not measured | |"
-    return f"| {what} | {goal} | {_short(value)} | {'yes' if reached >= 1 else '**no**'} |"
+        return f"| {what} | {goal} | not measured | | |"
+    most = "" if limit is None else _short(limit)
+    return f"| {what} | {goal} | {_short(value)} | {most} | {'yes' if reached >= 1 else '**no**'} |"
 
 
 def _short(value: float) -> str:
@@ -274,6 +287,15 @@ _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         lambda rows: max(float(row["times_dense"]) for row in _where(rows, {"precision": "bf16", "batch": "128"})),
     ),
 ]
+
+# goal -> the case of roofline.csv, and the side of peers.csv whose step is held against ours in it
+_AT_THE_ROOFLINE = {
+    "step, batch 32 × 128, float32: times dense": ("batch 32", "dense"),
+    "step, batch 1: times dense": ("batch 1", "dense"),
+    "GaLore, batch 1: times our step": ("batch 1", "galore"),
+    "LTE, batch 32: times our step": ("batch 32", "lte"),
+    "tensorly-torch, batch 32: times our step": ("batch 32", "tensorly"),
+}
 
 
 def _read(path: Path) -> Rows:
