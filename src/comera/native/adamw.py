@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from comera.native.build import library
-from comera.native.gradients import integers, lie_plain
+from comera.native.gradients import lie_plain
+from comera.native.ops import integers
 
 
 @cache

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_long, c_void_p
 from functools import cache
 from operator import attrgetter
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from comera.native.build import library
+from comera.native.ops import integers
 
 _dtype, _layout, _is_cpu = map(attrgetter, ("dtype", "layout", "is_cpu"))
 
@@ -26,12 +26,6 @@ def lie_plain(tensors: Sequence[Tensor]) -> bool:
         and all(map(_is_cpu, tensors))
         and all(map(Tensor.is_contiguous, tensors))
     )
-
-
-def integers(values: Iterable[int]) -> tuple[array[int], c_void_p]:
-    """Numbers of 64 bits in memory, as long as it is kept, and where: addresses or counts for a kernel."""
-    memory = array("q", list(values))  # faster than one by one
-    return memory, c_void_p(memory.buffer_info()[0])
 
 
 @cache

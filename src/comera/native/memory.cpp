@@ -35,7 +35,7 @@ struct DLManagedTensor {
 constexpr int32_t CPU = 1;
 constexpr uint8_t FLOAT = 2;
 
-constexpr size_t PAGE = 4096, HUGE_PAGE = 2 << 20;
+constexpr size_t PAGE = 1 << 16, HUGE_PAGE = 2 << 20;  // whole pages of any machine; what is not touched takes nothing
 
 struct Block {
     DLManagedTensor managed;
@@ -64,7 +64,9 @@ void* mapped(size_t bytes) {
     return from + before;
 }
 
-void unmap(Block* block) {
+void unmap_oldest() {
+    Block* const block = pool.waiting.front();
+    pool.waiting.pop_front();
     munmap(block->managed.tensor.data, block->bytes);
     pool.held -= block->bytes;
     delete block;
@@ -97,11 +99,12 @@ DLManagedTensor* take_memory(int dimensions, const int64_t* shape) {
         pool.waiting.erase(best);
     } else {
         if (pool.in_use + bytes > pool.most) pool.most = pool.in_use + bytes;
-        while (pool.held + bytes > pool.most && !pool.waiting.empty()) {
-            unmap(pool.waiting.front());
-            pool.waiting.pop_front();
+        while (pool.held + bytes > pool.most && !pool.waiting.empty()) unmap_oldest();
+        void* at = mapped(bytes);
+        while (!at && !pool.waiting.empty()) {  // the system has no more: what waits may be enough
+            unmap_oldest();
+            at = mapped(bytes);
         }
-        void* const at = mapped(bytes);
         block = at ? new (std::nothrow) Block : nullptr;
         if (!block) {
             if (at) munmap(at, bytes);

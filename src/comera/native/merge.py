@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from comera.native.build import library
-from comera.native.ops import addresses, define
+from comera.native.ops import define, integers
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -44,8 +44,8 @@ def _described(layout: tuple[int, ...]) -> tuple[int, Any, list[tuple[int, int, 
 
 def _run(function: Callable[..., None], layout: Sequence[int], tensors: Sequence[Tensor | None], least: float) -> None:
     count, numbers, _ = _described(tuple(layout))
-    pointers = addresses(tensors)
-    function(count, numbers, pointers.buffer_info()[0], least, torch.get_num_threads())
+    _at, at = integers(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    function(count, numbers, at, least, torch.get_num_threads())
 
 
 def _contiguous(tensors: Sequence[T]) -> list[T]:

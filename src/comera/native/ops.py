@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from ctypes import c_void_p
 from typing import Any
 
@@ -36,12 +36,10 @@ def _seen() -> bool:
     return _get_current_dispatch_mode() is not None or torch._C._autograd._profiler_enabled()
 
 
-def addresses(tensors: Sequence[Tensor | None]) -> array[int]:
-    """Where the numbers of many contiguous tensors stand, 0 for None; C takes its buffer_info()[0] as long as it lives.
-
-    An array of ctypes takes 0.1 µs for each.
-    """
-    return array("Q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+def integers(values: Iterable[int]) -> tuple[array[int], c_void_p]:
+    """Numbers of 64 bits in memory, as long as it is kept, and where: addresses or counts for a kernel."""
+    memory = array("q", list(values))  # faster than one by one
+    return memory, c_void_p(memory.buffer_info()[0])
 
 
 def pointer(tensor: Tensor | None) -> c_void_p:
