@@ -36,6 +36,7 @@ from comera.recipes.click_metrics import click_metrics
 from comera.recipes.data.criteo import KAGGLE_TABLES, ClickData, prepare
 from comera.recipes.dlrm import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.recipes.models.dlrm import DLRMConfig
+from comera.recipes.stages import runs
 from comera.train.checkpoint import load_pretrained
 from comera.train.memory import MemoryMeter
 from comera.train.optimizer import OptimizerName, named_optimizer
@@ -153,7 +154,7 @@ def quality(options: argparse.Namespace) -> Iterator[Row]:
             with tempfile.TemporaryDirectory() as folder:
                 config = replace(config, data=data, train=train, out=folder)
                 dlrm.run(config)
-                for stage, run in dlrm.runs(config).items():
+                for stage, run in runs(config).items():
                     name = stage if method == "dense" else f"{stage}, {preset}"
                     figures, numbers = held_out(config, run)
                     scores.setdefault(name, []).append(figures["nce"])

@@ -26,6 +26,7 @@ from comera.baselines import Method
 from comera.recipes import mnli
 from comera.recipes.data.mnli import prepare
 from comera.recipes.models.bert import ModelConfig
+from comera.recipes.stages import runs
 from comera.train.loop import fit
 from comera.train.metrics import Summary
 
@@ -73,7 +74,7 @@ def measure(method: Method, options: argparse.Namespace, folder: Path) -> Iterat
     started = time.perf_counter()
     mnli.run(config)
     wall = time.perf_counter() - started
-    for name, path in mnli.runs(config).items():
+    for name, path in runs(config).items():
         summary = Summary.read(path / "summary.json")
         if summary is None:
             continue

@@ -60,7 +60,7 @@ def train(argv: list[str]) -> int:
     if PartialState().is_main_process:
         from comera import report
 
-        runs = {name: folder for name, folder in _runs(recipe, config).items() if folder.exists()}
+        runs = {name: folder for name, folder in _runs(config).items() if folder.exists()}
         for folder in runs.values():
             print(f"report: {report.render(folder)}", file=sys.stderr)
         if len(runs) > 1 and summary.finished:
@@ -96,8 +96,8 @@ def compare(argv: list[str]) -> int:
             own += ["--train.steps", "null", "--train.max_seconds", str(options.seconds)]
         commands[method] = [*shared, *own, "--out", str(out / method)]
     for method, arguments in commands.items():  # all mistakes come to light before the first run
-        recipe, config, _ = _parse("compare", name, arguments)
-        runs.update(_runs(recipe, config))
+        _, config, _ = _parse("compare", name, arguments)
+        runs.update(_runs(config))
         if (out / method).exists():
             raise ConfigError(
                 f"expected a new folder for the comparison, got {out}, which has runs: give another --out"
@@ -212,12 +212,11 @@ def _summary(documented: Any) -> str:
     return str(documented.__doc__).partition("\n")[0]
 
 
-def _runs(recipe: Any, config: Any) -> dict[str, Path]:
-    """The run folders that `recipe.run(config)` leaves, by name."""
-    if hasattr(recipe, "runs"):
-        found: dict[str, Path] = recipe.runs(config)
-        return found
-    return {config.method: config.folder}
+def _runs(config: Any) -> dict[str, Path]:
+    """The run folders that a recipe's run with `config` leaves, by name."""
+    from comera.recipes.stages import runs  # here: a mistaken command line need not wait for torch
+
+    return runs(config) if hasattr(config, "late_targets") else {config.method: config.folder}
 
 
 def _take_recipe(name: str, command: Callable[..., int], argv: list[str]) -> tuple[str, list[str]]:

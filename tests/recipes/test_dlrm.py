@@ -31,9 +31,9 @@ from comera.recipes.dlrm import (
     DLRMTaskConfig,
     build_model,
     click_loss,
-    runs,
 )
 from comera.recipes.models.dlrm import DLRMConfig
+from comera.recipes.stages import runs
 from comera.train import memory
 from comera.train.checkpoint import load_pretrained
 from comera.train.config import TrainConfig

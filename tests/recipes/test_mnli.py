@@ -18,11 +18,12 @@ from comera.baselines import Method
 from comera.errors import ConfigError, DataError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import model_size
-from comera.recipes import mnli
+from comera.recipes import mnli, stages
 from comera.recipes.data.mnli import MNLIData, MNLIDataConfig, PairBatch, prepare
 from comera.recipes.methods import METHODS
-from comera.recipes.mnli import CompressConfig, MNLIConfig, MNLITask, build_model, pair_loss, runs, scores
+from comera.recipes.mnli import CompressConfig, MNLIConfig, MNLITask, build_model, pair_loss, scores
 from comera.recipes.models.bert import ModelConfig
+from comera.recipes.stages import runs
 from comera.train.config import TrainConfig
 from comera.train.metrics import Summary
 
@@ -268,14 +269,14 @@ def test_a_protocol_that_is_killed_between_its_runs_goes_on_as_if_nothing_had_ha
 ) -> None:
     straight = mnli.run(config)
     killed = replace(config, out=str(tmp_path / "killed"))
-    fit = mnli.fit
+    fit = stages.fit
 
     def fit_early(task: Any, train: Any, out: Path, **others: Any) -> Summary:
         if out.name != "early":
             raise KeyboardInterrupt
         return fit(task, train, out, **others)
 
-    monkeypatch.setattr(mnli, "fit", fit_early)
+    monkeypatch.setattr(stages, "fit", fit_early)
     with pytest.raises(KeyboardInterrupt):
         mnli.run(killed)
     monkeypatch.undo()
@@ -290,7 +291,7 @@ def test_a_protocol_that_is_killed_between_its_runs_goes_on_as_if_nothing_had_ha
 
 
 def test_an_interruption_ends_the_protocol_there(config: MNLIConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = mnli.fit
+    fit = stages.fit
     begun: list[tuple[Any, ...]] = []
 
     def interrupted(task: Any, train: TrainConfig, out: Path, **others: Any) -> Summary:
@@ -298,7 +299,7 @@ def test_an_interruption_ends_the_protocol_there(config: MNLIConfig, monkeypatch
         summary = fit(task, train, out, **others)
         return replace(summary, stopped="interrupted") if out.name == "late-0.8" else summary
 
-    monkeypatch.setattr(mnli, "fit", interrupted)
+    monkeypatch.setattr(stages, "fit", interrupted)
     assert not mnli.run(config).finished
     # the size falls over the first half of a late stage, of four steps here
     assert begun == [("early", 1, None, None), ("late-0.8", 0.5, 0.8, 2)]

@@ -1,26 +1,18 @@
 """Clicks on ads: DLRM on Criteo's log, whose large embedding tables are compressed, or not.
 
-    comera  out/early          early stage, `train.epochs` long
-            out/late-0.5, ...  for each target a late stage of its own, from the end of the early one
-    dense   out                the twin: as long as the early stage and one late stage
-
-Batches follow from the seed and their place in one sequence, where the late stages go on after the early one: the twin
-meets exactly the batches of the early stage and of each late one.  B batch.
+Its runs: see `stages`.  B batch.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import yaml
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,10 +28,10 @@ from comera.recipes.data.criteo_parse import INTEGERS
 from comera.recipes.methods import follow
 from comera.recipes.models.dlrm import DLRM, DLRMConfig
 from comera.recipes.models.table_budget import ORDERS, fit_tables
+from comera.recipes.stages import check_stages, fit_stages, refuse_present, runs, say
 from comera.train.checkpoint import load_pretrained
 from comera.train.config import TrainConfig
 from comera.train.evaluation import evaluate
-from comera.train.loop import fit
 from comera.train.memory import MemoryEstimate, check_memory
 from comera.train.memory import estimate as estimate_step
 from comera.train.metrics import Summary, to_json
@@ -155,16 +147,7 @@ class DLRMTaskConfig:
             raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
-        for target in self.late_targets:
-            if isinstance(target, bool) or not 0 < target < 1:
-                raise ConfigError(f"late_targets must be parts of the early size above 0 and below 1, got {target!r}")
-        if len({f"{target:g}" for target in self.late_targets}) < len(self.late_targets):
-            raise ConfigError(f"late_targets must differ, a folder is named after each, got {self.late_targets}")
-        if not (isfinite(self.late_epochs) and self.late_epochs > 0):
-            raise ConfigError(f"late_epochs must be a number > 0, got {self.late_epochs!r}")
-        late = self.train.late
-        if late.target_size is not None or late.starts:
-            raise ConfigError("train.late takes no target_size and no start here: set late_targets and train.epochs")
+        check_stages(self)
 
     @property
     def folder(self) -> Path:
@@ -183,14 +166,6 @@ def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConf
     if preset == "kaggle":
         return replace(config, data=CriteoConfig(table_sizes="kaggle"), compress=CompressConfig(ratio=200.0))
     return config
-
-
-def runs(config: DLRMTaskConfig) -> dict[str, Path]:
-    """Run folders by name, in their order: "early", "late 0.5", ...; of the dense twin the one run."""
-    if config.method == "dense":
-        return {config.method: config.folder}
-    late = {f"late {target:g}": config.folder / f"late-{target:g}" for target in config.late_targets}
-    return {"early": config.folder / "early", **late}
 
 
 def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLRM, TensorizeReport | None]:
@@ -298,40 +273,16 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
     cannot hold, and what `prepare` and `fit` raise.
     """
     main = PartialState(cpu=config.train.device == "cpu").is_main_process
-    folders = runs(config)
-    present = [str(folder) for folder in folders.values() if (folder / "metrics.jsonl").exists()]
-    if present and not resume:
-        raise ConfigError(
-            f"expected a folder without a run, got {config.folder} with {', '.join(present)}: "
-            "resume those runs, give another folder, or move this one away"
-        )
+    if not resume:
+        refuse_present(config)
     data = prepare(config.data, quiet=not main)
     steps = estimate(config, ("dense", config.method))
     check_memory(steps[config.method], config.train.device, f"method={config.method}")
     resolved = asdict(replace(config, out=str(config.folder)))
-    if config.method == "dense":
-        task = DLRMTask(config, data)
-        _note_memory(main, folders.values(), steps)
-        twin = _twin(config, task.steps_per_epoch)
-        return _tested(fit(task, twin, config.folder, resume=resume, resolved=resolved), task, config.folder)
-    task = DLRMTask(config, data)  # before anything is written: the budget may not hold
-    if main:  # each run has this file too; the one that `--resume` reads is that of the whole
-        config.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(config.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
-    _note_memory(main, folders.values(), steps)
-    _say(main, f"early stage, in {folders['early']}")
-    early = fit(task, config.train, folders["early"], resume=resume, resolved=resolved)
-    summary = _tested(early, task, folders["early"])
-    for target in config.late_targets:
-        if not summary.finished:
-            break
-        folder = folders[f"late {target:g}"]
-        _say(main, f"late stage to {target:g} of the size, in {folder}")
-        task = DLRMTask(config, data, first=early.steps)
-        late = _late(config, target, task.steps_per_epoch)
-        summary = fit(task, late, folder, resume=resume, resolved=resolved, start_from=folders["early"])
-        summary = _tested(summary, task, folder)
-    return summary
+    later = partial(DLRMTask, config, data)
+    task = later()  # before anything is written: the budget may not hold
+    _note_memory(main, runs(config).values(), steps)
+    return fit_stages(config, task, later, main=main, resume=resume, resolved=resolved, finish=_tested)
 
 
 def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
@@ -345,7 +296,8 @@ def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
         means = evaluate(task, model, accelerator, precision=train.precision)
         if accelerator.is_main_process:
             replace_file(path, to_json(means, indent=1) + "\n")
-        _say(accelerator.is_main_process, "test: " + ", ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
+        figures = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items())
+        say(accelerator.is_main_process, NAME, f"test: {figures}")
         accelerator.wait_for_everyone()
     return summary
 
@@ -355,29 +307,6 @@ def _note_memory(main: bool, folders: Iterable[Path], steps: dict[str, MemoryEst
     for folder in folders if main else ():
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "memory.json", to_json({method: step.parts for method, step in steps.items()}) + "\n")
-
-
-def _say(main: bool, text: str) -> None:
-    if main:
-        print(f"{NAME}: {text}", file=sys.stderr)
-
-
-def _late(config: DLRMTaskConfig, target: float, epoch: int) -> TrainConfig:
-    """How a late stage is trained; epoch: steps in one."""
-    train = replace(config.train, epochs=config.late_epochs)
-    half = (train.bound(epoch) or 0) // 2
-    steps = half if train.late.steps is None else train.late.steps
-    return replace(train, late=replace(train.late, target_size=target, steps=steps))
-
-
-def _twin(config: DLRMTaskConfig, epoch: int) -> TrainConfig:
-    """How the dense twin is trained: by steps, so that it sees exactly what the early stage and a late one see."""
-    early, late = (
-        replace(config.train, epochs=epochs).bound(epoch) for epochs in (config.train.epochs, config.late_epochs)
-    )
-    if early is None or late is None or not config.late_targets:
-        return config.train
-    return replace(config.train, steps=early + late, epochs=None)
 
 
 def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dict[str, MemoryEstimate]:

@@ -1,17 +1,10 @@
 """Natural-language inference on MNLI: the six-encoder transformer of METHOD §4 from scratch, compressed or not.
 
-    comera  out/early          early stage, `train.epochs` long
-            out/late-0.8, ...  for each target a late stage of its own, from the end of the early one
-    dense   out                the twin: as long as the early stage and one late stage
-    others  out                baselines, as long as the twin
-
-Batches follow from the seed and their place in one sequence, where the late stages go on after the early one: the twin
-meets exactly the batches of the early stage and of each late one.  B batch, T tokens of its longest pair.
+Its runs: see `stages`.  B batch, T tokens of its longest pair.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import yaml
 from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
@@ -29,7 +21,6 @@ from transformers import BertForSequenceClassification
 from comera.baselines import Applied, BaselineConfig, Method
 from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError
-from comera.files import replace_file
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.data.mnli import (
     MNLIData,
@@ -41,8 +32,8 @@ from comera.recipes.data.mnli import (
 )
 from comera.recipes.methods import check_method, estimates_by_method, follow
 from comera.recipes.models.bert import ModelConfig
+from comera.recipes.stages import check_stages, fit_stages, refuse_present, say
 from comera.train.config import TrainConfig
-from comera.train.loop import fit
 from comera.train.memory import MemoryEstimate
 from comera.train.metrics import Summary
 
@@ -137,16 +128,7 @@ class MNLIConfig:
         check_method(self.method)
         if self.preset not in PRESETS:
             raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        for target in self.late_targets:
-            if isinstance(target, bool) or not 0 < target < 1:
-                raise ConfigError(f"late_targets must be parts of the early size above 0 and below 1, got {target!r}")
-        if len({f"{target:g}" for target in self.late_targets}) < len(self.late_targets):
-            raise ConfigError(f"late_targets must differ, a folder is named after each, got {self.late_targets}")
-        if not 0 < self.late_epochs < float("inf"):
-            raise ConfigError(f"late_epochs must be a number > 0, got {self.late_epochs!r}")
-        late = self.train.late
-        if late.target_size is not None or late.starts:
-            raise ConfigError("train.late takes no target_size and no start here: set late_targets and train.epochs")
+        check_stages(self)
         if self.data.max_length > self.model.max_positions:
             raise ConfigError(
                 f"data.max_length ({self.data.max_length}) must not be above model.max_positions "
@@ -167,14 +149,6 @@ def preset(method: Method = "comera", preset: Preset = "tuned") -> MNLIConfig:
         data = MNLIDataConfig(max_examples=20_000)
         return replace(config, data=data, model=_SMALL_MODEL, compress=formats, late_epochs=1.0)
     return config
-
-
-def runs(config: MNLIConfig) -> dict[str, Path]:
-    """Run folders by name, in their order: "early", "late 0.8", ...; of other methods than comera the one run."""
-    if config.method != "comera":
-        return {config.method: config.folder}
-    late = {f"late {target:g}": config.folder / f"late-{target:g}" for target in config.late_targets}
-    return {"early": config.folder / "early", **late}
 
 
 def build_model(
@@ -267,57 +241,13 @@ def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
     and `fit` raise.
     """
     main = PartialState(cpu=config.train.device == "cpu").is_main_process
-    folders = runs(config)
-    present = [str(folder) for folder in folders.values() if (folder / "metrics.jsonl").exists()]
-    if present and not resume:
-        raise ConfigError(
-            f"expected a folder without a run, got {config.folder} with {', '.join(present)}: "
-            "resume those runs, give another folder, or move this one away"
-        )
+    if not resume:
+        refuse_present(config)
     data = prepare(config.data, quiet=not main)
-    _say(main, _about(data))
+    say(main, NAME, _about(data))
     resolved = asdict(replace(config, out=str(config.folder)))
-    if config.method != "comera":
-        task = MNLITask(config, data)
-        return fit(task, _twin(config, task.steps_per_epoch), config.folder, resume=resume, resolved=resolved)
-    if main:  # each run has this file too; the one that `--resume` reads is that of the whole
-        config.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(config.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
-    _say(main, f"early stage, in {folders['early']}")
-    early = fit(MNLITask(config, data), config.train, folders["early"], resume=resume, resolved=resolved)
-    summary = early
-    for target in config.late_targets:
-        if not summary.finished:
-            break
-        folder = folders[f"late {target:g}"]
-        _say(main, f"late stage to {target:g} of the size, in {folder}")
-        task = MNLITask(config, data, first=early.steps)
-        late = _late(config, target, task.steps_per_epoch)
-        summary = fit(task, late, folder, resume=resume, resolved=resolved, start_from=folders["early"])
-    return summary
-
-
-def _say(main: bool, text: str) -> None:
-    if main:
-        print(f"{NAME}: {text}", file=sys.stderr)
-
-
-def _late(config: MNLIConfig, target: float, epoch: int) -> TrainConfig:
-    """How a late stage is trained; epoch: steps in one."""
-    train = replace(config.train, epochs=config.late_epochs)
-    half = (train.bound(epoch) or 0) // 2
-    steps = half if train.late.steps is None else train.late.steps
-    return replace(train, late=replace(train.late, target_size=target, steps=steps))
-
-
-def _twin(config: MNLIConfig, epoch: int) -> TrainConfig:
-    """How the dense twin is trained: by steps, so that it sees exactly what the early stage and a late one see."""
-    early, late = (
-        replace(config.train, epochs=epochs).bound(epoch) for epochs in (config.train.epochs, config.late_epochs)
-    )
-    if early is None or late is None or not config.late_targets:
-        return config.train
-    return replace(config.train, steps=early + late, epochs=None)
+    task = partial(MNLITask, config, data)
+    return fit_stages(config, task(), task, main=main, resume=resume, resolved=resolved)
 
 
 def _about(data: MNLIData) -> str:
