@@ -348,7 +348,7 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
     train = mnli.preset().train
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"method": "lora"}, "method must be one of comera, dense, galore, lte, cola, tensorly, got 'lora'"),
-        ({"preset": "best"}, "preset must be one of tuned, published, small, got 'best'"),
+        ({"preset": "best"}, "preset must be one of tuned, published, short, small, got 'best'"),
         ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
         ({"late_targets": (float("nan"),)}, "above 0 and below 1, got nan"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
@@ -366,7 +366,13 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
-    for argv in ([], ["--method", "dense"], ["--preset", "published"], ["--preset=small", "--method=dense"]):
+    for argv in (
+        [],
+        ["--method", "dense"],
+        ["--preset", "published"],
+        ["--preset=short"],
+        ["--preset=small", "--method=dense"],
+    ):
         words = dict(zip(*[iter(" ".join(argv).replace("=", " ").replace("--", "").split())] * 2, strict=True))
         assert cli._parse("train", "mnli", argv)[1] == mnli.preset(**words)  # type: ignore[arg-type]
     argv = ["--preset", "published", "--late_targets", "[0.5, 0.1]", "--late_epochs", "0.5"]
