@@ -276,13 +276,12 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
     if not resume:
         refuse_present(config)
     data = prepare(config.data, quiet=not main)
-    steps = estimate(config, ("dense", config.method))
+    steps = estimate(config, ("dense", config.method))  # before anything is written: the budget may not hold
     check_memory(steps[config.method], config.train.device, f"method={config.method}")
     resolved = asdict(replace(config, out=str(config.folder)))
-    later = partial(DLRMTask, config, data)
-    task = later()  # before anything is written: the budget may not hold
     _note_memory(main, runs(config).values(), steps)
-    return fit_stages(config, task, later, main=main, resume=resume, resolved=resolved, finish=_tested)
+    make_task = partial(DLRMTask, config, data)
+    return fit_stages(config, make_task, main=main, resume=resume, resolved=resolved, finish=_tested)
 
 
 def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:

@@ -253,8 +253,7 @@ def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
     data = prepare(config.data, quiet=not main)
     say(main, NAME, _about(data))
     resolved = asdict(replace(config, out=str(config.folder)))
-    task = partial(MNLITask, config, data)
-    return fit_stages(config, task(), task, main=main, resume=resume, resolved=resolved)
+    return fit_stages(config, partial(MNLITask, config, data), main=main, resume=resume, resolved=resolved)
 
 
 def _about(data: MNLIData) -> str:

@@ -96,8 +96,7 @@ def refuse_present(config: Staged) -> None:
 
 def fit_stages(
     config: Staged,
-    task: T,
-    later: Callable[[int], T],
+    make_task: Callable[[int], T],
     *,
     main: bool,
     resume: bool,
@@ -106,12 +105,13 @@ def fit_stages(
 ) -> Summary:
     """Train the runs of `config`; returns the summary of the last one that was begun.
 
-    task: of the first run. later: of a stage that goes on after so many steps. main: whether this process is the one
-    that writes. resume: finished runs are kept, one that was interrupted goes on. resolved: the whole configuration.
-    finish: what is done after each run.
+    make_task: of a run that goes on after so many steps of others. main: whether this process is the one that writes.
+    resume: finished runs are kept, one that was interrupted goes on. resolved: the whole configuration. finish: what is
+    done after each run.
     An interruption ends the run that is under way and leaves out the others. Raises what `fit` raises.
     """
     folders = runs(config)
+    task = make_task(0)  # before anything is written: it may not be possible
     if config.method != "comera":
         twin = _twin(config, task.steps_per_epoch)
         return finish(fit(task, twin, config.folder, resume=resume, resolved=resolved), task, config.folder)
@@ -127,7 +127,7 @@ def fit_stages(
             break
         folder = folders[f"late {target:g}"]
         say(main, task.name, f"late stage to {target:g} of the size, in {folder}")
-        task = later(early.steps)
+        task = make_task(early.steps)
         late = _late(config, target, task.steps_per_epoch)
         summary = fit(task, late, folder, resume=resume, resolved=resolved, start_from=folders["early"])
         summary = finish(summary, task, folder)
