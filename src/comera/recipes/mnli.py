@@ -72,8 +72,8 @@ class CompressConfig:
 # METHOD §4: AdamW without weight decay, batches of 32 to 128, the ranks by the surrogate of the size.
 _TUNED = TrainConfig(epochs=6, batch_size=64, lr=5e-5, core_lr=1e-4, rank_lr=1e-3, prune_every=100)
 _PUBLISHED = replace(_TUNED, lr=5e-5, core_lr=1e-4, rank_lr=1e-3, late=LateStage(shrink="surrogate"))
-# The six encoders on two CPU cores: small batches, since they leave the majority's answer by steps rather than by pairs;
-# dense at the published rate, cores at three times theirs, which learned best (docs/LOG.md).
+# The six encoders on two CPU cores: small batches, since they leave the majority's answer by steps, not by pairs; dense
+# at the published rate, cores at three times theirs, which learned best (docs/LOG.md).
 _SHORT = replace(_TUNED, epochs=1.6, batch_size=16, core_lr=3e-4, early=EarlyStage(size_weight=0))
 # Two narrow encoders that learn on two CPU cores in minutes, at rates as measured (docs/LOG.md).
 _SMALL = replace(
