@@ -133,7 +133,8 @@ def test_the_full_model_has_the_published_settings() -> None:
     assert (bert.max_position_embeddings, bert.type_vocab_size, bert.num_labels) == (512, 2, 3)
     assert (bert.hidden_act, bert.hidden_dropout_prob, bert.attention_probs_dropout_prob) == ("gelu", 0.1, 0.1)
     train = config.train
-    assert (train.core_lr, train.lr, train.rank_lr, train.weight_decay) == (1e-4, 5e-5, 1e-3, 0.0)
+    assert (train.core_lr, train.table_lr, train.lr, train.rank_lr) == (1e-4, None, 5e-5, 1e-3)
+    assert train.weight_decay == 0
     assert 32 <= train.batch_size <= 128
     assert (train.late.shrink, config.late_targets, config.data.max_length) == ("surrogate", (0.8, 0.5, 0.2), 128)
 

@@ -26,11 +26,13 @@ def model() -> nn.ModuleDict:
 
 def test_groups_follow_types_and_hold_each_parameter_once() -> None:
     net = model()
-    groups = {g["name"]: g for g in param_groups(net, lr=1e-3, core_lr=1e-4, rank_lr=1e-2, weight_decay=0.1)}
+    rates = {"lr": 1e-3, "core_lr": 1e-4, "table_lr": 1e-5, "rank_lr": 1e-2}
+    groups = {g["name"]: g for g in param_groups(net, **rates, weight_decay=0.1)}
     trains = [net["embedding"].tt, net["linear"].tt]
     members = {name: {id(p) for p in group["params"]} for name, group in groups.items()}
     assert members == {
-        "cores": {id(core) for tt in trains for core in tt.cores},
+        "cores": {id(core) for core in net["linear"].tt.cores},
+        "tables": {id(core) for core in net["embedding"].tt.cores},
         "ranks": {id(d) for tt in trains for d in tt.rank_params},
         "dense": {id(net["dense"].weight)},
         "dense_no_decay": {
@@ -40,14 +42,25 @@ def test_groups_follow_types_and_hold_each_parameter_once() -> None:
     every = [id(p) for group in groups.values() for p in group["params"]]
     assert sorted(every) == sorted(id(p) for p in net.parameters())
     settings = {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()}
-    assert settings == {"cores": (1e-4, 0.1), "ranks": (1e-2, 0.0), "dense": (1e-3, 0.1), "dense_no_decay": (1e-3, 0.0)}
+    assert settings == {
+        "cores": (1e-4, 0.1),
+        "tables": (1e-5, 0.1),
+        "ranks": (1e-2, 0.0),
+        "dense": (1e-3, 0.1),
+        "dense_no_decay": (1e-3, 0.0),
+    }
 
 
 def test_lr_serves_where_no_other_is_given_and_optimizers_keep_the_names() -> None:
     optimizer = torch.optim.AdamW(param_groups(model(), lr=3e-4))
-    assert [g["name"] for g in optimizer.param_groups] == ["cores", "ranks", "dense", "dense_no_decay"]
+    assert [g["name"] for g in optimizer.param_groups] == ["cores", "tables", "ranks", "dense", "dense_no_decay"]
     assert {g["lr"] for g in optimizer.param_groups} == {3e-4}
     assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0}
+
+
+def test_tables_take_the_rate_of_the_cores_where_they_have_none() -> None:
+    rates = {g["name"]: g["lr"] for g in param_groups(model(), lr=3e-4, core_lr=1e-4)}
+    assert rates == {"cores": 1e-4, "tables": 1e-4, "ranks": 3e-4, "dense": 3e-4, "dense_no_decay": 3e-4}
 
 
 def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
@@ -63,7 +76,7 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
         param_groups(nn.ReLU(), lr=1e-3)
 
 
-@pytest.mark.parametrize("field", ["lr", "core_lr", "rank_lr", "weight_decay"])
+@pytest.mark.parametrize("field", ["lr", "core_lr", "table_lr", "rank_lr", "weight_decay"])
 @pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf")])
 def test_values_out_of_range_are_refused(field: str, value: float) -> None:
     values: dict[str, Any] = {"lr": 1e-3, field: value}

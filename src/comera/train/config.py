@@ -29,6 +29,7 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
     "accumulation": (1, True),
     "lr": (0, False),
     "core_lr": (0, True),
+    "table_lr": (0, True),
     "rank_lr": (0, True),
     "weight_decay": (0, True),
     "clip": (0, True),
@@ -81,6 +82,9 @@ class TrainConfig:
 
     core_lr: float | None = None
     """Peak learning rate of the cores; `lr` if left out."""
+
+    table_lr: float | None = None
+    """Peak learning rate of the cores of embedding tables; `core_lr` if left out."""
 
     rank_lr: float | None = None
     """Peak learning rate of the rank parameters; `lr` if left out."""

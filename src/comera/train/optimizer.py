@@ -14,6 +14,7 @@ from comera.nn.bonds import named_trains
 from comera.train.adamw import AdamW
 from comera.train.config import TrainConfig
 from comera.train.task import Task
+from comera.tt.spec import TTMSpec
 
 OptimizerName = Literal["adamw", "adagrad", "sgd"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
@@ -24,30 +25,43 @@ def param_groups(
     *,
     lr: float,
     core_lr: float | None = None,
+    table_lr: float | None = None,
     rank_lr: float | None = None,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer's constructor, each with its "name", "lr" and "weight_decay".
 
-    "cores": `core_lr` (`lr` if left out), decayed. "ranks": `rank_lr` (`lr`), never decayed: the size objective alone
-    pulls them down. "dense": other parameters of two dimensions or more, decayed. "dense_no_decay": biases and norms.
+    "cores": `core_lr` (`lr` if left out), decayed. "tables": cores of tensor-train matrices, `table_lr` (`core_lr`),
+    decayed. "ranks": `rank_lr` (`lr`), never decayed: the size objective alone pulls them down. "dense": other
+    parameters of two dimensions or more, decayed. "dense_no_decay": biases and norms.
+
+    Tables want a rate of their own, some ten times `core_lr`: under Adam a row of a dense table moves by some 30 times
+    the rate each time its token comes, since the second moment forgets it between; a compressed row has no entries of
+    its own, its cores are met by every token in every step.
+
     A parameter's group follows from the chain that owns it, whatever its name; each trainable parameter is in one
     group once, tied or not; empty groups are left out.
     Raises ConfigError for a negative value or a model without trainable parameters.
     """
     core_lr, rank_lr = lr if core_lr is None else core_lr, lr if rank_lr is None else rank_lr
-    for name, value in {"lr": lr, "core_lr": core_lr, "rank_lr": rank_lr, "weight_decay": weight_decay}.items():
+    table_lr = core_lr if table_lr is None else table_lr
+    rates = {"lr": lr, "core_lr": core_lr, "table_lr": table_lr, "rank_lr": rank_lr, "weight_decay": weight_decay}
+    for name, value in rates.items():
         if not isfinite(value) or value < 0:
             raise ConfigError(f"{name} must be a finite number >= 0, got {value}")
 
     trains = [train for _, train in named_trains(model)]
     cores = {core for train in trains for core in train.cores}
+    tables = {core for train in trains if isinstance(train.spec, TTMSpec) for core in train.cores}
     ranks = {d for train in trains for d in train.rank_params}
-    members: dict[str, list[nn.Parameter]] = {"cores": [], "ranks": [], "dense": [], "dense_no_decay": []}
+    kinds = ("cores", "tables", "ranks", "dense", "dense_no_decay")
+    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in kinds}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if parameter in cores:
+        if parameter in tables:
+            kind = "tables"
+        elif parameter in cores:
             kind = "cores"
         elif parameter in ranks:
             kind = "ranks"
@@ -61,6 +75,7 @@ def param_groups(
         )
     settings = {
         "cores": (core_lr, weight_decay),
+        "tables": (table_lr, weight_decay),
         "ranks": (rank_lr, 0.0),
         "dense": (lr, weight_decay),
         "dense_no_decay": (lr, 0.0),
@@ -86,7 +101,12 @@ def make_optimizer(task: Task, config: TrainConfig) -> Optimizer:
 def named_optimizer(name: OptimizerName, model: nn.Module, config: TrainConfig) -> Optimizer:
     """One optimizer over `param_groups` at the configuration's rates; Adagrad and SGD take sparse gradients too."""
     groups = param_groups(
-        model, lr=config.lr, core_lr=config.core_lr, rank_lr=config.rank_lr, weight_decay=config.weight_decay
+        model,
+        lr=config.lr,
+        core_lr=config.core_lr,
+        table_lr=config.table_lr,
+        rank_lr=config.rank_lr,
+        weight_decay=config.weight_decay,
     )
     if name == "adamw":
         # Fused where torch takes the step: on CPU 2-3 times faster over dense weights.
