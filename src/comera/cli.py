@@ -11,12 +11,15 @@ import dataclasses
 import difflib
 import importlib
 import inspect as inspection
+import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, get_type_hints
 
 from comera import __version__
@@ -28,6 +31,7 @@ from comera.errors import ComeraError, ConfigError, TrainingError
 # than one run offers runs(configuration) -> {name: folder}.
 RECIPES = {"code-lm": "comera.recipes.code_lm", "mnli": "comera.recipes.mnli", "dlrm": "comera.recipes.dlrm"}
 INTERRUPTED = 130  # exit code of a shell for SIGINT
+_ARGUMENTS = "arguments.json"  # of a comparison, in its folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,18 +79,7 @@ def train(argv: list[str]) -> int:
 def compare(argv: list[str]) -> int:
     """Train a recipe with several methods, each in a process of its own; ends with the table of all runs."""
     name, rest = _take_recipe("compare", compare, argv)
-    parser = argparse.ArgumentParser(
-        f"comera compare {name}",
-        description=_summary(compare),
-        epilog=f"Every option of `comera train {name}` may follow; it holds for all methods.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--methods", default="dense,comera", help="methods to train (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, help="seconds of training for each method; left out: as long as the configuration says"
-    )
-    parser.add_argument("--out", default=f"runs/compare-{name}", help="folder of the runs (default: %(default)s)")
-    options, shared = parser.parse_known_args(rest)
+    options, shared = _comparison(name, rest)
     out = Path(options.out).expanduser()
     commands: dict[str, list[str]] = {}
     runs: dict[str, Path] = {}
@@ -98,12 +91,23 @@ def compare(argv: list[str]) -> int:
     for method, arguments in commands.items():  # all mistakes come to light before the first run
         _, config, _ = _parse("compare", name, arguments)
         runs.update(_runs(config))
-        if (out / method).exists():
+        if (out / method).exists() and not options.resume:
             raise ConfigError(
-                f"expected a new folder for the comparison, got {out}, which has runs: give another --out"
+                f"expected a new folder for the comparison, got {out}, which has runs: --resume goes on with them, "
+                "another --out begins anew"
             )
+    if not options.resume:
+        from comera.files import replace_file
+
+        out.mkdir(parents=True, exist_ok=True)
+        replace_file(out / _ARGUMENTS, json.dumps(rest))
     for arguments in commands.values():
-        code = subprocess.run([sys.executable, "-m", "comera", "train", name, *arguments], check=False).returncode
+        again = ["--resume"] if options.resume else []
+        code, interrupted = _run([sys.executable, "-m", "comera", "train", name, *arguments, *again])
+        if interrupted or code == INTERRUPTED:
+            go_on = shlex.join(["comera", "compare", name, "--out", str(out), "--resume"])
+            print(f"interrupted; to go on: {go_on}", file=sys.stderr)
+            return INTERRUPTED
         if code:
             raise TrainingError(f"`comera train {name} {shlex.join(arguments)}` ended with exit code {code}, see above")
 
@@ -111,6 +115,64 @@ def compare(argv: list[str]) -> int:
 
     print(report.compare(runs, out))
     return 0
+
+
+def _comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a comparison and those that hold for all its runs; with --resume the ones it was begun with."""
+    parser = argparse.ArgumentParser(
+        f"comera compare {name}",
+        description=_summary(compare),
+        epilog=f"Every option of `comera train {name}` may follow; it holds for all methods.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--methods", default="dense,comera", help="methods to train (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, help="seconds of training for each method; left out: as long as the configuration says"
+    )
+    parser.add_argument("--out", default=f"runs/compare-{name}", help="folder of the runs (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with the comparison in --out, as it was begun")
+    options, shared = parser.parse_known_args(argv)
+    if not options.resume:
+        return options, shared
+    file = Path(options.out).expanduser() / _ARGUMENTS
+    try:
+        begun_with = json.loads(file.read_text())
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"expected a comparison to resume, got {options.out} without a readable {file.name}"
+        ) from None
+    alone = ["--out", options.out, "--resume"]
+    if parser.parse_known_args(alone) != (options, shared):
+        raise ConfigError(
+            f"a comparison resumes with the options it was begun with ({shlex.join(begun_with)}), got others: "
+            "give --out and --resume alone"
+        )
+    return parser.parse_known_args([*begun_with, *alone])
+
+
+def _run(command: list[str]) -> tuple[int, bool]:
+    """Exit code of a command, and whether it was to stop before its end.
+
+    It ends in its own way: SIGINT reaches it from the terminal too, so all that is passed on is SIGTERM.
+    """
+    seen = False
+    child: subprocess.Popen[bytes] | None = None
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        seen = True
+        if child is not None:
+            child.terminate()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        child = subprocess.Popen(command)
+        if seen:  # before there was a child to tell
+            child.terminate()
+        return child.wait(), seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def inspect(argv: list[str]) -> int:

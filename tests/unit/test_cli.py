@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -289,11 +290,11 @@ def test_compare_gives_each_method_its_own_process_and_the_same_time(
 ) -> None:
     commands = []
 
-    def run(command: Sequence[str], *, check: bool) -> subprocess.CompletedProcess[str]:
+    def run(command: Sequence[str]) -> tuple[int, bool]:
         commands.append(command)
-        return subprocess.CompletedProcess(command, main(command[3:]))
+        return main(command[3:]), False
 
-    monkeypatch.setattr(cli.subprocess, "run", run)
+    monkeypatch.setattr(cli, "_run", run)
     out = tmp_path / "both"
     argv = ["compare", "code-lm", "--methods", "dense,comera", "--seconds", "0.3", "--out", str(out), *tiny]
     assert main(argv) == 0
@@ -307,13 +308,13 @@ def test_compare_gives_each_method_its_own_process_and_the_same_time(
         f"compare.{kind}" for kind in ("json", "png", "md", "html")
     }
     assert main(argv) == 2
-    assert "which has runs: give another --out" in capsys.readouterr().err
+    assert "which has runs: --resume goes on with them" in capsys.readouterr().err
 
 
 def test_compare_finds_mistakes_before_the_first_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli.subprocess, "run", None)
+    monkeypatch.setattr(cli, "_run", None)
     argv = ["compare", "code-lm", "--seconds", "1", "--out", str(tmp_path / "both")]
     for wrong, said in [(["--methods", "dense,lora"], "lora"), (["--train.stepz", "1"], "unknown field --train.stepz")]:
         assert main([*argv, *wrong]) == 2
@@ -324,6 +325,38 @@ def test_compare_finds_mistakes_before_the_first_run(
 def test_compare_stops_at_a_run_that_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 1))
+    monkeypatch.setattr(cli, "_run", lambda command: (1, False))
     assert main(["compare", "code-lm", "--seconds", "1", "--out", str(tmp_path / "both")]) == 1
     assert "ended with exit code 1, see above" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_comparison_that_is_stopped_goes_on_where_it_was(
+    tiny: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, steps = tmp_path / "both", 600
+    argv = ["compare", "code-lm", "--methods", "comera,dense", "--out", str(out), *tiny, "--train.steps", str(steps)]
+    metrics = out / "comera" / "metrics.jsonl"
+    with subprocess.Popen([sys.executable, "-m", "comera", *argv]) as process:
+        while process.poll() is None and not (metrics.exists() and '"train"' in metrics.read_text()):
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait() == 130
+    assert f"to go on: comera compare code-lm --out {out} --resume" in capfd.readouterr().err
+    stopped = json.loads((out / "comera" / "summary.json").read_text())  # it was waited for
+    assert stopped["stopped"] == "interrupted"
+    assert 0 < stopped["steps"] < steps
+    assert not (out / "dense").exists()
+
+    assert main(["compare", "code-lm", "--out", str(out), "--resume", "--methods", "dense"]) == 2
+    assert "give --out and --resume alone" in capfd.readouterr().err
+    assert main(["compare", "code-lm", "--out", str(out), "--resume"]) == 0
+    rows = json.loads((out / "compare.json").read_text())
+    assert [(row["name"], row["steps"], row["stopped"]) for row in rows] == [
+        (method, steps, "steps") for method in ("comera", "dense")
+    ]
+
+
+def test_a_comparison_that_never_began_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "code-lm", "--out", str(tmp_path), "--resume"]) == 2
+    assert "expected a comparison to resume" in capsys.readouterr().err
