@@ -65,6 +65,7 @@ def test_evaluations_are_an_epoch_apart_where_there_are_epochs() -> None:
         ("lr", 0.0, "> 0"),
         ("lr", float("inf"), "> 0"),
         ("core_lr", -1e-3, ">= 0"),
+        ("table_lr", -1e-3, ">= 0"),
         ("rank_lr", -1e-3, ">= 0"),
         ("weight_decay", -0.1, ">= 0"),
         ("clip", -1.0, ">= 0"),
@@ -99,6 +100,7 @@ def test_identity_is_what_decides_the_losses() -> None:
     assert replace(watching, progress=False, device="cpu").identity() == config.identity()
     changes: list[dict[str, Any]] = [
         {"lr": 2e-3},
+        {"table_lr": 2e-3},
         {"accumulation": 2},
         {"seed": 1},
         {"prune_every": 5},

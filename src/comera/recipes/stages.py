@@ -7,6 +7,9 @@
 
 Batches follow from the seed and their place in one sequence, where the late stages go on after the early one: the twin
 meets exactly the batches of the early stage and of each late one.
+
+Where late stages follow, the early one holds its learning rates after the warm-up, and they fall in each late one: a
+cut mends at full rates only, and rates that have fallen twice have lost the steps in between (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -120,7 +123,7 @@ def fit_stages(
         text = yaml.safe_dump(dict(resolved), sort_keys=False, allow_unicode=True)
         replace_file(config.folder / "config.yaml", text)
     say(main, task.name, f"early stage, in {folders['early']}")
-    early = fit(task, config.train, folders["early"], resume=resume, resolved=resolved)
+    early = fit(task, _early(config), folders["early"], resume=resume, resolved=resolved)
     summary = finish(early, task, folders["early"])
     for target in config.late_targets:
         if not summary.finished:
@@ -138,6 +141,11 @@ def say(main: bool, recipe: str, text: str) -> None:
     """A line about a recipe's progress, on stderr, from the main process alone."""
     if main:
         print(f"{recipe}: {text}", file=sys.stderr)
+
+
+def _early(config: Staged) -> TrainConfig:
+    """How the early stage is trained."""
+    return replace(config.train, schedule="constant") if config.late_targets else config.train
 
 
 def _late(config: Staged, target: float, epoch: int) -> TrainConfig:
