@@ -82,7 +82,7 @@ _PUBLISHED = TrainConfig(
 # The table at ten times the rate of the other cores, which learns far faster (docs/LOG.md).
 _TUNED = replace(_PUBLISHED, table_lr=1e-3, late=LateStage())
 # The six encoders on two CPU cores: small batches, since they leave the majority's answer by steps, not by pairs.
-_SHORT = replace(_TUNED, epochs=1.6, batch_size=16, early=EarlyStage(size_weight=0))
+_SHORT = replace(_TUNED, epochs=1.2, batch_size=16, early=EarlyStage(size_weight=0))
 # Two narrow encoders that learn on two CPU cores in minutes, at rates as measured (docs/LOG.md).
 _SMALL = replace(
     _TUNED,
@@ -165,7 +165,7 @@ def preset(method: Method = "comera", preset: Preset = "tuned") -> MNLIConfig:
     """The defaults that suit a method: they differ in the learning rates."""
     config = MNLIConfig(method=method, preset=preset, train=PRESETS[preset][method])
     if preset == "short":
-        return replace(config, data=MNLIDataConfig(max_examples=20_000, buckets=32), late_epochs=0.8)
+        return replace(config, data=MNLIDataConfig(max_examples=20_000, buckets=32), late_epochs=1.2)
     if preset == "small":
         formats = CompressConfig(order=4, rank=24, embedding_order=3, embedding_rank=48)
         data = MNLIDataConfig(max_examples=20_000)
