@@ -1,35 +1,26 @@
 """The shell: comera train | compare | inspect | estimate | export | score.
 
-Each command imports what it needs when it runs, so that help and typing errors answer at once. The fields of a recipe's
-configuration are the options; the text under a field is its help.
+Each command imports what it needs when it runs, so that help and typing errors answer at once. The options of a recipe:
+see `options`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import difflib
-import importlib
-import inspect as inspection
 import json
-import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_type_hints
+from typing import Any
 
 from comera import __version__
 from comera.errors import ComeraError, ConfigError, TrainingError
+from comera.options import RECIPES, first_line, parse, saved_config
 
-# A recipe is a module with preset(method) -> configuration, a dataclass with the fields `method` and `out` and the
-# property `folder` (further parameters of `preset` are fields that choose between presets, as `method` does);
-# run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}. One that trains more
-# than one run offers runs(configuration) -> {name: folder}.
-RECIPES = {"code-lm": "comera.recipes.code_lm", "mnli": "comera.recipes.mnli", "dlrm": "comera.recipes.dlrm"}
 INTERRUPTED = 130  # exit code of a shell for SIGINT
 _ARGUMENTS = "arguments.json"  # of a comparison, in its folder
 
@@ -41,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"comera {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        commands.add_parser(name, help=_summary(command), add_help=False)
+        commands.add_parser(name, help=first_line(command), add_help=False)
     command = COMMANDS[parser.parse_args(arguments[:1]).command]
     try:
         return command(arguments[1:])
@@ -56,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(argv: list[str]) -> int:
     """Train a recipe: progress bar, metrics, checkpoints, and a report at the end."""
     name, rest = _take_recipe("train", train, argv)
-    recipe, config, resume = _parse("train", name, rest)
+    recipe, config, resume = parse("train", name, rest)
     summary = recipe.run(config, resume=resume)
 
     from accelerate import PartialState
@@ -89,7 +80,7 @@ def compare(argv: list[str]) -> int:
             own += ["--train.steps", "null", "--train.max_seconds", str(options.seconds)]
         commands[method] = [*shared, *own, "--out", str(out / method)]
     for method, arguments in commands.items():  # all mistakes come to light before the first run
-        _, config, _ = _parse("compare", name, arguments)
+        _, config, _ = parse("compare", name, arguments)
         runs.update(_runs(config))
         if (out / method).exists() and not options.resume:
             raise ConfigError(
@@ -121,7 +112,7 @@ def _comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[st
     """The options of a comparison and those that hold for all its runs; with --resume the ones it was begun with."""
     parser = argparse.ArgumentParser(
         f"comera compare {name}",
-        description=_summary(compare),
+        description=first_line(compare),
         epilog=f"Every option of `comera train {name}` may follow; it holds for all methods.",
         allow_abbrev=False,
     )
@@ -177,7 +168,7 @@ def _run(command: list[str]) -> tuple[int, bool]:
 
 def inspect(argv: list[str]) -> int:
     """Show a run or a checkpoint: layers, modes, ranks, sizes."""
-    parser = argparse.ArgumentParser("comera inspect", description=_summary(inspect))
+    parser = argparse.ArgumentParser("comera inspect", description=first_line(inspect))
     parser.add_argument("path", help="folder of a run or of a checkpoint")
     path = parser.parse_args(argv).path
 
@@ -190,7 +181,7 @@ def inspect(argv: list[str]) -> int:
 def estimate(argv: list[str]) -> int:
     """Memory and FLOPs of a recipe's training step by part, before any training."""
     name, rest = _take_recipe("estimate", estimate, argv)
-    recipe, config, _ = _parse("estimate", name, rest)
+    recipe, config, _ = parse("estimate", name, rest)
     from comera.report.tables import Table, megabytes, number, times
 
     estimates = recipe.estimate(config)
@@ -215,7 +206,7 @@ def export(argv: list[str]) -> int:
     """Write a trained model as weights, compressed or dense, or as a program that needs torch alone."""
     parser = argparse.ArgumentParser(
         "comera export",
-        description=_summary(export),
+        description=first_line(export),
         epilog="safetensors: a folder for comera.load_pretrained. dense: a folder with the weights under the names of "
         "the original architecture, for load_state_dict or from_pretrained. program: a file for torch.export.load, "
         "for batches of any size. Each is loaded again and compared with the model before it takes its name.",
@@ -232,13 +223,13 @@ def export(argv: list[str]) -> int:
     from comera.recipes.trained import open_trained
 
     out = Path(options.out).expanduser()
-    print(export_run(open_trained(Path(options.path), _saved), options.to, out, overwrite=options.overwrite))
+    print(export_run(open_trained(Path(options.path), saved_config), options.to, out, overwrite=options.overwrite))
     return 0
 
 
 def score(argv: list[str]) -> int:
     """Score a file of rows with a trained dlrm run, from its compressed tables."""
-    parser = argparse.ArgumentParser("comera score", description=_summary(score))
+    parser = argparse.ArgumentParser("comera score", description=first_line(score))
     parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (its last checkpoint) or a checkpoint")
     parser.add_argument("file", metavar="FILE", help="rows in Criteo's form, with or without labels, plain or .gz")
     parser.add_argument("--out", required=True, metavar="CSV", help="file for line, logit and probability of each row")
@@ -252,7 +243,7 @@ def score(argv: list[str]) -> int:
     from comera.recipes.score import score as score_file
     from comera.recipes.trained import open_trained
 
-    trained = open_trained(Path(options.path), _saved)
+    trained = open_trained(Path(options.path), saved_config)
     file, out = Path(options.file).expanduser(), Path(options.out).expanduser()
     limits = {"batch_size": options.batch_size, "max_bad_rows": options.max_bad_rows}
     print(score_file(trained, file, out, **limits, overwrite=options.overwrite))
@@ -269,11 +260,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _summary(documented: Any) -> str:
-    """First line of a docstring."""
-    return str(documented.__doc__).partition("\n")[0]
-
-
 def _runs(config: Any) -> dict[str, Path]:
     """The run folders that a recipe's run with `config` leaves, by name."""
     from comera.recipes.stages import runs  # here: a mistaken command line need not wait for torch
@@ -284,122 +270,7 @@ def _runs(config: Any) -> dict[str, Path]:
 def _take_recipe(name: str, command: Callable[..., int], argv: list[str]) -> tuple[str, list[str]]:
     """The recipe's name and the arguments after it."""
     parser = argparse.ArgumentParser(
-        f"comera {name}", description=_summary(command), epilog=f"`comera {name} RECIPE --help` lists all options."
+        f"comera {name}", description=first_line(command), epilog=f"`comera {name} RECIPE --help` lists all options."
     )
     parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help=", ".join(sorted(RECIPES)))
     return parser.parse_args(argv[:1]).recipe, argv[1:]
-
-
-def _parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
-    """The recipe's module, its configuration (the chosen preset < --config file < options), and --resume.
-
-    Raises ConfigError for unknown fields and values of a wrong type or out of range. SystemExit after --help.
-    """
-    recipe = importlib.import_module(RECIPES[name])
-    default = recipe.preset()
-    parser = _config_parser(f"comera {command} {name}", default, resumes=command == "train")
-    hints = dict(_field_types(type(default)))
-    _check_fields(argv, set(hints), f"comera {command} {name}")
-    try:
-        chosen = parser.parse_args(argv)
-        choice = {name: chosen[name] for name in inspection.signature(recipe.preset).parameters}
-        if any(value != getattr(default, name) for name, value in choice.items()):  # once more, on top of that preset
-            parser.set_defaults(dict(_leaves(dataclasses.asdict(recipe.preset(**choice)))))
-        values = parser.instantiate(parser.parse_args(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(_explain(str(error), hints)) from None
-    config = type(default)(**{field.name: values[field.name] for field in dataclasses.fields(default)})
-    saved = config.folder / "config.yaml"
-    resume = command == "train" and values.resume
-    if resume and saved.is_file() and str(saved) not in argv:  # a resumed run goes on with what it was begun with
-        return _parse(command, name, ["--config", str(saved), *argv, "--out", str(config.folder)])
-    return recipe, config, resume
-
-
-def _saved(recipe: str, file: Path) -> Any:
-    """The configuration in a run's config.yaml."""
-    return _parse("export", recipe, ["--config", str(file)])[1]
-
-
-def _config_parser(prog: str, default: Any, *, resumes: bool) -> Any:
-    """A jsonargparse parser with an option for each field of the configuration, nested ones by dotted names."""
-    from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
-
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    usage = f"{prog} [--config FILE] {'[--resume] ' if resumes else ''}[--FIELD VALUE ...]"
-    parser = ArgumentParser(
-        prog=prog, usage=usage, description=_summary(type(default)), exit_on_error=False, print_config=None
-    )
-    parser.add_argument(
-        "--config", action=ActionConfigFile, help="YAML file of settings; a run's config.yaml repeats it"
-    )
-    if resumes:
-        parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the run's folder")
-    parser.add_class_arguments(type(default), as_group=False)
-    parser.set_defaults(dict(_leaves(dataclasses.asdict(default))))
-    return parser
-
-
-def _check_fields(argv: list[str], known: set[str], prog: str) -> None:
-    """Raise ConfigError for an option, or a key of a --config file, that is no field, naming those that are near."""
-    names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
-    came = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
-    for path in _config_files(argv):
-        came += [(f"{key!r} in {path}", key) for key, _ in _leaves(_read_yaml(path))]
-    for shown, name in came:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.75) or [
-                field for field in sorted(known) if field.rpartition(".")[2] == name.rpartition(".")[2]
-            ]
-            hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it."
-            raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help` lists all")
-
-
-def _config_files(argv: list[str]) -> Iterator[str]:
-    for place, word in enumerate(argv):
-        if word == "--config":
-            yield from argv[place + 1 : place + 2]
-        elif word.startswith("--config="):
-            yield word.partition("=")[2]
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except OSError as error:
-        raise ConfigError(f"expected a YAML file at --config {path}, got: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"expected fields and values in --config {path}, got {type(content).__name__} {content!r}")
-    return content
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested dictionaries."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and types of a configuration's fields, groups included."""
-    for name, hint in get_type_hints(kind).items():
-        yield prefix + name, hint
-        if dataclasses.is_dataclass(hint):
-            yield from _field_types(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
-
-
-def _explain(message: str, hints: dict[str, Any]) -> str:
-    """What jsonargparse says of a value of a wrong type in one line: the field, what it takes, what came."""
-    found = re.search(r'Parser key "(?P<field>[^"]+)":.*value: (?P<came>.*)', message, re.DOTALL)
-    if not found or found["field"] not in hints:
-        return " ".join(message.split())
-    return (
-        f"{found['field']}: expected {inspection.formatannotation(hints[found['field']])}, got {found['came'].strip()}"
-    )

@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import nn
 
-from comera import cli
+from comera import cli, options
 from comera.errors import ConfigError
 from comera.nn import TTMEmbeddingBag
 from comera.rank.objective import LateStage
@@ -362,7 +362,7 @@ def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> N
 def test_the_command_line_takes_presets_and_nested_fields(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ({}, {"method": "dense"}, {"preset": "kaggle"}, {"method": "dense", "preset": "kaggle"}):
         argv = [word for name, value in words.items() for word in (f"--{name}", value)]
-        assert cli._parse("train", "dlrm", argv)[1] == dlrm.preset(**words)  # type: ignore[arg-type]
+        assert options.parse("train", "dlrm", argv)[1] == dlrm.preset(**words)  # type: ignore[arg-type]
     argv = [
         "--model.dim",
         "128",
@@ -375,7 +375,7 @@ def test_the_command_line_takes_presets_and_nested_fields(capsys: pytest.Capture
         "--out",
         "o",
     ]
-    _, config, _ = cli._parse("train", "dlrm", argv)
+    _, config, _ = options.parse("train", "dlrm", argv)
     assert (config.model.dim, config.model.top, config.optimizer, config.compress.order) == (128, (64,), "adagrad", 3)
     assert runs(config) == {"early": Path("o/early"), "late 0.5": Path("o/late-0.5")}
     assert cli.main(["train", "dlrm", "--method", "cola"]) == 2

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
-from comera import cli, load_pretrained
+from comera import load_pretrained, options
 from comera.cli import main
 from comera.nn.bonds import CompressedLayer
 from comera.rank.objective import EarlyStage
@@ -170,7 +170,7 @@ def test_compressed_weights_load_into_the_original_architecture(run: Run, tmp_pa
 def test_runs_of_other_methods_leave_in_the_forms_that_they_have(
     method: Any, code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved = cli._saved("code-lm", code.folder / "config.yaml")
+    saved = options.saved_config("code-lm", code.folder / "config.yaml")
     run = tmp_path / "run"
     code_lm.run(replace(saved, method=method, out=str(run)))
     capsys.readouterr()

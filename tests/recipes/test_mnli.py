@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from comera import cli
+from comera import options
 from comera.baselines import Method
 from comera.errors import ConfigError, DataError
 from comera.rank.objective import EarlyStage, LateStage
@@ -388,10 +388,10 @@ def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
         ["--preset=small", "--method=dense"],
     ):
         words = dict(zip(*[iter(" ".join(argv).replace("=", " ").replace("--", "").split())] * 2, strict=True))
-        assert cli._parse("train", "mnli", argv)[1] == mnli.preset(**words)  # type: ignore[arg-type]
+        assert options.parse("train", "mnli", argv)[1] == mnli.preset(**words)  # type: ignore[arg-type]
     argv = ["--preset", "published", "--late_targets", "[0.5, 0.1]", "--late_epochs", "0.5"]
     argv += ["--train.late.loss_weight", "0.2", "--train.core_lr", "3e-4", "--model.layers", "2", "--out", "here"]
-    _, config, _ = cli._parse("train", "mnli", argv)
+    _, config, _ = options.parse("train", "mnli", argv)
     assert (config.late_targets, config.late_epochs, config.model.layers) == ((0.5, 0.1), 0.5, 2)
     assert (config.train.late.loss_weight, config.train.late.shrink) == (0.2, "surrogate")
     assert (config.train.core_lr, config.train.lr) == (3e-4, 5e-5)
@@ -404,6 +404,6 @@ def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
 def test_the_command_line_resumes_with_the_configuration_of_the_runs(config: MNLIConfig) -> None:
     config = replace(config, late_targets=(), train=replace(config.train, steps=1))
     mnli.run(config)
-    _, resumed, resume = cli._parse("train", "mnli", ["--resume", "--out", str(config.folder)])
+    _, resumed, resume = options.parse("train", "mnli", ["--resume", "--out", str(config.folder)])
     assert resume
     assert resumed == config

@@ -139,7 +139,7 @@ def test_a_method_without_its_package_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "galore_torch", None)
-    monkeypatch.setattr(cli.subprocess, "run", None)
+    monkeypatch.setattr(cli, "_run", None)
     out = tmp_path / "runs"
     assert cli.main(["compare", "code-lm", "--methods", "dense,galore", "--out", str(out)]) == 2
     shown = capsys.readouterr().err

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import comera
-from comera import cli, report
+from comera import cli, options, report
 from comera.cli import main
 from comera.errors import TrainingError
 from comera.rank.objective import EarlyStage
@@ -114,7 +114,7 @@ def test_options_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) 
     file = tmp_path / "run.yaml"
     file.write_text("method: dense\ntrain:\n  seed: 3\n  batch_size: 5\ncompress:\n  rank: [1, 4, 1]\n")
     argv = ["--config", str(file), "--train.batch_size", "6", "--data.suffixes", "[.py, .c]"]
-    _, config, resume = cli._parse("train", "code-lm", argv)
+    _, config, resume = options.parse("train", "code-lm", argv)
     assert (config.method, config.train.seed, config.train.batch_size, resume) == ("dense", 3, 6, False)
     assert (config.data.suffixes, config.compress.rank) == ((".py", ".c"), (1, 4, 1))
     assert config.train.lr == code_lm.preset("dense").train.lr
@@ -122,8 +122,8 @@ def test_options_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) 
 
 def test_each_method_starts_from_its_preset_and_options_win_over_it() -> None:
     for method in ("dense", "comera"):
-        assert cli._parse("train", "code-lm", ["--method", method])[1] == code_lm.preset(method)
-    _, config, _ = cli._parse("train", "code-lm", ["--train.lr", "0.5", "--method", "dense"])
+        assert options.parse("train", "code-lm", ["--method", method])[1] == code_lm.preset(method)
+    _, config, _ = options.parse("train", "code-lm", ["--train.lr", "0.5", "--method", "dense"])
     assert config == dataclasses.replace(
         code_lm.preset("dense"), train=dataclasses.replace(code_lm.preset("dense").train, lr=0.5)
     )
@@ -221,7 +221,7 @@ def test_a_folder_with_a_run_is_refused_and_resume_takes_its_configuration(
     assert losses(tmp_path / "run") == before
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["seed"] == 4
     moved = (tmp_path / "run").rename(tmp_path / "moved")
-    assert cli._parse("train", "code-lm", ["--resume", "--out", str(moved)])[1].folder == moved
+    assert options.parse("train", "code-lm", ["--resume", "--out", str(moved)])[1].folder == moved
     (tmp_path / "moved").rename(tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     assert main(["train", "code-lm", *out, "--resume", "--train.seed", "5"]) == 2

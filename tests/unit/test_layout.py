@@ -19,7 +19,7 @@ FLOORS = [
     {"convert", "rank"},
     {"precision", "train"},
     {"baselines", "recipes"},
-    {"report", "export", "integrations", "cli", "__main__"},
+    {"report", "export", "integrations", "options", "cli", "__main__"},
 ]
 FLOOR = {room: k for k, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in SRC.rglob("*.py") if path != SRC / "__init__.py")
