@@ -134,7 +134,8 @@ class DLRMTaskConfig:
     compress: CompressConfig = field(default_factory=CompressConfig)
     """Budget of the compressed tables."""
     train: TrainConfig = field(default_factory=lambda: _TRAIN)
-    """Length of the early stage, rates, rank adaptation, outputs. Bounds in steps and seconds hold for each run."""
+    """Length of the early stage, rates, rank adaptation, outputs. Bounds in steps and seconds hold for each run.
+    Where a late stage follows, the early one holds its rates after the warm-up: they fall in the late ones."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "late_targets", tuple(self.late_targets))  # YAML has lists only

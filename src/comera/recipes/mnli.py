@@ -141,7 +141,8 @@ class MNLIConfig:
     baselines: BaselineConfig = field(default_factory=BaselineConfig)
     """Settings of the methods besides comera and dense."""
     train: TrainConfig = field(default_factory=lambda: _TUNED)
-    """Length of the early stage, optimizer, rank adaptation, outputs. Bounds in steps and seconds hold for each run."""
+    """Length of the early stage, optimizer, rank adaptation, outputs. Bounds in steps and seconds hold for each run.
+    Where a late stage follows, the early one holds its rates after the warm-up: they fall in the late ones."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "late_targets", tuple(self.late_targets))  # YAML has lists only
