@@ -265,19 +265,6 @@ def test_the_dense_twin_is_as_long_as_the_early_stage_and_one_late_stage(config:
     assert [row["epoch"] for row in records(dense.folder, "eval")] == [1.0, 1.5]
 
 
-def test_rates_fall_in_the_late_stages_alone_where_there_are_any(config: MNLIConfig) -> None:
-    config = replace(config, late_targets=(0.5,), train=replace(config.train, log_every=1))
-    alone = replace(config, late_targets=(), out=f"{config.out}-alone")
-    mnli.run(config)
-    mnli.run(alone)
-    folders = [*runs(config).values(), *runs(alone).values()]
-    early, late, only = ([line["lr"]["dense"] for line in records(folder, "train")] for folder in folders)
-    assert early == [1e-3] * EPOCH  # the warm-up is over within the first step
-    assert late == sorted(late, reverse=True)
-    assert only == sorted(only, reverse=True)
-    assert max(late[-1], only[-1]) < 0.2 * 1e-3 < 0.9 * 1e-3 < min(late[0], only[0])
-
-
 def test_a_protocol_that_is_killed_between_its_runs_goes_on_as_if_nothing_had_happened(
     config: MNLIConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
