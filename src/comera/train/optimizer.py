@@ -35,9 +35,9 @@ def param_groups(
     decayed. "ranks": `rank_lr` (`lr`), never decayed: the size objective alone pulls them down. "dense": other
     parameters of two dimensions or more, decayed. "dense_no_decay": biases and norms.
 
-    Tables want a rate of their own, two to ten times `core_lr`: under Adam a row of a dense table moves by some 30 times
-    the rate each time its token comes, since the second moment forgets it between; a compressed row has no entries of
-    its own, its cores are met by every token in every step.
+    Tables want a rate of their own, two to ten times `core_lr`: under Adam a row of a dense table moves by some 30
+    times the rate each time its token comes, since the second moment forgets it between; a compressed row has no
+    entries of its own, its cores are met by every token in every step.
 
     A parameter's group follows from the chain that owns it, whatever its name; each trainable parameter is in one
     group once, tied or not; empty groups are left out.
