@@ -31,17 +31,17 @@ from common import about, in_turns, update
 
 from comera.baselines import Method
 from comera.rank.size import model_size
-from comera.recipes import dlrm
-from comera.recipes.click_metrics import click_metrics
-from comera.recipes.data.criteo import KAGGLE_TABLES, ClickData, prepare
-from comera.recipes.dlrm import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
-from comera.recipes.models.dlrm import DLRMConfig
+from comera.recipes.dlrm import recipe as dlrm
+from comera.recipes.dlrm.click_metrics import click_metrics
+from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickData, prepare
+from comera.recipes.dlrm.recipe import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
+from comera.recipes.dlrm.model import DLRMConfig
 from comera.recipes.stages import runs
-from comera.train.checkpoint import load_pretrained
-from comera.train.memory import MemoryMeter
-from comera.train.optimizer import OptimizerName, named_optimizer
-from comera.train.runs import find_checkpoint
-from comera.train.step import TrainStep
+from comera.pretrained import load_pretrained
+from comera.trainer.memory import MemoryMeter
+from comera.trainer.optimizer import OptimizerName, named_optimizer
+from comera.trainer.checkpoint import find_checkpoint
+from comera.trainer.step import TrainStep
 
 PARTS = ("size", "memory", "quality", "speed")
 DIMS = (16, 128)

@@ -39,9 +39,9 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 
 def cases(device: str, dry: bool) -> Iterator[Case]:
     """Kernel, dtype, what is computed, by the kernel, by torch."""
-    from comera.contract import kernels
-    from comera.contract.rows import pair_sums
-    from comera.contract.two_sided import Half, two_sided
+    from comera.kernels import triton as kernels
+    from comera.ops.rows import pair_sums
+    from comera.ops.low_rank import Half, two_sided
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if dry else 2]:
         for batch, features, out_features, rank in TINY_PRODUCTS if dry else PRODUCTS:
@@ -50,7 +50,7 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
             ours = gradients(kernels.two_sided, operands)
             torchs = gradients(lambda x, a, b, bias: two_sided(x, Half(a, b).with_bias(bias))[0], operands)
-            yield "two_sided", str(dtype)[6:], case, ours, torchs
+            yield "low_rank", str(dtype)[6:], case, ours, torchs
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if dry else TABLES:
         ids = torch.randint(0, rows_l * rows_r, (count,), device=device)
         each = torch.arange(count, device=device)
@@ -78,7 +78,7 @@ def main() -> None:
     elif not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, torch sees none: --dry runs tiny cases on the CPU")
     os.environ["COMERA_KERNELS"] = "none"  # what is called by name runs, what dispatches takes torch's products
-    from comera.contract import kernels
+    from comera.kernels import triton as kernels
 
     started = time.perf_counter()
     faster, complete = set(kernels.NAMES), True

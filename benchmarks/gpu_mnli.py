@@ -23,12 +23,12 @@ import torch
 from common import about, update
 
 from comera.baselines import Method
-from comera.recipes import mnli
-from comera.recipes.data.mnli import prepare
-from comera.recipes.models.bert import ModelConfig
+from comera.recipes.mnli import recipe as mnli
+from comera.recipes.mnli.data import prepare
+from comera.recipes.bert import ModelConfig
 from comera.recipes.stages import runs
-from comera.train.loop import fit
-from comera.train.metrics import Summary
+from comera.trainer.loop import fit
+from comera.trainer.metrics import Summary
 
 METHODS: tuple[Method, ...] = ("dense", "comera")
 EARLY, LATE = 6.0, 2.0  # epochs of the recipe

@@ -27,13 +27,13 @@ import torch
 from common import about, in_turns, update
 
 from comera.nn import fuse_
-from comera.recipes.data.pairs import PairBatch
-from comera.recipes.mnli import CompressConfig, build_model, pair_loss, preset
-from comera.recipes.models.bert import ModelConfig
-from comera.train.compiled import CompiledLoss
-from comera.train.memory import MemoryMeter
-from comera.train.optimizer import param_groups
-from comera.train.step import TrainStep
+from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.mnli.recipe import CompressConfig, build_model, pair_loss, preset
+from comera.recipes.bert import ModelConfig
+from comera.trainer.compiled import CompiledLoss
+from comera.trainer.memory import MemoryMeter
+from comera.optim.param_groups import param_groups
+from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522
 TINY = ModelConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)

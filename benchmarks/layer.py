@@ -22,10 +22,10 @@ from transformers.models.bert.modeling_bert import BertLayer
 import comera
 from comera.convert import TT, TensorizeConfig
 from comera.nn import fuse_
-from comera.recipes.models.bert import ModelConfig
-from comera.train.adamw import AdamW
-from comera.train.optimizer import param_groups
-from comera.train.step import autocast
+from comera.recipes.bert import ModelConfig
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
+from comera.trainer.step import autocast
 
 LENGTH = 128
 # width: samples a batch, as many as can be measured in the time

@@ -26,7 +26,7 @@ from common import about, write
 from torch import Tensor, nn
 
 from comera.nn import TTMEmbeddingBag
-from comera.train.memory import MemoryMeter
+from comera.trainer.memory import MemoryMeter
 from comera.tt.shapes import ttm_spec
 
 # rows, columns, bags, ids in a bag

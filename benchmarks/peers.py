@@ -43,13 +43,13 @@ from common import about, in_turns, update
 
 from comera.baselines import Applied
 from comera.nn import fuse_
-from comera.recipes.data.pairs import PairBatch
-from comera.recipes.mnli import build_model, pair_loss, preset
-from comera.train.adamw import AdamW
-from comera.train.memory import MemoryMeter, reset_peak
-from comera.train.optimizer import param_groups
-from comera.train.recompute import recompute_
-from comera.train.step import TrainStep
+from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.optim.adamw import AdamW
+from comera.trainer.memory import MemoryMeter, reset_peak
+from comera.optim.param_groups import param_groups
+from comera.recompute.blocks import recompute_
+from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522
 Goals = dict[str, tuple[float | None, float | None]]

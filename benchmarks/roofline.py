@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from comera.recipes.data.pairs import PairBatch
+from comera.recipes.mnli.pairs import PairBatch
 
 WANTED = ("batch 32", "batch 1")
 SIDES = ("dense", "fused")

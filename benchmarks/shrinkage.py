@@ -32,7 +32,7 @@ from common import about, write
 from torch import Tensor, nn
 
 import comera
-from comera.nn.bonds import named_trains
+from comera.nn.tensor_train import named_trains
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.prune import prune_

@@ -19,11 +19,11 @@ from common import about, write
 
 import comera
 from comera.nn import fuse_
-from comera.recipes.data.pairs import PairBatch
-from comera.recipes.mnli import build_model, pair_loss, preset
-from comera.train.adamw import AdamW
-from comera.train.optimizer import param_groups
-from comera.train.step import TrainStep
+from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
+from comera.trainer.step import TrainStep
 
 SETTINGS = ((1, 0.1), (8, 0.1), (1, 0.0))  # ranks at multiples of, dropout
 

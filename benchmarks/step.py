@@ -1,6 +1,6 @@
 """One training step of the six-encoder MNLI transformer: dense, compressed as it is, compressed and fused.
 
-The model of the recipe, the same batch and optimizer for all (AdamW of `comera.train`, on dense weights as fast as the
+The model of the recipe, the same batch and optimizer for all (AdamW of `comera.trainer`, on dense weights as fast as the
 fused one of torch); dense attention is torch's SDPA. Steps of the sides alternate in one process and ratios are those
 of the medians; with one sample, where steps are short, in visits of four, the first of which is not counted. Each case
 has a process of its own: the memory that other models have left behind makes short steps slower. `--compile` adds dense
@@ -24,11 +24,11 @@ import torch
 from common import about, in_turns, update
 
 from comera.nn import fuse_
-from comera.recipes.data.pairs import PairBatch
-from comera.recipes.mnli import build_model, pair_loss, preset
-from comera.train.adamw import AdamW
-from comera.train.optimizer import param_groups
-from comera.train.step import TrainStep
+from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
+from comera.trainer.step import TrainStep
 
 # name: batch, length, dropout, precision, goal for the ratio dense / fused
 CASES = {

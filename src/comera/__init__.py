@@ -4,13 +4,13 @@ __version__ = "0.1.0"
 
 from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ComeraError
+from comera.optim.param_groups import param_groups
+from comera.pretrained import load_pretrained, save_pretrained
 from comera.rank.budget import round_
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import model_size
-from comera.train.checkpoint import load_pretrained, save_pretrained
-from comera.train.optimizer import param_groups
-from comera.train.recompute import recompute_
+from comera.recompute.blocks import recompute_
 
 __all__ = [
     "TT",

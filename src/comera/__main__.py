@@ -2,6 +2,6 @@
 
 import sys
 
-from comera.cli import main
+from comera.cli.main import main
 
 sys.exit(main())

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from comera.errors import DataError
 from comera.nn.linear import TTLinear
+from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
-from comera.recipes.code_lm import CodeLMConfig, CompressConfig, build_model, masked_loss
-from comera.recipes.data.code import Batch, CodeDataConfig
-from comera.recipes.models.bert import ModelConfig
-from comera.train.config import TrainConfig
-from comera.train.loop import fit
-from comera.train.optimizer import lr_multiplier, param_groups
-from comera.train.step import StepResult, TrainStep
+from comera.recipes.bert import ModelConfig
+from comera.recipes.code_lm.data import Batch, CodeDataConfig
+from comera.recipes.code_lm.recipe import CodeLMConfig, CompressConfig, build_model, masked_loss
+from comera.trainer.config import TrainConfig
+from comera.trainer.loop import fit
+from comera.trainer.optimizer import lr_multiplier
+from comera.trainer.step import StepResult, TrainStep
 from comera.tt.spec import TTSpec
 
 pytestmark = [

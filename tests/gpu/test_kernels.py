@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from comera.contract import kernels
-from comera.contract.activations import ACTIVATIONS
-from comera.contract.linear import tt_linear
-from comera.contract.lookup import ttm_lookup
-from comera.contract.plan import plan_linear, plan_lookup
+from comera.kernels import triton as kernels
+from comera.ops.activations import ACTIVATIONS
+from comera.ops.linear import tt_linear
+from comera.ops.lookup import ttm_lookup
+from comera.ops.planner.plan import plan_linear, plan_lookup
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
 

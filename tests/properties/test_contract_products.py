@@ -6,13 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comera.contract.halves import left_products, right_products, ttm_halves
-from comera.contract.linear import tt_linear, ttm_linear
-from comera.contract.lookup import ttm_lookup
-from comera.contract.plan import batch_bucket, plan_linear, plan_lookup, plan_projection
+from comera.ops.halves import left_products, right_products, ttm_halves
+from comera.ops.linear import tt_linear, ttm_linear
+from comera.ops.lookup import ttm_lookup
+from comera.ops.planner.plan import batch_bucket, plan_linear, plan_lookup, plan_projection
 from comera.tt.dense import materialize
 
-from .strategies import random_cores, tt_specs, ttm_specs
+from ..helpers.strategies import random_cores, tt_specs, ttm_specs
 
 LEADS = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from comera.errors import RankError
-from comera.nn.bonds import TensorTrain, named_trains
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.budget import round_
 from comera.rank.size import model_size
 from comera.rank.target import smallest_size
 from comera.tt.dense import merge
 from comera.tt.spec import Spec, TTSpec
 
-from .strategies import random_cores, specs
+from ..helpers.strategies import random_cores, specs
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from comera.nn.bonds import named_trains
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import named_trains
+from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage
 from comera.rank.size import active_ranks, active_size, surrogate
-from comera.train.optimizer import param_groups
 from comera.tt.spec import TTMSpec, TTSpec
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.nn.bonds import TensorTrain
+from comera.nn.tensor_train import TensorTrain
 from comera.rank.size import SizeTable, active_ranks, active_size, surrogate_grads
 from comera.tt.spec import TTMSpec, clip_ranks
 

@@ -12,7 +12,7 @@ from comera.tt.dense import fold, frobenius_norm, materialize, merge
 from comera.tt.init import init_cores
 from comera.tt.spec import TTMSpec, spec_from_dict
 
-from .strategies import random_cores, specs
+from ..helpers.strategies import random_cores, specs
 
 
 def digits(index, modes):

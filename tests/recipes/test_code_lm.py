@@ -14,14 +14,21 @@ from transformers import BertForMaskedLM
 
 from comera.baselines import Method
 from comera.errors import ConfigError, DataError
-from comera.nn.bonds import named_trains
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import TTLinear
-from comera.recipes import code_lm
-from comera.recipes.code_lm import CodeLMConfig, CodeLMTask, CompressConfig, ModelConfig, build_model, masked_loss
-from comera.recipes.data.code import Batch, CodeData, CodeDataConfig, prepare
+from comera.nn.tensor_train import named_trains
+from comera.recipes.code_lm import recipe as code_lm
+from comera.recipes.code_lm.data import Batch, CodeData, CodeDataConfig, prepare
+from comera.recipes.code_lm.recipe import (
+    CodeLMConfig,
+    CodeLMTask,
+    CompressConfig,
+    ModelConfig,
+    build_model,
+    masked_loss,
+)
 from comera.recipes.methods import METHODS
-from comera.train.config import TrainConfig
+from comera.trainer.config import TrainConfig
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
 TINY = ModelConfig(hidden=64, layers=2, heads=4, ffn=128, max_positions=32)

@@ -16,15 +16,18 @@ import torch
 import yaml
 from torch import nn
 
-from comera import cli, options
+from comera.cli.main import main as cli
+from comera.cli.main import options
 from comera.errors import ConfigError
 from comera.nn import TTMEmbeddingBag
+from comera.pretrained import load_pretrained
 from comera.rank.objective import LateStage
 from comera.rank.size import model_size
-from comera.recipes import dlrm
-from comera.recipes.click_metrics import click_metrics
-from comera.recipes.data.criteo import KAGGLE_TABLES, ClickBatch, ClickData, CriteoConfig, prepare
-from comera.recipes.dlrm import (
+from comera.recipes.dlrm import recipe as dlrm
+from comera.recipes.dlrm.click_metrics import click_metrics
+from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickBatch, ClickData, CriteoConfig, prepare
+from comera.recipes.dlrm.model import DLRMConfig
+from comera.recipes.dlrm.recipe import (
     METHODS,
     CompressConfig,
     DLRMTask,
@@ -32,14 +35,12 @@ from comera.recipes.dlrm import (
     build_model,
     click_loss,
 )
-from comera.recipes.models.dlrm import DLRMConfig
 from comera.recipes.stages import runs
-from comera.train import memory
-from comera.train.checkpoint import load_pretrained
-from comera.train.config import TrainConfig
-from comera.train.metrics import Summary
-from comera.train.optimizer import OPTIMIZERS, OptimizerName
-from comera.train.runs import find_checkpoint
+from comera.trainer import memory
+from comera.trainer.checkpoint import find_checkpoint
+from comera.trainer.config import TrainConfig
+from comera.trainer.metrics import Summary
+from comera.trainer.optimizer import OPTIMIZERS, OptimizerName
 
 TABLES = (700, 40, 1500, 400, *[7] * 22)
 ROWS, TRAIN, BATCH, EPOCH = 420, 360, 32, 12  # the last batch of an epoch goes on into the next one

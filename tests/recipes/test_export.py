@@ -15,20 +15,22 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
-from comera import load_pretrained, options
-from comera.cli import main
-from comera.nn.bonds import CompressedLayer
+from comera import load_pretrained
+from comera.cli.main import main, options
+from comera.nn.tensor_train import CompressedLayer
 from comera.rank.objective import EarlyStage
-from comera.recipes import code_lm, dlrm, mnli
-from comera.recipes.data.code import CodeDataConfig
-from comera.recipes.data.criteo import CriteoConfig
-from comera.recipes.data.mnli import MNLIDataConfig
-from comera.recipes.models.bert import ModelConfig
-from comera.recipes.models.dlrm import DLRMConfig
-from comera.train.config import TrainConfig
-from comera.train.runs import find_checkpoint
+from comera.recipes.bert import ModelConfig
+from comera.recipes.code_lm import recipe as code_lm
+from comera.recipes.code_lm.data import CodeDataConfig
+from comera.recipes.dlrm import recipe as dlrm
+from comera.recipes.dlrm.criteo import CriteoConfig
+from comera.recipes.dlrm.model import DLRMConfig
+from comera.recipes.mnli import recipe as mnli
+from comera.recipes.mnli.data import MNLIDataConfig
+from comera.trainer.checkpoint import find_checkpoint
+from comera.trainer.config import TrainConfig
 
-from ..unit.without_comera import run_without_comera
+from ..helpers.without_comera import run_without_comera
 
 TRAIN = TrainConfig(
     steps=3, batch_size=8, lr=1e-3, core_lr=1e-2, early=EarlyStage(1.0), eval_batches=1, progress=False, device="cpu"

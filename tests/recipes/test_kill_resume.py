@@ -20,8 +20,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from comera.cli import main
-from comera.train.runs import checkpoints
+from comera.cli.main import main
+from comera.trainer.checkpoint import checkpoints
 
 KILLS = 20
 STEPS = 60
@@ -55,7 +55,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["comera.recipes.code_lm", "comera.report.plots", "jsonargparse"])
+    context.set_forkserver_preload(["comera.recipes.code_lm.recipe", "comera.report.plots", "jsonargparse"])
     process = context.Process(target=int)  # waits until the server has imported them
     process.start()
     process.join()

@@ -13,19 +13,20 @@ import pytest
 import torch
 import yaml
 
-from comera import options
 from comera.baselines import Method
+from comera.cli.main import options
 from comera.errors import ConfigError, DataError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import model_size
-from comera.recipes import mnli, stages
-from comera.recipes.data.mnli import MNLIData, MNLIDataConfig, PairBatch, prepare
+from comera.recipes import stages
+from comera.recipes.bert import ModelConfig
 from comera.recipes.methods import METHODS
-from comera.recipes.mnli import CompressConfig, MNLIConfig, MNLITask, build_model, pair_loss, scores
-from comera.recipes.models.bert import ModelConfig
+from comera.recipes.mnli import recipe as mnli
+from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, PairBatch, prepare
+from comera.recipes.mnli.recipe import CompressConfig, MNLIConfig, MNLITask, build_model, pair_loss, scores
 from comera.recipes.stages import runs
-from comera.train.config import TrainConfig
-from comera.train.metrics import Summary
+from comera.trainer.config import TrainConfig
+from comera.trainer.metrics import Summary
 
 TINY = ModelConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1, max_positions=32)
 RANKS = CompressConfig(order=4, rank=6, embedding_order=2, embedding_rank=6)

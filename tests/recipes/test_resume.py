@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.nn.linear import TTLinear
+from comera.pretrained import load_pretrained
 from comera.rank.objective import EarlyStage, LateStage
-from comera.train.checkpoint import load_pretrained
-from comera.train.config import TrainConfig
-from comera.train.loop import fit
-from comera.train.metrics import Summary
-from comera.train.runs import checkpoints
+from comera.trainer.checkpoint import checkpoints
+from comera.trainer.config import TrainConfig
+from comera.trainer.loop import fit
+from comera.trainer.metrics import Summary
 from comera.tt.spec import TTSpec
 
 VOCABULARY, LENGTH, BATCH = 13, 5, 4

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from comera import load_pretrained
-from comera.cli import main
-from comera.recipes import dlrm
-from comera.recipes.data import criteo_files
-from comera.recipes.data.clicks import ClickLog
-from comera.recipes.data.criteo import ClickData, CriteoConfig, prepare
-from comera.recipes.models.dlrm import DLRMConfig
-from comera.train.config import TrainConfig
-from comera.train.runs import find_checkpoint
+from comera.cli.main import main
+from comera.recipes.dlrm import criteo_files
+from comera.recipes.dlrm import recipe as dlrm
+from comera.recipes.dlrm.clicks import ClickLog
+from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
+from comera.recipes.dlrm.model import DLRMConfig
+from comera.trainer.checkpoint import find_checkpoint
+from comera.trainer.config import TrainConfig
 
 ROWS, BATCH = 300, 64
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from comera.recipes import mnli, stages
-from comera.train.config import TrainConfig
+from comera.recipes import stages
+from comera.recipes.mnli import recipe as mnli
+from comera.trainer.config import TrainConfig
 
 
 @pytest.mark.parametrize(

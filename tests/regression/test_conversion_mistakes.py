@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
-from comera.nn.bonds import named_trains
+from comera.nn.tensor_train import named_trains
 
 CONFIG = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.contract import kernels
+from comera.kernels import triton as kernels
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -12,14 +12,21 @@ import comera
 SRC = Path(comera.__file__).parent
 # left never imports right (DESIGN §2); rooms on one floor are named together
 FLOORS = [
-    {"errors", "files", "kernel_choice"},
-    {"native", "tt"},
-    {"contract"},
+    {"errors", "files"},
+    {"tt"},
+    {"kernels"},
+    {"ops"},
     {"nn"},
-    {"convert", "rank"},
-    {"precision", "train"},
+    {"fusion"},
+    {"convert"},
+    {"rank"},
+    {"optim"},
+    {"recompute", "pretrained"},
+    {"trainer"},
     {"baselines", "recipes"},
-    {"report", "export", "integrations", "options", "cli", "__main__"},
+    {"report"},
+    {"export"},
+    {"cli", "__main__"},
 ]
 FLOOR = {room: k for k, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in SRC.rglob("*.py") if path != SRC / "__init__.py")
@@ -61,10 +68,10 @@ def test_the_rule_sees_an_import_against_it(tmp_path: Path, monkeypatch: pytest.
     wrong = tmp_path / "tt" / "wrong.py"
     wrong.parent.mkdir()
     wrong.write_text(
-        "def f():\n    from comera.train import loop\n    from ..nn import bonds\n    from comera import cli\n"
+        "def f():\n    from comera.trainer import loop\n    from ..nn import bonds\n    from comera import cli\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "SRC", tmp_path)
-    assert [room for room, _ in imported_rooms(wrong)] == ["train", "nn", "cli"]
+    assert [room for room, _ in imported_rooms(wrong)] == ["trainer", "nn", "cli"]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(SRC).as_posix())

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
-from comera.nn.bonds import named_trains
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import named_trains
+from comera.pretrained import load_pretrained, read_manifest, save_pretrained
 from comera.rank.prune import prune_
-from comera.train.checkpoint import load_pretrained, read_manifest, save_pretrained
 
 SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
 IDS = torch.tensor([[1, 2, 0], [59, 0, 3]])

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from comera import pretrained as checkpoint
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError
-from comera.train import checkpoint
-from comera.train.checkpoint import load_pretrained, read_manifest, save_pretrained
+from comera.pretrained import load_pretrained, read_manifest, save_pretrained
 
 SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
 

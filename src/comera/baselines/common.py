@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from comera.convert import LayerRow
 from comera.convert.registry import LINEAR, refusal
 from comera.errors import ConfigError, ConversionError
-from comera.train.adamw import AdamW
-from comera.train.config import TrainConfig
-from comera.train.memory import MemoryEstimate
-from comera.train.memory import estimate as estimate_step
-from comera.train.optimizer import param_groups
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
+from comera.trainer.config import TrainConfig
+from comera.trainer.memory import MemoryEstimate
+from comera.trainer.memory import estimate as estimate_step
 
 # Method: module, package, how to install it. GaLore's plain AdamW needs torch and transformers, but no bitsandbytes.
 _PACKAGES = {
@@ -37,7 +37,7 @@ class Applied:
     """What a run needs of a method once the model is converted.
 
     rows: what became of each layer; dense_total: numbers of the dense original.
-    optimizer, after_step: the optional members of a task (`comera.train.task.Task`).
+    optimizer, after_step: the optional members of a task (`comera.trainer.task.Task`).
     state_bytes: of the optimizer's state; None: two moments for each trained number.
     """
 
@@ -48,7 +48,7 @@ class Applied:
     state_bytes: int | None = None
 
     def estimate(self, model: nn.Module, loss: Callable[[], Tensor]) -> MemoryEstimate:
-        """Memory and FLOPs of a step, as `comera.train.memory.estimate` with this method's optimizer."""
+        """Memory and FLOPs of a step, as `comera.trainer.memory.estimate` with this method's optimizer."""
         estimate = estimate_step(model, loss)
         return estimate if self.state_bytes is None else replace(estimate, optimizer=self.state_bytes)
 

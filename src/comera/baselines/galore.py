@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from comera.baselines.common import Applied, check_installed, groups, linears, missing, numbers, require, row, whole
-from comera.train.config import TrainConfig
+from comera.trainer.config import TrainConfig
 
 _ALIAS = "_comera_galore_torch"
 

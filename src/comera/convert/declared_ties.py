@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from comera.nn.bonds import CompressedLayer
+from comera.nn.tensor_train import CompressedLayer
 
 
 class DeclaredTies(NamedTuple):

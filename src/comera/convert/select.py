@@ -16,7 +16,7 @@ from torch import nn
 from comera.convert.config import TT, TTM, TensorizeConfig
 from comera.convert.registry import Converter, converters, refusal
 from comera.errors import ConversionError, SpecError
-from comera.nn.bonds import CompressedLayer
+from comera.nn.tensor_train import CompressedLayer
 from comera.tt.spec import Spec
 
 

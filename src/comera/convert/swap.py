@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.registry import converters
-from comera.nn.bonds import CompressedLayer, TensorTrain
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec
 

@@ -19,7 +19,7 @@ from comera.convert.report import LayerRow, TensorizeReport
 from comera.convert.select import Group, Site, all_names, find_groups, find_sites, why_nothing
 from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import ConversionError, SpecError
-from comera.nn.bonds import CompressedLayer, TensorTrain
+from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.decompose import tt_svd
 from comera.tt.spec import TTSpec
 

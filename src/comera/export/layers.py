@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.contract.chain import contract_groups
-from comera.contract.halves import merge_dtype, pad_last, ttm_halves
-from comera.contract.plan import plan_linear
 from comera.errors import ConversionError
-from comera.nn.bonds import CompressedLayer, TensorTrain
+from comera.fusion.fuse import fuse_
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
-from comera.nn.fuse import fuse_
 from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.ops.halves import merge_dtype, pad_last, ttm_halves
+from comera.ops.planner.plan import plan_linear
+from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, TTSpec

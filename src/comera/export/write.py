@@ -30,9 +30,9 @@ from comera.convert import materialize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export.layers import own_chains, serving_copy
 from comera.files import flush
-from comera.nn.bonds import CompressedLayer, named_trains
+from comera.nn.tensor_train import CompressedLayer, named_trains
+from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
 from comera.rank.prune import prune_
-from comera.train.checkpoint import WEIGHTS, load_pretrained, save_pretrained
 
 Inputs: TypeAlias = Sequence[Tensor] | Mapping[str, Tensor]
 Fresh: TypeAlias = Callable[[Path], nn.Module]

@@ -1,8 +1,8 @@
 """Compressed layers: drop-ins for `nn.Linear`, `nn.Embedding` and `nn.EmbeddingBag`; and what surrounds them."""
 
+from comera.fusion.fuse import fuse_
+from comera.fusion.mlp import FeedForward, register_feed_forward
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
-from comera.nn.feed_forward import FeedForward, register_feed_forward
-from comera.nn.fuse import fuse_
 from comera.nn.linear import TTLinear
 
 __all__ = [

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from comera.contract.linear import ttm_linear
-from comera.contract.lookup import ttm_bag, ttm_lookup
 from comera.errors import SpecError
-from comera.nn.bonds import CompressedLayer, TensorTrain
+from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.ops.linear import ttm_linear
+from comera.ops.lookup import ttm_bag, ttm_lookup
 from comera.tt.spec import TTMSpec
 
 

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from comera.contract.linear import Weight, tt_linears
 from comera.errors import SpecError
-from comera.nn.bonds import CompressedLayer, TensorTrain
-from comera.nn.shared_input import SharedInput
+from comera.fusion.qkv import SharedInput
+from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.ops.linear import Weight, tt_linears
 from comera.tt.spec import TTSpec
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 from comera.errors import RankError
-from comera.nn.bonds import TensorTrain, named_trains
+from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.allocate import allocate
 from comera.rank.prune import unwrap
 from comera.rank.target import check_multiple, resolve_target, smallest_size, spec_size

@@ -15,7 +15,7 @@ norm is the same before and after pruning.
 
 What a step decides on the host (counting, beginning the late stage, switching slices off) stands in `advance` and
 `between_steps`; all the rest is work for the device alone, so that a CUDA graph can hold it. `replayed` says who calls
-the two: the hooks, or whoever replays the step (`comera.train.step`).
+the two: the hooks, or whoever replays the step (`comera.trainer.step`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from comera.errors import RankError
-from comera.nn.bonds import named_trains
+from comera.nn.tensor_train import named_trains
 from comera.rank.budget import RoundReport, canonicalize_, round_
 from comera.rank.objective import EarlyStage, LateStage, Scales, early_scales, late_budget, late_scales
 from comera.rank.prune import PruneReport, prune_, unwrap

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import RankError
-from comera.nn.bonds import TensorTrain, named_trains
+from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.target import check_multiple, spec_size
 
 Cut = Callable[[Tensor], Tensor]

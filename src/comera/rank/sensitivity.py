@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.nn.bonds import TensorTrain
+from comera.nn.tensor_train import TensorTrain
 from comera.rank.allocate import allocate
 
 STATE = "sensitivity"

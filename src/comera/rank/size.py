@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.nn.bonds import TensorTrain, named_trains
+from comera.nn.tensor_train import TensorTrain, named_trains
 
 
 def active_ranks(train: TensorTrain) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import re
 from torch import nn
 
 from comera.errors import RankError
-from comera.nn.bonds import named_trains
+from comera.nn.tensor_train import named_trains
 from comera.tt.spec import Spec
 
 _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from comera.baselines import Applied, Method, check_installed
 from comera.convert import TensorizeReport
 from comera.errors import ConfigError
-from comera.train.memory import MemoryEstimate
-from comera.train.memory import estimate as estimate_step
+from comera.trainer.memory import MemoryEstimate
+from comera.trainer.memory import estimate as estimate_step
 
 METHODS: tuple[Method, ...] = get_args(Method)
 Parts = Callable[[Method], tuple[nn.Module, TensorizeReport | Applied | None, Callable[[], Tensor]]]

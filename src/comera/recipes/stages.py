@@ -26,10 +26,10 @@ import yaml
 from comera.baselines import Method
 from comera.errors import ConfigError
 from comera.files import replace_file
-from comera.train.config import TrainConfig
-from comera.train.loop import fit
-from comera.train.metrics import Summary
-from comera.train.task import Task
+from comera.trainer.config import TrainConfig
+from comera.trainer.loop import fit
+from comera.trainer.metrics import Summary
+from comera.trainer.task import Task
 
 
 class Staged(Protocol):
@@ -57,7 +57,7 @@ class Staged(Protocol):
 
 
 class StagedTask(Task, Protocol):
-    """A run as `comera.train.loop.fit` wants it, on data that have an end."""
+    """A run as `comera.trainer.loop.fit` wants it, on data that have an end."""
 
     steps_per_epoch: int
 

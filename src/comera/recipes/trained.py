@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError
-from comera.train.checkpoint import WEIGHTS, load_pretrained, read_manifest
-from comera.train.runs import checkpoints, find_checkpoint
+from comera.pretrained import WEIGHTS, load_pretrained, read_manifest
+from comera.trainer.checkpoint import checkpoints, find_checkpoint
 
 ROWS, TOKENS = 4, 64  # of the example batch of a transformer
 CLICKS = 1024  # of that of a DLRM
@@ -110,7 +110,7 @@ def _find(path: Path) -> Path:
 def _code_lm(config: Any, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     from transformers import BertForMaskedLM
 
-    from comera.recipes import code_lm
+    from comera.recipes.code_lm import recipe as code_lm
 
     vocab_size = _rows(checkpoint, "bert.embeddings.word_embeddings")
     ids_BT = _ids(vocab_size, config.data.block_size)
@@ -126,7 +126,7 @@ def _code_lm(config: Any, identity: Mapping[str, Any], checkpoint: Path) -> Arch
 def _mnli(config: Any, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     from transformers import BertForSequenceClassification
 
-    from comera.recipes import mnli
+    from comera.recipes.mnli import recipe as mnli
 
     vocab_size, labels = _rows(checkpoint, "bert.embeddings.word_embeddings"), _rows(checkpoint, "classifier")
     ids_BT = _ids(vocab_size, config.data.max_length)
@@ -145,8 +145,8 @@ def _mnli(config: Any, identity: Mapping[str, Any], checkpoint: Path) -> Archite
 
 
 def _dlrm(config: Any, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
-    from comera.recipes import dlrm
-    from comera.recipes.data.criteo_parse import INTEGERS
+    from comera.recipes.dlrm import recipe as dlrm
+    from comera.recipes.dlrm.criteo_parse import INTEGERS
 
     sizes = identity["data.table_sizes"]
     plain = replace(config, method="dense", optimizer="adamw")  # with tables of a kind that load_pretrained converts

@@ -15,7 +15,7 @@ from comera.files import replace_file
 from comera.report.html import figure_html, page
 from comera.report.run import RunData, read_run
 from comera.report.tables import MEGA, Table, count, duration, megabytes, number, times
-from comera.train.metrics import Summary
+from comera.trainer.metrics import Summary
 
 PARETO = (
     "Every finished run as a point: what its model stores, against what it reaches on held-out data. Up and left is "

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from safetensors import safe_open
 
-from comera.contract.plan import plan_linear, plan_lookup, plan_projection
 from comera.errors import CheckpointError
+from comera.ops.planner.plan import plan_linear, plan_lookup, plan_projection
+from comera.pretrained import MANIFEST, WEIGHTS, read_manifest
 from comera.report.run import RunData, read_run
 from comera.report.tables import Table, count, duration, megabytes, number, times
-from comera.train.checkpoint import MANIFEST, WEIGHTS, read_manifest
-from comera.train.runs import find_checkpoint
+from comera.trainer.checkpoint import find_checkpoint
 from comera.tt.spec import Spec, TTSpec, spec_from_dict
 
 TOKENS = 1024  # of the batch for which FLOPs are planned

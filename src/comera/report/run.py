@@ -14,7 +14,7 @@ import yaml
 
 from comera.convert import LayerRow
 from comera.errors import CheckpointError, DataError
-from comera.train.metrics import Summary
+from comera.trainer.metrics import Summary
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""fuse_: what surrounds the compressed layers, made as cheap as they are."""

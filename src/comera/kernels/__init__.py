@@ -1,0 +1,1 @@
+"""Raw backends of the operations, without autograd."""

@@ -1,0 +1,177 @@
+"""The chain of cores as a module: cores, rank parameters on the bonds, and their pure masking.
+
+Every `CompressedLayer` holds one `TensorTrain` (tied layers share one), so sizes, rank adaptation, pruning and
+checkpoints walk over `TensorTrain`s by type and never over names of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from comera.errors import SpecError
+from comera.tt.dense import absorb, materialize
+from comera.tt.init import init_cores
+from comera.tt.spec import Spec
+
+if TYPE_CHECKING:
+    from comera.fusion.merge_cache import Together
+
+
+class TensorTrain(nn.Module):
+    """Cores and rank parameters of one compressed weight.
+
+    spec: modes and ranks (TT or TTM).
+    init_std: standard deviation of the materialised weight that `reset_parameters` draws.
+    threshold: a rank parameter at or below it is inactive: it multiplies by exactly 0 and counts 0 (τ, METHOD §2).
+    Parameters: `cores`, `order` tensors of `spec.core_shapes`; `rank_params`, `order - 1` vectors of `spec.bonds`.
+    """
+
+    together: Together | None = None
+    """Where `fuse_` found chains of the same modes; merges them all at once."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        init_std: float,
+        threshold: float = 1e-2,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.init_std = init_std
+        self.threshold = threshold
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.cores = nn.ParameterList([empty(*shape) for shape in spec.core_shapes])
+        self.rank_params = nn.ParameterList([empty(rank) for rank in spec.bonds])
+        self.reset_parameters(generator)
+
+    @classmethod
+    def from_numbers(
+        cls,
+        spec: Spec,
+        cores: Sequence[Tensor],
+        rank_params: Sequence[Tensor] | None = None,
+        *,
+        init_std: float,
+        threshold: float = 1e-2,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> TensorTrain:
+        """A chain that holds copies of the given numbers and draws none, so the random state stays as it was.
+
+        cores, rank_params: as `set_` takes them; dtype, device: those of the first core if left out.
+        """
+        empty = cls(spec, init_std=init_std, threshold=threshold, dtype=dtype or cores[0].dtype, device="meta")
+        train = empty.to_empty(device=device or cores[0].device)
+        train.set_(spec, cores, rank_params)
+        return train
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the cores anew for `init_std` and set the rank parameters to ones (meta tensors stay meta)."""
+        device = self.cores[0].device
+        if device.type != "meta":
+            fresh = init_cores(self.spec, self.init_std, generator=generator, dtype=self.cores[0].dtype, device=device)
+            for core, value in zip(self.cores, fresh, strict=True):
+                core.copy_(value)
+        for d in self.rank_params:
+            d.fill_(1.0)
+
+    @torch.no_grad()
+    def set_(self, spec: Spec, cores: Sequence[Tensor], rank_params: Sequence[Tensor] | None = None) -> None:
+        """Replace the numbers in place, shapes included; the Parameter objects stay, so optimizers keep theirs.
+
+        cores: `order` tensors of `spec.core_shapes`; rank_params: vectors of `spec.bonds`, ones if left out.
+        Raises SpecError when shapes do not fit `spec` or the order changes.
+        """
+        if rank_params is None:
+            rank_params = [cores[0].new_ones(r) for r in spec.bonds]
+        came = tuple(tuple(c.shape) for c in cores), tuple(tuple(d.shape) for d in rank_params)
+        want = spec.core_shapes, tuple((r,) for r in spec.bonds)
+        if came != want or len(cores) != len(self.cores):
+            raise SpecError(f"expected cores and rank parameters of shapes {want} for {spec}, got {came}")
+        self.spec = spec
+        for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
+            data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
+            parameter.grad = None
+            # A graph that is still alive (a kept loss) holds the parameter's gradient node, which remembers the old
+            # shape and would refuse the next backward; torch renews the node only when the dtype changes.
+            parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype == torch.float32 else torch.float32)
+            parameter.data = data
+
+    @property
+    def numbers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Cores and rank parameters."""
+        return _entries(self.cores), _entries(self.rank_params)
+
+    def active(self) -> list[Tensor]:
+        """Per bond, a boolean vector: which rank parameters are above the threshold."""
+        return [d.detach() > self.threshold for d in _entries(self.rank_params)]
+
+    def bonds(self) -> list[Tensor]:
+        """The rank parameters, inactive ones exactly zero."""
+        return [d.masked_fill(d <= self.threshold, 0.0) for d in _entries(self.rank_params)]
+
+    def effective_cores(self) -> list[Tensor]:
+        """Cores with the rank parameters absorbed and inactive slices exactly zero; writes nothing."""
+        return absorb(_entries(self.cores), self.bonds())
+
+    def halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """A (rank, in_features) and B (rank, out_features), merged together with other chains; None if alone."""
+        return self.together.halves(self, dtype) if self.together else None
+
+    def dense(self) -> Tensor:
+        """The materialised weight, of `spec.shape`."""
+        return materialize(self.spec, self.effective_cores())
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} numbers"
+
+
+def _entries(listed: nn.ParameterList) -> list[Tensor]:
+    """What a list holds, without its look-up by number for each, 3 µs; a replica holds it as attributes alone."""
+    return list(listed._parameters.values()) or list(listed)  # type: ignore[arg-type]
+
+
+class CompressedLayer(nn.Module):
+    """Base of the layers around a chain of cores, `tt`; layers tied to each other hold the same one.
+
+    dense_type: the type of layer that `materialize_` turns it back into.
+    """
+
+    tt: TensorTrain
+    dense_type: type[nn.Module]
+
+    def _add_bias(self, bias: bool | nn.Parameter, features: int) -> None:
+        """Register a bias of `features` entries: True gives zeros, a Parameter is kept as the same object."""
+        if bias is True:
+            like = self.tt.cores[0]
+            bias = nn.Parameter(torch.zeros(features, dtype=like.dtype, device=like.device))
+        if isinstance(bias, nn.Parameter) and bias.shape != (features,):
+            raise SpecError(f"expected a bias of shape ({features},) for {self.tt.spec}, got {tuple(bias.shape)}")
+        self.register_parameter("bias", bias if isinstance(bias, nn.Parameter) else None)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the chain anew and set the bias to zeros, as after `to_empty` of a model built on the meta device."""
+        self.tt.reset_parameters()
+        bias = self._parameters.get("bias")
+        if bias is not None:
+            bias.zero_()
+
+
+def named_trains(model: nn.Module) -> Iterator[tuple[str, TensorTrain]]:
+    """Every TensorTrain of a model once (tied ones under their first name), with its qualified name."""
+    for name, module in model.named_modules():
+        if isinstance(module, TensorTrain):
+            yield name, module

@@ -1,0 +1,211 @@
+"""Rows of a tensor-train matrix and their sums over bags: embeddings whose table is never formed.
+
+    E[id] = L[id // M_R] · R[:, id % M_R]          (N_L × r) @ (r × N_R), METHOD §3
+
+L and R are the cores merged left and right of one bond, or, of a table much larger than the batch, only their rows that
+occur (rows.py); where it is small the table is materialised. The plan decides by the number of different ids.
+
+Shapes: N ids, B bags, V rows and D columns of the table; L (M, X, r) and R (M, Y, r) as in rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comera.errors import IdError, SpecError
+from comera.kernels import triton as kernels
+from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
+from comera.ops.halves import check_cores, merge_dtype, without_autocast
+from comera.ops.planner.plan import ContractionPlan, choose_rows
+from comera.ops.rows import cut, on_host, pair_sums, parts, rows_of
+from comera.ops.sequential import Groups, leaves
+from comera.tt.dense import materialize
+from comera.tt.spec import TTMSpec
+
+
+def ttm_lookup(
+    ids: Tensor,
+    spec: TTMSpec,
+    cores: Sequence[Tensor],
+    *,
+    bonds: Sequence[Tensor] | None = None,
+    padding_idx: int | None = None,
+    plan: ContractionPlan | None = None,
+) -> Tensor:
+    """Rows `ids` of the tensor-train matrix of `cores`, as `nn.Embedding` gives them.
+
+    ids: integers of any shape. cores: `order` tensors of `spec.core_shapes`.
+    bonds: the masked rank parameters, `order - 1` vectors; left out where the cores have absorbed them.
+    padding_idx: its row is exactly zero and passes no gradient; negative counts from the end.
+    plan: a forced choice; by default `plan_lookup` for as many ids as differ.
+    Returns (*ids.shape, embedding_dim) in the cores' dtype (half-precision cores are multiplied in float32).
+    Raises IdError for an id outside the table (on an accelerator and under torch.compile a device-side assertion, which
+    does not synchronise), TypeError for ids that are no integers, SpecError for cores or a padding_idx that do not fit
+    `spec`. Source: [CoMERA] §4, METHOD §3.
+    """
+    check_cores(spec, cores)
+    _check_ids(ids, spec)
+    pad = None if padding_idx is None else _row(padding_idx, spec)
+    with without_autocast(cores[0]):
+        rows_ND = _rows(ids.reshape(ids.numel()).long(), pad, spec, cores, bonds, plan)
+    return rows_ND.to(cores[0].dtype).reshape(*ids.shape, spec.embedding_dim)
+
+
+def ttm_bag(
+    ids: Tensor,
+    offsets: Tensor | None,
+    spec: TTMSpec,
+    cores: Sequence[Tensor],
+    *,
+    mode: Literal["sum", "mean"],
+    bonds: Sequence[Tensor] | None = None,
+    per_sample_weights: Tensor | None = None,
+    padding_idx: int | None = None,
+    include_last_offset: bool = False,
+    plan: ContractionPlan | None = None,
+) -> Tensor:
+    """Sums or means of rows of the tensor-train matrix of `cores` over bags of ids, as `nn.EmbeddingBag` gives them.
+
+    ids: integers (bags, ids in a bag) with offsets None, or (all ids,) with offsets (bags,), where each bag begins;
+        with include_last_offset (bags + 1,), the last one the number of ids. An empty bag gives zeros.
+    per_sample_weights: factors of the rows, of the ids' shape; with mode "sum" only.
+    padding_idx: its row counts in no bag, in the number of rows of a mean neither; negative counts from the end.
+    cores, bonds, plan, and errors for ids, cores and padding_idx: as in `ttm_lookup`.
+    Returns (bags, embedding_dim) in the cores' dtype.
+    Raises ValueError for an unknown mode or weights with a mean, DataError for offsets or weights that do not fit the
+    ids (values of offsets on an accelerator and under torch.compile: a device-side assertion). Source: METHOD §3.
+    """
+    check_cores(spec, cores)
+    _check_ids(ids, spec)
+    check_bags(ids, offsets, mode, per_sample_weights, include_last_offset)
+    ids_N, pad = ids.reshape(ids.numel()).long(), None if padding_idx is None else _row(padding_idx, spec)
+    weights_N = None if per_sample_weights is None else per_sample_weights.reshape(ids.numel())
+    with without_autocast(cores[0]):
+        if offsets is None and ids.shape[1] == 1:  # the sum of one row, and the mean, is the row
+            sums_BD = _rows(ids_N, pad, spec, cores, bonds, plan)
+            sums_BD = sums_BD if weights_N is None else sums_BD * weights_N.to(sums_BD.dtype).unsqueeze(1)
+            return sums_BD.to(cores[0].dtype)
+        cores, offsets_B = _absorbed(cores, bonds), bag_starts(ids, offsets, include_last_offset)
+        groups = _groups(ids_N, spec, cores[0], plan)
+        if len(groups) == 1:
+            table_VD = _table(spec, cores)
+            weights_N = None if weights_N is None else weights_N.to(table_VD.dtype)
+            sums_BD = F.embedding_bag(
+                ids_N, table_VD, offsets_B, mode="sum", per_sample_weights=weights_N, padding_idx=pad
+            )
+        else:
+            bag_N = bag_of_each(ids_N.numel(), offsets_B)
+            sums_BD = _sums(ids_N, bag_N, offsets_B.numel(), weights_N, pad, spec, cores, groups)
+        if mode == "mean":
+            sums_BD = sums_BD / ids_in_each(ids_N, offsets_B, pad).to(sums_BD.dtype).unsqueeze(1)
+    return sums_BD.to(cores[0].dtype)
+
+
+def _rows(
+    ids_N: Tensor,
+    padding: int | None,
+    spec: TTMSpec,
+    cores: Sequence[Tensor],
+    bonds: Sequence[Tensor] | None,
+    plan: ContractionPlan | None,
+) -> Tensor:
+    """Rows (N, D) of the chain in the cores' `merge_dtype`, each multiplied once."""
+    ids_U, place_N = ids_N, None
+    groups = choose_rows(spec, ids_N.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
+    if len(groups) > 1 and on_host(ids_N):
+        ids_U, place_N = torch.unique(ids_N, return_inverse=True)
+        groups = choose_rows(spec, ids_U.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
+    if len(groups) == 1:
+        rows_ND = F.embedding(ids_N, _table(spec, _absorbed(cores, bonds)))
+    elif place_N is None:
+        bag_N = torch.arange(ids_N.numel(), device=ids_N.device)
+        return _sums(ids_N, bag_N, ids_N.numel(), None, padding, spec, _absorbed(cores, bonds), groups)
+    else:
+        bond = len([core for tree in groups[: cut(groups)] for core in leaves(tree)]) - 1  # where the parts meet
+        merged = [core.to(merge_dtype(core.dtype)) for core in _absorbed(cores, bonds, but=bond)]
+        bond_R = None if bonds is None else bonds[bond].to(merged[0].dtype)
+        rows_ND = rows_of(ids_U, groups, merged, bond_R).index_select(0, place_N)[:, : spec.embedding_dim]
+    return rows_ND if padding is None else rows_ND.masked_fill((ids_N == padding).unsqueeze(1), 0)
+
+
+def _absorbed(cores: Sequence[Tensor], bonds: Sequence[Tensor] | None, but: int | None = None) -> Sequence[Tensor]:
+    """The cores with the rank parameters of every bond absorbed, `but` that of one."""
+    if bonds is None:
+        return cores
+    return [core if k in (but, len(bonds)) else core * bonds[k] for k, core in enumerate(cores)]
+
+
+def _sums(
+    ids_N: Tensor,
+    bag_N: Tensor,
+    bags: int,
+    weights_N: Tensor | None,
+    padding: int | None,
+    spec: TTMSpec,
+    cores: Sequence[Tensor],
+    groups: Groups,
+) -> Tensor:
+    """Sums over bags (bags, D) of rows of a chain of two groups or more, in the cores' `merge_dtype`."""
+    cores = [core.to(merge_dtype(core.dtype)) for core in cores]
+    if weights_N is not None:
+        weights_N = weights_N.to(cores[0].dtype)
+    if padding is not None and on_host(ids_N):
+        kept_P = (ids_N != padding).nonzero().squeeze(1)
+        ids_N, bag_N = ids_N[kept_P], bag_N[kept_P]
+        weights_N = None if weights_N is None else weights_N[kept_P]
+    elif padding is not None:
+        counts_N = (ids_N != padding).to(cores[0].dtype)
+        weights_N = counts_N if weights_N is None else weights_N * counts_N
+    left_MXR, right_MYR, i_N, k_N = parts(ids_N, groups, cores)
+    if len(groups) == 2 and kernels.takes_rows(left_MXR, right_MYR.mT):
+        rows_ND = kernels.rows(ids_N, left_MXR, right_MYR.mT.contiguous())
+        rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
+        sums_BD = rows_ND.new_zeros(bags, rows_ND.shape[1]).index_add(0, bag_N, rows_ND)
+    else:
+        sums_BD = pair_sums(i_N, k_N, bag_N, bags, left_MXR, right_MYR, weights_N)
+    return sums_BD[:, : spec.embedding_dim]
+
+
+def _table(spec: TTMSpec, cores: Sequence[Tensor]) -> Tensor:
+    """The whole table (num_embeddings, embedding_dim) in the cores' `merge_dtype`."""
+    return materialize(spec, [core.to(merge_dtype(core.dtype)) for core in cores])
+
+
+def _groups(ids_N: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | None) -> Groups:
+    """How the cores are grouped: for as many rows as differ, if that can be known without waiting."""
+    itemsize, device = core.element_size(), ids_N.device.type
+    groups = choose_rows(spec, ids_N.numel(), itemsize, plan, device=device)
+    if len(groups) > 1 and plan is None and on_host(ids_N):
+        groups = choose_rows(spec, torch.unique(ids_N).numel(), itemsize, device=device)
+    return groups
+
+
+def _check_ids(ids: Tensor, spec: TTMSpec) -> None:
+    """Raise unless all ids are integers in the table; on an accelerator assert it there, without synchronising."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expected ids of dtype int32 or int64, got {ids.dtype}: convert them with ids.long()")
+    rows = spec.num_embeddings
+    if not on_host(ids):
+        torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"expected every id in 0 ... {rows - 1}")
+        return
+    least, most = ids.aminmax() if ids.numel() else (0, 0)
+    if least < 0 or most >= rows:
+        wrong = (ids < 0) | (ids >= rows)
+        position = wrong.nonzero()[0].tolist()
+        raise IdError(
+            f"expected every id in 0 ... {rows - 1} for a table of {rows} rows, got {int(ids[tuple(position)])} "
+            f"at position {position} of ids of shape {list(ids.shape)}: check the tokenizer or raise num_embeddings"
+        )
+
+
+def _row(padding_idx: int, spec: TTMSpec) -> int:
+    """`padding_idx` counted from the start. Raises SpecError when it is outside the table."""
+    rows = spec.num_embeddings
+    if not -rows <= padding_idx < rows:
+        raise SpecError(f"expected a padding_idx in {-rows} ... {rows - 1} for {rows} rows, got {padding_idx}")
+    return padding_idx % rows

@@ -1,0 +1,1 @@
+"""Which way to contract: plans made from costs."""

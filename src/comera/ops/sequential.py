@@ -1,0 +1,140 @@
+"""y = x W + bias for a chain of cores cut into groups: every group is merged first, then x absorbs group after group.
+
+A group is a tree of cores, written as nested pairs: ((0, 1), 2) merges cores 0 and 1, then core 2; 3 is core 3 alone.
+A list of groups covers the chain from left to right. Two special cases: one group for the input cores and one for the
+output cores are the halves, (x A) B; a single group is the dense weight. No group needs to end at the middle bond.
+
+    group  (R, M·N, S)     M its input modes, N its output modes, either may be empty
+    input  T (R·M, M'·B) → Gᵀ T  (S, M'·B)      M' the input modes still to come: features first, the batch last
+    then   T (B·N', R·M) → T G   (B·N', N·S)    N' the output modes already there
+
+Every step is one product of two matrices and a view of its result. With the batch last the input cores need no small
+product for each sample, whose weight would get a gradient for each sample too; the price is one transposed copy of x,
+and only where the first group leaves input modes to come.
+
+Shapes: B flattened batch, I/O in/out features, R/S left/right rank, N mode(s), K contracted. Sizes are given in full,
+never as -1: ranks may be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from comera.ops.halves import merge_dtype, pad_last, without_autocast
+from comera.tt.spec import Spec, TTSpec
+
+Tree: TypeAlias = Any  # int | tuple[Tree, Tree]: an alias cannot name itself before Python 3.12
+Groups: TypeAlias = tuple[Tree, ...]
+
+
+def leaves(tree: Tree) -> tuple[int, ...]:
+    """The cores of a tree, from left to right."""
+    return (tree,) if isinstance(tree, int) else (*leaves(tree[0]), *leaves(tree[1]))
+
+
+def simple_tree(spec: Spec, first: int, last: int) -> Tree:
+    """Cores first..last-1 merged from the ends of the chain that they touch: its halves where they touch both."""
+    if isinstance(spec, TTSpec) and first == 0 and last == spec.order:
+        return simple_tree(spec, 0, spec.split), simple_tree(spec, spec.split, last)
+    cores: list[Tree] = list(range(first, last))
+    if last == spec.order and first > 0:
+        return reduce(lambda right, core: (core, right), reversed(cores))
+    return reduce(lambda left, core: (left, core), cores)
+
+
+def merge_group(tree: Tree, cores: Sequence[Tensor]) -> Tensor:
+    """Product of the cores of a tree, in its order; (R, modes, S), differentiable."""
+    if isinstance(tree, int):
+        return cores[tree]
+    left_RNK, right_KNS = merge_group(tree[0], cores), merge_group(tree[1], cores)
+    (r, m, _), (_, n, s) = left_RNK.shape, right_KNS.shape
+    return (left_RNK.flatten(0, 1) @ right_KNS.flatten(1)).view(r, m * n, s)
+
+
+def contract_groups(
+    x_BI: Tensor, spec: TTSpec, cores: Sequence[Tensor], groups: Groups, bias: Tensor | None = None
+) -> Tensor:
+    """y = x W + bias by `groups`; autocast must be off.
+
+    x_BI: (batch, in_features). bias: (out_features,). Both in the dtype of the products with the batch; the cores are
+    merged in their own dtype or float32. Returns (batch, out_features), contiguous, in x's dtype.
+    """
+    batch, split, modes = x_BI.shape[0], spec.split, spec.modes
+    cores = [core.to(merge_dtype(core.dtype)) for core in cores]
+    first, done, t = 0, 1, x_BI.t()
+    for tree in groups:
+        last = first + len(leaves(tree))
+        group_RNS = merge_group(tree, cores)
+        r, _, s = group_RNS.shape
+        here, there = prod(modes[first : min(last, split)]), prod(modes[max(first, split) : last])
+        weight_KN = group_RNS.reshape(r * here, there * s)
+        if first == 0 and last < split:
+            t = pad_last(x_BI, prod(spec.in_modes)).t()
+        elif first == 0:
+            weight_KN = weight_KN[: spec.in_features]
+        if last <= split:
+            t = product(weight_KN.t().to(x_BI.dtype), t.reshape(weight_KN.shape[0], prod(modes[last:split]) * batch))
+        else:
+            t_BK = t.reshape(weight_KN.shape[0], batch).t() if first <= split else t.view(batch * done, r)
+            whole = first <= split and last == spec.order  # all output modes at once
+            weight_KN = weight_KN[:, : spec.out_features] if whole else weight_KN
+            t = product(t_BK, weight_KN.to(x_BI.dtype), bias if whole else None)
+            bias = None if whole else bias
+            done *= there
+        first = last
+    y_BO = t.view(batch, done)[:, : spec.out_features] if t.shape != (batch, spec.out_features) else t
+    return y_BO.contiguous() if bias is None else y_BO + bias
+
+
+def product(a_MK: Tensor, b_KN: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a b + bias, in float32 inside where the processor has no arithmetic for a's half precision.
+
+    There the half-precision products of torch run at 1 to 25 GFLOP/s a core by the layout of their operands (AMD EPYC
+    7003; float32: 90), so that two conversions are little beside them; the operands are kept in half precision.
+    """
+    if not widens(a_MK):
+        return a_MK @ b_KN if bias is None else torch.addmm(bias, a_MK, b_KN)
+    y_MN: Tensor = _WideProduct.apply(a_MK, b_KN, bias)
+    return y_MN
+
+
+def widens(tensor: Tensor) -> bool:
+    """Whether products of a half-precision `tensor` are better taken in float32: on CPUs without units for it."""
+    return tensor.device.type == "cpu" and tensor.element_size() == 2 and not _half_units(tensor.dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _half_units(dtype: torch.dtype) -> bool:
+    ops = torch.ops.mkldnn
+    return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
+
+
+class _WideProduct(torch.autograd.Function):
+    """y = a b + bias in float32, rounded once; kept: a, b in their half precision. da = dy bᵀ, db = aᵀ dy."""
+
+    @staticmethod
+    def forward(ctx: Any, a_MK: Tensor, b_KN: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a_MK, b_KN)
+        a, b = a_MK.float(), b_KN.float()
+        return (a @ b if bias is None else torch.addmm(bias.float(), a, b)).to(a_MK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        a_MK, b_KN = ctx.saved_tensors
+        wants_a, wants_b, wants_bias = ctx.needs_input_grad
+        da_MK = db_KN = dbias_N = None
+        with without_autocast(dy_MN):
+            dy = dy_MN.float()
+            if wants_a:
+                da_MK = (dy @ b_KN.float().t()).to(a_MK.dtype)
+            if wants_b:
+                db_KN = (a_MK.float().t() @ dy).to(b_KN.dtype)
+            if wants_bias:
+                dbias_N = dy.sum(0).to(dy_MN.dtype)
+        return da_MK, db_KN, dbias_N

@@ -1,0 +1,1 @@
+"""Parameter groups and optimizers for compressed models."""

@@ -1,0 +1,1 @@
+"""Pre-training on source code."""

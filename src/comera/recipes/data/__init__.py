@@ -1,1 +1,0 @@
-"""Readers of raw input for the recipes."""

@@ -1,0 +1,263 @@
+"""Criteo's rows as columns on disk: parsed by several processes, written in their order, and resumed where it stopped.
+
+    blocks of text -> parsing processes -> label.bin (N,) uint8, dense.bin (N, 13) float32, C01.raw, … (N,) uint32
+
+The columns grow as rows come; state.json says now and then how far they are good, so that a preparation that was killed
+goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import IO, BinaryIO, NoReturn, cast
+
+import numpy as np
+
+from comera.errors import ComeraError, DataError
+from comera.files import replace_file
+from comera.recipes.dlrm import criteo_parse
+from comera.recipes.dlrm.criteo_files import BLOCK, END_MISSING, START, Block, Place, read_blocks
+from comera.recipes.dlrm.criteo_ids import IDS
+from comera.recipes.dlrm.criteo_parse import (
+    CATEGORIES,
+    CUT_SHORT,
+    INTEGERS,
+    KINDS,
+    Array,
+    Rows,
+    explain,
+    parse,
+    receive,
+)
+
+FEATURES = tuple(f"C{k:02}" for k in range(1, CATEGORIES + 1))
+LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
+ROW_BYTES = {LABELS: 1, DENSE: 4 * INTEGERS, **{f"{name}.{RAW}": 4 for name in FEATURES}}
+CHECKPOINT = 100  # blocks between two notes of how far the columns are good
+BLOCKS_EACH = 4  # for a process to be worth its start
+SHOWN = 3  # bad rows that are kept for people, of each kind
+# A process that parses keeps the memory of its arrays (glibc): fresh pages for each block took a third of its time.
+FILTER = {
+    "MALLOC_MMAP_THRESHOLD_": "1000000000",
+    "MALLOC_TRIM_THRESHOLD_": "1000000000",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+@dataclass
+class State:
+    """How far the columns are good.
+
+    rows: in them. bad: bad rows by kind. shown: the first few of each kind, as file, line and what is wrong.
+    """
+
+    place: Place = START
+    rows: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+    shown: dict[str, list[str]] = field(default_factory=dict)
+    complete: bool = False
+
+    def save(self, folder: Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        replace_file(folder / STATE, json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> State | None:
+        """The state of unfinished columns, None where there are none or they are damaged."""
+        try:
+            values = json.loads((folder / STATE).read_text("utf-8"))
+            state = cls(**{**values, "place": Place(*values["place"])})
+            whole = all(_column(folder, name).stat().st_size >= state.rows * size for name, size in ROW_BYTES.items())
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return state if whole else None
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows that were left out."""
+        return sum(self.bad.values())
+
+
+def _column(folder: Path, name: str) -> Path:
+    """The file of a column: where its ids are made, they took the place of the values."""
+    ids = folder / f"{name.split('.')[0]}.{IDS}"
+    return ids if ids.exists() else folder / name
+
+
+class Columns:
+    """The files of the columns, open to append to; what stands behind the first `rows` rows is cut off."""
+
+    def __init__(self, folder: Path, rows: int = 0) -> None:
+        self._files: dict[str, IO[bytes]] = {}
+        for name, size in ROW_BYTES.items():
+            file = self._files[name] = open(folder / name, "ab", buffering=0)  # noqa: SIM115, closed in __exit__
+            file.truncate(rows * size)
+
+    def append(self, labels: Array, dense: Array, values: Array) -> None:
+        """Add rows: labels (R,), dense (13, R), values (26, R)."""
+        arrays = [labels, dense.T, *values]
+        for file, array in zip(self._files.values(), arrays, strict=True):
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            while data:
+                data = data[file.write(data) :]
+
+    def __enter__(self) -> Columns:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def read_columns(
+    files: Sequence[Path],
+    folder: Path,
+    *,
+    workers: int,
+    max_rows: int | None,
+    max_bad_rows: int,
+    tick: Callable[[int, int], object],
+) -> State:
+    """Parse the files into columns in `folder`, from where an earlier call stopped; returns the state, complete.
+
+    workers: processes that parse. max_rows: good rows to read, None all. tick(bytes read, rows): called now and then.
+    Raises DataError, with file and line, for the first bad row above max_bad_rows, and for files that cannot be read.
+    """
+    state = State.load(folder)
+    if state is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        state = State()
+    if state.complete:
+        return state
+    size = sum(file.stat().st_size for file in files)
+    workers = min(workers, size // (BLOCK * BLOCKS_EACH))
+    with Columns(folder, state.rows) as columns, closing(parsed(read_blocks(files, state.place), workers)) as blocks:
+        for number, (block, rows) in enumerate(blocks, 1):
+            rows = _first(rows, None if max_rows is None else max_rows - state.rows)
+            _note_bad(state, files, block, rows, max_bad_rows)
+            columns.append(rows.labels, rows.dense, rows.values)
+            state.rows += len(rows.labels)
+            state.place = block.end
+            tick(block.read, state.rows)
+            if state.rows == max_rows:
+                break
+            if number % CHECKPOINT == 0:
+                state.save(folder)
+    state.complete = True
+    state.save(folder)
+    return state
+
+
+def _first(rows: Rows, count: int | None) -> Rows:
+    """The first `count` good rows, with the bad ones between them."""
+    if count is None or len(rows.labels) <= count:
+        return rows
+    end = int(np.delete(np.arange(rows.lines), rows.bad_lines)[count - 1]) + 1
+    bad = rows.bad_lines < end
+    good = (rows.labels[:count], rows.dense[:, :count], rows.values[:, :count])
+    return Rows(*good, end, rows.bad_lines[bad], rows.bad_kinds[bad])
+
+
+def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, limit: int) -> None:
+    """Count the bad rows of a block; raises DataError for the first one above the limit."""
+    found = [(line, KINDS[kind]) for line, kind in zip(rows.bad_lines.tolist(), rows.bad_kinds.tolist(), strict=True)]
+    if block.cut_short:
+        found.append((0, CUT_SHORT))
+    lines: list[bytes] = []
+    for line, kind in found:
+        state.bad[kind] = state.bad.get(kind, 0) + 1
+        shown = state.shown.setdefault(kind, [])
+        over = state.bad_rows > limit
+        if over or len(shown) < SHOWN:
+            lines = lines or block.text.split(b"\n")
+            what = END_MISSING if kind == CUT_SHORT else explain(lines[line])
+            shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
+            if over:
+                too_many_bad(state.bad, shown[-1], limit)
+
+
+def too_many_bad(bad: dict[str, int], last: str, limit: int) -> NoReturn:
+    """Raise DataError: more bad rows than allowed. last: one of them, with file and line."""
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in bad.items())
+    raise DataError(
+        f"{last}; that makes {sum(bad.values()):,} bad rows ({kinds}), and data.max_bad_rows allows {limit:,}: is this "
+        "Criteo's click log, and complete? Repair the file, or raise data.max_bad_rows to skip such rows"
+    )
+
+
+def parsed(blocks: Iterable[Block], workers: int) -> Generator[tuple[Block, Rows], None, None]:
+    """Blocks with their rows, in order; as many processes parse, with few blocks on the way. Below 2: in this one."""
+    if workers < 2:
+        for block in blocks:
+            yield block, parse(block.text)
+        return
+    waiting: deque[tuple[Block, Future[Rows]]] = deque()
+    with Parsers(workers) as parsers, ThreadPoolExecutor(workers) as pool:
+        for block in blocks:
+            waiting.append((block, pool.submit(parsers.parse, block.text)))
+            if len(waiting) > 2 * workers:
+                block, rows = waiting.popleft()
+                yield block, rows.result()
+        for block, rows in waiting:
+            yield block, rows.result()
+
+
+class Parsers:
+    """Processes that parse blocks; each ends with this one, however that ends."""
+
+    def __init__(self, count: int) -> None:
+        # not as a script: its folder would go before the standard library
+        run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+        command = [sys.executable, "-c", run, criteo_parse.__file__]
+        self._all: list[subprocess.Popen[bytes]] = []
+        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        for _ in range(count):
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **FILTER},
+                start_new_session=True,  # an interrupt from the keyboard is for this process to handle
+            )
+            self._all.append(process)
+            self._idle.put(process)
+
+    def parse(self, text: bytes) -> Rows:
+        """The rows of a block, from whichever process is idle; raises ComeraError when that has died."""
+        process = self._idle.get()
+        stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+        try:
+            stdin.write(len(text).to_bytes(8, "little"))
+            stdin.write(text)
+            stdin.flush()
+            return receive(stdout)
+        except (OSError, EOFError) as error:
+            raise ComeraError(
+                f"a process that parses the click log ended with exit code {process.wait()}: is there enough memory? "
+                "Run again, with data.workers=1 to parse without further processes"
+            ) from error
+        finally:
+            self._idle.put(process)
+
+    def __enter__(self) -> Parsers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self._all:
+            process.kill()
+            with process:
+                pass

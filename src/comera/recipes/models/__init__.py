@@ -1,1 +1,0 @@
-"""Sizes of the transformers that the recipes train."""

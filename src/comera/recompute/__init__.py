@@ -1,0 +1,1 @@
+"""Wide activations rebuilt in the backward."""

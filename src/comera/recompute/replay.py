@@ -1,0 +1,215 @@
+"""What a block's forward keeps for its replay in the backward, decided per operation, below autograd.
+
+Kept are results that are much smaller than what they were made from, and those that cannot or should not be made twice:
+
+    narrow products       at most a quarter of the numbers of a factor: P = A xᵀ of a compressed layer
+    random numbers        of a draw of zeros and ones (dropout masks) as booleans
+    fused attention       output and log-sum-exp, where one kernel computes it
+    made_once(...)        what the code itself says (contract/once.py)
+
+The replay runs every other operation again, and puts these in place of the operations that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from math import prod
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from comera.errors import TrainingError
+from comera.ops.once import Tape, exchange, made_once
+
+T = TypeVar("T")
+_Kept = tuple[Any, Any]  # an operation, and what is kept of it
+
+# A product is narrow when it has at most 1/_NARROW of the numbers of a factor.
+_NARROW = 4
+_aten = torch.ops.aten
+# Products, with the place of the first of their two factors among the arguments.
+_PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
+
+
+def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """The modes under which a block runs forward and is replayed, as `torch.utils.checkpoint` wants them."""
+    kept: list[_Kept] = []
+    return _Keep(kept), _Replay(kept)
+
+
+def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The same choice for the compiler, which makes random numbers again from the same seeds."""
+    kept = _is_narrow(func, args) or _kind(func) == "attention"
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(func: Any, args: tuple[Any, ...]) -> bool:
+    return _kind(func) is not None or _is_narrow(func, args)
+
+
+@cache
+def _kind(func: Any) -> Literal["attention", "random"] | None:
+    """Whether an operation is a whole attention, forward, or draws random numbers."""
+    name: str = func._schema.name
+    if ("attention" in name or "attn" in name) and not ("backward" in name or "bwd" in name):
+        return "attention"
+    return "random" if torch.Tag.nondeterministic_seeded in func.tags else None
+
+
+def _is_narrow(func: Any, args: tuple[Any, ...]) -> bool:
+    first = _PRODUCTS.get(func)
+    if first is None:
+        return False
+    left, right = args[first : first + 2]
+    numbers = prod(left.shape[:-1]) * right.shape[-1]
+    return bool(_NARROW * numbers <= max(_numbers(left), _numbers(right)))
+
+
+def _numbers(tensor: Tensor) -> int:
+    """How many numbers a tensor holds; what is expanded counts once."""
+    return prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    schema = func._schema.arguments
+    by_name = {**dict(zip((argument.name for argument in schema), args, strict=False)), **kwargs}
+    return [by_name[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _drops(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is dropout in one operation, whose wide output follows from its mask."""
+    return func is _aten.native_dropout.default and args[2] is not False
+
+
+def _draws_bits(func: Any) -> bool:
+    return "bernoulli" in func._schema.name
+
+
+def _returns_written(func: Any) -> bool:
+    return bool(func._schema.returns) and func._schema.returns[0].alias_info is not None
+
+
+def _to_keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """Of the result of an operation, what `_put_back` needs; copies, for the block may go on to write to the result."""
+    if _kind(func) == "attention":  # but its backward forbids that
+        return _aliases(out)
+    if _drops(func, args):
+        return out[1].detach()
+    written = _written(func, args, kwargs)
+    if _draws_bits(func):
+        return (written[0] if written else out).bool()
+    return [tensor.clone() for tensor in written], None if _returns_written(func) else _copies(out)
+
+
+def _put_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Any:
+    """The result of an operation from what was kept of it, its writing done."""
+    if _kind(func) == "attention":
+        return _aliases(kept)
+    if _drops(func, args):
+        scale = 0.0 if args[1] == 1 else 1 / (1 - args[1])
+        return args[0] * kept * scale, kept.detach()
+    written = _written(func, args, kwargs)
+    if _draws_bits(func):
+        return (written[0] if written else torch.empty_like(args[0])).copy_(kept)
+    values, out = kept
+    for tensor, value in zip(written, values, strict=True):
+        tensor.copy_(value)
+    return written[0] if _returns_written(func) else _copies(out)
+
+
+def _copies(values: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, values)
+
+
+def _aliases(values: Any) -> Any:
+    """The same numbers as tensors of their own, free of any graph."""
+    return tree_map_only(Tensor, Tensor.detach, values)
+
+
+class _Keep(TorchDispatchMode, Tape):
+    """Runs every operation, and keeps what the replay is to be spared."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.suspended = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Functions in a block that are compiled by themselves may run, unseen by the mode."""
+        return True
+
+    def __enter__(self) -> _Keep:
+        self.before = exchange(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        exchange(self.before)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self.suspended and _is_kept(func, args):
+            self.kept.append((func, _to_keep(func, args, kwargs, out)))
+        return out
+
+    def made_once(self, make: Callable[[], T]) -> T:
+        """make(), kept; what it does inside is not."""
+        with self.paused():
+            out = make()
+        self.kept.append((made_once, _aliases(out)))
+        return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run without this mode, whose way through Python costs an operation 10 µs, unless another one is above it."""
+        exchange(None)
+        on_top = _get_current_dispatch_mode() is self
+        if on_top:
+            super().__exit__(None, None, None)
+        self.suspended = True
+        try:
+            yield
+        finally:
+            self.suspended = False
+            if on_top:
+                super().__enter__()
+            exchange(self)
+
+
+class _Replay(_Keep):
+    """Runs every operation but those of which something was kept. Each backward through the block enters it anew."""
+
+    def __enter__(self) -> _Keep:
+        self.left = iter(self.kept)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.suspended or not _is_kept(func, args):
+            return func(*args, **kwargs)
+        return _put_back(func, args, kwargs, self._next(func))
+
+    def made_once(self, make: Callable[[], T]) -> T:
+        """What was kept, without a call of `make`."""
+        values: T = _aliases(self._next(made_once))
+        return values
+
+    def _next(self, func: Any) -> Any:
+        """What was kept of `func`, which the forward must have come to at this place."""
+        expected, values = next(self.left, ("its end", None))
+        if func is not expected:
+            raise TrainingError(
+                f"expected a block to do in the backward what it did in the forward, which came to {expected}, got "
+                f"{func}: let it depend on its inputs only, or take recomputation off"
+            )
+        return values

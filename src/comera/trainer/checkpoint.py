@@ -1,0 +1,383 @@
+"""The run folder's checkpoints: a run that is killed at any moment resumes from the last one, to the bit on CPU.
+
+    checkpoints/step-00000120/  model.safetensors, comera.json   the model, as `save_pretrained` writes it
+                                optimizer.safetensors            the optimizer's tensors, "parameter name:key"
+                                trainer.json                     everything else; names the files and their sizes
+
+A checkpoint is written beside its place, flushed to the disk and renamed, so one that can be seen is whole; one that is
+dropped is renamed before it is deleted. What a kill leaves behind is called .step-*, and `clean` removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.errors import CheckpointError, ConfigError, RankError
+from comera.files import flush
+from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
+
+_FORMAT = {"format": "comera-trainer", "version": 1}
+_NAME = re.compile(r"step-\d{8,}")
+_STATE_FILE = "optimizer.safetensors"
+_FIELDS = {"progress", "identity", "controller", "parameters", "scalars", "rng", "files"}
+
+
+class Stateful(Protocol):
+    """What a checkpoint needs of a RankController: a JSON-ready state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state to save."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a saved state over."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come; the next batch follows from `step` alone.
+
+    step: optimizer steps done; tokens: seen by all processes; time: seconds of training.
+    held_out_loss: of the last evaluation, at step `held_out_step`; best_held_out_loss: the lowest so far.
+    step_time: median seconds of a step; peak_memory: bytes; stopped: "steps", "time" or "interrupted" at the end.
+    examples: seen by all processes; metrics: of the last evaluation, besides the loss.
+    start_from: of the other run's checkpoint that this run began with, its step and the numbers in its model.
+    mode: how the last steps ran.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    time: float = 0.0
+    held_out_loss: float | None = None
+    held_out_step: int = -1
+    best_held_out_loss: float | None = None
+    step_time: float = 0.0
+    peak_memory: int = 0
+    stopped: str | None = None
+    examples: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    start_from: dict[str, int] | None = None
+    mode: str = "eager"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Complete checkpoints of a run folder, oldest first."""
+    folder = Path(run) / "checkpoints"
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=_step)
+
+
+def find_checkpoint(run: Path, which: Literal["last", "best"] = "last") -> Path:
+    """The last checkpoint of a run folder, or the one whose evaluation was best.
+
+    Raises CheckpointError when there is none, or for "best" none that was evaluated.
+    """
+    found = checkpoints(run)
+    if not found:
+        raise CheckpointError(
+            f"expected checkpoints in {Path(run) / 'checkpoints'}, found none: "
+            "give the folder of a run that has saved one"
+        )
+    if which == "last":
+        return found[-1]
+    best = _best(_progress_of(found))
+    if best is None:
+        raise CheckpointError(f"no checkpoint in {run} was evaluated on held-out data: take the last one")
+    return best
+
+
+def clean(run: Path) -> None:
+    """Remove what saves that were killed have left behind; for the one process that writes, before it starts."""
+    for leftover in (Path(run) / "checkpoints").glob(".step-*"):
+        shutil.rmtree(leftover)
+
+
+def save_checkpoint(
+    run: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    controller: Stateful | None,
+    progress: Progress,
+    *,
+    identity: Mapping[str, Any],
+    rng: Sequence[Mapping[str, Any]],
+) -> Path:
+    """Write the checkpoint of `progress.step` and drop all others but the best; returns its folder.
+
+    identity: JSON-ready values under which alone the run may go on. rng: `rng_state()` of every process.
+    """
+    final = Path(run) / "checkpoints" / f"step-{progress.step:08d}"
+    beside = final.with_name(f".{final.name}.new")
+    if beside.exists():
+        shutil.rmtree(beside)
+    beside.mkdir(parents=True)
+    save_pretrained(model, beside)
+    tensors, scalars = _optimizer_state(model, optimizer)
+    save_file(tensors, beside / _STATE_FILE)
+    trainer = {
+        **_FORMAT,
+        "progress": asdict(progress),
+        "identity": dict(identity),
+        "controller": controller.state_dict() if controller else {},
+        "parameters": _trained(model, optimizer),
+        "scalars": scalars,
+        "other_shapes": _other_shapes(model, tensors),
+        "rng": list(rng),
+        "files": {path.name: path.stat().st_size for path in sorted(beside.iterdir())},
+    }
+    (beside / "trainer.json").write_text(json.dumps(trainer), "utf-8")
+    for path in [*beside.iterdir(), beside]:
+        flush(path)
+    if final.exists():
+        _drop(final)
+    beside.rename(final)
+    flush(final.parent)
+    known = _progress_of(checkpoints(run))
+    for path in known:
+        if path not in (final, _best(known)):
+            _drop(path)
+    return final
+
+
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    controller: Stateful | None,
+    *,
+    identity: Mapping[str, Any],
+    process: int = 0,
+) -> Progress:
+    """Put model (ranks included), optimizer, controller and this process's random state back to the checkpoint's.
+
+    Raises CheckpointError when it is truncated, foreign, or of another model or optimizer, and ConfigError when it was
+    written under another `identity`; nothing is changed then.
+    """
+    folder = Path(folder)
+    trainer, progress = _read_trainer(folder)
+    _check_identity(folder, trainer["identity"], identity)
+    if process >= len(trainer["rng"]):
+        raise _broken(folder, f"the random state of process {process}", f"that of {len(trainer['rng'])} processes")
+    _load_state(folder, trainer, model, optimizer, controller)
+    set_rng_state(trainer["rng"][process])
+    return progress
+
+
+def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: Stateful | None) -> Progress:
+    """Put model (ranks included), optimizer and controller to where another run stood; returns how far it had come.
+
+    source: the run's folder, for its last checkpoint, or the folder of a checkpoint. How that run was configured does
+    not matter, nor does its random state. Raises CheckpointError as `load_checkpoint` does, with nothing changed.
+    """
+    source = Path(source)
+    folder = source if (source / "trainer.json").is_file() else find_checkpoint(source)
+    trainer, progress = _read_trainer(folder)
+    _load_state(folder, trainer, model, optimizer, controller)
+    return progress
+
+
+def rng_state() -> dict[str, Any]:
+    """Random state of this process, JSON-ready: Python, NumPy if it is in use, torch, and every CUDA device."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": [_hex(s) for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+    }
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what `rng_state` gave, through JSON or not; CUDA devices that are no longer there are left out."""
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    torch.set_rng_state(_unhex(state["torch"]))
+    for device, value in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(_unhex(value), device)
+    if "numpy" in state:
+        import numpy
+
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def _load_state(
+    folder: Path, trainer: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, controller: Stateful | None
+) -> None:
+    """Load a checkpoint's model, optimizer and controller, after all has been looked at."""
+    for name, size in trainer["files"].items():
+        came = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if came != size:
+            raise _broken(folder, f"{name} of {size:,} bytes", f"{came:,} bytes")
+    if bool(controller) != bool(trainer["controller"]):
+        raise _broken(folder, f"{'a' if controller else 'no'} rank controller's state", str(trainer["controller"]))
+    if trainer["parameters"] != _trained(model, optimizer):
+        differ = sorted({*trainer["parameters"]}.symmetric_difference(_trained(model, optimizer)))
+        raise _broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4]) or 'in another order'}")
+    tensors = _read_tensors(folder, trainer.get("other_shapes", {}))
+    before = controller.state_dict() if controller else {}
+    try:
+        if controller:
+            controller.load_state_dict(trainer["controller"])
+        load_pretrained(model, folder)
+    except RankError as error:
+        raise _broken(folder, "a rank controller's state", str(error)) from error
+    except CheckpointError:
+        if controller:
+            controller.load_state_dict(before)
+        raise
+    _set_optimizer_state(model, optimizer, tensors, trainer["scalars"])
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """State by "parameter name:key" as tensors, and by parameter name and key what is no tensor."""
+    names = _names(model)
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{names[parameter]}:{key}"] = value.detach().contiguous()
+            else:
+                scalars.setdefault(names[parameter], {})[key] = value
+    return tensors, scalars
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of the optimizer's parameters, in its order."""
+    names = _names(model)
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _set_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Mapping[str, Any]]
+) -> None:
+    names = _names(model)
+    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
+    for entry, value in tensors.items():
+        name, _, key = entry.rpartition(":")
+        state.setdefault(name, {})[key] = value.clone()  # into memory of its own: the file's is read-only and whole
+    current = optimizer.state_dict()
+    numbers = [i for group in current["param_groups"] for i in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    by_number = {i: state[names[p]] for i, p in zip(numbers, parameters, strict=True) if names[p] in state}
+    optimizer.load_state_dict({**current, "state": by_number})
+
+
+def _other_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Shapes of the state that has not its parameter's own, such as moments of projected gradients."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return {
+        entry: list(value.shape)
+        for entry, value in tensors.items()
+        if value.ndim and value.shape != shapes[entry.rpartition(":")[0]]
+    }
+
+
+def _read_tensors(folder: Path, other_shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The optimizer's tensors, once they are known to fit the model beside them; other_shapes: as they were saved."""
+    try:
+        tensors = load_file(folder / _STATE_FILE)
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise _broken(folder, "whole safetensors files", str(error)) from error
+    for entry, value in tensors.items():
+        shape = tuple(other_shapes.get(entry, shapes.get(entry.rpartition(":")[0], ())))
+        if value.ndim and value.shape != shape:
+            raise _broken(folder, f"state of shape {shape}", f"{entry!r} of shape {tuple(value.shape)}")
+    return tensors
+
+
+def _read_trainer(folder: Path) -> tuple[dict[str, Any], Progress]:
+    path = folder / "trainer.json"
+    try:
+        trainer = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise _broken(folder, "a readable trainer.json", str(error)) from error
+    if not isinstance(trainer, dict) or any(trainer.get(key) != value for key, value in _FORMAT.items()):
+        raise _broken(folder, f"trainer.json with {_FORMAT}", str(trainer)[:80])
+    if lacking := _FIELDS - set(trainer):
+        raise _broken(folder, f"trainer.json with {', '.join(sorted(_FIELDS))}", f"none of {sorted(lacking)}")
+    try:
+        return trainer, Progress(**trainer["progress"])
+    except TypeError as error:
+        raise _broken(folder, "the progress of a run", f"{trainer['progress']} ({error})") from error
+
+
+def _check_identity(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    now = json.loads(json.dumps(now))
+    changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+    if changed:
+        rows = "; ".join(f"{key}: expected {saved.get(key)!r}, got {now.get(key)!r}" for key in changed)
+        raise ConfigError(
+            f"a resumed run must go on as it was begun ({rows}; checkpoint {folder}): "
+            "resume with the configuration in the run folder, or start a new run in another folder"
+        )
+
+
+def _progress_of(found: Sequence[Path]) -> dict[Path, Progress]:
+    """The progress of each checkpoint; those that cannot be read are left out, so they are never dropped."""
+    known = {}
+    for path in found:
+        with suppress(CheckpointError):
+            known[path] = _read_trainer(path)[1]
+    return known
+
+
+def _best(known: Mapping[Path, Progress]) -> Path | None:
+    """Of the checkpoints made right after an evaluation, that with the lowest loss; the earliest of equals."""
+    losses = {
+        path: progress.held_out_loss
+        for path, progress in known.items()
+        if progress.held_out_loss is not None and progress.held_out_step == progress.step
+    }
+    return min(losses, key=losses.__getitem__, default=None)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _drop(folder: Path) -> None:
+    """Delete a checkpoint so that at no moment a part of it looks like a whole one."""
+    doomed = folder.with_name(f".{folder.name}.old")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _broken(folder: Path, expected: str, came: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {folder}: expected {expected}, got {came}; nothing was loaded: "
+        "use the model and optimizer that wrote it, or an older checkpoint (to resume from one, move this one away)"
+    )
+
+
+def _hex(state: Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _unhex(state: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8)

@@ -1,0 +1,295 @@
+"""Whole steps as CUDA graphs: captured once for each shape of the batches, replayed from then on.
+
+    a shape's first visits → eager, the last of them watched for waits of the host → captured → replayed
+
+Every visit is a step that counts: warm-up steps are real ones and a capture runs nothing, so nothing has to be undone.
+
+A graph knows tensors by their memory. What it stands on (memory and shapes of parameters and optimizer state, the rank
+controller's phase) is compared before each step, and when it has changed, after a cut or a loaded checkpoint, all
+graphs are dropped and the shapes warm up anew. Graphs share one pool of memory: nothing in it outlives a replay but
+the results, and those are copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import warnings
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from comera.errors import DataError
+from comera.trainer.task import Batch
+
+T = TypeVar("T")
+Step = Callable[[Sequence[Batch]], T]
+
+WARM_UPS = 2  # visits of a shape before its capture: one makes what is made lazily, the next is watched
+LIMIT = 32  # shapes that are remembered: a graph takes some MB
+_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
+
+
+class Recorder(Protocol):
+    """What captures steps: `CudaRecorder`, or in tests a stand-in that runs them again."""
+
+    def warm_up(self, step: Callable[[], T], *, watch: bool) -> tuple[T, str]:
+        """Run a step, and if it is watched say why it could not be captured; "" if nothing speaks against it."""
+
+    def capture(self, step: Callable[[], T]) -> Callable[[], T]:
+        """Record a step without running it; each call of what is returned runs it and gives the same tensors, filled.
+
+        Raises RuntimeError when that fails; steps can run eager afterwards.
+        """
+
+
+@dataclass
+class _Shape:
+    """What is known of one shape of batches: visits so far, and once it is captured its inputs and how to replay."""
+
+    visits: int = 0
+    inputs: Any = None
+    replay: Callable[[], Any] | None = None
+
+
+class GraphedStep:
+    """`step` from graphs where they are captured, else eager.
+
+    step: batches -> results, a structure of tensors; it must leave nothing behind but in memory that `foundation`
+    tells of. foundation: memory and host-side values that a captured step relies on. keep: takes note of which tensors
+    are in their places, before a capture, and returns what puts them back. limit: shapes that are remembered, the one
+    that was not used for longest is forgotten.
+    reason: why all steps run eager from now on, "" as long as they need not. captures: so far.
+    crowded: whether there were more shapes than `limit`.
+    """
+
+    def __init__(
+        self,
+        step: Step[T],
+        recorder: Recorder,
+        foundation: Callable[[], object],
+        keep: Callable[[], Callable[[], object]],
+        *,
+        limit: int = LIMIT,
+    ) -> None:
+        self.reason = ""
+        self.captures = 0
+        self.crowded = False
+        self._step, self._recorder, self._limit = step, recorder, limit
+        self._foundation, self._keep = foundation, keep
+        self._stands_on: object = None
+        self._shapes: dict[Hashable, _Shape] = {}  # the one used last comes last
+        self._form: dict[str, str] | None = None
+
+    def __call__(self, batches: Sequence[Batch]) -> Any:
+        """Take one step: `take` under their `key`."""
+        return self.take(batches, self.key(batches))
+
+    def take(self, batches: Sequence[Batch], key: Hashable) -> Any:
+        """Take one step on batches whose `key` was asked for."""
+        if self.reason:
+            return self._step(batches)
+        now = self._foundation()
+        if now != self._stands_on:
+            self._shapes.clear()
+            self._stands_on = now
+        shape = self._shapes.pop(key) if key in self._shapes else _Shape()
+        self._shapes[key] = shape
+        if len(self._shapes) > self._limit:
+            del self._shapes[next(iter(self._shapes))]
+            self.crowded = True
+        if shape.replay is None:
+            if shape.visits < WARM_UPS:
+                return self._warm_up(shape, batches)
+            self._capture(shape, batches)
+        if shape.replay is None:
+            return self._step(batches)
+        for kept, came in zip(_tensors(shape.inputs), _tensors(batches), strict=True):
+            kept.copy_(came, non_blocking=True)
+        return map_tensors(torch.clone, shape.replay())
+
+    def _warm_up(self, shape: _Shape, batches: Sequence[Batch]) -> Any:
+        shape.visits += 1
+        result, against = self._recorder.warm_up(lambda: self._step(batches), watch=shape.visits == WARM_UPS)
+        if against:
+            self._give_up(against)
+        now = self._foundation()
+        if now != self._stands_on:  # first steps make optimizer state; no graph may go on with what it replaced
+            for other in self._shapes.values():
+                other.inputs = other.replay = None
+            self._stands_on = now
+        return result
+
+    def _capture(self, shape: _Shape, batches: Sequence[Batch]) -> None:
+        shape.inputs = map_tensors(lambda t: t.detach().clone(), list(batches))
+        put_back = self._keep()  # a capture computes nothing: what it has put in the place of a tensor holds no numbers
+        try:
+            shape.replay = self._recorder.capture(lambda: self._step(shape.inputs))
+        except RuntimeError as error:
+            self._give_up(f"capture failed: {str(error).strip().partition(chr(10))[0]}")
+            put_back()
+            return
+        if self._foundation() != self._stands_on:
+            self._give_up("the step puts new tensors in the place of the model's or the optimizer's")
+            put_back()
+            return
+        self.captures += 1
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        for shape in self._shapes.values():
+            shape.inputs = shape.replay = None
+        self._shapes.clear()
+
+    def key(self, batches: Sequence[Batch]) -> Hashable:
+        """What tells shapes of batches apart: sizes of tensors, and values that are none.
+
+        Raises DataError for batches of another form than the first ones, in anything but those.
+        """
+        if self.reason:
+            return None
+        key: list[Hashable] = []
+        for batch in batches:
+            form: dict[str, str] = {}
+            for path, leaf in _leaves(batch):
+                if isinstance(leaf, Tensor):
+                    key.append(leaf.shape)
+                    form[path] = f"{leaf.dtype}, {leaf.ndim}-dimensional, on {leaf.device}"
+                elif isinstance(leaf, _PLAIN):
+                    key.append(leaf)
+                    form[path] = type(leaf).__name__
+                else:
+                    self._give_up(
+                        f"a graph takes tensors and plain values, but {path} is of type {type(leaf).__name__}"
+                    )
+            key.append(len(form))
+            self._form = self._form or form
+            if form != self._form:
+                path = next(p for p in {**self._form, **form} if self._form.get(p) != form.get(p))
+                raise DataError(
+                    f"expected batches of the form that graphs are captured for, {path}: "
+                    f"{self._form.get(path, 'nothing')}, got {form.get(path, 'nothing')}: make batches that differ in "
+                    "sizes only, or train in mode eager"
+                )
+        return tuple(key)
+
+
+class CudaRecorder:
+    """Captures steps as CUDA graphs on `device`, in one pool of memory, on the stream where they have warmed up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._pool: Any = None
+
+    def warm_up(self, step: Callable[[], T], *, watch: bool) -> tuple[T, str]:
+        """Run a step aside; watch: look for waits of the host, and for random numbers that it draws."""
+        with self._aside():
+            if not watch:
+                return step(), ""
+            drawn = random.getstate(), torch.get_rng_state()
+            mode = torch.cuda.get_sync_debug_mode()
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    result = step()
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
+        against = ""
+        for warning in seen:
+            if "a synchronizing CUDA operation" in str(warning.message):
+                against = f"the host waits for the device at {warning.filename}:{warning.lineno}"
+            elif "Synchronization debug mode" not in str(warning.message):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        if random.getstate() != drawn[0] or not torch.equal(torch.get_rng_state(), drawn[1]):
+            against = against or "the step draws random numbers on the host"
+        return result, against
+
+    def capture(self, step: Callable[[], T]) -> Callable[[], T]:
+        """Record a step in the shared pool."""
+        if not self._graphs:  # the memory of a pool that no graph holds any more is gone
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        random_state = generator.get_state()
+        try:
+            # thread_local: what loaders do in other threads meanwhile does not break the capture
+            with (
+                self._aside(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                result = step()
+        except RuntimeError:
+            self._recover(generator, random_state)
+            raise
+        self._graphs.add(graph)
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
+
+    def _recover(self, generator: torch.Generator, random_state: Tensor) -> None:
+        """After a capture that broke off: allocator and random numbers still believe that it is under way."""
+        with suppress(RuntimeError):  # it had come to its end
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        fresh = torch.Generator(self.device)
+        fresh.set_state(random_state)
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the stream of the captures, after all that was begun, and before all that comes."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure (dictionaries, sequences, dataclasses) with `function` applied to its tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, MutableMapping):
+        mapped = copy.copy(value)
+        mapped.update({key: map_tensors(function, item) for key, item in value.items()})
+        return mapped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    if isinstance(value, list | tuple):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Everything in a structure, with the path to it; mappings are equal in whatever order they were filled."""
+    if isinstance(value, MutableMapping):
+        parts = sorted(((f"{path}[{key!r}]", item) for key, item in value.items()), key=itemgetter(0))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = [(f"{path}.{name}", item) for name, item in zip(value._fields, value, strict=True)]
+    elif isinstance(value, list | tuple):
+        parts = [(f"{path}[{k}]", item) for k, item in enumerate(value)]
+    else:
+        yield path, value
+        return
+    for place, item in parts:
+        yield from _leaves(item, place)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]

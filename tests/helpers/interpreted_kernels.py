@@ -1,0 +1,158 @@
+"""The Triton kernels under Triton's interpreter, against plain PyTorch in float64: run by test_contract_kernels.py.
+
+TRITON_INTERPRET=1 must be set before triton is imported, which other tests of the same process may have done.
+"""
+
+import math
+
+import pytest
+import torch
+
+from comera.kernels import triton as kernels
+from comera.ops.activations import ACTIVATIONS
+
+# (batch, in, out, rank): single entries, odd ones, one more and one less than a block, several blocks
+SHAPES = [(1, 1, 1, 1), (5, 7, 11, 3), (64, 32, 64, 16), (65, 33, 129, 30), (63, 100, 65, 1), (130, 48, 200, 64)]
+# Decibels of signal to noise. The interpreter cuts bfloat16 off where a GPU rounds: that takes 6 of them.
+LOWEST = {torch.float32: 120, torch.bfloat16: 38, torch.float16: 61}
+
+
+def decibels(found, exact):
+    noise = (found.detach().double() - exact.detach().double()).square().sum()
+    return 10 * math.log10(exact.detach().double().square().sum() / noise.clamp(min=1e-300))
+
+
+def draw(*shape, dtype=torch.float32, scale=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+
+
+def operands(batch, features, out_features, rank, *, dtype=torch.float32, bias=True):
+    return [
+        draw(batch, features, dtype=dtype),
+        draw(rank, features, dtype=dtype, scale=features**-0.5, seed=1),
+        draw(rank, out_features, dtype=dtype, scale=rank**-0.5, seed=2),
+        draw(out_features, dtype=dtype, seed=3) if bias else None,
+    ]
+
+
+def oracle(x, a, b, bias=None, activation=None):
+    y = (x @ a.t()) @ b if bias is None else (x @ a.t()) @ b + bias
+    if activation is None:
+        return y
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(y, approximate="tanh")
+    return getattr(torch.nn.functional, activation)(y)
+
+
+def values_and_gradients(function, tensors, dtype):
+    y = function(*tensors)
+    dy = draw(*y.shape, dtype=dtype, seed=7).detach().to(y.dtype)
+    return [y, *torch.autograd.grad(y, [t for t in tensors if t is not None], dy)]
+
+
+def doubles(tensors):
+    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_sided_product_and_all_gradients(shape, dtype, bias):
+    tensors = operands(*shape, dtype=dtype, bias=bias)
+    found = values_and_gradients(kernels.two_sided, tensors, dtype)
+    exact = values_and_gradients(oracle, doubles(tensors), dtype)
+    assert [t.dtype for t in found] == [dtype] * len(found)
+    assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype]
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_epilogue_and_its_derivative(activation, dtype):
+    x, a, b, bias = operands(65, 33, 70, 30, dtype=dtype)
+    if activation == "relu":  # away from its kink, at which rounding would flip the derivative
+        bias = (bias.detach().sign() * 8).requires_grad_()
+    tensors = [x, a, b, bias]
+    found = values_and_gradients(lambda *t: kernels.two_sided(*t, activation), tensors, dtype)
+    exact = values_and_gradients(lambda *t: oracle(*t, activation), doubles(tensors), dtype)
+    assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype]
+
+
+@pytest.mark.parametrize("processors", [1, 64])
+def test_programs_that_share_a_tile_of_rows_give_the_same(processors, monkeypatch):
+    tensors = operands(20, 40, 500, 12)
+    monkeypatch.setattr(kernels, "_processors", lambda device: processors)
+    found = values_and_gradients(kernels.two_sided, tensors, torch.float32)
+    exact = values_and_gradients(oracle, doubles(tensors), torch.float32)
+    assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[torch.float32]
+
+
+def test_strided_input_and_expanded_gradient():
+    x, a, b, bias = operands(10, 24, 18, 5)
+    for view in (x.detach().t().contiguous().t(), torch.cat([x, x], 1).detach()[:, :24], x.detach()[:1].expand(10, 24)):
+        found = torch.autograd.grad(kernels.two_sided(view, a, b, bias).sum(), [a, b, bias])
+        exact = torch.autograd.grad(oracle(*(t.double() for t in (view, a, b, bias))).sum(), [a, b, bias])
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_empty_batch():
+    tensors = operands(0, 6, 4, 3)
+    found = values_and_gradients(kernels.two_sided, tensors, torch.float32)
+    assert [tuple(t.shape) for t in found] == [(0, 4), (0, 6), (3, 6), (3, 4), (4,)]
+    assert not any(t.any() for t in found)
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_only_the_wanted_gradients_are_made(wanted):
+    tensors = operands(6, 8, 10, 3)
+    for k, tensor in enumerate(tensors):
+        tensor.requires_grad_(k == wanted)
+    kernels.two_sided(*tensors, "silu").sum().backward()
+    double = doubles(tensors)
+    oracle(*double, "silu").sum().backward()
+    assert [t.grad is not None for t in tensors] == [k == wanted for k in range(4)]
+    torch.testing.assert_close(tensors[wanted].grad.double(), double[wanted].grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_derivative_is_refused_clearly():
+    tensors = operands(3, 4, 5, 2)
+    (dx,) = torch.autograd.grad(kernels.two_sided(*tensors).square().sum(), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+# (rows of L, columns of L, rank, rows of R, columns of R, ids)
+TABLES = [(1, 1, 1, 1, 1, 1), (5, 3, 7, 4, 6, 50), (20, 16, 30, 10, 48, 9), (6, 8, 32, 9, 8, 40), (3, 5, 1, 2, 1, 11)]
+
+
+def halves(rows_l, cols_l, rank, rows_r, cols_r, count, dtype=torch.float32):
+    ids = torch.randint(0, rows_l * rows_r, (count,), generator=torch.Generator().manual_seed(4))
+    return (
+        ids,
+        draw(rows_l, cols_l, rank, dtype=dtype),
+        draw(rows_r, rank, cols_r, dtype=dtype, scale=rank**-0.5, seed=1),
+    )
+
+
+def gathered(ids, left, right):
+    return (left[ids // right.shape[0]] @ right[ids % right.shape[0]]).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_rows_and_gradients_with_repeated_ids(table, dtype):
+    ids, left, right = halves(*table, dtype=dtype)
+    of_ids = ids.to(torch.int32 if dtype == torch.float16 else torch.int64)
+    found = values_and_gradients(lambda *t: kernels.rows(of_ids, *t), [left, right], dtype)
+    exact = values_and_gradients(lambda *t: gathered(ids, *t), doubles([left, right]), dtype)
+    assert [t.dtype for t in found] == [dtype] * 3
+    assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype]
+
+
+def test_no_ids_and_rank_zero():
+    ids, left, right = halves(4, 3, 2, 5, 2, 6)
+    found = values_and_gradients(lambda *t: kernels.rows(ids[:0], *t), [left, right], torch.float32)
+    assert found[0].shape == (0, 6)
+    assert not any(t.any() for t in found)
+    empty = kernels.rows(ids, left[:, :, :0], right[:, :0])
+    assert torch.equal(empty, torch.zeros(6, 6))

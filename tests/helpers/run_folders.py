@@ -1,0 +1,141 @@
+"""Run folders for the tests of the report, as `fit` leaves them, and pages taken apart."""
+
+import json
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from comera.convert import LayerRow
+from comera.trainer.metrics import Summary, to_json
+from comera.tt.shapes import tt_spec, ttm_spec
+
+TT = tt_spec(64, 48, order=4, rank=6)
+TTM = ttm_spec(500, 64, order=3, rank=5)
+NUMBERS = TT.numel + TT.rank_numel + TTM.numel + TTM.rank_numel
+DENSE = TT.dense_numel + TTM.dense_numel
+
+
+def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: bool = True, ended: bool = True) -> Path:
+    """A small run as `fit` leaves it: ranks of the first chain fall to half, one prune in the middle."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"recipe: code-lm\nmethod: {method}\ntrain:\n  steps: {steps}\n")
+    chains = {"embed.tt": TTM, "blocks.0.up.tt": TT} if method == "comera" else {}
+    stored = NUMBERS if chains else DENSE
+    rows: list[dict[str, Any]] = []
+    for step in range(steps + 1):
+        at = {"step": step, "time": 20.0 * step}
+        loss, tokens = 4 + 5 * 0.95**step, 1000 * step
+        if step:
+            rows.append(
+                {"kind": "train", **at, "loss": loss, "tokens": tokens, "step_time": 20.0, "lr": {"dense": 0.1}}
+            )
+        if step == steps // 2 and step and chains:
+            rows.append({"kind": "prune", **at, "before": stored + 9, "after": stored})
+        if evals and step % 20 == 0 and step:
+            rows.append({"kind": "eval", **at, "loss": loss + 0.1, "tokens": tokens})
+        if step % 20 == 0:
+            ranks = {name: [max(1, r - r * step // (2 * max(steps, 1))) for r in s.bonds] for name, s in chains.items()}
+            size = {"total": stored + 100, "tensorized": stored if chains else 0, "active": stored // 2}
+            rows.append({"kind": "size", **at, **size, "ratio": 7.5, "tensorized_ratio": 8.0, "ranks": ranks})
+    (folder / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows))
+    layers = [
+        LayerRow(name.removesuffix(".tt"), "Linear", "TTLinear", s, s.dense_numel, s.numel + s.rank_numel, None, "")
+        for name, s in chains.items()
+    ]
+    if chains:
+        layers.append(LayerRow("head", "Linear", "TTMProjection", TTM, 0, 0, None, "tied to embed"))
+        layers.append(LayerRow("position", "Embedding", "Embedding", None, 100, 100, None, "left dense by an override"))
+    (folder / "layers.json").write_text(json.dumps([layer.to_dict() for layer in layers]))
+    if ended:
+        Summary(
+            method=method,
+            recipe="code-lm",
+            steps=steps,
+            time=20.0 * steps,
+            tokens=1000 * steps,
+            step_time=0.25 if chains else 1.0,
+            peak_memory=2**28,
+            held_out_loss=4.5 if evals else None,
+            best_held_out_loss=4.5 if evals else None,
+            parameters=stored + 100,
+            size_bytes=4 * (stored + 100),
+            tensorized=stored if chains else 0,
+            tensorized_ratio=8.0 if chains else 1.0,
+            ratio=7.5,
+            stopped="time",
+        ).write(folder / "summary.json")
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page holds; raises on tags that do not match."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.source = path.read_text("utf-8")
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data") and value]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def assert_self_contained(page: Page) -> None:
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in page.links)
+    assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert "@import" not in page.source
+    assert page.source.count("url(") == page.source.count("url(#")
+
+
+def png_size(path: Path) -> tuple[int, ...]:
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", data[16:24])
+
+
+def late_run(folder: Path) -> Path:
+    """The small run with a late stage from step 40 on, accuracy, sizes in its steps, and a rounding at the end."""
+    write_run(folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        late = row["step"] > 40
+        if row["kind"] == "train":
+            row |= {
+                "size": NUMBERS - (row["step"] - 40) * 20 if late else NUMBERS,
+                "stage": "late" if late else "early",
+            }
+        if row["kind"] == "eval":
+            row |= {"metrics": {"accuracy": 0.4 + row["step"] / 1000}, "epoch": row["step"] / 20}
+        if row["kind"] == "size" and row["step"] == 60:
+            row |= {"total": NUMBERS // 2 + 100, "tensorized": NUMBERS // 2}
+    at = {"step": 40, "time": 800.0}
+    rows.append(
+        {"kind": "stage", **at, "stage": "late", "target_size": NUMBERS // 2, "target_loss": 4.6, "size": NUMBERS}
+    )
+    end = {"step": 60, "time": 1200.0}
+    rows.append({"kind": "round", **end, "before": NUMBERS - 400, "after": NUMBERS // 2, "error": 0.1, "target": 1})
+    (folder / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows))
+    return folder

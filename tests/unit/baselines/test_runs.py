@@ -1,0 +1,160 @@
+"""Every baseline through `fit`: a run that is stopped resumes to the bit; the reports show what it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from comera.baselines import LTE, METHODS, BaselineConfig, CoLA, GaLore, Method, Tensorly
+from comera.cli.main import main as cli
+from comera.errors import ConfigError
+from comera.recipes.methods import check_method, estimates_by_method, follow
+from comera.report import compare, inspect, render
+from comera.report.layers import layer_table
+from comera.report.run import read_run
+from comera.trainer.checkpoint import checkpoints
+from comera.trainer.config import TrainConfig
+from comera.trainer.loop import fit
+
+SETTINGS = BaselineConfig(
+    galore=GaLore(rank=2, update_proj_gap=3),
+    lte=LTE(heads=4, rank=2, merge_every=4, alpha=8.0),
+    cola=CoLA(rank=3),
+    tensorly=Tensorly(order=4, rank=3),
+)
+CONFIG = TrainConfig(
+    steps=12, batch_size=6, lr=1e-2, core_lr=5e-3, eval_every=5, save_every=100, progress=False, device="cpu", threads=1
+)
+
+
+class Task:
+    """Regression onto a fixed function; the stop comes as the interrupt of a person, between two steps."""
+
+    name = "regression"
+
+    def __init__(self, method: str, stop: int | None = None) -> None:
+        torch.manual_seed(3)
+        layers = [nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.2), nn.Linear(12, 8), nn.LayerNorm(8)]
+        self.model: nn.Module = nn.Sequential(*layers)
+        self.method, self.stop = method, stop
+        self.identity = SETTINGS.identity(method)
+        follow(self, None if method == "dense" else SETTINGS[method].apply_(self.model))
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
+        if step == self.stop:
+            raise KeyboardInterrupt
+        return torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+
+    def eval_batches(self) -> Iterator[Tensor]:
+        yield torch.randn(7, 8, generator=torch.Generator().manual_seed(1000))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) - batch.roll(1, 1).tanh()).square().mean()
+
+    def tokens(self, batch: Tensor) -> int:
+        return len(batch)
+
+
+def end_state(run: Path) -> dict[str, list[float]]:
+    last = checkpoints(run)[-1]
+    files = [load_file(last / name) for name in ("model.safetensors", "optimizer.safetensors")]
+    return {name: value.flatten().tolist() for file in files for name, value in file.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stopped_run_resumes_to_the_bit(method: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, save_every=1)
+    whole = fit(Task(method), config, tmp_path / "whole")
+    for stop in (5, 6, 9):  # between merges and projections, and at them
+        with pytest.raises(KeyboardInterrupt):
+            fit(Task(method, stop), config, tmp_path / "run", resume=True)
+    again = fit(Task(method), config, tmp_path / "run", resume=True)
+    assert again.held_out_loss == whole.held_out_loss
+    assert end_state(tmp_path / "run") == end_state(tmp_path / "whole")
+    assert whole.method == method
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_learns(method: str, tmp_path: Path) -> None:
+    task = Task(method)
+    task.model.eval()
+    before = task.loss(task.model, next(task.eval_batches())).item()
+    task.model.train()
+    fit(task, replace(CONFIG, steps=60, core_lr=2e-2, eval_every=0), tmp_path)
+    task.model.eval()
+    assert task.loss(task.model, next(task.eval_batches())).item() < 0.9 * before
+
+
+def test_a_run_does_not_resume_under_other_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, steps=2, save_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Task("lte", stop=1), config, tmp_path, resume=True)
+    task = Task("lte")
+    task.identity = replace(SETTINGS, lte=replace(SETTINGS.lte, merge_every=5)).identity("lte")
+    with pytest.raises(ConfigError, match=r"baselines\.lte\.merge_every: expected 4, got 5"):
+        fit(task, config, tmp_path, resume=True)
+    assert SETTINGS.identity("dense") == SETTINGS.identity("comera") == {}
+
+
+def test_reports_show_baselines_as_what_they_are(tmp_path: Path) -> None:
+    runs = {method: tmp_path / method for method in ("cola", "lte", "galore", "tensorly", "dense")}
+    for method, folder in runs.items():
+        fit(Task(method), replace(CONFIG, steps=4), folder)
+    text = compare(runs, tmp_path)
+    head, _, *lines = ([cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines())
+    cells = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+    assert list(cells) == list(runs)
+    assert cells["dense"]["speed"] == "1.00×"
+    assert cells["dense"]["ratio"] == "–"
+    assert cells["galore"]["ratio"] == "1.00×"
+    summaries = {row["name"]: row for row in json.loads((tmp_path / "compare.json").read_text())}
+    weights, heads = 2 * 8 * 12, 2 * 4 * 2 * (8 + 12)
+    assert summaries["lte"]["parameters"] - summaries["dense"]["parameters"] == heads
+    assert summaries["cola"]["parameters"] - summaries["dense"]["parameters"] == 2 * 3 * (8 + 12) - weights
+    for method, kind in (("cola", "CoLALinear"), ("lte", "LTELinear"), ("tensorly", "FactorizedLinear")):
+        table = layer_table(read_run(runs[method]))
+        assert table is not None
+        assert [row[:2] for row in table.rows[:2]] == [("0", kind), ("3", kind)]
+        shown = inspect(runs[method])
+        assert f"regression, {method}: 4 steps" in shown
+        assert shown.count(kind) >= 4
+        assert "no layer compressed" not in shown
+    assert "larger than dense" in render(runs["lte"]).read_text()
+    galore = layer_table(read_run(runs["galore"]))
+    assert galore is not None
+    assert galore.rows[0][1] == "dense"
+    assert galore.rows[0][-1] == "gradient projected to rank 2"
+    assert inspect(runs["dense"]).endswith("no layer compressed")
+
+
+def test_a_method_without_its_package_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "galore_torch", None)
+    monkeypatch.setattr(cli, "_run", None)
+    out = tmp_path / "runs"
+    assert cli.main(["compare", "code-lm", "--methods", "dense,galore", "--out", str(out)]) == 2
+    shown = capsys.readouterr().err
+    assert "method galore needs the package galore-torch, which is not installed: pip install --no-deps" in shown
+    assert not out.exists()
+
+    def parts(method: Method) -> tuple[nn.Module, None, Callable[[], Tensor]]:
+        model = nn.Linear(2, 2)
+        return model, None, lambda: model(torch.ones(1, 2)).sum()
+
+    assert list(estimates_by_method(parts)) == ["comera", "dense", "lte", "cola", "tensorly"]
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, got 'x'"):
+        check_method("x")
+    for method in METHODS:
+        check_method(method)

@@ -1,0 +1,319 @@
+"""Models that leave: each form loads again without what wrote it, gives the same outputs, or is not written at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+
+from comera import TT, TTM, TensorizeConfig, load_pretrained, tensorize_
+from comera.errors import CheckpointError, ConfigError, ConversionError
+from comera.export import export_compressed, export_dense, export_program, serving_copy, write
+from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection, fuse_
+from comera.nn.tensor_train import named_trains
+from comera.tt.shapes import tt_spec, ttm_spec
+
+from ...helpers.without_comera import run_without_comera
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(30, 64), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 3))
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    """A compressed MLP in training mode; of its rank parameters some are inactive, the others not ones."""
+    torch.manual_seed(0)
+    made = mlp()
+    tensorize_(made, TensorizeConfig(linear=TT(order=4, rank=6)))
+    with torch.no_grad():
+        for _, tt in named_trains(made):
+            for d in tt.rank_params:
+                d.uniform_(0.5, 1.5)
+            tt.rank_params[1][::2] = 1e-3
+    return made
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
+
+
+def bert(**sizes: Any) -> BertForMaskedLM:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(vocab_size=300, max_position_embeddings=64, **shape, **sizes))
+    nn.init.normal_(model.cls.predictions.bias)
+    return model
+
+
+def compressed_bert(tied: str) -> BertForMaskedLM:
+    model = bert()
+    dense = dict.fromkeys(("*.position_embeddings", "*.token_type_embeddings"))
+    tensorize_(model, TensorizeConfig(linear=TT(order=4, rank=6), embedding=TTM(rank=6), overrides=dense, tied=tied))
+    return model
+
+
+def ids(rows: int, length: int) -> Tensor:
+    return torch.randint(300, (rows, length), generator=torch.Generator().manual_seed(rows))
+
+
+def close(one: Tensor, two: Tensor) -> None:
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_program_of_an_mlp_runs_without_this_library(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+    written = export_program(model, (x,), tmp_path / "mlp.pt2")
+    assert model.training
+    assert model[0].tt.spec.ranks[2] == 6  # the model is left alone
+    assert written.numbers < sum(p.numel() for p in model.parameters())
+    assert written.difference < 1e-5
+    assert "differ from the model's by at most" in str(written)
+    batches = [torch.randn(rows, 30) for rows in (0, 1, 2, 33)]
+    model.eval()
+    for batch, outputs in zip(batches, run_without_comera(written.path, [[b] for b in batches]), strict=True):
+        close(outputs, model(batch))
+    assert leftovers(tmp_path) == ["inputs.pt", "mlp.pt2", "outputs.pt"]
+
+
+def test_a_program_of_a_bert_takes_any_batch_and_length(tmp_path: Path) -> None:
+    model = compressed_bert("share")
+    fuse_(model)
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=64)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 6:] = 0
+    example = {"input_ids": ids(2, 9), "attention_mask": mask}
+    shapes = {name: {0: batch, 1: length} for name in example}
+    written = export_program(model, example, tmp_path / "bert.pt2", dynamic_shapes=shapes)
+    longer = {"input_ids": ids(3, 40), "attention_mask": torch.ones(3, 40, dtype=torch.int64)}
+    model.eval()
+    for inputs, outputs in zip([example, longer], run_without_comera(written.path, [example, longer]), strict=True):
+        close(outputs["logits"], model(**inputs).logits)
+    assert fuse_(model).feed_forward  # the model is left alone
+    with pytest.raises(RuntimeError, match=r"expected every id in 0 \.\.\. 299"):
+        torch.export.load(written.path).module()(**{**example, "input_ids": ids(2, 9) + 300})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", [1, 2, 4])
+def test_served_layers_give_what_the_layers_give(dtype: torch.dtype, order: int) -> None:
+    torch.manual_seed(0)
+    spec = ttm_spec(50, 12, order=order, rank=5)
+    table, head = TTMEmbedding(spec, padding_idx=3, dtype=dtype), TTMProjection(spec, padding_idx=3, dtype=dtype)
+    nn.init.normal_(head.bias)
+    linear = TTLinear(tt_spec(12, 35, order=max(2, order), rank=4), dtype=dtype)
+    numbers = torch.tensor([[0, 3, 49], [7, 7, 1]])
+    x = torch.randn(4, 2, 12, dtype=dtype)
+    allowed = {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 1e-2)  # half precision: 40 dB
+    with torch.no_grad():
+        for layer, inputs in [(table, numbers), (table, numbers[:, :0]), (head, x), (linear, x), (linear, x[:0])]:
+            outputs, wanted = serving_copy(nn.Sequential(layer))(inputs), layer(inputs)
+            assert (outputs.shape, outputs.dtype) == (wanted.shape, dtype)
+            assert (outputs - wanted).double().norm() <= allowed * wanted.double().norm()
+            assert torch.equal(serving_copy(layer)(inputs), outputs)
+
+
+class Bags(nn.Module):
+    """A bag with offsets, as a model of clicks has it."""
+
+    def __init__(self, bag: nn.Module) -> None:
+        super().__init__()
+        self.bag = bag
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        sums: Tensor = self.bag(ids, offsets)
+        return sums
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_served_bags_give_what_the_bags_give(mode: Any, padding: int | None) -> None:
+    torch.manual_seed(0)
+    numbers, weights = torch.tensor([[0, 3, 49], [7, 7, 1], [3, 3, 3]]), torch.rand(3, 3)
+    flat, starts = numbers.view(-1), torch.tensor([0, 2, 2, 7, 9])
+    for last in (False, True):
+        bag = TTMEmbeddingBag(ttm_spec(50, 12, order=3, rank=5), mode, padding, include_last_offset=last)
+        served = serving_copy(bag)
+        with torch.no_grad():
+            close(served(numbers), bag(numbers))
+            close(served(numbers[:0]), bag(numbers[:0]))
+            close(served(flat, starts), bag(flat, starts))
+            close(served(flat.int(), starts.int()), bag(flat, starts))
+            if mode == "sum":
+                close(served(numbers, None, weights), bag(numbers, None, weights))
+                close(served(flat, starts, weights.view(-1)), bag(flat, starts, weights.view(-1)))
+
+
+def test_a_program_of_bags_takes_any_number_of_ids_and_bags(tmp_path: Path) -> None:
+    model = Bags(TTMEmbeddingBag(ttm_spec(50, 12, order=3, rank=5), "mean"))
+    shapes = {"ids": {0: torch.export.Dim("ids")}, "offsets": {0: torch.export.Dim("bags")}}
+    example = torch.arange(7), torch.tensor([0, 2, 6])
+    export_program(model, example, tmp_path / "bags.pt2", dynamic_shapes=shapes)
+    program = torch.export.load(tmp_path / "bags.pt2").module()
+    for ids, offsets in [(torch.arange(30) % 50, torch.tensor([0, 4, 9, 9, 21])), (torch.arange(1), torch.tensor([0]))]:
+        close(program(ids, offsets), model(ids, offsets))
+
+
+def test_rank_zero_is_served_as_the_bias(x: Tensor, tmp_path: Path) -> None:
+    model = mlp()
+    tensorize_(model, TensorizeConfig(linear=TT(order=4, rank=6)))
+    with torch.no_grad():
+        model[3].tt.rank_params[0].zero_()
+    export_program(model, (x,), tmp_path / "mlp.pt2")
+    served = torch.export.load(tmp_path / "mlp.pt2").module()
+    close(served(x), model.eval()(x))
+
+
+def test_tied_layers_share_their_cores_when_served(tmp_path: Path) -> None:
+    served = serving_copy(compressed_bert("share"))
+    assert served.cls.predictions.decoder.tt is served.bert.embeddings.word_embeddings.tt
+    untied = serving_copy(compressed_bert("untie"))
+    assert untied.cls.predictions.decoder.tt is not untied.bert.embeddings.word_embeddings.tt
+
+
+def test_compressed_weights_are_cut_and_load_into_the_dense_model(
+    model: nn.Sequential, x: Tensor, tmp_path: Path
+) -> None:
+    written = export_compressed(model, (x,), tmp_path / "mlp", lambda folder: mlp(), metadata={"made": "here"})
+    loaded = load_pretrained(mlp(), tmp_path / "mlp").eval()
+    close(loaded(x), model.eval()(x))
+    for _, tt in named_trains(loaded):
+        assert tt.spec.ranks[2] == 3
+        assert all(bool((d == 1).all()) for d in tt.rank_params)
+    assert written.numbers == sum(p.numel() for p in loaded.parameters())
+    assert written.bytes == sum(file.stat().st_size for file in (tmp_path / "mlp").iterdir())
+    assert json.loads((tmp_path / "mlp" / "comera.json").read_text())["metadata"] == {"made": "here"}
+    assert model[0].tt.spec.ranks[2] == 6
+
+
+def test_dense_weights_have_the_original_names(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+    export_dense(model, (x,), tmp_path / "mlp", lambda folder: mlp())
+    plain = mlp().eval()
+    plain.load_state_dict(load_file(tmp_path / "mlp" / "model.safetensors"))
+    close(plain(x), model.eval()(x))
+    assert isinstance(model[0], TTLinear)
+    assert leftovers(tmp_path) == ["mlp"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("tied", ["share", "untie"])
+def test_a_dense_bert_is_one_for_transformers(tied: str, tmp_path: Path) -> None:
+    model = compressed_bert(tied)
+    inputs = {"input_ids": ids(2, 9)}
+    fresh: Callable[[Path], nn.Module] = lambda folder: BertForMaskedLM(BertConfig.from_pretrained(folder))  # noqa: E731
+    export_dense(model, inputs, tmp_path / "dense", fresh)
+    export_compressed(model, inputs, tmp_path / "compressed", fresh)
+    plain = AutoModelForMaskedLM.from_pretrained(tmp_path / "dense").eval()
+    head, table = plain.get_output_embeddings().weight, plain.get_input_embeddings().weight
+    assert (head is table) == (tied == "share")
+    want = model.eval()(**inputs).logits
+    close(plain(**inputs).logits, want)
+    again = load_pretrained(fresh(tmp_path / "compressed"), tmp_path / "compressed").eval()
+    close(again(**inputs).logits, want)
+
+
+def test_a_model_that_is_dense_leaves_as_it_is(x: Tensor, tmp_path: Path) -> None:
+    model = mlp().eval()
+    for export, name in ((export_dense, "dense"), (export_compressed, "compressed")):
+        assert export(model, (x,), tmp_path / name, lambda folder: mlp()).difference == 0
+    assert export_program(model, (x,), tmp_path / "mlp.pt2").difference < 1e-6
+
+
+def test_what_is_there_is_refused_unless_it_is_an_export_to_overwrite(
+    model: nn.Sequential, x: Tensor, tmp_path: Path
+) -> None:
+    fresh: Callable[[Path], nn.Module] = lambda folder: mlp()  # noqa: E731
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("keep")
+    for export in (export_dense, export_compressed):
+        with pytest.raises(ConfigError, match="expected a folder that is not there yet"):
+            export(model, (x,), tmp_path / "mine", fresh)
+        with pytest.raises(ConfigError, match="expected an earlier export to overwrite"):
+            export(model, (x,), tmp_path / "mine", fresh, overwrite=True)
+    (tmp_path / "mine.pt2").mkdir()
+    with pytest.raises(ConfigError, match="expected an earlier export to overwrite"):
+        export_program(model, (x,), tmp_path / "mine.pt2", overwrite=True)
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "keep"
+    export_dense(model, (x,), tmp_path / "out", fresh)
+    export_compressed(model, (x,), tmp_path / "out", fresh, overwrite=True)
+    assert leftovers(tmp_path / "out") == ["comera.json", "model.safetensors"]
+    export_program(model, (x,), tmp_path / "a.pt2")
+    with pytest.raises(ConfigError, match="expected a file that is not there yet"):
+        export_program(model, (x,), tmp_path / "a.pt2")
+    export_program(model, (x,), tmp_path / "a.pt2", overwrite=True)
+    assert leftovers(tmp_path) == ["a.pt2", "mine", "mine.pt2", "out"]
+
+
+def test_a_place_that_cannot_be_written_is_said(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="expected a place that can be written to"):
+        export_program(model, (x,), tmp_path / "file" / "a.pt2")
+    with pytest.raises(ConfigError, match="expected a place that can be written to"):
+        export_dense(model, (x,), tmp_path / "file" / "a", lambda folder: mlp())
+    with pytest.raises(ConfigError, match=r"expected a file that ends in \.pt2"):
+        export_program(model, (x,), tmp_path / "a.onnx")
+
+
+def test_what_differs_after_loading_is_not_left(
+    model: nn.Sequential, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(folder: Path) -> nn.Module:
+        return mlp().append(nn.Softplus())
+
+    for export in (export_dense, export_compressed):
+        with pytest.raises(CheckpointError, match=r"expected outputs as the model gives them, .* off"):
+            export(model, (x,), tmp_path / "out", broken)
+    with torch.no_grad():
+        model[0].bias[0] = torch.nan
+    with pytest.raises(CheckpointError, match="nan off"):
+        export_program(model, (x,), tmp_path / "out.pt2")
+    assert leftovers(tmp_path) == []
+
+
+def test_weights_without_a_place_in_the_dense_model_are_said(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="have no place in the dense Sequential"):
+        export_dense(model, (x,), tmp_path / "out", lambda folder: mlp()[:3])
+    assert leftovers(tmp_path) == []
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(30, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else x
+
+
+def test_a_model_that_cannot_be_traced_is_said(x: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="cannot trace this Branching"):
+        export_program(Branching(), (x,), tmp_path / "out.pt2")
+    assert leftovers(tmp_path) == []
+
+
+def test_an_interrupted_export_leaves_nothing(
+    model: nn.Sequential, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: object) -> float:
+        raise KeyboardInterrupt
+
+    export_dense(model, (x,), tmp_path / "out", lambda folder: mlp())
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(write, "_compare", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export_dense(model, (x,), tmp_path / "out", lambda folder: mlp(), overwrite=True)
+    with pytest.raises(KeyboardInterrupt):
+        export_program(model, (x,), tmp_path / "out.pt2")
+    assert leftovers(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before

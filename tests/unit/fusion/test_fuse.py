@@ -1,0 +1,255 @@
+"""fuse_: the same results from cheaper surroundings, on models of transformers and on plain modules."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+)
+
+import comera
+from comera.errors import ConversionError
+from comera.fusion.fuse import fuse_
+from comera.fusion.mlp import FeedForward, register_feed_forward
+from comera.ops.attention import attention
+from comera.ops.dropout import Dropout, keep_mask
+from comera.ops.linear import tt_linears
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50, "hidden_size": 32}
+MODELS = {
+    "bert": lambda drop: BertForSequenceClassification(
+        BertConfig(**SIZES, intermediate_size=64, hidden_dropout_prob=drop, attention_probs_dropout_prob=drop)
+    ),
+    "llama": lambda drop: LlamaModel(
+        LlamaConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, attention_dropout=drop)
+    ),
+    "gpt2": lambda drop: GPT2Model(
+        GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=50, resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop,
+            bos_token_id=0, eos_token_id=0,
+        )
+    ),
+}  # fmt: skip
+CONFIG = comera.TensorizeConfig(linear=comera.TT(order=4, rank=6), embedding=None)
+
+
+def model(name, drop=0.0):
+    torch.manual_seed(0)
+    made = MODELS[name](drop).double()
+    comera.tensorize_(made, CONFIG)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr("comera.ops.halves.PIECE_CPU", 1000)
+
+
+def results(made, seed=3):
+    torch.manual_seed(seed)
+    made.zero_grad()
+    out = made(input_ids=torch.arange(80).view(4, 20) % 50, attention_mask=torch.ones(4, 20, dtype=torch.long))[0]
+    out.square().sum().backward()
+    return out.detach(), [p.grad for p in made.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_gradients_stay(name):
+    plain = model(name)
+    fused = copy.deepcopy(plain)
+    report = fuse_(fused)
+    assert len(report.feed_forward) == 2
+    assert report.attention
+    assert len(report.shared_input) == (0 if name == "gpt2" else 2)
+    for found, exact in zip(results(fused), results(plain), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-10)
+    assert fused.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_takes_back_and_repeats(name):
+    plain, fused = model(name), model(name)
+    assert str(fuse_(fused)) == str(fuse_(fused))
+    before = results(plain)
+    assert fuse_(fused, enabled=False).feed_forward
+    after = results(fused)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert not any(type(m) is Dropout for m in fused.modules())
+
+
+def test_copies_and_pickles():
+    fused = model("bert")
+    fuse_(fused)
+    twin = copy.deepcopy(fused)
+    for p in twin.parameters():
+        p.data.zero_()
+    assert results(twin)[0].count_nonzero() == 0  # the copy runs on its own weights
+    buffer = io.BytesIO()
+    torch.save(fused, buffer)
+    buffer.seek(0)
+    torch.testing.assert_close(results(torch.load(buffer, weights_only=False))[0], results(fused)[0])
+
+
+def test_queries_keys_and_values_are_made_together(monkeypatch):
+    made, calls = model("bert"), []
+    monkeypatch.setattr(
+        "comera.fusion.qkv.tt_linears", lambda x, weights: calls.append(len(weights)) or tt_linears(x, weights)
+    )
+    fuse_(made)
+    results(made)
+    assert calls == [3, 3]  # once in each of the two layers
+
+
+def test_a_shared_input_that_was_written_to_is_another_one():
+    made = model("bert")
+    fuse_(made)
+    layer, x = made.bert.encoder.layer[0].attention.self, torch.randn(5, 32, dtype=torch.float64)
+    with torch.no_grad():
+        layer.query(x)
+        expected = layer.key(x.clone())
+        layer.query(x)
+        torch.testing.assert_close(layer.key(x), expected)
+        layer.query(x)
+        x.mul_(2)
+        torch.testing.assert_close(layer.key(x) - layer.key.bias, 2 * (expected - layer.key.bias))
+        layer.query(x)
+        layer.value.tt.cores[0].mul_(3)
+        torch.testing.assert_close(layer.value(x), layer.value(x.clone()))
+    layer.query(x)
+    assert layer.key(x).requires_grad  # made anew, not the one without a graph
+
+
+def test_replicas_compute_by_themselves():
+    made = model("bert")
+    fuse_(made)
+    layer = made.bert.encoder.layer[0].attention.self.query
+    replica = copy.copy(layer)
+    x = torch.randn(5, 32, dtype=torch.float64)
+    torch.testing.assert_close(replica(x), layer(x))
+    assert layer.shared_input.takes(layer)
+    assert not layer.shared_input.takes(replica)
+
+
+def test_one_seed_fixes_the_masks():
+    fused = model("bert", drop=0.2)
+    fuse_(fused)
+    first, again, other = results(fused), results(fused), results(fused, seed=4)
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert not torch.equal(first[0], other[0])
+
+
+def test_hooked_layers_are_left_alone():
+    made = model("bert")
+    made.bert.encoder.layer[0].intermediate.dense.register_forward_hook(lambda *_: None)
+    assert fuse_(made).feed_forward == ("bert.encoder.layer.1",)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+def test_own_types_can_be_registered():
+    plain = nn.Sequential(Mlp()).double()
+    comera.tensorize_(plain, CONFIG)
+    x = torch.randn(40, 16, dtype=torch.float64)
+    assert not fuse_(plain).feed_forward
+    before = plain(x)
+    with pytest.raises(ConversionError, match="expected a method of Mlp, got the name 'run'"):
+        register_feed_forward(Mlp, FeedForward("run", ("up",), "act", "down"))
+    register_feed_forward(Mlp, FeedForward("forward", ("up",), "act", "down"))
+    assert fuse_(plain).feed_forward == ("0",)
+    torch.testing.assert_close(plain(x), before)
+
+
+def test_dropout_zeroes_the_share_and_keeps_the_mean():
+    torch.manual_seed(0)
+    keep, scale = keep_mask((1000, 1000), 0.1)
+    assert abs(keep.double().mean().item() - 0.9) < 5 * (0.09 / 1e6) ** 0.5
+    assert scale == pytest.approx(1 / 0.9, rel=1e-4)
+    columns, rows = keep.double().mean(0), keep.double().mean(1)
+    for means in (columns, rows):  # no period of the draws shows
+        assert means.std().item() == pytest.approx((0.09 / 1000) ** 0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 5), (7, 1001)], ids=str)
+def test_dropout_gradient_has_the_mask_of_its_value(shape):
+    layer = Dropout(0.3)
+    x = torch.randn(shape, dtype=torch.float64).add(3).requires_grad_()
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(y, x * dx)
+    assert torch.equal(layer.eval()(x), x)
+    assert Dropout(0.0)(x) is x or torch.equal(Dropout(0.0)(x), x)
+    assert Dropout(1.0)(x).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "expanded", "matrix", "open", "added"])
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_attention_agrees_with_the_formula(kind, heads, dropout, monkeypatch):
+    torch.manual_seed(0)
+    masks = []
+
+    def spy(shape, p):
+        masks.append(keep_mask(shape, p))
+        return masks[-1]
+
+    monkeypatch.setattr("comera.ops.attention.keep_mask", spy)
+    monkeypatch.setattr("comera.ops.attention.widens", lambda _: True)
+    q = torch.randn(5, 4, 9, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(5, heads, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = {
+        "none": None,
+        "bool": torch.rand(5, 1, 9, 7) > 0.3,
+        "expanded": (torch.rand(5, 1, 1, 7) > 0.3).expand(5, 4, 9, 7),
+        "matrix": torch.rand(9, 7) > 0.3,
+        "open": torch.ones(5, 1, 9, 7, dtype=torch.bool),
+        "added": torch.randn(1, 1, 9, 7).double(),
+    }[kind]
+    found = attention(q, k, v, mask, dropout=dropout)
+    keep, scale = masks[0] if dropout else (torch.ones(()), 1.0)
+    kk, vv = (t.repeat_interleave(4 // heads, 1) for t in (k, v))
+    scores = q @ kk.transpose(2, 3) / 8**0.5
+    if kind == "added":
+        scores = scores + mask
+    elif mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    exact = (scores.softmax(-1).nan_to_num() * keep * scale) @ vv
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+    do = torch.randn_like(exact)
+    pair = (torch.autograd.grad(o, (q, k, v), do) for o in (found, exact))
+    torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-10)
+
+
+def test_autocast_leaves_the_products_of_attention_alone():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 4, 16, 8).bfloat16() for _ in range(3))
+    found = []
+    for enabled in (True, False):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found.append(attention(q, k, v, dropout=0.2))
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(*found)
+
+
+def test_attention_in_bfloat16_keeps_the_signal():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 4, 16, 8).bfloat16() for _ in range(3))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    noise = attention(q, k, v).double() - exact
+    assert 10 * torch.log10(exact.square().sum() / noise.square().sum()) > 45

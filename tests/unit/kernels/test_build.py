@@ -1,0 +1,123 @@
+"""Native kernels are compiled once, and left out with a reason where they cannot be."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from comera.errors import ConfigError
+from comera.kernels import select
+from comera.kernels.cpp import build
+from comera.ops import mlp as ours
+from comera.ops.linear import Weight
+from comera.ops.mlp import tt_feed_forward
+from comera.tt.init import init_cores
+from comera.tt.spec import TTSpec
+
+needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """The build begins anew, in an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build._made.cache_clear()
+    yield tmp_path
+    build._made.cache_clear()
+
+
+def weights():
+    up = TTSpec(12, 24, (3, 4), (6, 4), (1, 2, 3, 2, 1))
+    down = TTSpec(24, 12, (6, 4), (4, 3), (1, 3, 3, 2, 1))
+    torch.manual_seed(0)
+    return [Weight(spec, init_cores(spec, std=0.3), torch.randn(spec.out_features)) for spec in (up, down)]
+
+
+@needs_compiler
+def test_compiled_once_and_found_again(anew, monkeypatch):
+    assert build.unavailable_reason() is None
+    (made,) = (anew / "comera").iterdir()
+    assert made.name.startswith("native-")
+    build._made.cache_clear()
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert build.unavailable_reason() is None
+    assert list((anew / "comera").iterdir()) == [made]
+
+
+@pytest.mark.usefixtures("anew")
+def test_without_a_compiler_the_reason_is_told_and_torch_takes_the_work(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "no C++ compiler" in select.unavailable_reason()
+    x = torch.randn(5, 12)
+    assert not select.supports("mlp", x)
+    up, down = weights()
+    without = tt_feed_forward(x, [up], "gelu", down)
+    assert without.shape == (5, 12)
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(anew, monkeypatch, tmp_path):
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'x.cpp:1: error: no such flag' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert "error: no such flag" in select.unavailable_reason()
+    assert list((anew / "comera").iterdir()) == []
+
+
+@needs_compiler
+def test_another_folder_where_the_cache_cannot_be_written_to(anew, monkeypatch):
+    (anew / "comera").write_text("a file in the place of the folder")
+    assert select.unavailable_reason() is None
+    assert (anew / "comera").is_file()
+
+
+def test_declined_by_the_environment(monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", "none")
+    assert not select.supports("mlp", torch.zeros(1))
+    monkeypatch.setenv("COMERA_KERNELS", "faster")
+    with pytest.raises(ConfigError, match="COMERA_KERNELS"):
+        select.supports("mlp", torch.zeros(1))
+
+
+def test_other_tensors_are_left_to_torch():
+    with FakeTensorMode():
+        fake = torch.zeros(1)
+    for tensor in (torch.zeros(1, dtype=torch.float64), torch.zeros(1, device="meta"), fake):
+        assert not select.supports("mlp", torch.zeros(1), tensor)
+
+
+@needs_compiler
+def test_the_same_with_and_without(monkeypatch):
+    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
+    calls = []
+    kernel = ours.feed_forward
+    monkeypatch.setattr(ours, "mlp", lambda *args: calls.append(1) or kernel(*args))
+    x = torch.randn(ours.NATIVE_ROWS, 12, requires_grad=True)
+    up, down = weights()
+    tensors = [x, *up.cores, up.bias, *down.cores, down.bias]
+    for tensor in tensors[1:]:
+        tensor.requires_grad_()
+    results = []
+    for setting in ("mlp", "none"):
+        monkeypatch.setenv("COMERA_KERNELS", setting)
+        z = tt_feed_forward(x, [up], "gelu", down)
+        results.append([z.detach(), *torch.autograd.grad(z.square().sum(), tensors)])
+    assert len(calls) == 1
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+@needs_compiler
+def test_threads_are_those_of_torch():
+    code = (
+        "import torch, os; from comera.kernels import select as native; assert select.unavailable_reason() is None;"
+        "maps = open('/proc/self/maps').read().split(); print(len({m for m in maps if 'libgomp' in m}))"
+    )
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads /proc")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(out.stdout) <= 1, "two libraries of OpenMP would wait for the same cores"

@@ -1,0 +1,111 @@
+"""Counters of FLOPs see in the kernels what torch's own products would have been."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from comera.kernels.cpp import build
+from comera.kernels.cpp.library import define
+from comera.ops.attention import attention
+from comera.ops.linear import Weight
+from comera.ops.low_rank import two_sided, unflatten
+from comera.ops.mlp import tt_feed_forward
+from comera.ops.together import merge_together
+from comera.tt.shapes import tt_spec
+from comera.tt.spec import TTSpec
+
+pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+
+
+def counted(run, setting, monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", setting)
+    with FlopCounterMode(display=False) as counter:
+        run().sum().backward()
+    return counter.get_total_flops()
+
+
+def merging():
+    spec = tt_spec(24, 30, order=6, rank=4)
+    torch.manual_seed(0)
+    chains = [
+        [torch.randn(s, requires_grad=True) for s in (*spec.core_shapes, *((r,) for r in spec.bonds))] for _ in range(3)
+    ]
+    halves = merge_together([spec] * 3, chains, 0.0, torch.float32)
+    return torch.cat([half.flatten() for pair in halves for half in pair])
+
+
+def feed_forward():
+    specs = TTSpec(12, 24, (3, 4), (6, 4), (1, 2, 3, 2, 1)), TTSpec(24, 12, (6, 4), (4, 3), (1, 3, 3, 2, 1))
+    up, down = (Weight(s, [torch.randn(c, requires_grad=True) for c in s.core_shapes], None) for s in specs)
+    return tt_feed_forward(torch.randn(40, 12, requires_grad=True), [up], "gelu", down)
+
+
+def projecting():
+    torch.manual_seed(0)
+    shapes = ((20, 12), (5, 12), (6, 30), (9, 12), (10, 8))
+    x, *flat = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    return torch.cat(two_sided(x, *unflatten(flat)), 1)
+
+
+def attending():
+    q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
+    return attention(q, k, v, dropout=0.1)
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_profilers_see_the_kernels(monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", "merge")
+    plain = merging()
+    with Names() as names:
+        seen = merging()
+        seen.sum().backward()
+    assert [name for name in names.seen if "comera" in name] == [
+        "comera.merge.default",
+        "comera.merge_backward.default",
+    ]
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        profiled_too = merging()
+        profiled_too.sum().backward()
+    assert {"comera::merge", "comera::merge_backward"} <= {event.key for event in profiled.key_averages()}
+    assert torch.equal(plain, seen)
+    assert torch.equal(plain, profiled_too)
+
+
+def test_operands_are_taken_apart_only_for_those_who_see_them():
+    got = []
+
+    def first(tensors):
+        got.append(tensors)
+        return tensors[0].clone()
+
+    operation = define("first_of(Tensor[] tensors) -> Tensor", first)
+    given = [torch.ones(2), torch.zeros(3)]
+    operation(given)
+    assert got[0] is given
+    with Names() as names:
+        operation(given)
+    assert got[1] is not given
+    assert names.seen[0] == "comera.first_of.default"
+
+
+@pytest.mark.parametrize("run", [projecting, feed_forward, attending])
+def test_as_many_as_torchs(run, monkeypatch):
+    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
+    assert counted(run, "two_sided,feed_forward,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
+
+
+def test_merging_makes_its_partial_products_twice(monkeypatch):
+    ours, torchs = (counted(merging, setting, monkeypatch) for setting in ("merge", "none"))
+    spec = tt_spec(24, 30, order=6, rank=4)
+    assert 1 < ours / torchs < 4 / 3, spec

@@ -1,0 +1,149 @@
+"""Chains merged by the kernel against the same in float64 by torch, which is tested against dense weights."""
+
+import pytest
+import torch
+
+from comera.kernels.cpp import build
+from comera.ops import together
+from comera.ops.together import merge_together
+from comera.tt.shapes import tt_spec
+from comera.tt.spec import TTSpec
+
+pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+
+SPECS = [
+    TTSpec(in_modes=(2, 3), out_modes=(4,), ranks=(1, 2, 3, 1), in_features=6, out_features=4),
+    TTSpec(in_modes=(2, 3), out_modes=(3, 2), ranks=(1, 2, 1, 2, 1), in_features=5, out_features=6),
+    TTSpec(in_modes=(4,), out_modes=(5,), ranks=(1, 3, 1), in_features=3, out_features=4),
+    TTSpec(in_modes=(2, 2), out_modes=(3, 2), ranks=(1, 2, 0, 2, 1), in_features=4, out_features=6),
+    TTSpec(in_modes=(3,), out_modes=(5, 7, 2), ranks=(1, 3, 4, 2, 1), in_features=3, out_features=69),
+    TTSpec(in_modes=(4, 16, 8), out_modes=(8, 16, 4), ranks=(1, 4, 10, 6, 9, 4, 1), in_features=512, out_features=512),
+    TTSpec(in_modes=(16, 13, 12), out_modes=(12, 13), ranks=(1, 9, 3, 10, 5, 1), in_features=2400, out_features=151),
+    tt_spec(24, 30, order=6, rank=4),
+    tt_spec(96, 200, order=8, rank=11),
+]
+THRESHOLD = 0.3
+STACKED = together._Stacked
+
+
+def chains(spec, count, dtype=torch.float32):
+    """Cores, rank parameters of which some are at or below the threshold, and biases of some."""
+    torch.manual_seed(1)
+    numbers = [
+        [*(torch.randn(shape) / shape[0] ** 0.5 for shape in spec.core_shapes), *(torch.rand(r) for r in spec.bonds)]
+        for _ in range(count)
+    ]
+    biases = [torch.randn(spec.out_features) if k != 1 else None for k in range(count)]
+    numbers = [[t.to(dtype).requires_grad_() for t in chain] for chain in numbers]
+    return numbers, [None if bias is None else bias.to(dtype).requires_grad_() for bias in biases]
+
+
+def run(specs, given, biases, dtype, reached=lambda k: True):
+    """Halves, and the gradients of all numbers and biases from random ones of the halves that are `reached`."""
+    halves = [half for pair in merge_together(specs, given, THRESHOLD, dtype, biases) for half in pair]
+    generator = torch.Generator().manual_seed(2)
+    came = [torch.randn(half.shape, generator=generator).to(dtype) for half in halves]
+    leaves = [t for chain in given for t in chain] + [bias for bias in biases if bias is not None]
+    some = [k for k in range(len(halves)) if reached(k)]
+    grads = torch.autograd.grad([halves[k] for k in some], leaves, [came[k] for k in some], allow_unused=True)
+    return [half.detach() for half in halves], grads
+
+
+def assert_near(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == torch.float32
+            largest = float(other.abs().max()) if other.numel() else 0.0
+            torch.testing.assert_close(one.double(), other, rtol=0, atol=3e-6 * largest)
+
+
+@pytest.fixture(autouse=True)
+def by_the_kernel(monkeypatch):
+    """A float32 merge that goes another way fails."""
+    monkeypatch.setenv("COMERA_KERNELS", "merge")
+
+    def only_float64(specs, flat, threshold):
+        assert flat[0].dtype == torch.float64
+        return STACKED(specs, flat, threshold)
+
+    monkeypatch.setattr(together, "_Stacked", only_float64)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_halves_and_gradients(spec):
+    results = [run([spec] * 3, *chains(spec, 3, dtype), dtype) for dtype in (torch.float32, torch.float64)]
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2, 5], ids=lambda k: f"half {k}")
+def test_halves_whose_gradient_never_came(missing):
+    spec = SPECS[-2]
+    results = [
+        run([spec] * 3, *chains(spec, 3, dtype), dtype, lambda k: k != missing)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected)
+
+
+def test_a_chain_without_any_gradient_has_none():
+    spec = SPECS[-2]
+    _, grads = run([spec] * 3, *chains(spec, 3), torch.float32, lambda k: k not in (2, 3))
+    width = 2 * spec.order - 1
+    assert [grad is None for grad in grads] == [False] * width + [True] * width + [False] * (width + 2)
+
+
+def test_chains_of_other_ranks():
+    specs = [
+        TTSpec(in_modes=(2, 3), out_modes=(3, 2), ranks=ranks, in_features=5, out_features=6)
+        for ranks in [(1, 2, 0, 2, 1), (1, 2, 5, 0, 1), (1, 2, 2, 2, 1)]
+    ]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        numbers = [chains(spec, 1, dtype)[0][0] for spec in specs]
+        results.append(run(specs, numbers, [None] * 3, dtype))
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected)
+
+
+def test_the_same_to_the_bit_for_any_number_of_threads():
+    spec, before = SPECS[-1], torch.get_num_threads()
+    made = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            halves, grads = run([spec] * 3, *chains(spec, 3), torch.float32)
+            made.append([*halves, *grads])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for again in made[1:] for one, other in zip(made[0], again, strict=True))
+
+
+def test_a_bias_need_not_stand_in_a_row():
+    spec = SPECS[-1]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        numbers, _ = chains(spec, 2, dtype)
+        columns = torch.linspace(-1, 1, 2 * spec.out_features, dtype=dtype).view(-1, 2)
+        results.append(run([spec] * 2, numbers, [column.requires_grad_() for column in columns.unbind(1)], dtype))
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected)
+
+
+def test_derivatives_of_derivatives_are_torchs(monkeypatch):
+    monkeypatch.setattr(together, "_Stacked", STACKED)
+    spec = SPECS[1]
+    numbers, _ = chains(spec, 2)
+
+    def second(dtype):
+        given = [[t.detach().to(dtype).requires_grad_() for t in chain] for chain in numbers]
+        halves = [half for pair in merge_together([spec] * 2, given, THRESHOLD, dtype, [None] * 2) for half in pair]
+        flat = [t for chain in given for t in chain]
+        first = torch.autograd.grad(sum(half.square().sum() for half in halves), flat, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), flat)
+
+    found, expected = second(torch.float32), second(torch.float64)
+    assert len(found) == sum(map(len, numbers))
+    assert_near(found, expected)

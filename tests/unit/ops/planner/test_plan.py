@@ -1,0 +1,219 @@
+"""Plans: what they count, what they choose, how they print, and that they are made once."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from comera.ops.linear import tt_linear, ttm_linear
+from comera.ops.planner.cost import ACCELERATOR, CPU, Cost, Machine, machine, product, work
+from comera.ops.planner.plan import (
+    _plan_linear,
+    batch_bucket,
+    choose_groups,
+    choose_projection,
+    choose_rows,
+    plan_linear,
+    plan_lookup,
+    plan_projection,
+)
+from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
+
+
+def tt(in_modes, out_modes, rank):
+    modes = (*in_modes, *out_modes)
+    features = [torch.Size(m).numel() for m in (in_modes, out_modes)]
+    return TTSpec(*features, tuple(in_modes), tuple(out_modes), clip_ranks(rank, modes))
+
+
+def ttm(row_modes, col_modes, rank, rows=None):
+    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
+    rows = rows or torch.Size(row_modes).numel()
+    return TTMSpec(rows, torch.Size(col_modes).numel(), tuple(row_modes), tuple(col_modes), clip_ranks(rank, sizes))
+
+
+BERT = tt((12, 8, 8), (8, 8, 12), 30)
+VOCABULARY = ttm((16, 20, 10, 10), (4, 4, 8, 6), 32, rows=30522)
+LONG = tt((4, 4, 4, 4), (4, 4, 4, 4), 12)
+
+
+def measured_flops(function, spec, batch, features):
+    """Operations of one forward and backward, counted by torch while they run."""
+    cores = [torch.randn(shape, requires_grad=True) for shape in spec.core_shapes]
+    x = torch.randn(batch, features, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        function(x, spec, cores).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("batch", "bucket"), [(0, 0), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1000, 1024)])
+def test_bucket_is_the_next_power_of_two(batch, bucket):
+    assert batch_bucket(batch) == bucket
+
+
+def test_plans_are_made_once_per_spec_bucket_and_itemsize():
+    spec = tt((3, 5), (7, 2), 3)
+    before = _plan_linear.cache_info()
+    plan = plan_linear(spec, 900)
+    assert plan_linear(spec, 1024) is plan
+    assert plan_linear(tt((3, 5), (7, 2), 3), 513) is plan
+    assert plan_linear(spec, 1025) is not plan
+    assert plan_linear(spec, 900, itemsize=2) is not plan
+    assert plan_linear(spec, 900, device="cuda") is not plan
+    assert plan_linear(spec, 900, grad_x=False) is not plan
+    after = _plan_linear.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (5, 2)
+
+
+def test_evaluation_takes_the_plan_of_training():
+    assert plan_linear(BERT, 64, grad_x=False, grad_cores=False) is plan_linear(BERT, 64)
+
+
+@pytest.mark.parametrize("strategy", ["halves", "chain", "dense"])
+@pytest.mark.parametrize(
+    "spec", [BERT, LONG, tt((6,), (4, 3, 2), 5), tt((5, 4, 3, 2, 2), (7, 3), 6), tt((9,), (8,), 4)], ids=str
+)
+@pytest.mark.parametrize("batch", [1, 16])
+def test_planned_flops_are_the_measured_ones(spec, batch, strategy):
+    plan = plan_linear(spec, batch).using(strategy)
+    assert plan.flops == measured_flops(lambda *a: tt_linear(*a, plan=plan), spec, batch, spec.in_features)
+
+
+@pytest.mark.parametrize(("strategy", "split"), [("halves", 1), ("halves", 2), ("dense", 0)])
+def test_planned_flops_of_a_projection_are_the_measured_ones(strategy, split):
+    spec = ttm((5, 4, 6), (3, 4, 2), 5)
+    plan = plan_projection(spec, 8).using(strategy, split)
+    assert plan.flops == measured_flops(lambda *a: ttm_linear(*a, plan=plan), spec, 8, spec.embedding_dim)
+
+
+def test_large_batch_and_small_rank_take_the_halves():
+    for batch in (128, 1024, 4096):
+        assert plan_linear(BERT, batch).strategy == "halves"
+
+
+def test_full_rank_takes_the_dense_product():
+    assert plan_linear(tt((24,), (24,), 24), 1024).strategy == "dense"
+    assert plan_linear(tt((8, 8), (8, 8), 64), 1024).strategy == "dense"
+    assert plan_projection(ttm((8, 8), (4, 4), 32), 1024).strategy == "dense"
+
+
+def test_tiny_layer_takes_the_dense_product():
+    assert plan_linear(tt((2, 2), (2, 2), 4), 512).strategy == "dense"
+
+
+@pytest.mark.parametrize(("batch", "strategy"), [(1, "groups"), (8, "groups"), (1024, "halves")])
+def test_a_long_chain_is_merged_more_the_larger_the_batch(batch, strategy):
+    plan = plan_linear(LONG, batch)
+    assert plan.strategy == strategy
+    assert plan.seconds <= min(plan.using(s).seconds for s in ("halves", "dense", "chain", "(1 2)(3 4 5 6)(7 8)"))
+    assert len(plan.groups) >= len(plan_linear(LONG, 8 * batch).groups)
+
+
+def test_vocabulary_is_cut_in_the_middle():
+    assert (plan_projection(VOCABULARY, 150).strategy, plan_projection(VOCABULARY, 150).split) == ("halves", 2)
+    assert (plan_lookup(VOCABULARY, 4096).strategy, plan_lookup(VOCABULARY, 4096).split) == ("halves", 2)
+
+
+def test_rows_of_a_large_table_are_merged_more_the_more_there_are():
+    table = ttm((60, 48, 50, 58), (2, 2, 2, 2), 32)
+    assert plan_lookup(table, 16).strategy == "chain"
+    assert plan_lookup(table, 10_000).strategy == "halves"
+    sizes = [len(plan_lookup(table, 4**k).groups) for k in range(10)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_any_groups_of_a_table_can_be_priced():
+    plan = plan_lookup(VOCABULARY, 8)
+    forced = plan.using("(1)(2)(3 4)")
+    assert (forced.strategy, forced.groups) == ("groups", (0, 1, (2, 3)))
+    assert plan.seconds <= forced.seconds
+
+
+def test_small_table_is_looked_up_dense_and_counts_no_row_twice():
+    small = ttm((2, 2), (2, 2), 4)
+    assert plan_lookup(small, 4096).strategy == "dense"
+    assert plan_lookup(small, 4096) is plan_lookup(small, 4)
+
+
+@pytest.mark.parametrize("plan", [plan_linear(BERT, 0), plan_projection(VOCABULARY, 0), plan_lookup(VOCABULARY, 0)])
+def test_empty_batch_has_a_plan(plan):
+    assert plan.strategy in {"halves", "chain", "dense"}
+    assert plan.seconds >= 0
+
+
+def test_rank_zero_costs_next_to_nothing():
+    assert plan_linear(tt((4, 4), (4, 4), 0), 64).flops == 0
+
+
+def test_prints_a_table_with_the_choice_marked():
+    plan = plan_linear(BERT, 64)
+    lines = str(plan).splitlines()
+    assert lines[0] == "x (64 × 768) times TT 12·8·8 / 8·8·12 ranks 12-30-30-30-12"
+    assert lines[1].split() == ["strategy", "cores", "MFLOP", "MB", "est.", "ms"]
+    assert [line[2:11].strip() for line in lines[2:]] == ["halves", "dense", "chain", "groups"]
+    assert [line[0] for line in lines[2:]] == [" ", " ", " ", "→"]
+    numbers = f"{plan.flops / 1e6:,.3f}", f"{plan.bytes / 1e6:,.3f}", f"{plan.seconds * 1e3:,.3f}"
+    assert lines[5].split() == ["→", "groups", *plan.chosen.name.split(), *numbers]
+
+
+def test_another_order_of_merging_prints_its_brackets():
+    thin = TTSpec(768, 768, (12, 8, 8), (8, 8, 12), (1, 2, 30, 30, 30, 2, 1))
+    plan = plan_linear(thin, 4096)
+    assert plan.using("halves").chosen.name == "(1 2 3)(4 5 6)"
+    assert plan.using("dense").chosen.name == "(1 (((2 3) (4 5)) 6))"
+    assert plan.using("(1 (((2 3) (4 5)) 6))").groups == ((0, (((1, 2), (3, 4)), 5)),)
+    assert plan.using("(1 2 3)(4 5 6)").strategy == "halves"
+
+
+def test_estimate_is_the_documented_sum():
+    on = Machine(single=1e9, half=4e9, double=5e8, bytes=1e8, call=1e-3, half_bytes=6)
+    assert product(on, 10, 20, 30, 4).seconds == pytest.approx(3 * (1e-3 + 12000 / 1e9 + 4 * 1100 / 1e8))
+    assert product(on, 10, 20, 30, 8, passes=2).seconds == pytest.approx(2 * (1e-3 + 12000 / 5e8 + 8 * 1100 / 1e8))
+    assert product(on, 10, 20, 30, 2, passes=1).seconds == pytest.approx(1e-3 + 12000 / 4e9 + 6 * 1100 / 1e8)
+    assert product(on, 10, 20, 30, 4, times=7, passes=1) == work(on, 4, 7 * 12000, 7 * 4400, 1)
+    assert work(on, 4, 10, 20, 3) + work(on, 4, 1, 2, 1) == Cost(11, 22, 4, pytest.approx(4e-3 + 11e-9 + 22e-8))
+
+
+def test_the_type_of_device_chooses_the_constants():
+    assert machine("cpu") is machine("meta") is CPU
+    assert machine("cuda") is machine("xpu") is ACCELERATOR
+    assert plan_linear(BERT, 64, device="cuda").seconds < plan_linear(BERT, 64).seconds
+
+
+def test_using_an_unknown_option_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"planned options halves \(1 2 3\)\(4 5 6\), dense .* got spiral"):
+        plan_linear(BERT, 8).using("spiral")
+    with pytest.raises(ValueError, match=r"got \(1 2\)\(4 5 6\)"):
+        plan_linear(BERT, 8).using("(1 2)(4 5 6)")
+    with pytest.raises(ValueError, match=r"got halves with split 7"):
+        plan_projection(VOCABULARY, 8).using("halves", 7)
+    with pytest.raises(ValueError, match=r"got \(1\)\(2\)\(3 4\)"):
+        plan_projection(VOCABULARY, 8).using("(1)(2)(3 4)")
+
+
+def test_groups_can_be_named_as_they_print():
+    assert plan_projection(VOCABULARY, 8).using("(1)(2 3 4)").split == 1
+    forced = plan_linear(BERT, 8).using("(1 2)(3 4)(5 6)")
+    assert (forced.strategy, forced.groups, forced.split) == ("groups", ((0, 1), (2, 3), (4, 5)), 2)
+    assert "→" not in str(forced)  # none of those that were weighed
+
+
+def test_choice_follows_a_given_plan_and_makes_one_otherwise():
+    assert choose_rows(VOCABULARY, 4096, 4) == ((0, 1), (2, 3))
+    assert choose_rows(VOCABULARY, 4096, 4, plan_lookup(VOCABULARY, 8).using("chain")) == (0, 1, 2, 3)
+    assert choose_projection(VOCABULARY, 150, 4) == ("halves", 2)
+    assert choose_projection(VOCABULARY, 8, 4, plan_projection(VOCABULARY, 8).using("dense")) == ("dense", 0)
+    cores = [torch.zeros(shape, requires_grad=True) for shape in BERT.core_shapes]
+    halves = ((0, 1), 2), (3, (4, 5))
+    assert choose_groups(BERT, torch.zeros(1000, 768), cores) == ("halves", halves)
+    forced = plan_linear(BERT, 8).using("dense")
+    assert choose_groups(BERT, torch.zeros(1000, 768), cores, forced) == ("dense", (halves,))
+
+
+def test_halves_whose_merge_is_shared_may_cost_more():
+    cores = [torch.zeros(shape) for shape in BERT.core_shapes]
+    few, plan = torch.zeros(8, 768), plan_linear(BERT, 8, grad_x=True, grad_cores=True)
+    assert plan.strategy == "groups"
+    assert choose_groups(BERT, few, cores)[0] == "groups"
+    assert choose_groups(BERT, few, cores, shared=True) == ("halves", plan.using("halves").groups)
+    wide = tt((16, 16, 16), (21, 21, 25), 64)
+    assert choose_groups(wide, torch.zeros(8, 4096), cores, shared=True)[0] == "groups"

@@ -1,0 +1,179 @@
+"""The exact search on the chain, against every partition, every contraction tree, opt_einsum and torch's counting."""
+
+import itertools
+from math import inf, prod
+
+import opt_einsum
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from comera.ops.planner.cost import CPU, Machine
+from comera.ops.planner.search import SIMPLE, ChainSearch, merging
+from comera.ops.sequential import contract_groups, leaves, simple_tree
+from comera.tt.spec import TTSpec, clip_ranks
+
+# Seconds are operations: what the search minimises can be compared with counts of operations.
+COUNTING = Machine(single=1.0, half=1.0, double=1.0, bytes=inf, call=0.0)
+
+
+def tt(in_modes, out_modes, rank):
+    modes = (*in_modes, *out_modes)
+    return TTSpec(prod(in_modes), prod(out_modes), tuple(in_modes), tuple(out_modes), clip_ranks(rank, modes))
+
+
+SPECS = [
+    tt((5,), (7,), 3),
+    tt((4, 3), (5,), 3),
+    tt((3, 5), (7, 2), 4),
+    tt((5,), (3, 2, 7, 3), 4),
+    tt((12, 8, 8), (12, 16, 16), 30),
+    TTSpec(768, 768, (12, 8, 8), (8, 8, 12), (1, 5, 14, 12, 11, 4, 1)),
+    tt((3, 5, 7, 3), (2, 9, 5), 6),
+    tt((4, 4, 4, 4), (4, 4, 4, 4), 12),
+    tt((3, 2, 5, 2, 3), (7, 3, 2), 5),
+    tt((2,) * 7, (64,), 8),
+]
+BATCHES = [1, 4, 64, 4096]
+
+
+def forward_only(spec, batch):
+    return ChainSearch(spec, batch, 4, COUNTING, grad_x=False, grad_cores=False)
+
+
+def all_ends(order):
+    return [
+        (*(k + 1 for k, cut in enumerate(cuts) if cut), order)
+        for cuts in itertools.product([False, True], repeat=order - 1)
+    ]
+
+
+def network(spec, batch):
+    """Index sets of x and the cores, of the output, and the size of every index."""
+    size = {"b": batch} | {f"n{k}": mode for k, mode in enumerate(spec.modes)}
+    size |= {f"r{k}": rank for k, rank in enumerate(spec.ranks) if 0 < k < spec.order}
+    x = frozenset({"b", *(f"n{k}" for k in range(spec.split))})
+    cores = [frozenset({f"n{k}", f"r{k}", f"r{k + 1}"} & set(size)) for k in range(spec.order)]
+    return [x, *cores], frozenset({"b", *(f"n{k}" for k in range(spec.split, spec.order))}), size
+
+
+def fewest_flops(spec, batch):
+    """Operations of the best of all contraction trees over x and the cores, by dynamic programming over subsets."""
+    tensors, output, size = network(spec, batch)
+    full = (1 << len(tensors)) - 1
+
+    def indices(subset):
+        return frozenset().union(*(t for i, t in enumerate(tensors) if subset >> i & 1))
+
+    outer = [indices(subset) & (indices(full & ~subset) | output) for subset in range(full + 1)]
+    best = [0] * (full + 1)
+    for subset in range(1, full + 1):
+        lowest, left, costs = subset & -subset, (subset - 1) & subset, []
+        while left:
+            if left & lowest:  # every pair once
+                right = subset ^ left
+                costs.append(best[left] + best[right] + 2 * prod(size[i] for i in outer[left] | outer[right]))
+            left = (left - 1) & subset
+        best[subset] = min(costs, default=0)
+    return best[full]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_no_contraction_tree_at_all_needs_fewer_operations(spec, batch):
+    search = forward_only(spec, batch)
+    assert search.price(search.best())[1].flops <= 1.005 * fewest_flops(spec, batch)  # 1 + what SIMPLE may cost
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_opt_einsum_finds_no_cheaper_path(spec, batch):
+    tensors, output, size = network(spec, batch)
+    symbol = {index: opt_einsum.get_symbol(k) for k, index in enumerate(size)}
+    terms = ["".join(symbol[i] for i in sorted(t)) for t in [*tensors, output]]
+    shapes = [tuple(size[i] for i in sorted(t)) for t in tensors]
+    equation = f"{','.join(terms[:-1])}->{terms[-1]}"
+    exhaustive = "optimal" if spec.order < 8 else "dp"  # both exact; "optimal" takes minutes for nine operands
+    _, path = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=exhaustive)
+    search = forward_only(spec, batch)
+    assert search.price(search.best())[1].flops <= 1.005 * float(path.opt_cost)
+
+
+def test_over_uneven_ranks_no_tree_is_5_percent_better():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low, high, count):
+        return torch.randint(low, high + 1, (count,), generator=generator).tolist()
+
+    for _ in range(150):
+        (p,), (q,) = draw(1, 3, 1), draw(1, 3, 1)
+        modes = draw(2, 9, p + q)
+        limits = clip_ranks(10**6, modes)
+        ranks = (1, *(min(r, limit) for r, limit in zip(draw(2, 20, p + q - 1), limits[1:-1], strict=True)), 1)
+        spec = TTSpec(prod(modes[:p]), prod(modes[p:]), modes[:p], modes[p:], ranks)
+        batch = BATCHES[draw(0, 3, 1)[0]]
+        search = forward_only(spec, batch)
+        assert search.price(search.best())[1].flops <= 1.05 * fewest_flops(spec, batch), (spec, batch)
+
+
+@pytest.mark.parametrize("machine", [CPU, COUNTING], ids=["cpu", "counting"])
+@pytest.mark.parametrize("gradients", [(True, True), (False, True), (True, False)], ids=str)
+@pytest.mark.parametrize("batch", [0, 1, 8, 100, 4096])
+@pytest.mark.parametrize("spec", [*SPECS, tt((3, 4), (2, 5), 0), tt((3, 4), (2, 5), 1)], ids=str)
+def test_the_best_is_the_cheapest_of_all_partitions(spec, batch, gradients, machine):
+    search = ChainSearch(spec, batch, 4, machine, *gradients)
+    seconds = {ends: search.price(ends)[1].seconds for ends in all_ends(spec.order)}
+    assert seconds[search.best()] == pytest.approx(min(seconds.values()), rel=1e-12)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_groups_cover_the_chain_from_left_to_right(spec):
+    search = ChainSearch(spec, 64, 4, CPU)
+    for ends in all_ends(spec.order)[:40]:
+        groups, _ = search.price(ends)
+        assert [core for tree in groups for core in leaves(tree)] == list(range(spec.order))
+        assert tuple(leaves(tree)[-1] + 1 for tree in groups) == ends
+
+
+def all_trees(first, last):
+    if last - first == 1:
+        return [first]
+    cuts = range(first + 1, last)
+    return [(a, b) for c in cuts for a in all_trees(first, c) for b in all_trees(c, last)]
+
+
+@pytest.mark.parametrize("spec", SPECS[:7], ids=str)
+def test_merging_order_is_the_cheapest_or_the_simple_one_within_5_percent(spec):
+    search = ChainSearch(spec, 1, 4, COUNTING)
+    for (a, b), (tree, cost) in search.merges.items():
+        flops = {t: merging(spec, COUNTING, t).flops for t in all_trees(a, b)}
+        assert cost.flops == flops[tree]
+        if tree == simple_tree(spec, a, b):
+            assert cost.flops <= SIMPLE * min(flops.values())
+        else:
+            assert cost.flops == min(flops.values())
+            assert flops[simple_tree(spec, a, b)] > SIMPLE * cost.flops
+
+
+def test_a_thin_outer_bond_is_merged_last():
+    spec = TTSpec(768, 768, (12, 8, 8), (8, 8, 12), (1, 2, 30, 30, 30, 2, 1))
+    groups, cost = ChainSearch(spec, 4096, 4, CPU).price((3, 6))
+    assert groups == ((0, (1, 2)), ((3, 4), 5))
+    assert cost.flops < ChainSearch(spec, 4096, 4, CPU).price((3, 6), simple=True)[1].flops
+
+
+@pytest.mark.parametrize("grad_x", [True, False])
+@pytest.mark.parametrize("grad_cores", [True, False])
+@pytest.mark.parametrize(
+    "spec", [tt((3, 5), (7, 2), 4), TTSpec(13, 12, (3, 5), (7, 2), (1, 3, 4, 2, 1)), tt((5,), (3, 2, 4), 4)], ids=str
+)
+def test_counts_are_those_of_torch_for_every_partition_and_wanted_gradients(spec, grad_x, grad_cores):
+    cores = [torch.randn(shape, requires_grad=grad_cores) for shape in spec.core_shapes]
+    x = torch.randn(6, spec.in_features, requires_grad=grad_x)
+    for ends in all_ends(spec.order):
+        groups, cost = ChainSearch(spec, 6, 4, CPU, grad_x, grad_cores).price(ends)
+        with FlopCounterMode(display=False) as counter:
+            y = contract_groups(x, spec, cores, groups)
+            if y.requires_grad:
+                y.sum().backward()
+        assert counter.get_total_flops() == cost.flops

@@ -1,0 +1,246 @@
+"""tt_linear against the float64 dense oracle: every strategy, all gradients, precisions, shapes and errors."""
+
+import math
+
+import pytest
+import torch
+
+from comera.errors import SpecError
+from comera.ops.linear import tt_linear
+from comera.ops.planner.plan import plan_linear
+from comera.tt.dense import materialize
+from comera.tt.spec import TTSpec, clip_ranks
+
+STRATEGIES = ["halves", "chain", "dense"]
+
+
+def tt(in_modes, out_modes, rank, *, pad_in=0, pad_out=0):
+    shape = math.prod(in_modes) - pad_in, math.prod(out_modes) - pad_out
+    return TTSpec(*shape, in_modes, out_modes, clip_ranks(rank, (*in_modes, *out_modes)))
+
+
+SPECS = [
+    tt((4,), (5,), 3),
+    tt((3,), (2, 3, 2), 4),
+    tt((2, 2, 2, 3, 2), (3, 2), 3, pad_in=5),
+    tt((3, 4, 2), (2, 4, 3), 1, pad_in=1, pad_out=3),
+    tt((2, 2, 2, 2), (2, 2, 2, 2), 5),
+    tt((3, 4), (5, 2), 0),
+    TTSpec(12, 10, (3, 4), (5, 2), (1, 0, 2, 2, 1)),
+    TTSpec(12, 10, (3, 4), (5, 2), (1, 2, 2, 0, 1)),
+]
+
+
+def operands(spec, lead, *, bias=True, dtype=torch.float64, seed=0):
+    """[x, bias or None, cores...], leaves that require grad, with a weight of order one."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(*lead, spec.in_features), (spec.out_features,), *spec.core_shapes]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    tensors[2:] = [core / math.sqrt(max(1, core.shape[0])) for core in tensors[2:]]
+    leaves = [t.to(dtype).requires_grad_() for t in tensors]
+    return leaves if bias else [leaves[0], None, *leaves[2:]]
+
+
+def oracle(spec, x, bias, *cores):
+    y = x @ materialize(spec, cores)
+    return y if bias is None else y + bias
+
+
+def values_and_gradients(function, tensors, dy=None):
+    wanted = [t for t in tensors if t is not None]
+    y = function(*tensors)
+    generator = torch.Generator().manual_seed(9)
+    dy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) if dy is None else dy
+    return [y, *torch.autograd.grad(y, wanted, dy)]
+
+
+def force(spec, strategy, batch=8):
+    plan = plan_linear(spec, batch).using(strategy)
+    return lambda x, bias, *cores: tt_linear(x, spec, cores, bias, plan=plan)
+
+
+def signal_to_noise(found, exact):
+    exact, found = exact.detach().double(), found.detach().double()
+    return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (7,), (0,), (2, 3), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_agrees_with_the_dense_oracle(spec, strategy, lead, bias):
+    tensors = operands(spec, lead, bias=bias)
+    found = values_and_gradients(force(spec, strategy), tensors)
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_first_and_second_derivatives_pass_gradcheck(spec, strategy):
+    tensors = operands(spec, (2,))
+    assert torch.autograd.gradcheck(force(spec, strategy), tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(force(spec, strategy), tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[2]], ids=str)
+def test_full_gradcheck_of_the_halves(spec):
+    assert torch.autograd.gradcheck(force(spec, "halves"), operands(spec, (3,)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float32_agrees_to_four_digits(strategy):
+    spec = tt((12, 8, 8), (8, 8, 12), 30)
+    single = operands(spec, (64,), dtype=torch.float32)
+    double = [t.detach().double().requires_grad_() for t in single]
+    dy = torch.randn(64, 768, generator=torch.Generator().manual_seed(1))
+    found = values_and_gradients(force(spec, strategy), single, dy)
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), double, dy.double())
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * b.detach().abs().mean().item())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 45), (torch.float16, 63)])
+def test_low_precision_keeps_the_signal(strategy, dtype, decibels):
+    spec = tt((6, 8, 4), (4, 8, 6), 20)
+    low = operands(spec, (64,), dtype=dtype)
+    double = [t.detach().double().requires_grad_() for t in low]
+    dy = torch.randn(64, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = values_and_gradients(force(spec, strategy), low, dy)
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), double, dy.double())
+    assert all(t.dtype == dtype for t in found)
+    assert min(signal_to_noise(a, b) for a, b in zip(found, exact, strict=True)) > decibels
+
+
+def test_merging_of_half_precision_cores_runs_in_float32():
+    spec = tt((6, 8, 4), (4, 8, 6), 20)
+    low = operands(spec, (64,), dtype=torch.bfloat16)
+    exact = oracle(spec, *[t.detach().double() for t in low])
+    merged_in_bfloat16 = low[0] @ materialize(spec, low[2:]) + low[1]
+    found = force(spec, "dense")(*low)
+    assert signal_to_noise(found, exact) > signal_to_noise(merged_in_bfloat16, exact) + 3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_touches_only_the_products_with_the_batch(strategy, dtype):
+    spec = tt((6, 8, 4), (4, 8, 6), 20)
+    tensors = operands(spec, (2, 16), dtype=torch.float32)
+    linear = torch.nn.Linear(192, 192)
+    with torch.autocast("cpu", dtype=dtype):
+        y = force(spec, strategy)(*tensors)
+        assert y.dtype == linear(tensors[0]).dtype == dtype
+    y.float().square().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in tensors)
+    exact = oracle(spec, *[t.detach().double() for t in tensors])
+    assert signal_to_noise(y, exact) > (43 if dtype == torch.bfloat16 else 61)
+
+
+def test_autocast_merges_the_cores_in_their_own_dtype():
+    spec = tt((4, 4), (4, 4), 4)
+    x, bias, *cores = operands(spec, (8,), dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = tt_linear(x, spec, cores, bias, plan=plan_linear(spec, 8).using("dense"))
+    weight = materialize(spec, cores).to(torch.bfloat16)  # rounded once
+    assert torch.equal(found, torch.addmm(bias.to(torch.bfloat16), x.to(torch.bfloat16), weight))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backward_inside_autocast_keeps_precision(strategy):
+    spec = tt((4, 4), (4, 4), 4)
+    tensors = operands(spec, (8,), dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = values_and_gradients(force(spec, strategy), tensors)
+    y = inside[0]
+    assert y.dtype == torch.bfloat16
+    assert [g.dtype for g in inside[1:]] == [torch.float32] * len(tensors)
+
+
+def test_float64_is_left_alone_by_autocast():
+    spec = SPECS[2]
+    tensors = operands(spec, (4,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = force(spec, "halves")(*tensors)
+    torch.testing.assert_close(y, oracle(spec, *tensors), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
+def test_non_contiguous_input_and_gradient(strategy, layout):
+    spec = SPECS[3]
+    x, bias, *cores = operands(spec, (6,))
+    x = x.detach()
+    view = {
+        "transposed": x.t().contiguous().t(),
+        "strided": torch.cat([x, x], dim=1)[:, : spec.in_features],
+        "expanded": x[:1].expand(6, -1),
+    }[layout].requires_grad_()
+    dy = torch.ones(1, 1, dtype=torch.float64).expand(6, spec.out_features)
+    found = values_and_gradients(force(spec, strategy), [view, bias, *cores], dy)
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), [view, bias, *cores], dy)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2, 3, 4, 5])
+def test_operands_without_gradient_get_none(frozen):
+    spec = tt((3, 4), (5, 2), 3)
+    tensors = operands(spec, (6,))
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
+    tensors[frozen].requires_grad_(False)
+    force(spec, "halves")(*tensors).backward(torch.randn(6, 10, generator=torch.Generator().manual_seed(9)).double())
+    assert [t.grad is None for t in tensors] == [k == frozen for k in range(6)]
+    for k, (t, g) in enumerate(zip(tensors, exact[1:], strict=True)):
+        if k != frozen:
+            assert t.grad.shape == g.shape
+
+
+def test_rank_zero_is_the_constant_bias():
+    spec = tt((3, 4), (5, 2), 0)
+    x, bias, *cores = operands(spec, (6,))
+    assert torch.equal(tt_linear(x, spec, cores, bias), bias.expand(6, 10))
+    assert torch.equal(tt_linear(x, spec, cores), torch.zeros(6, 10, dtype=torch.float64))
+
+
+def test_nothing_is_written_and_nothing_shared():
+    spec = SPECS[0]
+    tensors = operands(spec, (4,))
+    before = [t.detach().clone() for t in tensors]
+    y = force(spec, "halves")(*tensors)
+    y.detach().zero_()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_plans_by_the_batch_when_none_is_given(monkeypatch):
+    spec = tt((4, 4, 4, 4), (4, 4, 4, 4), 12)
+    called = []
+
+    def groups(x_BI, *rest):
+        called.append(x_BI.shape[0])
+        return x_BI
+
+    monkeypatch.setattr("comera.ops.linear.contract_groups", groups)
+    x, bias, *cores = operands(spec, (1024,))
+    tt_linear(x[:1], spec, cores, bias)
+    tt_linear(x, spec, cores, bias)
+    assert called == [1]
+
+
+def test_wrong_last_dimension_names_both():
+    spec = tt((3, 4), (5, 2), 3)
+    _, bias, *cores = operands(spec, ())
+    with pytest.raises(SpecError, match=r"last dimension is 12 for TT 3·4 / 5·2 .* got shape \(2, 13\)"):
+        tt_linear(torch.randn(2, 13).double(), spec, cores, bias)
+    with pytest.raises(SpecError, match=r"last dimension is 12 .* got shape \(\)"):
+        tt_linear(torch.tensor(1.0).double(), spec, cores, bias)
+
+
+def test_wrong_cores_bias_and_dtype_are_named():
+    spec = tt((3, 4), (5, 2), 3)
+    x, bias, *cores = operands(spec, (2,))
+    with pytest.raises(SpecError, match=r"expected 4 cores of shapes \(\(1, 3, 3\).* got \(\(1, 3, 3\), \(3, 4, 3\)\)"):
+        tt_linear(x, spec, cores[:2], bias)
+    with pytest.raises(SpecError, match=r"bias of shape \(10,\) .* got \(1,\)"):
+        tt_linear(x, spec, cores, bias[:1])
+    with pytest.raises(TypeError, match=r"dtype of the cores, torch.float64, got torch.float32"):
+        tt_linear(x.float(), spec, cores, bias)

@@ -1,0 +1,254 @@
+"""ttm_lookup against nn.Embedding over the float64 dense oracle: every way, gradients, padding, wrong ids."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from comera.errors import IdError, SpecError
+from comera.ops import halves, rows
+from comera.ops.lookup import ttm_lookup
+from comera.ops.planner.plan import plan_lookup
+from comera.tt.dense import materialize
+from comera.tt.spec import TTMSpec, clip_ranks
+
+
+def ttm(row_modes, col_modes, rank, *, pad_rows=0, pad_cols=0):
+    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
+    shape = math.prod(row_modes) - pad_rows, math.prod(col_modes) - pad_cols
+    return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
+
+
+SPECS = [
+    ttm((7,), (5,), 1),
+    ttm((4, 5), (3, 2), 4, pad_rows=3),
+    ttm((3, 4, 2), (2, 3, 2), 3, pad_rows=5, pad_cols=1),
+    ttm((4, 5), (3, 2), 0),
+    ttm((2, 3, 2, 2), (2, 1, 2, 3), 1, pad_rows=1),
+    ttm((2, 2, 2, 2, 2, 2), (1, 2, 1, 2, 1, 2), 4),
+]
+CASES = [(spec, option) for spec in SPECS for option in plan_lookup(spec, 8).options]
+each_option = pytest.mark.parametrize(
+    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.split}" for spec, option in CASES]
+)
+
+
+def cores_of(spec, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    cores = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in spec.core_shapes]
+    return [(core / math.sqrt(max(1, core.shape[0]))).to(dtype).requires_grad_() for core in cores]
+
+
+def some_ids(spec, shape, dtype=torch.int64):
+    """Repeated ids, the first and the last row among them where there is room."""
+    ids = torch.randint(0, spec.num_embeddings, shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    if ids.numel() > 2:
+        ids.view(-1)[:2] = torch.tensor([0, spec.num_embeddings - 1])
+    return ids
+
+
+def force(spec, option, padding_idx=None):
+    plan = plan_lookup(spec, 8).using(option.strategy, option.split)
+    return lambda ids, *cores: ttm_lookup(ids, spec, cores, padding_idx=padding_idx, plan=plan)
+
+
+def values_and_gradients(function, ids, cores):
+    y = function(ids, *cores)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(y.dtype)
+    return [y, *torch.autograd.grad(y, cores, dy)]
+
+
+@each_option
+@pytest.mark.parametrize("shape", [(), (1,), (40,), (0,), (3, 5), (2, 0, 3)], ids=str)
+def test_agrees_with_the_dense_table(spec, option, shape):
+    ids, cores = some_ids(spec, shape), cores_of(spec)
+    found = values_and_gradients(force(spec, option), ids, cores)
+    exact = values_and_gradients(lambda ids, *cores: materialize(spec, cores)[ids], ids, cores)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+
+
+@each_option
+def test_first_and_second_derivatives_pass_gradcheck(spec, option):
+    ids, cores = some_ids(spec, (2, 3)), cores_of(spec)
+    assert torch.autograd.gradcheck(lambda *c: force(spec, option)(ids, *c), cores, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *c: force(spec, option, 0)(ids, *c), cores, fast_mode=True)
+
+
+def test_full_gradcheck_of_the_halves():
+    spec = SPECS[1]
+    ids, cores, option = some_ids(spec, (6,)), cores_of(spec), plan_lookup(spec, 8).options[0]
+    assert torch.autograd.gradcheck(lambda *c: force(spec, option, 3)(ids, *c), cores)
+
+
+@each_option
+def test_pieces_of_one_id_give_the_same(spec, option, monkeypatch):
+    ids, cores = some_ids(spec, (9,)), cores_of(spec)
+    whole = values_and_gradients(force(spec, option), ids, cores)
+    monkeypatch.setattr(halves, "PIECE_CPU", 1)
+    torch.testing.assert_close(values_and_gradients(force(spec, option), ids, cores), whole, rtol=1e-12, atol=1e-12)
+
+
+@each_option
+@pytest.mark.parametrize("padding_idx", [0, -1, 1])
+def test_padding_row_is_zero_and_passes_no_gradient(spec, option, padding_idx):
+    row = padding_idx % spec.num_embeddings
+    ids, cores = torch.tensor([[row, 0, 2], [row, 1, row]]), cores_of(spec)
+    found = values_and_gradients(force(spec, option, padding_idx), ids, cores)
+
+    def table_without_row(ids, *cores):
+        keep = (torch.arange(spec.num_embeddings) != row).double()
+        return (materialize(spec, cores) * keep[:, None])[ids]
+
+    torch.testing.assert_close(found, values_and_gradients(table_without_row, ids, cores), rtol=1e-10, atol=1e-10)
+    assert torch.equal(found[0][ids == row], torch.zeros(int((ids == row).sum()), spec.embedding_dim).double())
+
+
+def test_padding_is_that_of_nn_embedding():
+    spec = SPECS[1]
+    ids, cores = some_ids(spec, (4, 6)), cores_of(spec)
+    table = materialize(spec, cores).detach()
+    dense = torch.nn.Embedding(*spec.shape, padding_idx=-2, _weight=table.clone())
+    with torch.no_grad():
+        dense.weight[-2] = 0
+    assert torch.allclose(ttm_lookup(ids, spec, cores, padding_idx=-2), dense(ids), rtol=0, atol=1e-12)
+
+
+def test_only_padding_gives_zero_gradients():
+    spec = SPECS[2]
+    ids, cores = torch.full((3,), 2), cores_of(spec)
+    ttm_lookup(ids, spec, cores, padding_idx=2).sum().backward()
+    assert all(torch.count_nonzero(core.grad) == 0 for core in cores)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integer_ids_in_any_layout(dtype):
+    spec = SPECS[2]
+    ids, cores = some_ids(spec, (4, 6), dtype).t(), cores_of(spec)
+    for option in plan_lookup(spec, 8).options:
+        y = force(spec, option)(ids, *cores)
+        torch.testing.assert_close(y, materialize(spec, cores)[ids.long()], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int8])
+def test_ids_that_are_no_indices_are_refused(dtype):
+    spec = SPECS[1]
+    with pytest.raises(TypeError, match=f"int32 or int64, got {dtype}"):
+        ttm_lookup(torch.zeros(3).to(dtype), spec, cores_of(spec))
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ([[0, 1], [16, 17]], r"got 17 at position \[1, 1\] of ids of shape \[2, 2\]"),
+        ([3, -1, 99], r"got -1 at position \[1\]"),
+        (20, r"got 20 at position \[\]"),
+    ],
+)
+def test_id_outside_the_table_is_named_and_never_a_padded_row(ids, found):
+    spec = SPECS[1]  # 17 rows, padded to 20
+    with pytest.raises(IdError, match=r"expected every id in 0 ... 16 for a table of 17 rows, " + found) as caught:
+        ttm_lookup(torch.tensor(ids), spec, cores_of(spec))
+    assert isinstance(caught.value, IndexError)
+
+
+def test_other_devices_look_up_without_asking_the_host():
+    spec = SPECS[2]
+    cores = [core.to("meta") for core in cores_of(spec)]
+    for option in plan_lookup(spec, 8).options:
+        y = force(spec, option, 1)(torch.empty(3, 5, dtype=torch.int64, device="meta"), *cores)
+        assert y.shape == (3, 5, spec.embedding_dim)
+
+
+@pytest.mark.parametrize("padding_idx", [17, -18])
+def test_padding_outside_the_table_is_refused(padding_idx):
+    spec = SPECS[1]
+    with pytest.raises(SpecError, match=rf"padding_idx in -17 ... 16 for 17 rows, got {padding_idx}"):
+        ttm_lookup(torch.tensor([1]), spec, cores_of(spec), padding_idx=padding_idx)
+
+
+def test_wrong_cores_are_named():
+    spec = SPECS[1]
+    with pytest.raises(SpecError, match=r"expected 2 cores of shapes \(\(1, 4, 3, 4\), \(4, 5, 2, 1\)\)"):
+        ttm_lookup(torch.tensor([1]), spec, cores_of(spec)[:1])
+
+
+def test_keeps_only_the_halves_and_the_ids():
+    spec = ttm((16, 16), (8, 8), 8)
+    ids, cores = some_ids(spec, (4096,)), cores_of(spec)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ttm_lookup(ids, spec, cores, plan=plan_lookup(spec, 4096).using("halves"))
+    numbers = [t.numel() for t in kept if t.is_floating_point()]
+    assert max(numbers) <= max(core.numel() for core in cores)
+
+
+def test_repeated_ids_are_multiplied_once(monkeypatch):
+    spec = SPECS[1]
+    sizes = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
+    ttm_lookup(torch.tensor([3, 5, 3, 3, 5]), spec, cores_of(spec), plan=plan_lookup(spec, 5).using("halves"))
+    assert sizes == [2]
+
+
+def test_only_rows_of_parts_that_occur_are_made(monkeypatch):
+    spec = ttm((9, 9, 9, 9), (2, 2, 2, 2), 5)
+    ids = torch.tensor([0, 1, 82, 6560])  # left parts (0, 0), (0, 1), (8, 8); right parts (0, 0), (0, 1), (8, 8)
+    sizes = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
+    found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 4).using("chain"))
+    assert sizes == [3, 3, 4]
+    torch.testing.assert_close(found, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
+
+
+def test_pairs_that_share_a_part_are_multiplied_together(monkeypatch):
+    spec = ttm((16, 2), (2, 2), 4)
+    monkeypatch.setattr(rows, "BLOCKS_FROM", 0)
+    sizes = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
+    ids = torch.arange(29)  # 15 with the first right row, 14 with the second: blocks of 7
+    found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 29).using("halves"))
+    assert sizes == [3 + 2]
+    torch.testing.assert_close(found, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
+
+
+def signal_to_noise(found, exact):
+    exact, found = exact.detach().double(), found.detach().double()
+    return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())
+
+
+@pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 54), (torch.float16, 72)])
+def test_low_precision_rounds_once(dtype, decibels):
+    spec = ttm((5, 4, 10, 10), (4, 2, 3, 4), 32, pad_rows=7)
+    low, ids = cores_of(spec, dtype), some_ids(spec, (500,))
+    double = [core.detach().double().requires_grad_() for core in low]
+    found = values_and_gradients(lambda ids, *cores: ttm_lookup(ids, spec, cores), ids, low)
+    exact = values_and_gradients(lambda ids, *cores: F.embedding(ids, materialize(spec, cores)), ids, double)
+    assert all(t.dtype == dtype for t in found)
+    assert signal_to_noise(found[0], exact[0]) > decibels
+    assert min(signal_to_noise(a, b) for a, b in zip(found[1:], exact[1:], strict=True)) > decibels - 4
+
+
+def test_autocast_leaves_the_look_up_alone():
+    spec = SPECS[2]
+    ids, cores = some_ids(spec, (40,)), cores_of(spec, torch.float32)
+    for option in plan_lookup(spec, 8).options:
+        outside = values_and_gradients(force(spec, option), ids, cores)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = force(spec, option)(ids, *cores)
+        assert inside.dtype == torch.float32
+        assert torch.equal(inside, outside[0])
+
+
+def test_gradients_reach_halves_whose_strides_are_not_contiguous() -> None:
+    spec = TTMSpec(2, 4, (1, 2, 1, 1, 1, 1), (2, 1, 1, 1, 1, 2), (1, 1, 2, 1, 1, 1, 1))
+    torch.manual_seed(0)
+    cores = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in spec.core_shapes]
+    for option in plan_lookup(spec, 1).options:
+        plan = plan_lookup(spec, 1).using(option.strategy, option.split)
+        found = torch.autograd.grad(ttm_lookup(torch.tensor([0]), spec, cores, plan=plan).sum(), cores)
+        exact = torch.autograd.grad(materialize(spec, cores)[0].sum(), cores)
+        torch.testing.assert_close(found, exact)

@@ -1,0 +1,150 @@
+"""ttm_linear, the output head over a tensor-train matrix, against the float64 dense oracle."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from comera.errors import SpecError
+from comera.ops import halves
+from comera.ops.linear import ttm_linear
+from comera.ops.planner.plan import plan_projection
+from comera.tt.dense import materialize
+from comera.tt.spec import TTMSpec, clip_ranks
+
+
+def ttm(row_modes, col_modes, rank, *, pad_rows=0, pad_cols=0):
+    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
+    shape = math.prod(row_modes) - pad_rows, math.prod(col_modes) - pad_cols
+    return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
+
+
+SPECS = [
+    ttm((7,), (5,), 1),
+    ttm((4, 5), (3, 2), 4),
+    ttm((3, 4, 2), (2, 3, 2), 3, pad_rows=5, pad_cols=1),
+    ttm((4, 5), (3, 2), 0),
+    ttm((2, 3, 2, 2), (2, 1, 2, 3), 1, pad_rows=1),
+    ttm((2, 2, 2, 2, 2, 2), (1, 2, 1, 2, 1, 2), 4),
+]
+CASES = [(spec, option) for spec in SPECS for option in plan_projection(spec, 8).options]
+each_option = pytest.mark.parametrize(
+    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.split}" for spec, option in CASES]
+)
+
+
+def operands(spec, lead, *, bias=True, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*lead, spec.embedding_dim), (spec.num_embeddings,), *spec.core_shapes]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    tensors[2:] = [core / math.sqrt(max(1, core.shape[0])) for core in tensors[2:]]
+    leaves = [t.to(dtype).requires_grad_() for t in tensors]
+    return leaves if bias else [leaves[0], None, *leaves[2:]]
+
+
+def oracle(spec, x, bias, *cores):
+    return F.linear(x, materialize(spec, cores), bias)
+
+
+def force(spec, option):
+    plan = plan_projection(spec, 8).using(option.strategy, option.split)
+    return lambda x, bias, *cores: ttm_linear(x, spec, cores, bias, plan=plan)
+
+
+def values_and_gradients(function, tensors, dy=None):
+    y = function(*tensors)
+    if dy is None:
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return [y, *torch.autograd.grad(y, [t for t in tensors if t is not None], dy.to(y.dtype))]
+
+
+@each_option
+@pytest.mark.parametrize("lead", [(), (1,), (7,), (0,), (2, 3)], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_agrees_with_the_dense_oracle(spec, option, lead, bias):
+    tensors = operands(spec, lead, bias=bias)
+    found = values_and_gradients(force(spec, option), tensors)
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+    assert found[0].is_contiguous()
+
+
+@each_option
+def test_first_and_second_derivatives_pass_gradcheck(spec, option):
+    tensors = operands(spec, (3,))
+    assert torch.autograd.gradcheck(force(spec, option), tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(force(spec, option), tensors, fast_mode=True)
+
+
+@each_option
+def test_pieces_of_one_row_give_the_same(spec, option, monkeypatch):
+    tensors = operands(spec, (5,))
+    whole = values_and_gradients(force(spec, option), tensors)
+    monkeypatch.setattr(halves, "PIECE_CPU", 1)
+    torch.testing.assert_close(values_and_gradients(force(spec, option), tensors), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_pieces_cover_the_batch_within_their_limit(monkeypatch):
+    monkeypatch.setattr(halves, "PIECE_CPU", 100)
+    cpu = torch.device("cpu")
+    assert halves.pieces(10, 30, cpu) == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 10)]
+    assert halves.pieces(8, 20, cpu) == [slice(0, 4), slice(4, 8)]  # up to five, and no remainder of three
+    assert halves.pieces(2, 1000, cpu) == [slice(0, 1), slice(1, 2)]
+    assert halves.pieces(5, 0, cpu) == [slice(0, 5)]
+    assert halves.pieces(0, 30, cpu) == []
+
+
+def test_keeps_no_wide_tensor_for_the_backward():
+    spec = ttm((8, 8, 8), (4, 4, 4), 8)
+    x, bias, *cores = operands(spec, (64,))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        ttm_linear(x, spec, cores, bias, plan=plan_projection(spec, 64).using("halves", 2))
+    left_half = (8 * 8) * (4 * 4) * 8
+    assert max(kept) == left_half < spec.num_embeddings * spec.embedding_dim < 64 * (4 * 4) * 8 * 8
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded"])
+def test_non_contiguous_input_and_gradient(layout):
+    spec = SPECS[2]
+    x, bias, *cores = operands(spec, (6,))
+    x = x.detach()
+    view = (x.t().contiguous().t() if layout == "transposed" else x[:1].expand(6, -1)).requires_grad_()
+    dy = torch.ones(1, 1, dtype=torch.float64).expand(6, spec.num_embeddings)
+    for option in plan_projection(spec, 8).options:
+        found = values_and_gradients(force(spec, option), [view, bias, *cores], dy)
+        exact = values_and_gradients(lambda *t: oracle(spec, *t), [view, bias, *cores], dy)
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+
+
+def signal_to_noise(found, exact):
+    exact, found = exact.detach().double(), found.detach().double()
+    return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())
+
+
+@pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 46), (torch.float16, 64)])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "pure"])
+def test_low_precision_keeps_the_signal(dtype, decibels, autocast, monkeypatch):
+    monkeypatch.setattr(halves, "PIECE_CPU", 2**14)  # several pieces: their sums must not be rounded one by one
+    spec = ttm((5, 4, 10, 10), (4, 2, 3, 4), 32, pad_rows=7)
+    low = operands(spec, (64,), dtype=torch.float32 if autocast else dtype)
+    double = [t.detach().double().requires_grad_() for t in low]
+    dy = torch.randn(64, spec.num_embeddings, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), double, dy.double())
+    for option in plan_projection(spec, 64).options:
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            y = force(spec, option)(*low)
+        found = [y, *torch.autograd.grad(y, low, dy)]
+        assert y.dtype == dtype
+        assert all(g.dtype == t.dtype for g, t in zip(found[1:], low, strict=True))
+        assert min(signal_to_noise(a, b) for a, b in zip(found, exact, strict=True)) > decibels
+
+
+def test_wrong_last_dimension_names_both():
+    spec = SPECS[1]
+    _, bias, *cores = operands(spec, ())
+    with pytest.raises(SpecError, match=r"last dimension is 6 for TTM .* got shape \(2, 20\)"):
+        ttm_linear(torch.randn(2, 20).double(), spec, cores, bias)
+    with pytest.raises(SpecError, match=r"bias of shape \(20,\) .* got \(6,\)"):
+        ttm_linear(torch.randn(2, 6).double(), spec, cores, bias[:6])

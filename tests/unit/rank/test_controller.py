@@ -1,0 +1,286 @@
+"""The hook between backward() and step(): what it adds to which gradient, and what it leaves alone."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comera.errors import RankError
+from comera.nn.embedding import TTMEmbedding, TTMProjection
+from comera.nn.linear import TTLinear
+from comera.optim.param_groups import param_groups
+from comera.rank.controller import RankController
+from comera.rank.objective import EarlyStage, Scales
+from comera.rank.size import surrogate, surrogate_grads
+from comera.tt.spec import TTMSpec, TTSpec
+
+
+class Tied(nn.Module):
+    """An embedding and the head tied to it around a linear layer, and a chain of order 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = TTMEmbedding(TTMSpec(11, 6, (3, 4), (2, 3), (1, 5, 1)))
+        self.linear = TTLinear(TTSpec(6, 6, (3, 2), (2, 3), (1, 3, 4, 3, 1)))
+        self.segments = TTMEmbedding(TTMSpec(2, 6, (2,), (6,), (1, 1)))
+        self.norm = nn.LayerNorm(6)
+        self.head = TTMProjection(self.embedding.tt)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(self.linear(self.embedding(ids)) + self.segments(ids % 2))
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def backward(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.arange(10)).square().mean()
+    loss.backward()
+    return loss
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_hook_adds_size_and_ridge_to_the_loss_gradients() -> None:
+    torch.manual_seed(0)
+    model, stage = Tied(), EarlyStage(size_weight=0.3, ridge=0.02)
+    optimizer = sgd(model)
+    RankController(model, early=stage).attach(optimizer)
+    trains = {"embedding.tt": model.embedding.tt, "linear.tt": model.linear.tt, "segments.tt": model.segments.tt}
+    surrogate_0 = sum(surrogate(train).item() for train in trains.values())
+    with torch.no_grad():  # Ŝ_0 is the size at attach, not the present one
+        model.linear.tt.rank_params[1][1] = -0.5
+        model.embedding.tt.rank_params[0][2] = 0.0
+    backward(model)
+    expected = grads(model)
+    for name, train in trains.items():
+        for k, grad in enumerate(surrogate_grads(train)):
+            expected[f"{name}.rank_params.{k}"] += 0.3 / surrogate_0 * grad
+        for k, core in enumerate(train.cores):
+            expected[f"{name}.cores.{k}"] += 2 * 0.02 * core.detach()
+    optimizer.step()
+    for name, grad in grads(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+    assert model.linear.tt.rank_params[1].grad[1] == 0
+    assert model.embedding.tt.rank_params[0].grad[2] == 0
+
+
+def test_without_weights_the_gradients_stay_to_the_bit() -> None:
+    model = Tied()
+    optimizer = sgd(model)
+    RankController(model, early=EarlyStage(size_weight=0.0)).attach(optimizer)
+    backward(model)
+    expected = grads(model)
+    optimizer.step()
+    for name, grad in grads(model).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+def test_a_stage_that_scales_the_loss_scales_every_gradient_by_a_device_scalar() -> None:
+    class Halved(RankController):
+        def _scales(self) -> Scales:
+            return torch.tensor(0.5), torch.tensor(0.25)
+
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = sgd(model)
+    Halved(model).attach(optimizer)
+    backward(model)
+    expected = {name: 0.5 * grad for name, grad in grads(model).items()}
+    for k, grad in enumerate(surrogate_grads(model.linear.tt)):
+        expected[f"linear.tt.rank_params.{k}"] += 0.25 * grad
+    for k, grad in enumerate(surrogate_grads(model.embedding.tt)):
+        expected[f"embedding.tt.rank_params.{k}"] += 0.25 * grad
+    optimizer.step()
+    for name, grad in grads(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-8)
+
+
+def test_frozen_and_unused_parameters_get_no_invented_gradient() -> None:
+    model = Tied()
+    model.linear.tt.rank_params[0].requires_grad_(False)
+    model.linear.tt.cores[0].requires_grad_(False)
+    optimizer = sgd(model)
+    RankController(model, early=EarlyStage(ridge=0.1)).attach(optimizer)
+    model.linear(torch.ones(1, 6)).sum().backward()  # the embedding is not used
+    optimizer.step()
+    assert model.linear.tt.rank_params[0].grad is None
+    assert model.linear.tt.cores[0].grad is None
+    assert model.embedding.tt.rank_params[0].grad is None
+    assert all(core.grad is None for core in model.embedding.tt.cores)
+    assert torch.equal(model.embedding.tt.rank_params[0], torch.ones(5))
+
+
+def test_a_step_without_any_gradient_does_nothing() -> None:
+    model = Tied()
+    optimizer = sgd(model)
+    RankController(model, early=EarlyStage(ridge=0.1)).attach(optimizer)
+    before = [p.clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_several_optimizers_each_adjust_what_they_hold() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    groups = {group.pop("name"): group for group in param_groups(model, lr=0.0)}
+    ranks, cores = torch.optim.SGD([groups["ranks"]]), torch.optim.SGD([groups["cores"], groups["tables"]])
+    RankController(model, early=EarlyStage(size_weight=1.0, ridge=0.1)).attach(ranks).attach(cores)
+    backward(model)
+    first = grads(model)
+    ranks.step()
+    changed = {name for name, grad in grads(model).items() if not torch.equal(grad, first[name])}
+    assert changed == {name for name in first if "rank_params" in name}
+    second = grads(model)
+    cores.step()
+    changed = {name for name, grad in grads(model).items() if not torch.equal(grad, second[name])}
+    assert changed == {name for name in first if "cores" in name}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_gradients_made_by_a_closure_are_adjusted_after_it(by_name: bool) -> None:
+    results = []
+    for closing in (False, True):
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = sgd(model)
+        RankController(model, early=EarlyStage(size_weight=1.0)).attach(optimizer)
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            return backward(model)
+
+        if not closing:
+            closure()
+            optimizer.step()
+        elif by_name:
+            assert isinstance(optimizer.step(closure=closure), Tensor)
+        else:
+            assert isinstance(optimizer.step(closure), Tensor)
+        results.append(model.linear.tt.rank_params[1].detach().clone())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_grad_scaler_the_size_gradient_meets_the_loss_gradient_at_its_scale(fused: bool) -> None:
+    results = []
+    for scale in (None, 1024.0):
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        RankController(model, early=EarlyStage(size_weight=1.0, ridge=0.05)).attach(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        scaler.scale(model(torch.arange(10)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        results.append([p.detach().clone() for p in model.parameters()])
+        moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        results[-1] += moments
+    for plain, scaled in zip(*results, strict=True):
+        torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrapper_around_the_optimizer_is_looked_through() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    model = Tied()
+    inner = sgd(model)
+    controller = RankController(model).attach(Wrapper(inner))
+    with pytest.raises(RankError, match="attached already"):
+        controller.attach(inner)
+
+
+def test_detached_optimizers_step_without_adaptation() -> None:
+    model = Tied()
+    optimizer = sgd(model)
+    controller = RankController(model, early=EarlyStage(size_weight=5.0)).attach(optimizer)
+    controller.detach()
+    backward(model)
+    expected = grads(model)
+    optimizer.step()
+    assert all(torch.equal(grad, expected[name]) for name, grad in grads(model).items())
+    controller.attach(optimizer)
+
+
+def test_what_cannot_be_attached_is_refused() -> None:
+    model = Tied()
+    optimizer = sgd(model)
+    controller = RankController(model).attach(optimizer)
+    with pytest.raises(RankError, match="SGD is attached already"):
+        controller.attach(optimizer)
+    with pytest.raises(RankError, match=r"holds 2 parameters, none of them a core or rank parameter.*tensorize_"):
+        controller.attach(torch.optim.SGD(model.norm.parameters(), lr=0.1))
+    with pytest.raises(RankError, match="compressed layers, got Linear without any"):
+        RankController(nn.Linear(2, 2))
+
+
+def test_observe_averages_the_losses_detached_and_refuses_unreduced_ones() -> None:
+    controller = RankController(Tied())
+    losses = torch.rand(250, dtype=torch.float64, requires_grad=True)
+    for loss in losses[:100]:
+        controller.observe(loss)
+    assert controller._loss is not None
+    assert not controller._loss.requires_grad
+    torch.testing.assert_close(controller._loss, losses[:100].detach().float().mean())
+    mean = losses[:100].detach().mean()
+    for loss in losses.detach()[100:]:
+        controller.observe(loss)
+        mean += (loss - mean) / 100
+    torch.testing.assert_close(controller._loss, mean.float())
+    with pytest.raises(RankError, match=r"scalar, got shape \(3,\)"):
+        controller.observe(torch.ones(3))
+
+
+def test_the_state_goes_through_json_exactly_and_outlives_pruning() -> None:
+    model = Tied()
+    with torch.no_grad():
+        model.linear.tt.rank_params[0].mul_(1 / 3)
+    controller = RankController(model)
+    assert controller.state_dict()["surrogate_0"] is None
+    controller.attach(sgd(model))
+    controller.observe(torch.tensor(1 / 3))
+    state = controller.state_dict()
+    sizes = [surrogate(layer.tt).item() for layer in (model.embedding, model.linear, model.segments)]
+    assert state["surrogate_0"] == pytest.approx(sum(sizes))
+    with torch.no_grad():
+        model.linear.tt.rank_params[0][0] = 0.0
+    assert controller.prune_().changed
+
+    resumed = RankController(model)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    resumed.attach(sgd(model))
+    assert resumed.state_dict() == state
+
+
+@pytest.mark.parametrize("state", [{"surrogate_0": 1.0}, {"surrogate_0": 1.0, "momentum": 2}, {"steps": "many"}])
+def test_a_foreign_state_is_refused(state: dict[str, Any]) -> None:
+    controller = RankController(Tied())
+    before = controller.state_dict()
+    with pytest.raises(RankError, match="expected the state of a RankController"):
+        controller.load_state_dict(state if "steps" not in state else {**before, **state})
+    assert controller.state_dict() == before
+
+
+def test_a_size_weight_alone_makes_ranks_fall_and_pruning_goes_on() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3, rank_lr=0.1))
+    controller = RankController(model, early=EarlyStage(size_weight=100.0)).attach(optimizer)
+    for _ in range(30):
+        loss = backward(model)
+        controller.observe(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.prune_()
+    assert model.linear.tt.spec.bonds == (0, 0, 0)
+    assert model.segments.tt.spec.order == 1
+    assert torch.isfinite(backward(model))

@@ -1,0 +1,239 @@
+"""Cutting inactive slices: what goes, what stays the same object, what is refused before anything changes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comera.errors import RankError
+from comera.nn.embedding import TTMEmbedding, TTMProjection
+from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import TensorTrain
+from comera.rank.prune import PruneReport, PruneRow, prune_
+from comera.rank.size import active_size, model_size, surrogate
+from comera.tt.spec import TTMSpec, TTSpec
+
+TT = TTSpec(6, 10, (3, 2), (5, 2), (1, 3, 5, 2, 1))
+OPTIMIZERS: dict[str, Any] = {
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+def layer(threshold: float = 1e-2, dtype: torch.dtype = torch.float32) -> TTLinear:
+    torch.manual_seed(0)
+    return TTLinear(TensorTrain(TT, init_std=0.5, threshold=threshold, dtype=dtype))
+
+
+def kill(train: TensorTrain, bond: int, entries: Any, value: float = 0.0) -> None:
+    with torch.no_grad():
+        train.rank_params[bond][entries] = value
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def test_inactive_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
+    model = layer()
+    kill(model.tt, 0, 1)
+    kill(model.tt, 1, [0, 3], -2.0)
+    cores = [core.detach().clone() for core in model.tt.cores]
+    before, size, surrogate_before = model.weight.detach(), active_size(model.tt), surrogate(model.tt)
+    report = prune_(model)
+    left, middle = [0, 2], [1, 2, 4]
+    assert model.spec.ranks == (1, 2, 3, 2, 1)
+    assert torch.equal(model.tt.cores[0], cores[0][:, :, left])
+    assert torch.equal(model.tt.cores[1], cores[1][left][:, :, middle])
+    assert torch.equal(model.tt.cores[2], cores[2][middle])
+    assert torch.equal(model.tt.cores[3], cores[3])
+    torch.testing.assert_close(model.weight, before, rtol=1e-6, atol=1e-6)
+    assert active_size(model.tt) == size == model.spec.numel
+    torch.testing.assert_close(surrogate(model.tt), surrogate_before)
+    assert report == PruneReport(TT.numel + 10, size + 7, (PruneRow("tt", (3, 5, 2), (2, 3, 2)),))
+    assert report.changed
+    assert model_size(model).tensorized == report.after
+
+
+def test_the_report_reads_as_a_table() -> None:
+    model = nn.ModuleDict({"first": layer(), "other": layer()})
+    assert not prune_(model).changed
+    assert str(prune_(model)) == "pruned nothing: all rank parameters of 2 chains are active (206 numbers)"
+    kill(model["first"].tt, 0, 1)
+    assert str(prune_(model)).splitlines() == [
+        "first.tt  3-5-2 -> 2-5-2",
+        "1 of 2 chains pruned: 206 -> 192 numbers (93.2% left)",
+    ]
+
+
+def test_parameters_stay_the_same_objects_and_keep_what_is_theirs() -> None:
+    model = layer()
+    model.tt.cores[1].requires_grad_(False)
+    kill(model.tt, 2, 0)
+    model(torch.ones(2, 6)).sum().backward()
+    calls: list[Tensor] = []
+    model.tt.cores[3].register_hook(calls.append)
+    objects = list(model.parameters())
+    grad = model.tt.cores[3].grad
+    assert grad is not None
+    prune_(model)
+    assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+    assert torch.equal(model.tt.cores[3].grad, grad[1:])
+    assert model.tt.cores[1].grad is None
+    assert [p.requires_grad for p in model.tt.cores] == [True, False, True, True]
+    model(torch.ones(2, 6)).sum().backward()
+    assert [tuple(g.shape) for g in calls] == [(1, 2, 1)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_are_cut_with_their_parameters_and_scalars_stay(name: str) -> None:
+    model, x = layer(), torch.randn(4, 6)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step(model, optimizer, x)
+    step(model, optimizer, x)
+    core = model.tt.cores[1]
+    before = copy.deepcopy(optimizer.state[core])
+    kill(model.tt, 0, 0)
+    kill(model.tt, 1, [1, 2])
+    prune_(model, [optimizer])
+    state = optimizer.state[core]
+    assert set(state) == set(before)
+    for key, value in before.items():
+        if isinstance(value, Tensor) and value.ndim:
+            assert torch.equal(state[key], value[1:][:, :, [0, 3, 4]]), key
+        else:
+            assert state[key] == value, key
+    step(model, optimizer, x)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_dead_layer_is_its_bias_and_goes_on_training(name: str) -> None:
+    model, x = layer(), torch.randn(4, 6)
+    with torch.no_grad():
+        model.bias.normal_()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step(model, optimizer, x)
+    kill(model.tt, 1, slice(None))
+    report = prune_(model, [optimizer])
+    assert report.after == 0
+    assert model.spec.ranks == (1, 0, 0, 0, 1)
+    assert all(p.numel() == 0 for p in model.tt.parameters())
+    assert torch.equal(model(x), model.bias.expand(4, 10))
+    assert torch.equal(model.weight, torch.zeros(10, 6))
+    bias = model.bias.detach().clone()
+    step(model, optimizer, x)
+    step(model, optimizer, x)
+    assert not torch.equal(model.bias, bias)
+    fresh = TTLinear(model.spec)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(x), model(x))
+    assert not prune_(model, [optimizer]).changed
+
+
+def test_tied_layers_are_cut_once_and_a_dead_table_gives_zeros() -> None:
+    embedding = TTMEmbedding(TTMSpec(11, 6, (3, 4), (2, 3), (1, 5, 1)))
+    model = nn.ModuleDict({"embedding": embedding, "head": TTMProjection(embedding.tt)})
+    kill(embedding.tt, 0, [0, 4])
+    rows = embedding.weight.detach()
+    report = prune_(model)
+    assert [row.name for row in report.rows] == ["embedding.tt"]
+    assert model["head"].tt is embedding.tt
+    assert embedding.spec.ranks == (1, 3, 1)
+    torch.testing.assert_close(embedding(torch.arange(11)), rows, rtol=1e-5, atol=1e-6)
+    kill(embedding.tt, 0, slice(None))
+    prune_(model)
+    assert torch.equal(embedding(torch.arange(11)), torch.zeros(11, 6))
+    assert torch.equal(model["head"](torch.ones(2, 6)), torch.zeros(2, 11))
+
+
+def test_a_chain_of_order_1_has_nothing_to_cut() -> None:
+    model = TTMEmbedding(TTMSpec(5, 3, (5,), (3,), (1, 1)))
+    assert prune_(model).rows == (PruneRow("tt", (), ()),)
+    assert model.tt.cores[0].shape == (1, 5, 3, 1)
+
+
+def test_one_bond_of_rank_0_empties_the_whole_chain() -> None:
+    model = TTLinear(TTSpec(6, 6, (2, 3), (3, 2), (1, 2, 0, 2, 1)))
+    assert prune_(model).changed
+    assert model.spec.bonds == (0, 0, 0)
+
+
+def test_optimizers_state_of_another_shape_is_refused_with_nothing_changed() -> None:
+    model, x = nn.Sequential(layer()), torch.randn(4, 6)
+    adafactor = torch.optim.Adafactor(model.parameters())
+    adamw = torch.optim.AdamW(model.parameters())
+    for optimizer in (adamw, adafactor):
+        step(model, optimizer, x)
+    kill(model[0].tt, 1, 2)
+    before = copy.deepcopy((model.state_dict(), adamw.state_dict(), adafactor.state_dict()))
+    with pytest.raises(RankError, match=r"Adafactor keeps 'row_var' of shape .*'0\.tt\.cores\.0'.*nothing was pruned"):
+        prune_(model, [adamw, adafactor])
+    after = (model.state_dict(), adamw.state_dict(), adafactor.state_dict())
+    assert repr(after) == repr(before)
+    assert model[0].spec == TT
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rank_parameters_that_are_no_numbers_are_refused_with_nothing_changed(value: float) -> None:
+    model = nn.ModuleDict({"good": layer(), "bad": layer()})
+    kill(model["good"].tt, 0, 0)
+    kill(model["bad"].tt, 2, 1, value)
+    with pytest.raises(RankError, match=r"rank parameters of 'bad\.tt', bond 3, hold NaN or infinite"):
+        prune_(model)
+    assert model["good"].spec == TT
+
+
+def test_pruned_numbers_share_no_storage_with_the_old_ones() -> None:
+    model = layer(dtype=torch.bfloat16)
+    kill(model.tt, 0, 2)
+    old = [p.data for p in model.tt.parameters()]
+    prune_(model)
+    assert {p.data_ptr() for p in model.tt.parameters()}.isdisjoint(p.data_ptr() for p in old)
+    assert all(p.untyped_storage().nbytes() == 2 * p.numel() for p in model.tt.parameters())
+    assert all(p.dtype == torch.bfloat16 for p in model.tt.parameters())
+
+
+@pytest.mark.parametrize(
+    ("multiple", "kept"), [(1, [1, 4]), (2, [1, 4]), (3, [1, 2, 4]), (4, [0, 1, 2, 4]), (8, list(range(5)))]
+)
+def test_ranks_stay_at_multiples_by_keeping_the_largest_inactive_entries(multiple: int, kept: list[int]) -> None:
+    model, x = layer(), torch.randn(4, 6)
+    values = torch.tensor([-0.5, 0.4, 0.009, -0.7, 1.0])
+    with torch.no_grad():
+        model.tt.rank_params[1].copy_(values)
+    optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
+    y, surrogate_before = model(x).detach(), surrogate(model.tt)
+    report = prune_(model, [optimizer], multiple=multiple)
+    assert model.spec.bonds == (3, len(kept), 2)
+    assert torch.equal(model.tt.rank_params[1], values[kept])
+    assert report.after == model_size(model).tensorized
+    torch.testing.assert_close(model(x), y, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(surrogate(model.tt), surrogate_before)
+    assert not prune_(model, multiple=multiple).changed
+    step(model, optimizer, x)  # what is inactive gets no gradient
+    inactive = values[kept] <= 0.01
+    assert torch.equal(model.tt.rank_params[1][inactive], values[kept][inactive])
+    assert not torch.equal(model.tt.rank_params[1][~inactive], values[kept][~inactive])
+
+
+def test_a_dead_bond_empties_the_chain_whatever_the_multiple() -> None:
+    model = layer()
+    kill(model.tt, 1, slice(None))
+    prune_(model, multiple=4)
+    assert model.spec.bonds == (0, 0, 0)
+
+
+def test_a_multiple_below_one_is_refused() -> None:
+    model = layer()
+    kill(model.tt, 0, 1)
+    with pytest.raises(RankError, match="multiples of 1 or more, got 0"):
+        prune_(model, multiple=0)
+    assert model.spec == TT

@@ -1,0 +1,162 @@
+"""S, its surrogate and its gradient against a bond-by-bond loop and autograd; what a model stores."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comera.nn.embedding import TTMEmbedding, TTMProjection
+from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import TensorTrain
+from comera.rank.size import (
+    ModelSize,
+    SizeTable,
+    active_ranks,
+    active_size,
+    model_size,
+    size_tables,
+    surrogate,
+    surrogate_grads,
+)
+from comera.tt.spec import Spec, TTMSpec, TTSpec
+
+TT = TTSpec(12, 20, (3, 4), (2, 2, 5), (1, 3, 6, 5, 4, 1))
+TTM = TTMSpec(23, 12, (2, 3, 4), (3, 2, 2), (1, 4, 5, 1))
+ORDER_1 = TTMSpec(5, 3, (5,), (3,), (1, 1))
+SPECS = [TT, TTM, ORDER_1, TTSpec(6, 6, (6,), (6,), (1, 1, 1)), TTSpec(6, 6, (2, 3), (3, 2), (1, 0, 0, 0, 1))]
+
+
+def chain(spec: Spec, dtype: torch.dtype = torch.float64, threshold: float = 1e-2) -> TensorTrain:
+    """Rank parameters from -1 to 2: on every bond an active one, some inactive, some exactly at the threshold."""
+    train = TensorTrain(spec, init_std=1.0, dtype=dtype, threshold=threshold)
+    with torch.no_grad():
+        for d in train.rank_params:
+            d.copy_(torch.rand(d.shape, generator=torch.Generator().manual_seed(d.numel())) * 3 - 1)
+            d[:1] = 0.7
+            d[1::3] = threshold
+    return train
+
+
+def looped_surrogate(train: TensorTrain) -> Tensor:
+    """METHOD §2, word by word."""
+    one = torch.ones((), dtype=torch.float64)
+    norms = [one, *(d[d > train.threshold].double().abs().sum() for d in train.rank_params), one]
+    terms = [norms[k] * size * norms[k + 1] for k, size in enumerate(train.spec.sizes)]
+    return torch.stack(terms).sum()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_surrogate_and_its_closed_form_gradient_agree_with_the_formula(spec: Spec) -> None:
+    train = chain(spec)
+    expected = looped_surrogate(train)
+    torch.testing.assert_close(surrogate(train), expected, rtol=1e-12, atol=0)
+    params = list(train.rank_params)
+    if not params:
+        assert surrogate_grads(train) == []
+        return
+    closed = surrogate_grads(train)
+    for value in (expected, surrogate(train)):
+        for grad, auto in zip(closed, torch.autograd.grad(value, params), strict=True):
+            torch.testing.assert_close(grad, auto, rtol=1e-12, atol=0)
+
+
+def test_inactive_entries_get_exactly_zero_gradient_and_active_ones_never() -> None:
+    train = chain(TT)
+    for grad, active in zip(surrogate_grads(train), train.active(), strict=True):
+        assert torch.equal(grad != 0, active)
+
+
+def test_sign_matters_below_a_negative_threshold() -> None:
+    train = chain(TT, threshold=-2.0)
+    torch.testing.assert_close(surrogate(train), looped_surrogate(train))
+    for grad, d in zip(surrogate_grads(train), train.rank_params, strict=True):
+        assert torch.equal(grad.sign(), torch.where(d > -2.0, d.sign(), 0.0))
+
+
+def test_a_dead_bond_leaves_the_formula_as_it_is() -> None:
+    train = chain(TT)
+    with torch.no_grad():
+        train.rank_params[1].zero_()
+    r1, _, r3, r4 = active_ranks(train)
+    assert active_size(train) == 3 * r1 + 2 * 0 + r3 * 2 * r4 + r4 * 5
+    torch.testing.assert_close(surrogate(train), looped_surrogate(train))
+    assert all(grad.any() for k, grad in enumerate(surrogate_grads(train)) if k != 1)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_active_size_is_the_number_of_entries_in_the_cores_when_all_are_active(spec: Spec) -> None:
+    train = TensorTrain(spec, init_std=1.0)
+    assert active_size(train) == spec.numel == sum(core.numel() for core in train.cores)
+    assert active_ranks(train) == spec.bonds
+    assert surrogate(train).item() == spec.numel
+
+
+def test_active_size_counts_bonds_above_the_threshold() -> None:
+    train = TensorTrain(TTM, init_std=1.0)
+    with torch.no_grad():
+        train.rank_params[0][1:] = 1e-2
+        train.rank_params[1][:2] = -3.0
+    assert active_ranks(train) == (1, 3)
+    assert active_size(train) == 6 * 1 + 1 * 6 * 3 + 3 * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_rank_parameters_are_summed_in_float32(dtype: torch.dtype) -> None:
+    train = chain(TT, dtype)
+    value = surrogate(train)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), looped_surrogate(train), rtol=1e-6, atol=0)
+    assert all(grad.dtype == torch.float32 for grad in surrogate_grads(train))
+
+
+def test_a_table_over_many_chains_adds_them_up() -> None:
+    trains = [chain(spec) for spec in SPECS]
+    table = SizeTable(trains)
+    torch.testing.assert_close(table.surrogate(), torch.stack([looped_surrogate(t) for t in trains]).sum())
+    alone = [grad for train in trains for grad in surrogate_grads(train)]
+    for grad, expected in zip(table.surrogate_grads(0.5), alone, strict=True):
+        torch.testing.assert_close(grad, 0.5 * expected, rtol=1e-12, atol=0)
+
+
+def test_tables_part_by_dtype_and_threshold_and_notice_changes() -> None:
+    trains = [chain(TT), chain(TTM), chain(TT, torch.float32), chain(TT, threshold=0.5)]
+    tables = size_tables(trains)
+    assert [len(table.trains) for table in tables] == [2, 1, 1]
+    assert all(table.fits() for table in tables)
+    trains[2].double()
+    trains[3].set_(TT.with_ranks(2), [torch.ones(s) for s in TT.with_ranks(2).core_shapes])
+    assert [table.fits() for table in tables] == [True, False, False]
+
+
+def test_model_size_counts_tied_parameters_once_and_biases_under_total_only() -> None:
+    embedding = TTMEmbedding(TTM)
+    model = nn.Sequential(embedding, TTLinear(TT), nn.LayerNorm(20), nn.Linear(20, 12), TTMProjection(embedding.tt))
+    size = model_size(model)
+    tensorized = TTM.numel + TTM.rank_numel + TT.numel + TT.rank_numel
+    others = 20 + 40 + (20 * 12 + 12) + 23  # biases of the compressed layers and of the head, the norm, the linear
+    assert size == ModelSize(
+        total=tensorized + others,
+        tensorized=tensorized,
+        dense_total=23 * 12 + 12 * 20 + others,
+        dense_tensorized=23 * 12 + 12 * 20,
+        bytes=4 * (tensorized + others),
+    )
+    assert size.ratio == size.dense_total / size.total
+    assert size.tensorized_ratio == size.dense_tensorized / tensorized
+    assert model_size(model.half()).bytes == 2 * size.total
+    assert f"{size.total:,} numbers" in str(size)
+
+
+def test_a_known_dense_original_takes_the_place_of_the_chains_own_weights() -> None:
+    model = nn.Sequential(TTLinear(TT), nn.Linear(20, 12))
+    alone = model_size(model)
+    size = model_size(model, dense_total=alone.dense_total - 100)
+    assert (size.dense_total, size.dense_tensorized) == (alone.dense_total - 100, alone.dense_tensorized - 100)
+    assert (size.total, size.tensorized) == (alone.total, alone.tensorized)
+
+
+def test_model_size_of_dense_empty_and_meta_models() -> None:
+    dense = model_size(nn.Linear(3, 4))
+    assert (dense.total, dense.tensorized, dense.ratio, dense.tensorized_ratio) == (16, 0, 1.0, 1.0)
+    emptied = model_size(TTLinear(TT.with_ranks(0), bias=False))
+    assert (emptied.total, emptied.dense_total, emptied.ratio) == (0, 240, float("inf"))
+    assert model_size(TTLinear(TT, device="meta")).tensorized == TT.numel + TT.rank_numel

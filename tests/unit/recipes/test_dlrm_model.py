@@ -1,0 +1,115 @@
+"""DLRM against a plain one, row by row; its published sizes and initialisation, dense and compressed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.errors import ConfigError
+from comera.nn import TTLinear, TTMEmbeddingBag
+from comera.recipes.dlrm.criteo import KAGGLE_TABLES
+from comera.recipes.dlrm.model import DLRM, DLRMConfig
+
+TINY = DLRMConfig(dim=4, bottom=(6, 5), top=(7,))
+SIZES = (3, 50, 2)
+
+
+def by_rows(model: DLRM, dense: Tensor, ids: Tensor) -> Tensor:
+    """The same, one example and one product at a time."""
+
+    def mlp(layers: nn.Module, x: Tensor, last: bool) -> Tensor:
+        linears = [layer for layer in layers.modules() if isinstance(layer, nn.Linear)]
+        for k, linear in enumerate(linears):
+            x = linear.weight @ x + linear.bias
+            x = x.clamp_min(0) if last or k + 1 < len(linears) else x
+        return x
+
+    logits = []
+    for integers, row in zip(dense, ids, strict=True):
+        x = mlp(model.bottom, integers, last=True)
+        vectors = [x, *(table.get_parameter("weight")[i] for table, i in zip(model.tables, row.tolist(), strict=True))]
+        products = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i)]
+        logits.append(mlp(model.top, torch.cat([x, torch.stack(products)]), last=False))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("batch", [1, 9])
+def test_logits_are_those_of_a_plain_model(batch: int) -> None:
+    torch.manual_seed(0)
+    model = DLRM(TINY, SIZES, integers=5).double()
+    with torch.no_grad():
+        for table in model.tables:
+            nn.init.normal_(table.get_parameter("weight"))  # as drawn they would hardly count
+    dense = torch.rand(batch, 5, dtype=torch.float64)
+    ids = torch.stack([torch.randint(rows, (batch,)) for rows in SIZES], 1)
+    torch.testing.assert_close(model(dense, ids), by_rows(model, dense, ids), rtol=1e-12, atol=1e-12)
+    assert model(dense, ids).shape == (batch,)
+
+
+def test_the_full_model_has_the_published_shapes() -> None:
+    with torch.device("meta"):
+        model = DLRM(DLRMConfig(), KAGGLE_TABLES)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.ndim == 2}
+    widths = {"bottom": (13, 512, 256, 64, 16), "top": (16 + 27 * 26 // 2, 512, 256, 1)}
+    for name, sizes in widths.items():
+        for k, (inputs, outputs) in enumerate(pairwise(sizes)):
+            assert shapes[f"{name}.{2 * k}.weight"] == (outputs, inputs)
+    assert [shapes[f"tables.{k}.weight"] for k in range(26)] == [(rows, 16) for rows in KAGGLE_TABLES]
+    assert sum(p.numel() for p in model.tables.parameters()) == 33_762_577 * 16
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_the_initialisation_is_the_published_one_also_of_compressed_layers() -> None:
+    torch.manual_seed(0)
+    config = DLRMConfig(dim=16, bottom=(256,), top=(256, 128))
+    sizes = (300, 40, 20_000)
+    with torch.device("meta"):
+        model = DLRM(config, sizes)
+        formats: dict[str, TT | TTM | None] = {
+            "top.2": TT(order=4, rank=20),
+            "tables.0": TTM(order=2, rank=8),
+            "tables.2": TTM(order=3, rank=8),
+        }
+        tensorize_(model, TensorizeConfig(linear=None, embedding=None, overrides=formats))
+    model.to_empty(device="cpu").reset_parameters()
+    assert [type(table) for table in model.tables] == [TTMEmbeddingBag, nn.EmbeddingBag, TTMEmbeddingBag]
+    assert isinstance(model.top[2], TTLinear)
+    for layer in [*model.bottom, *model.top]:
+        if isinstance(layer, nn.Linear | TTLinear):
+            inputs, outputs = layer.in_features, layer.out_features
+            assert float(layer.weight.detach().std()) == pytest.approx(sqrt(2 / (inputs + outputs)), rel=0.1)
+            if outputs > 1:
+                assert layer.bias is not None
+                assert float(layer.bias.detach().std()) == pytest.approx(sqrt(1 / outputs), rel=0.25)
+    for table, rows in zip(model.tables, sizes, strict=True):
+        weight = table.weight
+        assert isinstance(weight, Tensor)
+        dense = isinstance(table, nn.EmbeddingBag)
+        std = sqrt(1 / rows / 3)
+        assert float(weight.detach().std()) == pytest.approx(std if dense else max(std, 0.03), rel=0.1)
+        if dense:
+            assert float(weight.detach().abs().max()) <= sqrt(1 / rows)
+
+
+def test_two_models_of_one_seed_are_equal() -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        models.append(DLRM(TINY, SIZES))
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"dim": 0}, "model.dim must be at least 1, got 0"), ({"top": (0,)}, "model.top must be widths of at least 1")],
+)
+def test_sizes_that_no_model_has_are_errors(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DLRMConfig(**fields)  # type: ignore[arg-type]
+    assert DLRMConfig(bottom=[8, 4]).bottom == (8, 4)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""Finished runs side by side: tables, figures, page."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from comera.errors import DataError
+from comera.report import compare, render
+from comera.trainer.metrics import Summary
+
+from ...helpers.run_folders import TT, Page, assert_self_contained, png_size, write_run
+
+
+def cells(table: str) -> list[dict[str, str]]:
+    """The first Markdown table of a text: a dictionary a row."""
+    lines = table.split("\n\n")[0].splitlines()
+    head, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| --")
+    ]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
+    text = compare(runs, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"compare.html", "compare.json", "compare.md", "compare.png"}
+    dense, comera = cells(text)
+    assert {"accuracy %", "epoch", "examples"}.isdisjoint(dense)  # columns that no run fills
+    assert [dense[c] for c in ("method", "tensorized ratio", "step ms", "speed", "peak MB")] == [
+        *("dense", "–", "1,000", "1.00×", "256")
+    ]
+    assert [comera[c] for c in ("method", "tensorized ratio", "step ms", "speed", "peak MB")] == [
+        *("comera", "8.00×", "250", "4.00×", "256")
+    ]
+    assert [comera[c] for c in ("steps", "tokens", "held-out loss")] == ["60", "60.0 k", "4.500"]
+    assert text in (tmp_path / "out" / "compare.md").read_text("utf-8")
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text("utf-8"))
+    assert [(row["name"], row["held_out_loss"]) for row in rows] == [("dense", 4.5), ("comera", 4.5)]
+    assert png_size(tmp_path / "out" / "compare.png") == (1600, 600)
+    page = Page(tmp_path / "out" / "compare.html")
+    assert_self_contained(page)
+    assert (page.tags.count("svg"), page.tags.count("table")) == (1, 2)
+
+
+def test_what_counts_samples_says_so_and_shows_what_was_tested(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
+    for name, folder in runs.items():
+        summary = Summary.read(folder / "summary.json")
+        assert summary is not None
+        replace(summary, examples=summary.tokens, metrics={"accuracy": 0.7}).write(folder / "summary.json")
+        (folder / "test.json").write_text(json.dumps({"loss": 0.5, "accuracy": 0.75, "auc": 0.8}))
+        (folder / "memory.json").write_text(json.dumps({name: {"weights": 2**20, "gradients": 2**21}}))
+    dense, comera = cells(compare(runs, tmp_path / "out"))
+    assert "tokens" not in dense
+    assert [dense[c] for c in ("samples/s", "examples", "test accuracy %", "test auc")] == [
+        *("1.00 k", "60,000", "75.0", "0.800")
+    ]
+    assert comera["samples/s"] == "4.00 k"
+    page = Page(render(runs["comera"]))
+    for text in ("Samples seen", "Test accuracy75.0 %", "Memory of a training step", "weights MB", "3.00"):
+        assert text in page.text
+    assert "Tokens" not in page.text
+    (runs["comera"] / "memory.json").write_text("[]")
+    with pytest.raises(DataError, match=r"memory\.json: expected an object, got list"):
+        render(runs["comera"])
+
+
+def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_the_trade_of_size(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
+    for name, accuracy in (("dense", 0.622), ("comera", 0.633)):
+        summary = Summary.read(runs[name] / "summary.json")
+        assert summary is not None
+        more = replace(summary, metrics={"accuracy": accuracy}, epoch_time=90.0, examples=1200)
+        more.write(runs[name] / "summary.json")
+    text = compare(runs, tmp_path / "out")
+    dense, comera = cells(text)
+    assert (dense["accuracy %"], comera["accuracy %"]) == ("62.2", "63.3")
+    assert (comera["epoch"], comera["examples"]) == ("90.0 s", "1,200")
+    _, title, ranks = text.split("\n\n")
+    assert title == "Ranks of one block, blocks.0:"
+    (row,) = cells(ranks)
+    half = "-".join(str(r - r // 2) for r in TT.bonds)
+    assert row == {"chain": "up", "at first": "-".join(map(str, TT.bonds)), "after comera": half}
+    assert png_size(tmp_path / "out" / "pareto.png")[0] > 500
+    assert Page(tmp_path / "out" / "compare.html").tags.count("svg") == 2
+
+
+def test_compare_works_without_a_dense_run_and_without_evaluations(tmp_path: Path) -> None:
+    (row,) = cells(compare({"only": write_run(tmp_path / "run", evals=False)}, tmp_path / "out"))
+    assert row["method"] == "only"
+    assert {"held-out loss", "speed"}.isdisjoint(row)
+    assert "| a\\|b " in compare({"a|b": tmp_path / "run"}, tmp_path / "out")
+
+
+def test_compare_of_a_run_that_has_not_ended_writes_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ended=False)
+    with pytest.raises(DataError, match=r"'b' in .* has no summary.json"):
+        compare({"a": write_run(tmp_path / "whole"), "b": run}, tmp_path / "out")
+    summary = Summary.read(tmp_path / "whole" / "summary.json")
+    assert summary is not None
+    replace(summary, stopped="interrupted").write(run / "summary.json")
+    with pytest.raises(DataError, match=r"'b' in .* was interrupted: resume it"):
+        compare({"b": run}, tmp_path / "out")
+    with pytest.raises(DataError, match="at least one run"):
+        compare({}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
