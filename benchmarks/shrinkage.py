@@ -259,7 +259,7 @@ def main() -> None:
                 "steps": options.steps,
                 "size": sum(map(stored, trains)),
                 "part": f"{sum(map(stored, trains)) / full:.4f}",
-                "dead": sum(0 in train.spec.bonds for train in trains),
+                "dead": sum(0 in train.spec.inner_ranks for train in trains),
                 "switch_loss": f"{switch:.4f}",
                 "held_out_loss": f"{run.held_out():.4f}",
                 "seconds": f"{time.perf_counter() - started:.0f}",

@@ -131,7 +131,7 @@ class _Chain:
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in the file, for the chain that is registered as `name`: cores first."""
         cores = {f"{name}.cores.{k}": shape for k, shape in enumerate(self.spec.core_shapes)}
-        return cores | {f"{name}.rank_params.{k}": (rank,) for k, rank in enumerate(self.spec.bonds)}
+        return cores | {f"{name}.rank_params.{k}": (rank,) for k, rank in enumerate(self.spec.inner_ranks)}
 
 
 class _Plan:
@@ -232,7 +232,7 @@ class _Plan:
                 continue
             like = held.cores[0] if held is not None else chain.dense[0].get_parameter("weight")
             device = "cpu" if like.is_meta else like.device
-            tt = TensorTrain.from_numbers(
+            tt = TensorTrain.from_tensors(
                 *numbers, init_std=chain.init_std, threshold=chain.threshold, dtype=like.dtype, device=device
             )
             tt.requires_grad_(like.requires_grad)

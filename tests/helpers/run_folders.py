@@ -35,7 +35,9 @@ def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: b
         if evals and step % 20 == 0 and step:
             rows.append({"kind": "eval", **at, "loss": loss + 0.1, "tokens": tokens})
         if step % 20 == 0:
-            ranks = {name: [max(1, r - r * step // (2 * max(steps, 1))) for r in s.bonds] for name, s in chains.items()}
+            ranks = {
+                name: [max(1, r - r * step // (2 * max(steps, 1))) for r in s.inner_ranks] for name, s in chains.items()
+            }
             size = {"total": stored + 100, "tensorized": stored if chains else 0, "active": stored // 2}
             rows.append({"kind": "size", **at, **size, "ratio": 7.5, "tensorized_ratio": 8.0, "ranks": ranks})
     (folder / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows))

@@ -33,9 +33,9 @@ def models(draw: st.DrawFn, *, inactive: bool = True) -> nn.ModuleList:
     layers: list[nn.Module] = []
     for seed, spec in enumerate(draw(st.lists(specs(), min_size=1, max_size=3))):
         entry = st.sampled_from([1.0, 0.4, 1.7] + inactive * [0.01, -0.3])
-        bonds = [draw(st.lists(entry, min_size=rank, max_size=rank)) for rank in spec.bonds]
+        bonds = [draw(st.lists(entry, min_size=rank, max_size=rank)) for rank in spec.inner_ranks]
         rank_params = [torch.tensor(bond, dtype=torch.float64) for bond in bonds]
-        train = TensorTrain.from_numbers(spec, random_cores(spec, seed=seed), rank_params, init_std=1.0)
+        train = TensorTrain.from_tensors(spec, random_cores(spec, seed=seed), rank_params, init_std=1.0)
         layers += [TTLinear(train)] if isinstance(spec, TTSpec) else [TTMEmbedding(train), TTMProjection(train)]
     return nn.ModuleList(layers)
 
@@ -78,7 +78,7 @@ def test_the_target_is_met_and_the_errors_are_those_of_the_weights(model: nn.Mod
     assert report.after == model_size(model).tensorized <= target
     found = zip(named_trains(model), report.rows, before, weights_of(model), old, strict=True)
     for (name, train), row, weight, rounded, parameters in found:
-        assert (row.name, row.after) == (name, train.spec.bonds)
+        assert (row.name, row.after) == (name, train.spec.inner_ranks)
         norm = float(weight.norm())
         assert abs(float((rounded - weight).norm()) - row.error * norm) <= 1e-9 * max(1.0, norm)
         if row.before == row.after:
@@ -122,7 +122,7 @@ def test_what_is_left_over_is_too_little_for_any_bond(model: nn.ModuleList, data
     report = round_(model, target_of(data, model))
     for name, train in named_trains(model):
         ranks, sizes = train.spec.ranks, train.spec.sizes
-        for k, (most, rank) in enumerate(zip(usable(before[name]), train.spec.bonds, strict=True), start=1):
+        for k, (most, rank) in enumerate(zip(usable(before[name]), train.spec.inner_ranks, strict=True), start=1):
             if 0 < rank < min(most, ranks[k - 1] * sizes[k - 1], sizes[k] * ranks[k + 1]):
                 more = ranks[k - 1] * sizes[k - 1] + sizes[k] * ranks[k + 1] + 1
                 assert report.after + more > report.target

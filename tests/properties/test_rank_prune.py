@@ -17,7 +17,7 @@ from comera.nn.tensor_train import named_trains
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage
-from comera.rank.size import active_ranks, active_size, surrogate
+from comera.rank.size import surrogate, unpruned_ranks, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -92,7 +92,7 @@ def kept(net: Net, multiple: int = 1) -> dict[str, list[Tensor]]:
     found = {}
     for name, train in named_trains(net):
         keep = []
-        for d, mask in zip(train.rank_params, train.active(), strict=True):
+        for d, mask in zip(train.rank_params, train.unpruned(), strict=True):
             others = sorted((~mask).nonzero().flatten().tolist(), key=lambda j, d=d: (-float(d[j].detach()), j))
             active = mask.nonzero().flatten().tolist()
             keep.append(torch.tensor(sorted(active + others[: -len(active) % multiple]), dtype=torch.long))
@@ -169,8 +169,8 @@ def test_the_function_is_unchanged_and_the_model_holds_what_was_active(
 ) -> None:
     net, _, _ = trained("sgd-momentum", dtype, pattern)
     before, keep = net(IDS).detach(), kept(net)
-    alive = {name: all(active_ranks(train)) for name, train in named_trains(net)}
-    sizes = {name: active_size(train) for name, train in named_trains(net)}
+    alive = {name: all(unpruned_ranks(train)) for name, train in named_trains(net)}
+    sizes = {name: unpruned_size(train) for name, train in named_trains(net)}
     parameters = {name: restrict(name, p.detach(), keep).clone() for name, p in net.named_parameters()}
     report = RankController(net).prune_()
 
@@ -178,8 +178,8 @@ def test_the_function_is_unchanged_and_the_model_holds_what_was_active(
     for name, p in net.named_parameters():
         assert torch.equal(p.detach(), parameters[name]), name
     for name, train in named_trains(net):
-        assert train.spec.numel == active_size(train) == (sizes[name] if alive[name] else 0)
-        assert all(mask.all() for mask in train.active())
+        assert train.spec.numel == unpruned_size(train) == (sizes[name] if alive[name] else 0)
+        assert all(mask.all() for mask in train.unpruned())
     assert report.after == sum(p.numel() for _, train in named_trains(net) for p in train.parameters())
     assert report.changed == (report.after < report.before)
     assert not RankController(net).prune_().changed

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.size import SizeTable, active_ranks, active_size, surrogate_grads
+from comera.rank.size import SizeTable, surrogate_grads, unpruned_ranks, unpruned_size
 from comera.tt.spec import TTMSpec, clip_ranks
 
 
@@ -44,11 +44,11 @@ def test_the_gradient_is_that_of_the_surrogate_for_any_chains(chains: list[Tenso
 @given(train=trains())
 def test_with_active_entries_of_one_the_surrogate_is_the_size(train: TensorTrain) -> None:
     with torch.no_grad():
-        for d, active in zip(train.rank_params, train.active(), strict=True):
+        for d, active in zip(train.rank_params, train.unpruned(), strict=True):
             d[active] = 1.0
-    assert SizeTable([train]).surrogate().item() == active_size(train)
-    ranks = (1, *active_ranks(train), 1)
-    assert active_size(train) == sum(ranks[k] * n * ranks[k + 1] for k, n in enumerate(train.spec.sizes))
+    assert SizeTable([train]).surrogate().item() == unpruned_size(train)
+    ranks = (1, *unpruned_ranks(train), 1)
+    assert unpruned_size(train) == sum(ranks[k] * n * ranks[k + 1] for k, n in enumerate(train.spec.sizes))
     for k, grad in enumerate(surrogate_grads(train)):
         slope = ranks[k] * train.spec.sizes[k] + train.spec.sizes[k + 1] * ranks[k + 2]
         assert set(grad.tolist()) <= {0.0, float(slope)}

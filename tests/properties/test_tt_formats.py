@@ -88,7 +88,7 @@ def test_specs_survive_their_description(spec):
 def test_tt_svd_is_quasi_optimal(spec, seed):
     weight = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     found = tt_svd(weight, spec)
-    tails = [torch.linalg.svdvals(m)[r:].norm() for m, r in zip(unfoldings(spec, weight), spec.bonds, strict=True)]
+    tails = [torch.linalg.svdvals(m)[r:].norm() for m, r in zip(unfoldings(spec, weight), spec.inner_ranks)]
     # best >= each tail, so sqrt(Σ tails²) <= sqrt(order - 1) · best (Oseledets 2011, theorem 2.2)
     bound = float(sum(tail**2 for tail in tails)) ** 0.5 / float(weight.norm())
     assert found.error <= bound + 1e-12
@@ -101,7 +101,7 @@ def test_tt_svd_keeps_a_wanted_error(spec, wanted, seed):
     weight = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     found = tt_svd(weight, spec.with_ranks(10**9), rel_error=wanted)
     assert found.error <= wanted
-    assert all(found.spec.bonds)
+    assert all(found.spec.inner_ranks)
 
 
 @given(specs(), st.integers(0, 6), st.integers(0, 2**16))
@@ -109,7 +109,7 @@ def test_rounding_makes_the_error_that_it_returns(spec, cap, seed):
     cores = random_cores(spec, seed=seed)
     full = merge(cores)
     found = round_cores(spec, cores, ranks=cap)
-    assert all(new <= min(old, cap) for new, old in zip(found.spec.bonds, spec.bonds, strict=True))
+    assert all(new <= min(old, cap) for new, old in zip(found.spec.inner_ranks, spec.inner_ranks, strict=True))
     distance = float((full - merge(found.cores)).norm())
     assert distance == pytest.approx(found.error * float(full.norm()), rel=1e-6, abs=1e-10 * float(full.norm()))
 

@@ -186,7 +186,7 @@ def test_rank_zero_comes_back(tmp_path: Path) -> None:
     with torch.no_grad():
         model.up.tt.rank_params[0].zero_()
     prune_(model)
-    assert set(model.up.spec.bonds) == {0}
+    assert set(model.up.spec.inner_ranks) == {0}
     save_pretrained(model, tmp_path)
     assert torch.equal(load_pretrained(fresh(), tmp_path)(IDS), model(IDS))
 

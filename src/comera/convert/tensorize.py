@@ -106,7 +106,7 @@ def _chain(
         result = tt_svd(matrix, group.spec)
     except SpecError as error:
         raise SpecError(f"{site}: {error}") from error
-    tt = TensorTrain.from_numbers(
+    tt = TensorTrain.from_tensors(
         result.spec,
         result.cores,
         init_std=std,

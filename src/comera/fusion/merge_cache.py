@@ -64,7 +64,7 @@ class Together:
                 held.setdefault(layer.tt, []).append(layer.bias)
             kinds: dict[Any, _Chains] = {}
             for train, biases in held.items():
-                numbers = [number for part in train.numbers for number in part]
+                numbers = [number for part in train.tensors for number in part]
                 chains = kinds.setdefault(_kind(train, numbers[0]), {})
                 chains[train] = numbers, biases[0] if len(biases) == 1 else None
             self._kinds = list(kinds.values())
@@ -128,7 +128,7 @@ def merge_together_(model: nn.Module, *, enabled: bool = True) -> int:
             for number in [n for n, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Together)]:
                 del hooks[number]
                 module._forward_hooks_always_called.pop(number, None)
-    kinds = {train: _kind(train, train.numbers[0][0]) for train in trains}
+    kinds = {train: _kind(train, train.tensors[0][0]) for train in trains}
     like = Counter(kinds.values())
     count = sum(number for number in like.values() if number > 1)
     together = Together(layers) if enabled and count else None

@@ -73,7 +73,7 @@ class TTLinear(CompressedLayer):
     def as_weight(self) -> Weight:
         """What the products of this layer are made from."""
         tt = self.tt
-        return Weight(self.spec, tt.numbers[0], self.bias, tt.effective_cores, tt.halves if tt.together else None)
+        return Weight(self.spec, tt.tensors[0], self.bias, tt.effective_cores, tt.halves if tt.together else None)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -27,7 +27,7 @@ class TensorTrain(nn.Module):
     spec: modes and ranks (TT or TTM).
     init_std: standard deviation of the materialised weight that `reset_parameters` draws.
     threshold: a rank parameter at or below it is inactive: it multiplies by exactly 0 and counts 0 (τ, METHOD §2).
-    Parameters: `cores`, `order` tensors of `spec.core_shapes`; `rank_params`, `order - 1` vectors of `spec.bonds`.
+    Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`.
     """
 
     together: Together | None = None
@@ -52,11 +52,11 @@ class TensorTrain(nn.Module):
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
         self.cores = nn.ParameterList([empty(*shape) for shape in spec.core_shapes])
-        self.rank_params = nn.ParameterList([empty(rank) for rank in spec.bonds])
+        self.rank_params = nn.ParameterList([empty(rank) for rank in spec.inner_ranks])
         self.reset_parameters(generator)
 
     @classmethod
-    def from_numbers(
+    def from_tensors(
         cls,
         spec: Spec,
         cores: Sequence[Tensor],
@@ -91,13 +91,13 @@ class TensorTrain(nn.Module):
     def set_(self, spec: Spec, cores: Sequence[Tensor], rank_params: Sequence[Tensor] | None = None) -> None:
         """Replace the numbers in place, shapes included; the Parameter objects stay, so optimizers keep theirs.
 
-        cores: `order` tensors of `spec.core_shapes`; rank_params: vectors of `spec.bonds`, ones if left out.
+        cores: `order` tensors of `spec.core_shapes`; rank_params: vectors of `spec.inner_ranks`, ones if left out.
         Raises SpecError when shapes do not fit `spec` or the order changes.
         """
         if rank_params is None:
-            rank_params = [cores[0].new_ones(r) for r in spec.bonds]
+            rank_params = [cores[0].new_ones(r) for r in spec.inner_ranks]
         came = tuple(tuple(c.shape) for c in cores), tuple(tuple(d.shape) for d in rank_params)
-        want = spec.core_shapes, tuple((r,) for r in spec.bonds)
+        want = spec.core_shapes, tuple((r,) for r in spec.inner_ranks)
         if came != want or len(cores) != len(self.cores):
             raise SpecError(f"expected cores and rank parameters of shapes {want} for {spec}, got {came}")
         self.spec = spec
@@ -110,21 +110,21 @@ class TensorTrain(nn.Module):
             parameter.data = data
 
     @property
-    def numbers(self) -> tuple[list[Tensor], list[Tensor]]:
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Cores and rank parameters."""
         return _entries(self.cores), _entries(self.rank_params)
 
-    def active(self) -> list[Tensor]:
+    def unpruned(self) -> list[Tensor]:
         """Per bond, a boolean vector: which rank parameters are above the threshold."""
         return [d.detach() > self.threshold for d in _entries(self.rank_params)]
 
-    def bonds(self) -> list[Tensor]:
+    def gates(self) -> list[Tensor]:
         """The rank parameters, inactive ones exactly zero."""
         return [d.masked_fill(d <= self.threshold, 0.0) for d in _entries(self.rank_params)]
 
     def effective_cores(self) -> list[Tensor]:
         """Cores with the rank parameters absorbed and inactive slices exactly zero; writes nothing."""
-        return absorb(_entries(self.cores), self.bonds())
+        return absorb(_entries(self.cores), self.gates())
 
     def halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """A (rank, in_features) and B (rank, out_features), merged together with other chains; None if alone."""

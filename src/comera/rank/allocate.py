@@ -58,7 +58,7 @@ def allocate(
         return ranks
 
     def size(ranks: Sequence[Sequence[int]]) -> int:
-        return sum(chain_size(spec, bonds) for spec, bonds in zip(specs, ranks, strict=True))
+        return sum(tt_size(spec, bonds) for spec, bonds in zip(specs, ranks, strict=True))
 
     best = choose(0.0)
     if size(best) > budget:
@@ -77,7 +77,7 @@ def allocate(
     return [tuple(bonds) for bonds in best]
 
 
-def chain_size(spec: Spec, bonds: Sequence[int]) -> int:
+def tt_size(spec: Spec, bonds: Sequence[int]) -> int:
     """Numbers that a chain of these inner ranks stores."""
     ends = [1, *bonds, 1]
     return sum(r * n * s for r, n, s in zip(ends[:-1], spec.sizes, ends[1:], strict=True)) + sum(bonds)
@@ -95,9 +95,9 @@ class _Group:
     """Chains with the same number of bonds, side by side."""
 
     def __init__(self, specs: Sequence[Spec], costs: Sequence[Sequence[dict[int, float]]], rounding: bool) -> None:
-        self.bonds, self.chains = len(costs[0]), len(specs)
+        self.gates, self.chains = len(costs[0]), len(specs)
         candidates = max((len(bond) for bonds in costs for bond in bonds), default=1)
-        shape = (self.bonds, self.chains, candidates)
+        shape = (self.gates, self.chains, candidates)
         self.cost_QCR = torch.full(shape, inf, dtype=torch.float64)
         self.rank_QCR = torch.zeros(shape, dtype=torch.float64)
         for c, bonds in enumerate(costs):
@@ -108,20 +108,20 @@ class _Group:
         self.first_C, self.last_C, inner_QC = sizes_QC[0], sizes_QC[-1], sizes_QC[1:-1]
         # numbers of the core between bonds k and k+1, and which pairs of their ranks may meet
         self.cores, self.barred = [], []
-        for k in range(self.bonds - 1):
+        for k in range(self.gates - 1):
             left_CR1, right_C1S = self.rank_QCR[k][:, :, None], self.rank_QCR[k + 1][:, None, :]
             size_C11 = inner_QC[k][:, None, None]
             self.cores.append(left_CR1 * size_C11 * right_C1S)
             self.barred.append(
                 (left_CR1 > size_C11 * right_C1S) | (right_C1S > size_C11 * left_CR1) if rounding else None
             )
-        if rounding and self.bonds:
+        if rounding and self.gates:
             self.cost_QCR[0][self.rank_QCR[0] > self.first_C[:, None]] = inf
             self.cost_QCR[-1][self.rank_QCR[-1] > self.last_C[:, None]] = inf
 
     def choose(self, price: float) -> list[list[int]]:
         """The ranks of least cost plus price · size in each chain; the smallest ones for an infinite price."""
-        if not self.bonds:
+        if not self.gates:
             return [[] for _ in range(self.chains)]
         weight, price = (1.0, price) if price < inf else (0.0, 1.0)
         own_QCR = self.cost_QCR.clone()
@@ -138,7 +138,7 @@ class _Group:
             best_CR = found.values + own_CR
         place_C1 = (best_CR + price * self.last_C[:, None] * self.rank_QCR[-1]).argmin(1, keepdim=True)
         ranks = [self.rank_QCR[-1].gather(1, place_C1)]
-        for k in range(self.bonds - 2, -1, -1):
+        for k in range(self.gates - 2, -1, -1):
             place_C1 = came_from[k].gather(1, place_C1)
             ranks.insert(0, self.rank_QCR[k].gather(1, place_C1))
         return [[int(rank) for rank in bonds] for bonds in torch.cat(ranks, 1).tolist()]

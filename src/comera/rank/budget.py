@@ -22,7 +22,7 @@ from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.allocate import allocate
 from comera.rank.prune import unwrap
 from comera.rank.target import check_multiple, resolve_target, smallest_size, spec_size
-from comera.tt.decompose import Decomposition, bond_singular_values, round_cores
+from comera.tt.decompose import Decomposition, round_cores, singular_values
 from comera.tt.dense import absorb
 
 
@@ -117,8 +117,8 @@ def round_(
     rows = tuple(
         RoundRow(
             name,
-            train.spec.bonds,
-            done[name].spec.bonds if name in done else train.spec.bonds,
+            train.spec.inner_ranks,
+            done[name].spec.inner_ranks if name in done else train.spec.inner_ranks,
             done[name].error if name in done else 0.0,
         )
         for name, train in trains.items()
@@ -141,8 +141,10 @@ def canonicalize_(trains: Iterable[TensorTrain], optimizers: Sequence[Optimizer]
     with _one_thread():
         found = [(train, round_cores(train.spec, _effective_cores("a chain", train))) for train in trains]
     for train, chain in found:
-        active = [int(mask.sum()) for mask in train.active()]
-        ones = [(torch.arange(rank) < count).double() for rank, count in zip(chain.spec.bonds, active, strict=True)]
+        active = [int(mask.sum()) for mask in train.unpruned()]
+        ones = [
+            (torch.arange(rank) < count).double() for rank, count in zip(chain.spec.inner_ranks, active, strict=True)
+        ]
         train.set_(chain.spec, chain.cores, ones)
     _forget({p for train, _ in found for p in train.parameters()}, optimizers)
 
@@ -154,7 +156,7 @@ def _round(
     cores = {name: _effective_cores(repr(name), train) for name, train in trains.items()}
     importances = []
     for name, train in trains.items():
-        values = bond_singular_values(train.spec, cores[name])
+        values = singular_values(train.spec, cores[name])
         norm = float(values[0].norm()) if values else 0.0
         weight = weights.get(name, 1.0)
         importances.append([((s / norm).square() * weight).flip(0).tolist() if norm else [] for s in values])
@@ -162,7 +164,7 @@ def _round(
     return {
         name: round_cores(train.spec, cores[name], ranks=(1, *bonds, 1))
         for (name, train), bonds in zip(trains.items(), ranks, strict=True)
-        if bonds != train.spec.bonds
+        if bonds != train.spec.inner_ranks
     }
 
 
@@ -185,7 +187,7 @@ def _effective_cores(name: str, train: TensorTrain) -> list[Tensor]:
             f"{name} holds NaN or infinite values and cannot be rounded: go back to the last good checkpoint "
             "(nothing was rounded)"
         )
-    masked = [d * active for d, active in zip(train.rank_params, train.active(), strict=True)]
+    masked = [d * active for d, active in zip(train.rank_params, train.unpruned(), strict=True)]
     return absorb([core.cpu().double() for core in train.cores], [d.cpu().double() for d in masked])
 
 

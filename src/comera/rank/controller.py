@@ -35,7 +35,7 @@ from comera.rank.budget import RoundReport, canonicalize_, round_
 from comera.rank.objective import EarlyStage, LateStage, Scales, early_scales, late_budget, late_scales
 from comera.rank.prune import PruneReport, prune_, unwrap
 from comera.rank.sensitivity import accumulate_, switch_off_
-from comera.rank.size import SizeTable, active_ranks, active_size, size_tables
+from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.target import resolve_target, smallest_size
 
 _EARLY, _LATE = EarlyStage(), LateStage()
@@ -227,7 +227,7 @@ class RankController:
 
     def size(self) -> int:
         """S now: numbers of active slices and active rank parameters, those that pruning would leave. Waits."""
-        return sum(active_size(train) + sum(active_ranks(train)) for train in self._trains)
+        return sum(unpruned_size(train) + sum(unpruned_ranks(train)) for train in self._trains)
 
     def prune_(self) -> PruneReport:
         """Cut the inactive slices out of the model and the attached optimizers: see `comera.rank.prune.prune_`."""

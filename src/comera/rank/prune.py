@@ -83,7 +83,7 @@ def prune_(model: nn.Module, optimizers: Sequence[Optimizer] = (), *, multiple: 
     grads = {parameter: cut(parameter.grad) for parameter, cut in cuts.items() if parameter.grad is not None}
     states = [update for optimizer in optimizers for update in _cut_states(unwrap(optimizer), cuts, changed)]
 
-    rows = tuple(PruneRow(chain.name, chain.train.spec.bonds, chain.spec.bonds) for chain in chains)
+    rows = tuple(PruneRow(chain.name, chain.train.spec.inner_ranks, chain.spec.inner_ranks) for chain in chains)
     before, after = (sum(map(spec_size, specs)) for specs in ([c.train.spec for c in chains], [c.spec for c in chains]))
     report = PruneReport(before, after, rows)
     for chain in changed:
@@ -112,7 +112,7 @@ class _Chain:
                     f"the rank parameters of {name!r}, bond {k}, hold NaN or infinite values, so which are active is "
                     "unknown: go back to the last good checkpoint (nothing was pruned)"
                 )
-        keep = [_kept(d.detach(), mask, multiple) for d, mask in zip(train.rank_params, train.active(), strict=True)]
+        keep = [_kept(d.detach(), mask, multiple) for d, mask in zip(train.rank_params, train.unpruned(), strict=True)]
         if any(len(kept) == 0 for kept in keep):
             keep = [kept[:0] for kept in keep]
         self.name = name

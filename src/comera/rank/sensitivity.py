@@ -54,7 +54,7 @@ def switch_off_(
     is off is 0, with zero moments, so that no momentum brings it back. Every bond keeps an entry. Waits for the device.
     """
     measured = [train for train in trains if all(_mean(d, optimizers) is not None for d in train.rank_params)]
-    active = [[mask.nonzero().flatten() for mask in train.active()] for train in trains]
+    active = [[mask.nonzero().flatten() for mask in train.unpruned()] for train in trains]
     specs = [
         train.spec.with_ranks((1, *(len(kept) for kept in bonds), 1))
         for train, bonds in zip(trains, active, strict=True)

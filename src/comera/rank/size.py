@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from comera.nn.tensor_train import TensorTrain, named_trains
 
 
-def active_ranks(train: TensorTrain) -> tuple[int, ...]:
+def unpruned_ranks(train: TensorTrain) -> tuple[int, ...]:
     """Active entries of each inner bond, ‖d_k‖_0: the ranks that pruning would leave. Waits for the device."""
-    counts = [mask.sum() for mask in train.active()]
+    counts = [mask.sum() for mask in train.unpruned()]
     return tuple(torch.stack(counts).tolist()) if counts else ()
 
 
-def active_size(train: TensorTrain) -> int:
+def unpruned_size(train: TensorTrain) -> int:
     """S of one chain: core entries that active bonds reach ([CoMERA] eq. 7). Waits for the device."""
-    ranks = (1, *active_ranks(train), 1)
+    ranks = (1, *unpruned_ranks(train), 1)
     return sum(left * size * right for (left, right), size in zip(pairwise(ranks), train.spec.sizes, strict=True))
 
 
@@ -52,11 +52,11 @@ class SizeTable:
         self.rank_params = [d for train in self.trains for d in train.rank_params]
         self._key = [_key(train) for train in self.trains]
         specs = [train.spec for train in self.trains]
-        self._ranks = [rank for spec in specs for rank in spec.bonds]
+        self._ranks = [rank for spec in specs for rank in spec.inner_ranks]
 
         # One norm per bond and a last one, the 1 of every boundary bond, which index -1 finds.
         bonds = iter(range(len(self._ranks)))
-        ends = [pair for spec in specs for pair in pairwise([-1, *(next(bonds) for _ in spec.bonds), -1])]
+        ends = [pair for spec in specs for pair in pairwise([-1, *(next(bonds) for _ in spec.inner_ranks), -1])]
         starts = torch.tensor([0, *self._ranks]).cumsum(0)[:-1]
         ranks_B = torch.tensor(self._ranks, dtype=torch.long)
         column_R = torch.arange(max(self._ranks, default=0))

@@ -25,8 +25,8 @@ def smallest_size(model: nn.Module, *, multiple: int = 1) -> int:
     A chain with an empty bond stands for zero and stores nothing in the end; one of order 1 has no bonds to cut.
     """
     specs = [train.spec for _, train in named_trains(model)]
-    smallest = [spec.with_ranks((1, *(min(rank, multiple) for rank in spec.bonds), 1)) for spec in specs]
-    return sum(spec_size(spec) for spec in smallest if all(spec.bonds))
+    smallest = [spec.with_ranks((1, *(min(rank, multiple) for rank in spec.inner_ranks), 1)) for spec in specs]
+    return sum(spec_size(spec) for spec in smallest if all(spec.inner_ranks))
 
 
 def check_multiple(multiple: int) -> None:

@@ -19,7 +19,7 @@ from comera.nn.tensor_train import named_trains
 from comera.rank.budget import RoundReport
 from comera.rank.controller import RankController
 from comera.rank.prune import PruneReport
-from comera.rank.size import ModelSize, active_ranks, active_size, model_size
+from comera.rank.size import ModelSize, model_size, unpruned_ranks, unpruned_size
 from comera.trainer.checkpoint import Progress
 from comera.trainer.config import TrainConfig
 from comera.trainer.metrics import Display, MetricsLog, Summary, to_json
@@ -128,8 +128,8 @@ class Journal:
             tensorized=size.tensorized,
             ratio=size.ratio,
             tensorized_ratio=size.tensorized_ratio,
-            active=sum(map(active_size, self.trains.values())),
-            ranks={name: active_ranks(train) for name, train in self.trains.items()},
+            active=sum(map(unpruned_size, self.trains.values())),
+            ranks={name: unpruned_ranks(train) for name, train in self.trains.items()},
         )
 
     def log_stage(self, controller: RankController) -> None:

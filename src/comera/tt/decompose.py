@@ -97,7 +97,7 @@ def round_cores(
 
 
 @torch.no_grad()
-def bond_singular_values(spec: Spec, cores: Sequence[Tensor]) -> list[Tensor]:
+def singular_values(spec: Spec, cores: Sequence[Tensor]) -> list[Tensor]:
     """Singular values of the unfolding at each inner bond, descending, float64; the dense weight is never formed.
 
     cores: as in `round_cores`. Dropping σ at one bond makes a Frobenius error of σ. Raises SpecError as it does.
@@ -151,7 +151,7 @@ def _delta(rel_error: float | None, norm: float, order: int) -> float | None:
 
 def _caps(spec: Spec) -> tuple[int, ...]:
     """Caps of the inner bonds; an empty bond empties the chain."""
-    return spec.bonds if all(spec.bonds) else (0,) * len(spec.bonds)
+    return spec.inner_ranks if all(spec.inner_ranks) else (0,) * len(spec.inner_ranks)
 
 
 def _finish(spec: Spec, cores: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

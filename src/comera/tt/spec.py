@@ -97,7 +97,7 @@ class _Chain:
         return len(self.sizes)
 
     @property
-    def bonds(self) -> tuple[int, ...]:
+    def inner_ranks(self) -> tuple[int, ...]:
         """Ranks of the inner bonds, which carry the rank parameters: ``ranks[1:-1]``."""
         return self.ranks[1:-1]
 
@@ -114,7 +114,7 @@ class _Chain:
     @property
     def rank_numel(self) -> int:
         """Numbers stored in the rank parameters."""
-        return sum(self.bonds)
+        return sum(self.inner_ranks)
 
     @property
     def dense_numel(self) -> int:
@@ -196,7 +196,7 @@ class TTSpec(_Chain):
         return {"format": "tt", **{k: getattr(self, k) for k in self.__dataclass_fields__}}
 
     def __str__(self) -> str:
-        return f"TT {_join('·', self.in_modes)} / {_join('·', self.out_modes)} ranks {_join('-', self.bonds)}"
+        return f"TT {_join('·', self.in_modes)} / {_join('·', self.out_modes)} ranks {_join('-', self.inner_ranks)}"
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class TTMSpec(_Chain):
         return {"format": "ttm", **{k: getattr(self, k) for k in self.__dataclass_fields__}}
 
     def __str__(self) -> str:
-        return f"TTM {_join('·', self.row_modes)} × {_join('·', self.col_modes)} ranks {_join('-', self.bonds)}"
+        return f"TTM {_join('·', self.row_modes)} × {_join('·', self.col_modes)} ranks {_join('-', self.inner_ranks)}"
 
 
 Spec = TTSpec | TTMSpec

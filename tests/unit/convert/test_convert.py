@@ -154,7 +154,7 @@ def test_overrides_choose_by_name_and_the_last_match_wins() -> None:
     report = tensorize_(model, replace(SMALL, overrides=overrides))
     assert isinstance(model.blocks[0], nn.Linear)
     assert isinstance(model.blocks[1], TTLinear)
-    assert (model.blocks[1].spec.order, model.blocks[1].spec.bonds) == (2, (3,))
+    assert (model.blocks[1].spec.order, model.blocks[1].spec.inner_ranks) == (2, (3,))
     assert model.embed.spec.order == 3
     notes = {row.name: row.note for row in report.rows}
     assert notes["blocks.0"] == "left dense as configured"

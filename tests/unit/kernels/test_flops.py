@@ -30,7 +30,8 @@ def merging():
     spec = tt_spec(24, 30, order=6, rank=4)
     torch.manual_seed(0)
     chains = [
-        [torch.randn(s, requires_grad=True) for s in (*spec.core_shapes, *((r,) for r in spec.bonds))] for _ in range(3)
+        [torch.randn(s, requires_grad=True) for s in (*spec.core_shapes, *((r,) for r in spec.inner_ranks))]
+        for _ in range(3)
     ]
     halves = merge_together([spec] * 3, chains, 0.0, torch.float32)
     return torch.cat([half.flatten() for pair in halves for half in pair])

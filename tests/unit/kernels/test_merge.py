@@ -30,7 +30,10 @@ def chains(spec, count, dtype=torch.float32):
     """Cores, rank parameters of which some are at or below the threshold, and biases of some."""
     torch.manual_seed(1)
     numbers = [
-        [*(torch.randn(shape) / shape[0] ** 0.5 for shape in spec.core_shapes), *(torch.rand(r) for r in spec.bonds)]
+        [
+            *(torch.randn(shape) / shape[0] ** 0.5 for shape in spec.core_shapes),
+            *(torch.rand(r) for r in spec.inner_ranks),
+        ]
         for _ in range(count)
     ]
     biases = [torch.randn(spec.out_features) if k != 1 else None for k in range(count)]

@@ -24,7 +24,7 @@ def train(spec: TTSpec | TTMSpec = TT_SPEC, **options: object) -> TensorTrain:
 def test_parameters_are_cores_and_rank_parameters_of_the_spec() -> None:
     tt = train()
     assert [tuple(core.shape) for core in tt.cores] == list(TT_SPEC.core_shapes)
-    assert [d.tolist() for d in tt.rank_params] == [[1.0] * r for r in TT_SPEC.bonds]
+    assert [d.tolist() for d in tt.rank_params] == [[1.0] * r for r in TT_SPEC.inner_ranks]
     assert all(p.dtype == torch.float64 and p.requires_grad for p in tt.parameters())
 
 
@@ -40,7 +40,7 @@ def test_inactive_slices_are_exactly_zero_and_nothing_is_written() -> None:
     before = copy.deepcopy(tt.state_dict())
     kept = [d.clone() for d in tt.rank_params]
     kept[1][1:3] = 0
-    assert tt.active()[1].tolist() == [True, False, False, True]
+    assert tt.unpruned()[1].tolist() == [True, False, False, True]
     assert torch.equal(tt.dense(), materialize(TT_SPEC, absorb(list(tt.cores), kept)))
     assert all(torch.equal(value, tt.state_dict()[key]) for key, value in before.items())
 
@@ -61,7 +61,7 @@ def test_set_keeps_parameter_objects_and_copies() -> None:
     smaller = TT_SPEC.with_ranks(1)
     cores = [torch.randn(shape) for shape in smaller.core_shapes]
     tt.dense().sum().backward()
-    tt.set_(smaller, cores, [torch.full((r,), 2.0) for r in smaller.bonds])
+    tt.set_(smaller, cores, [torch.full((r,), 2.0) for r in smaller.inner_ranks])
     assert all(a is b for a, b in zip(objects, tt.parameters(), strict=True))
     assert all(p.grad is None and p.dtype == torch.float64 for p in tt.parameters())
     cores[0].zero_()
@@ -82,7 +82,7 @@ def test_set_refuses_other_shapes_and_orders() -> None:
 def test_from_numbers_draws_nothing() -> None:
     cores = [torch.randn(shape, dtype=torch.float64) for shape in TT_SPEC.core_shapes]
     state = torch.get_rng_state()
-    tt = TensorTrain.from_numbers(TT_SPEC, cores, init_std=0.1, threshold=0.2)
+    tt = TensorTrain.from_tensors(TT_SPEC, cores, init_std=0.1, threshold=0.2)
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(tt.dense(), materialize(TT_SPEC, cores), rtol=1e-12, atol=0)
     assert (tt.init_std, tt.threshold, tt.cores[0].device.type) == (0.1, 0.2, "cpu")

@@ -26,7 +26,7 @@ def chains(spec: TTSpec, count: int = 3, dtype: torch.dtype = torch.float64) -> 
     torch.manual_seed(0)
     cores = [[torch.randn(shape, dtype=dtype) for shape in spec.core_shapes] for _ in range(count)]
     # some rank parameters at or below the threshold, negative ones too
-    rank_params = [[torch.rand(rank, dtype=dtype) * 2 - 0.3 for rank in spec.bonds] for _ in range(count)]
+    rank_params = [[torch.rand(rank, dtype=dtype) * 2 - 0.3 for rank in spec.inner_ranks] for _ in range(count)]
     return [[t.requires_grad_() for t in (*c, *d)] for c, d in zip(cores, rank_params, strict=True)]
 
 

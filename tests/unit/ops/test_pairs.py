@@ -40,7 +40,7 @@ def normal(*shape, seed=0):
 def chain_of(spec):
     """Cores and rank parameters; of those of every bond one is zero, as masked ones are."""
     cores = [normal(*shape, seed=k) for k, shape in enumerate(spec.core_shapes)]
-    bonds = [normal(rank, seed=k) for k, rank in enumerate(spec.bonds)]
+    bonds = [normal(rank, seed=k) for k, rank in enumerate(spec.inner_ranks)]
     for bond in bonds:
         bond.data[1:2] = 0
     return cores, bonds

@@ -14,9 +14,9 @@ from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.budget import RoundReport, canonicalize_, round_
-from comera.rank.size import active_ranks, active_size
+from comera.rank.size import unpruned_ranks, unpruned_size
 from comera.rank.target import smallest_size, spec_size
-from comera.tt.decompose import bond_singular_values, round_cores, tt_svd
+from comera.tt.decompose import round_cores, singular_values, tt_svd
 from comera.tt.spec import TTMSpec, TTSpec
 
 SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))
@@ -32,7 +32,7 @@ def with_singular_values(values: list[float], seed: int) -> TTLinear:
     generator = torch.Generator().manual_seed(seed)
     left, right = (torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0] for _ in range(2))
     found = tt_svd(left @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ right, MATRIX)
-    return TTLinear(TensorTrain.from_numbers(found.spec, found.cores, init_std=1.0))
+    return TTLinear(TensorTrain.from_tensors(found.spec, found.cores, init_std=1.0))
 
 
 def layers(count: int = 3) -> nn.ModuleList:
@@ -45,7 +45,7 @@ def test_the_least_relative_singular_values_of_all_layers_go_first() -> None:
     flat = with_singular_values([1.0] * 8, 2)
     model = nn.ModuleList([steep, flat])
     report = round_(model, 17 * 11)
-    assert (steep.spec.bonds, flat.spec.bonds) == ((3,), (8,))
+    assert (steep.spec.inner_ranks, flat.spec.inner_ranks) == ((3,), (8,))
     dropped, whole = 1 + 0.25 + 0.04 + 0.01 + 0.0025, 100**2 + 50**2 + 20**2
     assert report.rows[0].error == pytest.approx((dropped / whole) ** 0.5, rel=1e-3)
     assert report.rows[1].error == 0.0
@@ -56,7 +56,7 @@ def test_weights_turn_the_choice_round() -> None:
     flat = with_singular_values([1.0] * 8, 2)
     model = nn.ModuleDict({"steep": steep, "flat": flat})
     round_(model, 17 * 10, weights={"steep.tt": 1e3, "flat.tt": 1e-3})
-    assert (steep.spec.bonds, flat.spec.bonds) == ((8,), (2,))
+    assert (steep.spec.inner_ranks, flat.spec.inner_ranks) == ((8,), (2,))
 
 
 def test_errors_are_those_of_the_weights_and_untouched_chains_stay_to_the_bit() -> None:
@@ -108,7 +108,7 @@ def test_rounded_chains_start_afresh_in_the_optimizer_and_others_go_on(kind: str
     others = list(model[1].tt.parameters())
     kept = [copy.deepcopy(optimizer.state.get(p, {})) for p in others]
     round_(model, stored(model) - 17 * 6, optimizers=[optimizer])
-    assert (model[0].spec.bonds, model[1].spec.bonds) == ((2,), (8,))
+    assert (model[0].spec.inner_ranks, model[1].spec.inner_ranks) == ((2,), (8,))
     assert repr([optimizer.state.get(p, {}) for p in others]) == repr(kept)
 
     fresh = copy.deepcopy(model)
@@ -186,14 +186,14 @@ def test_zero_layers_go_for_free_and_ranks_stay_at_multiples() -> None:
     x = torch.randn(4, 12, dtype=torch.float64)
     expected = model[1](x)
     report = round_(model, stored(model) - spec_size(SPEC))
-    assert model[0].spec.bonds == (0, 0, 0)
+    assert model[0].spec.inner_ranks == (0, 0, 0)
     assert report.after <= report.target
     torch.testing.assert_close(model[1](x), expected)
     torch.testing.assert_close(model[0](x), torch.zeros(4, 12, dtype=torch.float64))
 
     model = layers()
     round_(model, 0.6, multiple=4)
-    assert all(rank in (3, 4, 8, 9) for layer in model for rank in layer.spec.bonds)
+    assert all(rank in (3, 4, 8, 9) for layer in model for rank in layer.spec.inner_ranks)
 
 
 @pytest.mark.parametrize("order", [2, 4])
@@ -250,7 +250,7 @@ def test_inactive_entries_count_as_zero_and_go_without_error() -> None:
         train.rank_params[1][3:] = -0.5
     dense = train.dense().detach()
     report = round_(model, stored(model) - 50)
-    assert train.spec.bonds == (3, 3, 3)
+    assert train.spec.inner_ranks == (3, 3, 3)
     assert report.error < 1e-12
     torch.testing.assert_close(train.dense(), dense, rtol=0, atol=1e-12)
 
@@ -318,18 +318,18 @@ def test_a_canonical_chain_is_the_same_weight_and_its_entries_are_singular_direc
     optimizer = OPTIMIZERS[kind](layer.parameters())
     layer(torch.ones(1, 12, dtype=torch.float64)).square().sum().backward()
     optimizer.step()
-    dense, ranks, size = train.dense().detach(), active_ranks(train), active_size(train)
+    dense, ranks, size = train.dense().detach(), unpruned_ranks(train), unpruned_size(train)
     assert ranks == (3, 6, 3)
     canonicalize_([train], [optimizer])
     torch.testing.assert_close(train.dense(), dense, rtol=0, atol=1e-12)
-    assert (active_ranks(train), active_size(train)) == (ranks, size)  # what was inactive is so still
+    assert (unpruned_ranks(train), unpruned_size(train)) == (ranks, size)  # what was inactive is so still
     assert train.rank_params[1].tolist() == [1.0] * 6 + [0.0] * 3
     fresh = OPTIMIZERS[kind](layer.parameters())
     assert repr([optimizer.state.get(p) for p in train.parameters()]) == repr(
         [fresh.state.get(p) for p in train.parameters()]
     )
     # switching one entry off makes an error of its singular value, as if it stood alone
-    for k, sigma in enumerate(bond_singular_values(train.spec, train.effective_cores())):
+    for k, sigma in enumerate(singular_values(train.spec, train.effective_cores())):
         for j in range(ranks[k]):
             with torch.no_grad():
                 train.rank_params[k][j] = 0.0
@@ -357,7 +357,7 @@ def test_the_error_comes_near_the_best_of_all_ranks(decays: tuple[float, float],
     for _, train in named_trains(model):
         found = [
             round_cores(train.spec, train.effective_cores(), ranks=(1, *bonds, 1))
-            for bonds in product(*(range(1, rank + 1) for rank in train.spec.bonds))
+            for bonds in product(*(range(1, rank + 1) for rank in train.spec.inner_ranks))
         ]
         choices.append([(spec_size(chain.spec), chain.error**2) for chain in found])
     for part in (0.3, 0.5, 0.7, 0.8):
@@ -378,7 +378,7 @@ def test_different_layers_lose_less_than_cut_alike_unless_cut_to_almost_nothing(
     # counts each for itself.
     spec = TTSpec(48, 48, (6, 8), (8, 6), (1, 6, 24, 6, 1))
     model = decaying([spec] * 4, (1.0, 0.9, 0.7, 0.5), seed)
-    ranks = (1, *(min(rank, most) for most in spec.bonds), 1)
+    ranks = (1, *(min(rank, most) for most in spec.inner_ranks), 1)
     alike = [round_cores(spec, train.effective_cores(), ranks=ranks) for _, train in named_trains(model)]
     report = round_(model, sum(spec_size(chain.spec) for chain in alike))
     assert sum(row.error**2 for row in report.rows) <= factor * sum(chain.error**2 for chain in alike)

@@ -281,6 +281,6 @@ def test_a_size_weight_alone_makes_ranks_fall_and_pruning_goes_on() -> None:
         optimizer.step()
         optimizer.zero_grad()
         controller.prune_()
-    assert model.linear.tt.spec.bonds == (0, 0, 0)
+    assert model.linear.tt.spec.inner_ranks == (0, 0, 0)
     assert model.segments.tt.spec.order == 1
     assert torch.isfinite(backward(model))

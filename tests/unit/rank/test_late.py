@@ -155,7 +155,7 @@ def test_the_layer_that_the_loss_hardly_sees_goes_first() -> None:
     controller.prune_()
     assert model.idle.tt.spec.numel < 0.3 * 180
     assert model.needed.tt.spec.numel > 2 * model.idle.tt.spec.numel
-    assert min(model.idle.tt.spec.bonds) >= 1
+    assert min(model.idle.tt.spec.inner_ranks) >= 1
 
 
 def test_the_switch_leaves_the_function_and_makes_what_entries_carry_orthogonal() -> None:

@@ -12,7 +12,7 @@ from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.prune import PruneReport, PruneRow, prune_
-from comera.rank.size import active_size, model_size, surrogate
+from comera.rank.size import model_size, surrogate, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 TT = TTSpec(6, 10, (3, 2), (5, 2), (1, 3, 5, 2, 1))
@@ -46,7 +46,7 @@ def test_inactive_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
     kill(model.tt, 0, 1)
     kill(model.tt, 1, [0, 3], -2.0)
     cores = [core.detach().clone() for core in model.tt.cores]
-    before, size, surrogate_before = model.weight.detach(), active_size(model.tt), surrogate(model.tt)
+    before, size, surrogate_before = model.weight.detach(), unpruned_size(model.tt), surrogate(model.tt)
     report = prune_(model)
     left, middle = [0, 2], [1, 2, 4]
     assert model.spec.ranks == (1, 2, 3, 2, 1)
@@ -55,7 +55,7 @@ def test_inactive_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
     assert torch.equal(model.tt.cores[2], cores[2][middle])
     assert torch.equal(model.tt.cores[3], cores[3])
     torch.testing.assert_close(model.weight, before, rtol=1e-6, atol=1e-6)
-    assert active_size(model.tt) == size == model.spec.numel
+    assert unpruned_size(model.tt) == size == model.spec.numel
     torch.testing.assert_close(surrogate(model.tt), surrogate_before)
     assert report == PruneReport(TT.numel + 10, size + 7, (PruneRow("tt", (3, 5, 2), (2, 3, 2)),))
     assert report.changed
@@ -163,7 +163,7 @@ def test_a_chain_of_order_1_has_nothing_to_cut() -> None:
 def test_one_bond_of_rank_0_empties_the_whole_chain() -> None:
     model = TTLinear(TTSpec(6, 6, (2, 3), (3, 2), (1, 2, 0, 2, 1)))
     assert prune_(model).changed
-    assert model.spec.bonds == (0, 0, 0)
+    assert model.spec.inner_ranks == (0, 0, 0)
 
 
 def test_optimizers_state_of_another_shape_is_refused_with_nothing_changed() -> None:
@@ -212,7 +212,7 @@ def test_ranks_stay_at_multiples_by_keeping_the_largest_inactive_entries(multipl
     optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
     y, surrogate_before = model(x).detach(), surrogate(model.tt)
     report = prune_(model, [optimizer], multiple=multiple)
-    assert model.spec.bonds == (3, len(kept), 2)
+    assert model.spec.inner_ranks == (3, len(kept), 2)
     assert torch.equal(model.tt.rank_params[1], values[kept])
     assert report.after == model_size(model).tensorized
     torch.testing.assert_close(model(x), y, rtol=1e-6, atol=1e-6)
@@ -228,7 +228,7 @@ def test_a_dead_bond_empties_the_chain_whatever_the_multiple() -> None:
     model = layer()
     kill(model.tt, 1, slice(None))
     prune_(model, multiple=4)
-    assert model.spec.bonds == (0, 0, 0)
+    assert model.spec.inner_ranks == (0, 0, 0)
 
 
 def test_a_multiple_below_one_is_refused() -> None:

@@ -10,12 +10,12 @@ from comera.nn.tensor_train import TensorTrain
 from comera.rank.size import (
     ModelSize,
     SizeTable,
-    active_ranks,
-    active_size,
     model_size,
     size_tables,
     surrogate,
     surrogate_grads,
+    unpruned_ranks,
+    unpruned_size,
 )
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
@@ -61,7 +61,7 @@ def test_surrogate_and_its_closed_form_gradient_agree_with_the_formula(spec: Spe
 
 def test_inactive_entries_get_exactly_zero_gradient_and_active_ones_never() -> None:
     train = chain(TT)
-    for grad, active in zip(surrogate_grads(train), train.active(), strict=True):
+    for grad, active in zip(surrogate_grads(train), train.unpruned(), strict=True):
         assert torch.equal(grad != 0, active)
 
 
@@ -76,8 +76,8 @@ def test_a_dead_bond_leaves_the_formula_as_it_is() -> None:
     train = chain(TT)
     with torch.no_grad():
         train.rank_params[1].zero_()
-    r1, _, r3, r4 = active_ranks(train)
-    assert active_size(train) == 3 * r1 + 2 * 0 + r3 * 2 * r4 + r4 * 5
+    r1, _, r3, r4 = unpruned_ranks(train)
+    assert unpruned_size(train) == 3 * r1 + 2 * 0 + r3 * 2 * r4 + r4 * 5
     torch.testing.assert_close(surrogate(train), looped_surrogate(train))
     assert all(grad.any() for k, grad in enumerate(surrogate_grads(train)) if k != 1)
 
@@ -85,8 +85,8 @@ def test_a_dead_bond_leaves_the_formula_as_it_is() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_active_size_is_the_number_of_entries_in_the_cores_when_all_are_active(spec: Spec) -> None:
     train = TensorTrain(spec, init_std=1.0)
-    assert active_size(train) == spec.numel == sum(core.numel() for core in train.cores)
-    assert active_ranks(train) == spec.bonds
+    assert unpruned_size(train) == spec.numel == sum(core.numel() for core in train.cores)
+    assert unpruned_ranks(train) == spec.inner_ranks
     assert surrogate(train).item() == spec.numel
 
 
@@ -95,8 +95,8 @@ def test_active_size_counts_bonds_above_the_threshold() -> None:
     with torch.no_grad():
         train.rank_params[0][1:] = 1e-2
         train.rank_params[1][:2] = -3.0
-    assert active_ranks(train) == (1, 3)
-    assert active_size(train) == 6 * 1 + 1 * 6 * 3 + 3 * 8
+    assert unpruned_ranks(train) == (1, 3)
+    assert unpruned_size(train) == 6 * 1 + 1 * 6 * 3 + 3 * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -33,14 +33,14 @@ def test_two_cores_at_a_common_rank_where_the_budget_allows_them() -> None:
     specs = [spec for spec in fit_tables(KAGGLE_TABLES, 128, ratio=200, min_rows=10_000) if spec]
     assert len(specs) == 10
     assert {spec.order for spec in specs} == {2}
-    ranks = [spec.bonds[0] for spec in specs]
+    ranks = [spec.inner_ranks[0] for spec in specs]
     assert max(ranks) - min(ranks) <= 2
 
 
 def test_a_tight_budget_takes_more_cores_before_it_takes_ranks_below_the_least() -> None:
     specs = [spec for spec in fit_tables(KAGGLE_TABLES, 16, ratio=1000, min_rows=10_000) if spec]
     assert all(spec.order > 2 for spec in specs)
-    assert all(min(spec.bonds) >= LEAST_RANK for spec in specs if spec.order == 3)
+    assert all(min(spec.inner_ranks) >= LEAST_RANK for spec in specs if spec.order == 3)
 
 
 def test_a_table_that_its_share_covers_stays_dense_and_leaves_the_rest_to_others() -> None:

@@ -82,8 +82,8 @@ def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_the_trade_of_size(tm
     _, title, ranks = text.split("\n\n")
     assert title == "Ranks of one block, blocks.0:"
     (row,) = cells(ranks)
-    half = "-".join(str(r - r // 2) for r in TT.bonds)
-    assert row == {"chain": "up", "at first": "-".join(map(str, TT.bonds)), "after comera": half}
+    half = "-".join(str(r - r // 2) for r in TT.inner_ranks)
+    assert row == {"chain": "up", "at first": "-".join(map(str, TT.inner_ranks)), "after comera": half}
     assert png_size(tmp_path / "out" / "pareto.png")[0] > 500
     assert Page(tmp_path / "out" / "compare.html").tags.count("svg") == 2
 

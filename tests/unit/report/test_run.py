@@ -176,17 +176,17 @@ def test_rank_picture_holds_each_bond_over_time(tmp_path: Path) -> None:
     with styled():
         figure = ranks_over_time(read_run(write_run(tmp_path / "run")))
     assert figure is not None
-    bonds = max(len(TT.bonds), len(TTM.bonds))
+    bonds = max(len(TT.inner_ranks), len(TTM.inner_ranks))
     for k, axes in enumerate(figure.axes[:bonds]):
         share = np.asarray(axes.images[0].get_array())
-        shown = [(row, spec.bonds[k]) for row, spec in enumerate((TTM, TT)) if k < len(spec.bonds)]
+        shown = [(row, spec.inner_ranks[k]) for row, spec in enumerate((TTM, TT)) if k < len(spec.inner_ranks)]
         for row, rank in shown:
             assert share[row, 0] == 1
             assert share[row, -1] == (rank - rank // 2) / rank
             assert np.all(np.diff(share[row]) <= 0)
         assert [int(text.get_text()) for text in axes.texts] == [rank - rank // 2 for _, rank in shown]
     missing = np.asarray(figure.axes[bonds - 1].images[0].get_array())[0]
-    assert np.isnan(missing).all() or len(TTM.bonds) == bonds
+    assert np.isnan(missing).all() or len(TTM.inner_ranks) == bonds
 
 
 def test_a_late_stage_is_read_and_drawn(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_time_axis_takes_the_unit_that_reads_well(tmp_path: Path) -> None:
 def test_layers_are_counted_with_the_ranks_of_now(tmp_path: Path) -> None:
     table = layer_table(read_run(write_run(tmp_path / "run")))
     assert table is not None
-    half = TTM.with_ranks((1, *(r - r // 2 for r in TTM.bonds), 1))
+    half = TTM.with_ranks((1, *(r - r // 2 for r in TTM.inner_ranks), 1))
     embed, _, head, position, total = table.rows
-    assert embed[3:5] == ("-".join(map(str, TTM.bonds)), "-".join(map(str, half.bonds)))
+    assert embed[3:5] == ("-".join(map(str, TTM.inner_ranks)), "-".join(map(str, half.inner_ranks)))
     assert embed[6] == f"{half.numel + half.rank_numel:,}"
     assert head[6:] == ("0", "", "tied to embed")
     assert position[1:] == ("dense", "", "", "", "100", "100", "", "left dense by an override")

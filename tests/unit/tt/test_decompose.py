@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.errors import SpecError
-from comera.tt.decompose import bond_singular_values, round_cores, tt_svd
+from comera.tt.decompose import round_cores, singular_values, tt_svd
 from comera.tt.dense import materialize, merge
 from comera.tt.init import init_cores
 from comera.tt.shapes import tt_spec, ttm_spec
@@ -190,9 +190,9 @@ def test_a_table_of_order_1_is_the_table():
 def test_the_singular_values_of_the_bonds_are_those_of_the_unfoldings(spec):
     cores = chain(spec)
     full = merge(cores).reshape(spec.sizes)
-    values = bond_singular_values(spec, cores)
+    values = singular_values(spec, cores)
     assert len(values) == spec.order - 1
-    for k, (sigma, rank) in enumerate(zip(values, spec.bonds, strict=True)):
+    for k, (sigma, rank) in enumerate(zip(values, spec.inner_ranks, strict=True)):
         dense = torch.linalg.svdvals(full.flatten(0, k).flatten(1))
         torch.testing.assert_close(sigma, dense[:rank], rtol=1e-10, atol=1e-10 * float(dense[0]))
 
@@ -201,7 +201,7 @@ def test_the_singular_values_of_the_bonds_are_those_of_the_unfoldings(spec):
 def test_dropping_one_singular_value_makes_an_error_of_it(k):
     spec = tt_spec(96, 128, order=6, rank=5)
     cores = chain(spec)
-    sigma = bond_singular_values(spec, cores)[k]
+    sigma = singular_values(spec, cores)[k]
     ranks = [rank - (j == k + 1) for j, rank in enumerate(spec.ranks)]
     found = round_cores(spec, cores, ranks=ranks)
     assert found.error * float(sigma.norm()) == pytest.approx(float(sigma[-1]), rel=1e-9)
@@ -209,14 +209,14 @@ def test_dropping_one_singular_value_makes_an_error_of_it(k):
 
 def test_ranks_that_the_neighbours_cannot_use_have_no_singular_value():
     spec = TTSpec(8, 8, (2, 4), (4, 2), (1, 1, 6, 2, 1))
-    assert [len(sigma) for sigma in bond_singular_values(spec, chain(spec, torch.float32))] == [1, 4, 2]
-    assert {sigma.dtype for sigma in bond_singular_values(spec, chain(spec, torch.float32))} == {torch.float64}
+    assert [len(sigma) for sigma in singular_values(spec, chain(spec, torch.float32))] == [1, 4, 2]
+    assert {sigma.dtype for sigma in singular_values(spec, chain(spec, torch.float32))} == {torch.float64}
 
 
 def test_singular_values_of_empty_and_short_chains_and_bad_numbers():
     spec = tt_spec(24, 24, order=4, rank=(1, 2, 0, 2, 1))
-    values = bond_singular_values(spec, [torch.ones(shape) for shape in spec.core_shapes])
+    values = singular_values(spec, [torch.ones(shape) for shape in spec.core_shapes])
     assert all((sigma == 0).all() for sigma in values)
-    assert bond_singular_values(TTMSpec(5, 3, (5,), (3,), (1, 1)), [torch.ones(1, 5, 3, 1)]) == []
+    assert singular_values(TTMSpec(5, 3, (5,), (3,), (1, 1)), [torch.ones(1, 5, 3, 1)]) == []
     with pytest.raises(SpecError, match="core 0 holds NaN or infinity"):
-        bond_singular_values(spec, [torch.full(shape, torch.nan) for shape in spec.core_shapes])
+        singular_values(spec, [torch.full(shape, torch.nan) for shape in spec.core_shapes])

@@ -80,7 +80,7 @@ def test_without_a_generator_the_global_seed_decides():
 def test_rank_zero_and_std_zero_give_a_weight_of_zeros_without_a_warning(spec):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cores = init_cores(spec, 0.0 if all(spec.bonds) else 1.0)
+        cores = init_cores(spec, 0.0 if all(spec.inner_ranks) else 1.0)
     assert [tuple(core.shape) for core in cores] == list(spec.core_shapes)
     assert torch.equal(materialize(spec, cores), torch.zeros(spec.shape))
 

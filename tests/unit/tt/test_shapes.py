@@ -98,7 +98,7 @@ def test_impossible_requests_are_refused(features, count, padding):
 def test_default_tt_specs_are_those_of_the_paper(shape, modes, bonds):
     spec = tt_spec(*shape)
     assert (spec.in_modes, spec.out_modes) == modes
-    assert spec.bonds == bonds
+    assert spec.inner_ranks == bonds
 
 
 @pytest.mark.parametrize("order", range(2, 9))
@@ -117,8 +117,8 @@ def test_given_modes_are_kept_and_the_other_side_completed():
 
 
 def test_full_ranks_are_taken_as_given():
-    assert tt_spec(768, 768, order=4, rank=(1, 5, 7, 3, 1)).bonds == (5, 7, 3)
-    assert ttm_spec(1000, 64, order=3, rank=[1, 5, 7, 1]).bonds == (5, 7)
+    assert tt_spec(768, 768, order=4, rank=(1, 5, 7, 3, 1)).inner_ranks == (5, 7, 3)
+    assert ttm_spec(1000, 64, order=3, rank=[1, 5, 7, 1]).inner_ranks == (5, 7)
 
 
 @pytest.mark.parametrize(
