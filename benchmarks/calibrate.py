@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from common import about, write
 
-from comera.ops.sequential import product
+from comera.ops.dtypes import product
 
 SIZES = [
     *[(1024, 768, 768), (256, 768, 768), (64, 768, 768), (8, 768, 768), (1, 768, 768), (256, 768, 3072)],

@@ -88,7 +88,9 @@ def test_specs_survive_their_description(spec):
 def test_tt_svd_is_quasi_optimal(spec, seed):
     weight = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     found = tt_svd(weight, spec)
-    tails = [torch.linalg.svdvals(m)[r:].norm() for m, r in zip(unfoldings(spec, weight), spec.inner_ranks)]
+    tails = [
+        torch.linalg.svdvals(m)[r:].norm() for m, r in zip(unfoldings(spec, weight), spec.inner_ranks, strict=True)
+    ]
     # best >= each tail, so sqrt(Σ tails²) <= sqrt(order - 1) · best (Oseledets 2011, theorem 2.2)
     bound = float(sum(tail**2 for tail in tails)) ** 0.5 / float(weight.norm())
     assert found.error <= bound + 1e-12

@@ -25,8 +25,10 @@ from comera.fusion.fuse import fuse_
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.ops.halves import merge_dtype, pad_last, ttm_halves
+from comera.ops.chunking import pad_last
+from comera.ops.dtypes import merge_dtype
 from comera.ops.planner.plan import plan_linear
+from comera.ops.projection import ttm_halves
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
 from comera.ops.dropout import Dropout, new_seed
-from comera.ops.halves import autocast_dtype
+from comera.ops.dtypes import autocast_dtype
 
 # of transformers, known by where they are defined, so that it is never imported from here
 _LIBRARY = {

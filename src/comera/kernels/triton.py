@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from comera.kernels.select import TRITON, asked
 from comera.ops.activations import ACTIVATIONS
-from comera.ops.halves import without_autocast
+from comera.ops.dtypes import without_autocast
 
 NAMES = TRITON
 

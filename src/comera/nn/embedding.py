@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from comera.errors import SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.ops.linear import ttm_linear
 from comera.ops.lookup import ttm_bag, ttm_lookup
+from comera.ops.projection import ttm_linear
 from comera.tt.spec import TTMSpec
 
 

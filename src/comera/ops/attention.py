@@ -21,10 +21,10 @@ from torch import Tensor
 
 from comera.kernels.cpp import attention as kernels
 from comera.kernels.select import supports
+from comera.ops.chunking import chunks
 from comera.ops.dropout import keep_mask, new_seed, numbers
-from comera.ops.halves import autocast_dtype, pieces, without_autocast
+from comera.ops.dtypes import autocast_dtype, widens, without_autocast
 from comera.ops.once import made_once
-from comera.ops.sequential import widens
 
 _QUERIES = 32  # fewer, and the kernel has no lead on torch's fused attention
 
@@ -180,7 +180,7 @@ class _Attention(torch.autograd.Function):
 def _pieces(q_BHTD: Tensor, k_BHSD: Tensor) -> list[slice]:
     """Samples whose scores stay in the caches that cores share."""
     _, heads, queries, _ = q_BHTD.shape
-    return pieces(q_BHTD.shape[0], heads * queries * k_BHSD.shape[2], q_BHTD.device)
+    return chunks(q_BHTD.shape[0], heads * queries * k_BHSD.shape[2], q_BHTD.device)
 
 
 def _flat(t_BHTD: Tensor) -> Tensor:

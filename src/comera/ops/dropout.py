@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
-from comera.ops.halves import pieces
+from comera.ops.chunking import chunks
 from comera.ops.once import made_once
 
 
@@ -38,7 +38,7 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
 
     def draw() -> Tensor:
         keep = torch.empty(prod(shape), dtype=torch.bool)
-        for part in pieces(keep.numel(), 1, keep.device):  # pieces that stay in the caches
+        for part in chunks(keep.numel(), 1, keep.device):  # pieces that stay in the caches
             some = keep[part]
             draws = torch.empty(-(-some.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
             torch.ge(draws.view(torch.int16)[: some.numel()], dropped - 2**15, out=some)
@@ -106,6 +106,6 @@ def _scaled(x: Tensor, keep: Tensor, scale: float) -> Tensor:
     """scale · keep · x, in pieces: one pass over memory."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     x, flat, keep = x.reshape(-1), y.view(-1), numbers(keep).view(-1)
-    for part in pieces(flat.numel(), 1, flat.device):
+    for part in chunks(flat.numel(), 1, flat.device):
         torch.mul(x[part], keep[part], out=flat[part]).mul_(scale)
     return y

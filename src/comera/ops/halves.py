@@ -13,62 +13,8 @@ before these. Sizes are always given in full, never as -1: ranks may be 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from comera.errors import SpecError
-from comera.tt.spec import Spec
-
-# Numbers of a wide intermediate that are held at a time. On a CPU pieces that stay in the caches are 15 to 30 % faster
-# than the whole (no fresh pages) and bound the memory; an accelerator wants few launches.
-PIECE_CPU, PIECE_ACCELERATOR = 2**20, 2**26
-
-
-def check_cores(spec: Spec, cores: Sequence[Tensor]) -> None:
-    """Raise SpecError unless the cores have the shapes of `spec`."""
-    shapes = tuple(tuple(core.shape) for core in cores)
-    if shapes != spec.core_shapes:
-        raise SpecError(f"expected {spec.order} cores of shapes {spec.core_shapes} for {spec}, got {shapes}")
-
-
-def merge_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where small cores are merged: float32 for half precisions, else their own dtype.
-
-    Merging in bfloat16 would cost 2 dB of signal to noise (a linear layer) to 5 dB (a look-up) and buy no time.
-    """
-    return torch.promote_types(dtype, torch.float32)
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast would run a product with `tensor`; None where it would not touch it."""
-    kind = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
-        return None
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Context in which products keep the dtype of their operands, on the tensor's device."""
-    return nullcontext() if autocast_dtype(tensor) is None else torch.autocast(tensor.device.type, enabled=False)
-
-
-def pad_last(tensor: Tensor, size: int) -> Tensor:
-    """The last dimension filled up with zeros to `size`; the tensor itself where it has that size."""
-    return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
-
-
-def pieces(batch: int, numbers: int, device: torch.device) -> list[slice]:
-    """Slices of a batch whose intermediate, `numbers` a row, stays within PIECE numbers (one row at least).
-
-    As few as can be, of equal sizes but the last, which may be smaller.
-    """
-    piece = PIECE_CPU if device.type == "cpu" else PIECE_ACCELERATOR
-    count = -(-batch // max(1, piece // max(1, numbers)))
-    step = -(-batch // max(1, count))
-    return [slice(start, min(start + step, batch)) for start in range(0, batch, max(1, step))]
 
 
 def left_products(cores: Sequence[Tensor]) -> list[Tensor]:
@@ -113,21 +59,3 @@ def right_gradients(cores: Sequence[Tensor], products_RN: Sequence[Tensor], grad
         gradients.append((grad_RN @ product_SN.mT).view(core.shape))
         grad_RN = core.flatten(-3, -2).mT @ grad_RN
     return [*gradients, grad_RN.reshape(cores[-1].shape)]
-
-
-def ttm_halves(cores: Sequence[Tensor], split: int) -> tuple[Tensor, Tensor]:
-    """Merge the cores (R, M, N, S) of a TTM left and right of bond `split`, row and column modes apart.
-
-    Returns L (M_left, N_left, r) and R (r, M_right, N_right) in the cores' `merge_dtype`; differentiable.
-    """
-    dtype = merge_dtype(cores[0].dtype)
-    left_MNS, right_RMN = cores[0].to(dtype).flatten(0, 1), cores[-1].to(dtype).flatten(2)
-    for core in cores[1:split]:
-        (m, n, _), (_, rows, cols, s) = left_MNS.shape, core.shape
-        product = left_MNS.flatten(0, 1) @ core.to(dtype).flatten(1)
-        left_MNS = product.view(m, n, rows, cols, s).transpose(1, 2).reshape(m * rows, n * cols, s)
-    for core in cores[-2 : split - 1 : -1]:
-        (r, rows, cols, _), (_, m, n) = core.shape, right_RMN.shape
-        product = core.to(dtype).flatten(0, 2) @ right_RMN.flatten(1)
-        right_RMN = product.view(r, rows, cols, m, n).transpose(2, 3).reshape(r, rows * m, cols * n)
-    return left_MNS, right_RMN

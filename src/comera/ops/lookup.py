@@ -20,12 +20,12 @@ from torch import Tensor
 from comera.errors import IdError, SpecError
 from comera.kernels import triton as kernels
 from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
-from comera.ops.halves import check_cores, merge_dtype, without_autocast
+from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.planner.plan import ContractionPlan, choose_rows
 from comera.ops.rows import cut, on_host, pair_sums, parts, rows_of
 from comera.ops.sequential import Groups, leaves
 from comera.tt.dense import materialize
-from comera.tt.spec import TTMSpec
+from comera.tt.spec import TTMSpec, check_cores
 
 
 def ttm_lookup(

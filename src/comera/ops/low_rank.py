@@ -27,17 +27,10 @@ from comera.kernels import triton as kernels
 from comera.kernels.cpp import low_rank as native
 from comera.kernels.cpp.memory import WIDE, empty
 from comera.kernels.select import supports
-from comera.ops.halves import (
-    left_gradients,
-    left_products,
-    merge_dtype,
-    pad_last,
-    right_gradients,
-    right_products,
-    without_autocast,
-)
+from comera.ops.chunking import pad_last
+from comera.ops.dtypes import merge_dtype, widens, without_autocast
+from comera.ops.halves import left_gradients, left_products, right_gradients, right_products
 from comera.ops.once import made_once
-from comera.ops.sequential import widens
 from comera.tt.spec import TTSpec
 
 

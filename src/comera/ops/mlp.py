@@ -24,7 +24,8 @@ from comera.kernels import select
 from comera.kernels.cpp.low_rank import low_rank_output
 from comera.kernels.cpp.mlp import mlp, mlp_backward
 from comera.ops.activations import ACTIVATIONS
-from comera.ops.halves import merge_dtype, pieces, without_autocast
+from comera.ops.chunking import chunks
+from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.linear import Weight, enter, tt_linears
 from comera.ops.low_rank import Half, stack, two_sided, unflatten, wide
 from comera.ops.once import made_once
@@ -181,7 +182,7 @@ def _pieces(x_BI: Tensor, wide: int) -> list[slice]:
     """Pieces of the batch in which a wide tensor and its gradient stay in the caches: on a CPU in those that its cores
     share, since in smaller pieces two cores wait for each other more than they gain (139 ms against 162). One at
     least, which an empty batch makes empty."""
-    return pieces(x_BI.shape[0], wide // 2 if x_BI.device.type == "cpu" else 2 * wide, x_BI.device) or [slice(0)]
+    return chunks(x_BI.shape[0], wide // 2 if x_BI.device.type == "cpu" else 2 * wide, x_BI.device) or [slice(0)]
 
 
 def _hidden(activation: str, ys_PF: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

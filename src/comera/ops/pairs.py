@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.ops.halves import pieces, without_autocast
+from comera.ops.chunking import chunks
+from comera.ops.dtypes import without_autocast
 
 _SMALL = 256  # X·Y up to which weighted sums of rows are faster than matrix products
 
@@ -59,7 +60,7 @@ class _PairRows(torch.autograd.Function):
 
 def _pieces(i_U: Tensor, x: int, y: int, rank: int) -> list[slice]:
     """Pairs in pieces that stay in the caches."""
-    return pieces(i_U.numel(), 2 * rank * (x + y) + x * y, i_U.device)
+    return chunks(i_U.numel(), 2 * rank * (x + y) + x * y, i_U.device)
 
 
 def _products(a_UD: Tensor, x: int, table_MYR: Tensor, k_U: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.ops.halves import pieces, without_autocast
+from comera.ops.chunking import chunks
+from comera.ops.dtypes import without_autocast
 from comera.ops.pairs import pair_rows
 from comera.ops.sequential import Groups, Tree, leaves
 
@@ -228,7 +229,7 @@ class _Blocks:
         count = uses.right.numel()
         self.slots = uses.left.numel() // max(1, count)
         numbers = self.slots * self.x * (self.rank + self.y) + self.y * self.rank
-        self.pieces = pieces(count, numbers, uses.right.device)
+        self.pieces = chunks(count, numbers, uses.right.device)
         self._reuses = on_host(uses.right) and not torch.is_grad_enabled()
         self._memory: dict[str, Tensor] = {}
 

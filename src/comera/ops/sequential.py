@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from comera.ops.halves import merge_dtype, pad_last, without_autocast
+from comera.ops.chunking import pad_last
+from comera.ops.dtypes import merge_dtype, product, without_autocast
 from comera.tt.spec import Spec, TTSpec
 
 Tree: TypeAlias = Any  # int | tuple[Tree, Tree]: an alias cannot name itself before Python 3.12
@@ -90,29 +91,6 @@ def contract_groups(
         first = last
     y_BO = t.view(batch, done)[:, : spec.out_features] if t.shape != (batch, spec.out_features) else t
     return y_BO.contiguous() if bias is None else y_BO + bias
-
-
-def product(a_MK: Tensor, b_KN: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b + bias, in float32 inside where the processor has no arithmetic for a's half precision.
-
-    There the half-precision products of torch run at 1 to 25 GFLOP/s a core by the layout of their operands (AMD EPYC
-    7003; float32: 90), so that two conversions are little beside them; the operands are kept in half precision.
-    """
-    if not widens(a_MK):
-        return a_MK @ b_KN if bias is None else torch.addmm(bias, a_MK, b_KN)
-    y_MN: Tensor = _WideProduct.apply(a_MK, b_KN, bias)
-    return y_MN
-
-
-def widens(tensor: Tensor) -> bool:
-    """Whether products of a half-precision `tensor` are better taken in float32: on CPUs without units for it."""
-    return tensor.device.type == "cpu" and tensor.element_size() == 2 and not _half_units(tensor.dtype)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _half_units(dtype: torch.dtype) -> bool:
-    ops = torch.ops.mkldnn
-    return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
 
 
 class _WideProduct(torch.autograd.Function):

@@ -20,13 +20,8 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp.merge import merge, merge_backward
-from comera.ops.halves import (
-    left_gradients,
-    left_products,
-    merge_dtype,
-    right_gradients,
-    right_products,
-)
+from comera.ops.dtypes import merge_dtype
+from comera.ops.halves import left_gradients, left_products, right_gradients, right_products
 from comera.tt.spec import TTSpec
 
 

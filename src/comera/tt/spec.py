@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from torch import Tensor
+
 from comera.errors import SpecError
 
 
@@ -270,3 +272,10 @@ def spec_from_dict(fields: dict[str, Any]) -> Spec:
         return kind(**rest)
     except TypeError as error:
         raise SpecError(f"the fields of a {kind.__name__} are integers and lists of integers, got {rest}") from error
+
+
+def check_cores(spec: Spec, cores: Sequence[Tensor]) -> None:
+    """Raise SpecError unless the cores have the shapes of `spec`."""
+    shapes = tuple(tuple(core.shape) for core in cores)
+    if shapes != spec.core_shapes:
+        raise SpecError(f"expected {spec.order} cores of shapes {spec.core_shapes} for {spec}, got {shapes}")

@@ -51,7 +51,7 @@ def model(name, drop=0.0):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr("comera.ops.halves.PIECE_CPU", 1000)
+    monkeypatch.setattr("comera.ops.chunking.CHUNK_CPU", 1000)
 
 
 def results(made, seed=3):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from comera.ops.linear import tt_linear, ttm_linear
+from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_bag, ttm_lookup
 from comera.ops.planner.plan import plan_linear, plan_lookup, plan_projection
+from comera.ops.projection import ttm_linear
 from comera.tt.spec import TTMSpec, TTSpec
 
 # torch.compile itself instantiates torch.autograd.Function for its own bookkeeping and warns about it

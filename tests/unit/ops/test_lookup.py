@@ -85,7 +85,7 @@ def test_full_gradcheck_of_the_halves():
 def test_pieces_of_one_id_give_the_same(spec, option, monkeypatch):
     ids, cores = some_ids(spec, (9,)), cores_of(spec)
     whole = values_and_gradients(force(spec, option), ids, cores)
-    monkeypatch.setattr(halves, "PIECE_CPU", 1)
+    monkeypatch.setattr(halves, "CHUNK_CPU", 1)
     torch.testing.assert_close(values_and_gradients(force(spec, option), ids, cores), whole, rtol=1e-12, atol=1e-12)
 
 

@@ -6,11 +6,12 @@ import math
 import pytest
 import torch
 
+from comera.ops.dtypes import product, widens
 from comera.ops.linear import tt_linear
 from comera.ops.planner.cost import CPU
 from comera.ops.planner.plan import plan_linear
 from comera.ops.planner.search import ChainSearch
-from comera.ops.sequential import contract_groups, product, widens
+from comera.ops.sequential import contract_groups
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec, clip_ranks
 
@@ -128,7 +129,7 @@ def test_non_contiguous_input(groups, layout):
 @pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 45), (torch.float16, 63)])
 @pytest.mark.parametrize("groups", [(0, 1, 2, 3), ((0, 1), (2, 3)), (0, (1, 2), 3), (((0, 1), (2, 3)),)], ids=str)
 def test_half_precision_keeps_the_signal(groups, dtype, decibels, units, monkeypatch):
-    monkeypatch.setattr("comera.ops.sequential._half_units", lambda dtype: units)
+    monkeypatch.setattr("comera.ops.dtypes._half_units", lambda dtype: units)
     spec = tt((8, 12), (16, 6), 12, pad_in=2, pad_out=2)
     low = operands(spec, 64, dtype=dtype)
     double = [t.detach().double().requires_grad_() for t in low]
@@ -140,7 +141,7 @@ def test_half_precision_keeps_the_signal(groups, dtype, decibels, units, monkeyp
 
 
 def test_widened_product_rounds_once_and_keeps_half_precision_operands(monkeypatch):
-    monkeypatch.setattr("comera.ops.sequential._half_units", lambda dtype: False)
+    monkeypatch.setattr("comera.ops.dtypes._half_units", lambda dtype: False)
     a, b = (torch.randn(s, dtype=torch.float64).bfloat16().requires_grad_() for s in ((9, 40), (40, 7)))
     bias = torch.randn(7).bfloat16().requires_grad_()
     kept = []
@@ -152,7 +153,7 @@ def test_widened_product_rounds_once_and_keeps_half_precision_operands(monkeypat
 
 
 def test_widened_product_gives_only_the_wanted_gradients(monkeypatch):
-    monkeypatch.setattr("comera.ops.sequential._half_units", lambda dtype: False)
+    monkeypatch.setattr("comera.ops.dtypes._half_units", lambda dtype: False)
     a, b, bias = (torch.randn(s).bfloat16() for s in ((3, 4), (4, 5), (5,)))
     for wanted in (a, b, bias):
         wanted.requires_grad_()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from comera.ops.linear import tt_linear, ttm_linear
+from comera.ops.linear import tt_linear
 from comera.ops.planner.cost import ACCELERATOR, CPU, Cost, Machine, machine, product, work
 from comera.ops.planner.plan import (
     _plan_linear,
@@ -16,6 +16,7 @@ from comera.ops.planner.plan import (
     plan_lookup,
     plan_projection,
 )
+from comera.ops.projection import ttm_linear
 from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
 
 
