@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from comera.errors import DataError, IdError, SpecError
-from comera.ops import halves
+from comera.ops import chunking
 from comera.ops.lookup import ttm_bag
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import materialize
@@ -128,7 +128,7 @@ def test_first_and_second_derivatives_pass_gradcheck(spec, option):
 
 @each(CHAINS)
 def test_pieces_of_one_block_give_the_same(spec, option, monkeypatch):
-    monkeypatch.setattr(halves, "CHUNK_CPU", 1)
+    monkeypatch.setattr(chunking, "CHUNK_CPU", 1)
     offsets = torch.tensor([0, 9, 30])
     assert_as_dense(spec, some_ids(spec, 60), offsets, force(spec, option), weights=some_weights(60))
 
@@ -215,7 +215,7 @@ def test_wrong_bags_are_named(ids, offsets, settings, kind, message):
 def test_rows_are_never_held(monkeypatch):
     spec = ttm((16, 16), (8, 8), 8)
     cores, ids, largest = cores_of(spec), some_ids(spec, 8, 2048), 0
-    monkeypatch.setattr(halves, "CHUNK_CPU", 2**14)
+    monkeypatch.setattr(chunking, "CHUNK_CPU", 2**14)
     bmm = torch.bmm
 
     def watched(*operands, **out):

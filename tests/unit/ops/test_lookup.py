@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from comera.errors import IdError, SpecError
-from comera.ops import halves, rows
+from comera.ops import chunking, rows
 from comera.ops.lookup import ttm_lookup
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import materialize
@@ -85,7 +85,7 @@ def test_full_gradcheck_of_the_halves():
 def test_pieces_of_one_id_give_the_same(spec, option, monkeypatch):
     ids, cores = some_ids(spec, (9,)), cores_of(spec)
     whole = values_and_gradients(force(spec, option), ids, cores)
-    monkeypatch.setattr(halves, "CHUNK_CPU", 1)
+    monkeypatch.setattr(chunking, "CHUNK_CPU", 1)
     torch.testing.assert_close(values_and_gradients(force(spec, option), ids, cores), whole, rtol=1e-12, atol=1e-12)
 
 

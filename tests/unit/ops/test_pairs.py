@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from comera.ops import halves, pairs, rows
+from comera.ops import chunking, pairs, rows
 from comera.ops.lookup import ttm_bag, ttm_lookup
 from comera.ops.pairs import pair_rows
 from comera.ops.planner.plan import plan_lookup
@@ -102,11 +102,11 @@ def test_first_and_second_derivatives_pass_gradcheck(spec, option):
 
 
 @pytest.mark.parametrize("small", [0, pairs._SMALL])
-@pytest.mark.parametrize("piece", [1, halves.CHUNK_CPU])
+@pytest.mark.parametrize("piece", [1, chunking.CHUNK_CPU])
 @pytest.mark.parametrize(("x", "y", "rank"), [(3, 2, 4), (1, 5, 1), (2, 3, 0)])
 def test_rows_of_pairs_in_pieces_and_by_both_kinds_of_product(small, piece, x, y, rank, monkeypatch):
     monkeypatch.setattr(pairs, "_SMALL", small)
-    monkeypatch.setattr(halves, "CHUNK_CPU", piece)
+    monkeypatch.setattr(chunking, "CHUNK_CPU", piece)
     left, right = normal(6, x, rank), normal(rank, 4, y, seed=1)  # a table may be a view with its rank first
     i, k = torch.tensor([0, 2, 2, 5]), torch.tensor([3, 0, 1, 3])
     right_MYR = right.permute(1, 2, 0)

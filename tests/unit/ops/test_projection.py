@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from comera.errors import SpecError
-from comera.ops import halves
+from comera.ops import chunking
 from comera.ops.planner.plan import plan_projection
 from comera.ops.projection import ttm_linear
 from comera.tt.dense import materialize
@@ -81,18 +81,18 @@ def test_first_and_second_derivatives_pass_gradcheck(spec, option):
 def test_pieces_of_one_row_give_the_same(spec, option, monkeypatch):
     tensors = operands(spec, (5,))
     whole = values_and_gradients(force(spec, option), tensors)
-    monkeypatch.setattr(halves, "CHUNK_CPU", 1)
+    monkeypatch.setattr(chunking, "CHUNK_CPU", 1)
     torch.testing.assert_close(values_and_gradients(force(spec, option), tensors), whole, rtol=1e-12, atol=1e-12)
 
 
 def test_pieces_cover_the_batch_within_their_limit(monkeypatch):
-    monkeypatch.setattr(halves, "CHUNK_CPU", 100)
+    monkeypatch.setattr(chunking, "CHUNK_CPU", 100)
     cpu = torch.device("cpu")
-    assert halves.pieces(10, 30, cpu) == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 10)]
-    assert halves.pieces(8, 20, cpu) == [slice(0, 4), slice(4, 8)]  # up to five, and no remainder of three
-    assert halves.pieces(2, 1000, cpu) == [slice(0, 1), slice(1, 2)]
-    assert halves.pieces(5, 0, cpu) == [slice(0, 5)]
-    assert halves.pieces(0, 30, cpu) == []
+    assert chunking.chunks(10, 30, cpu) == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 10)]
+    assert chunking.chunks(8, 20, cpu) == [slice(0, 4), slice(4, 8)]  # up to five, and no remainder of three
+    assert chunking.chunks(2, 1000, cpu) == [slice(0, 1), slice(1, 2)]
+    assert chunking.chunks(5, 0, cpu) == [slice(0, 5)]
+    assert chunking.chunks(0, 30, cpu) == []
 
 
 def test_keeps_no_wide_tensor_for_the_backward():
@@ -126,7 +126,7 @@ def signal_to_noise(found, exact):
 @pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 46), (torch.float16, 64)])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "pure"])
 def test_low_precision_keeps_the_signal(dtype, decibels, autocast, monkeypatch):
-    monkeypatch.setattr(halves, "CHUNK_CPU", 2**14)  # several pieces: their sums must not be rounded one by one
+    monkeypatch.setattr(chunking, "CHUNK_CPU", 2**14)  # several pieces: their sums must not be rounded one by one
     spec = ttm((5, 4, 10, 10), (4, 2, 3, 4), 32, pad_rows=7)
     low = operands(spec, (64,), dtype=torch.float32 if autocast else dtype)
     double = [t.detach().double().requires_grad_() for t in low]
