@@ -66,9 +66,7 @@ def test_the_merge_runs_though_the_root_is_never_called(monkeypatch: pytest.Monk
     model, counts = bert(), []
     fuse_(model)
     real = merge_cache.merge
-    monkeypatch.setattr(
-        merge_cache, "merge", lambda specs, *rest: counts.append(len(specs)) or real(specs, *rest)
-    )
+    monkeypatch.setattr(merge_cache, "merge", lambda specs, *rest: counts.append(len(specs)) or real(specs, *rest))
     masked_loss(model).backward()
     assert sorted(counts) == [1, 2, 2, 9]  # decoder; up; down; four in each layer and the transform of the head
 

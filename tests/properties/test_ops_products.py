@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comera.ops.halves import left_products, right_products
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_lookup
+from comera.ops.merge import left_products, right_products
 from comera.ops.planner.plan import batch_bucket, plan_linear, plan_lookup, plan_projection
 from comera.ops.projection import ttm_halves, ttm_linear
 from comera.tt.dense import materialize
