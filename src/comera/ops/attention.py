@@ -43,7 +43,7 @@ def attention(
     """Scaled dot-product attention, as `F.scaled_dot_product_attention` defines it.
 
     Args:
-        q_BHTD, k_BHSD, v_BHSD: (batch, heads, length, width), one dtype; k and v may have fewer heads, a divisor of q's.
+        q_BHTD, k_BHSD, v_BHSD: (batch, heads, length, width), one dtype; the heads of k and v divide q's.
         mask: boolean (True takes part) or added to the scores, broadcastable to (batch, heads, T, S).
         dropout: probability p of zeroing a weight. scale: by default width^-½.
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements of a large intermediate that are held at a time. On a CPU chunks that stay in the caches are 15 to 30 % faster
+# Elements of a large intermediate held at a time. On a CPU chunks that stay in the caches are 15 to 30 % faster
 # than the whole (no fresh pages) and bound the memory; an accelerator wants few launches.
 CHUNK_CPU, CHUNK_ACCELERATOR = 2**20, 2**26
 
