@@ -30,17 +30,17 @@ import torch._dynamo  # optimizers import it when they are first used: it belong
 from common import about, in_turns, update
 
 from comera.baselines import Method
+from comera.pretrained import load_pretrained
 from comera.rank.size import model_size
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickData, prepare
-from comera.recipes.dlrm.recipe import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.recipes.dlrm.model import DLRMConfig
+from comera.recipes.dlrm.recipe import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.recipes.stages import runs
-from comera.pretrained import load_pretrained
+from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.optimizer import OptimizerName, named_optimizer
-from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.step import TrainStep
 
 PARTS = ("size", "memory", "quality", "speed")

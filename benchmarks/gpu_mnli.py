@@ -23,9 +23,9 @@ import torch
 from common import about, update
 
 from comera.baselines import Method
+from comera.recipes.bert import ModelConfig
 from comera.recipes.mnli import recipe as mnli
 from comera.recipes.mnli.data import prepare
-from comera.recipes.bert import ModelConfig
 from comera.recipes.stages import runs
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary

@@ -27,12 +27,12 @@ import torch
 from common import about, in_turns, update
 
 from comera.nn import fuse_
+from comera.optim.param_groups import param_groups
+from comera.recipes.bert import ModelConfig
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import CompressConfig, build_model, pair_loss, preset
-from comera.recipes.bert import ModelConfig
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.memory import MemoryMeter
-from comera.optim.param_groups import param_groups
 from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522

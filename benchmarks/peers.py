@@ -43,12 +43,12 @@ from common import about, in_turns, update
 
 from comera.baselines import Applied
 from comera.nn import fuse_
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import build_model, pair_loss, preset
-from comera.optim.adamw import AdamW
-from comera.trainer.memory import MemoryMeter, reset_peak
-from comera.optim.param_groups import param_groups
 from comera.recompute.blocks import recompute_
+from comera.trainer.memory import MemoryMeter, reset_peak
 from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522

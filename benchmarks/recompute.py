@@ -23,12 +23,12 @@ import torch._dynamo  # optimizers and modes import it when they are first used:
 from common import about, write
 
 from comera.nn import fuse_
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import build_model, pair_loss, preset
-from comera.optim.adamw import AdamW
-from comera.trainer.memory import MemoryMeter
-from comera.optim.param_groups import param_groups
 from comera.recompute.blocks import recompute_
+from comera.trainer.memory import MemoryMeter
 from comera.trainer.step import TrainStep
 
 SIDES = ("dense", "fused", "fused, recompute")

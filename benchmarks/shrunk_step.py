@@ -19,10 +19,10 @@ from common import about, write
 
 import comera
 from comera.nn import fuse_
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.trainer.step import TrainStep
 
 SETTINGS = ((1, 0.1), (8, 0.1), (1, 0.0))  # ranks at multiples of, dropout

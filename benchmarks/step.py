@@ -24,10 +24,10 @@ import torch
 from common import about, in_turns, update
 
 from comera.nn import fuse_
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.trainer.step import TrainStep
 
 # name: batch, length, dropout, precision, goal for the ratio dense / fused
