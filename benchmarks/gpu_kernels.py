@@ -40,7 +40,7 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 def cases(device: str, dry: bool) -> Iterator[Case]:
     """Kernel, dtype, description, the run with the kernel, the run with torch."""
     from comera.kernels import triton as kernels
-    from comera.ops.low_rank import Half, two_sided
+    from comera.ops.low_rank import LowRankFactors, low_rank
     from comera.ops.rows import pair_sums
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if dry else 2]:
@@ -49,7 +49,7 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
             ours = gradients(kernels.two_sided, operands)
-            torchs = gradients(lambda x, a, b, bias: two_sided(x, Half(a, b).with_bias(bias))[0], operands)
+            torchs = gradients(lambda x, a, b, bias: low_rank(x, LowRankFactors(a, b).with_bias(bias))[0], operands)
             yield "low_rank", str(dtype)[6:], case, ours, torchs
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if dry else TABLES:
         ids = torch.randint(0, rows_l * rows_r, (count,), device=device)

@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 import torch
 from common import about, in_turns, update
 
-from comera.fusion.fuse import fuse_
+from comera.fusion import fuse_
 from comera.optim.param_groups import param_groups
 from comera.recipes.bert import ModelConfig
 from comera.recipes.mnli.pairs import PairBatch

@@ -21,7 +21,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 import comera
 from comera.convert import TT, TensorizeConfig
-from comera.fusion.fuse import fuse_
+from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.bert import ModelConfig

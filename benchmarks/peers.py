@@ -41,7 +41,7 @@ import torch._dynamo  # optimizers import it at first use: counted as part of th
 from common import about, in_turns, update
 
 from comera.baselines import Applied
-from comera.fusion.fuse import fuse_
+from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.mnli.pairs import PairBatch

@@ -22,7 +22,7 @@ import torch
 import torch._dynamo  # optimizers and modes import it at first use: counted as part of the libraries
 from common import about, write
 
-from comera.fusion.fuse import fuse_
+from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.mnli.pairs import PairBatch

@@ -18,7 +18,7 @@ import torch
 from common import about, write
 
 import comera
-from comera.fusion.fuse import fuse_
+from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.mnli.pairs import PairBatch

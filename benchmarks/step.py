@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from common import about, in_turns, update
 
-from comera.fusion.fuse import fuse_
+from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.mnli.pairs import PairBatch
