@@ -13,9 +13,10 @@ from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.rank.budget import RoundReport, canonicalize_, round_
-from comera.rank.size import unpruned_ranks, unpruned_size
-from comera.rank.target import smallest_size, spec_size
+from comera.rank.budget import canonicalize_, round_
+from comera.rank.report import RankReport
+from comera.rank.size import spec_size, unpruned_ranks, unpruned_size
+from comera.rank.target import smallest_size
 from comera.tt.decompose import round_cores, singular_values, tt_svd
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -146,7 +147,7 @@ def test_what_cannot_be_changes_nothing() -> None:
         with pytest.raises(RankError, match=message):
             round_(model, target)
     for weights, message in [
-        ({"3.tt": 1.0}, r"expected numbers >= 0 for chains \(0.tt, 1.tt, 2.tt\), got '3.tt': 1.0"),
+        ({"3.tt": 1.0}, r"expected finite values >= 0 for tensor trains \(0.tt, 1.tt, 2.tt\), got '3.tt': 1.0"),
         ({"0.tt": -1.0}, "got '0.tt': -1.0"),
         ({"0.tt": float("nan")}, "got '0.tt': nan"),
     ]:
@@ -208,7 +209,7 @@ def test_a_trained_dense_model_is_decomposed_and_rounded(order: int) -> None:
     expected = model(x)
     comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=order, rank=24), init="decompose"))
     alike = copy.deepcopy(model)
-    report: RoundReport = comera.round_(model, 0.3)
+    report: RankReport = comera.round_(model, 0.3)
     assert report.after <= 0.3 * report.before
     assert float((model(x) - expected).detach().norm() / expected.detach().norm()) < 0.05
     each = [round_(alike[0], 0.3).error, round_(alike[2], 0.3).error]
@@ -295,7 +296,7 @@ def test_bytes_count_what_the_chains_take_and_nothing_left_to_store_is_no_error(
     assert round_(model, f"{8 * numbers} B").target == 2 * numbers * 8 // 10  # of 8 and of 2 bytes: 5 in the mean
     empty = TTLinear(SPEC.with_ranks(0))
     assert round_(empty, 0.5).after == 0
-    with pytest.raises(RankError, match="at most the present 0 numbers"):
+    with pytest.raises(RankError, match="at most the present 0 parameters"):
         round_(empty, "1 kB")
 
 
@@ -304,7 +305,7 @@ def test_the_report_reads_as_a_table() -> None:
     report = round_(nn.ModuleDict({"steep": steep, "flat": flat}), 17 * 9 + 5)
     assert str(report).splitlines() == [
         "steep.tt  8 -> 1  error 2.64%",
-        "1 of 2 chains rounded: 272 -> 153 numbers, at most 158 wanted",
+        "1 of 2 tensor trains rounded: 272 -> 153 parameters (56.2%, target 158)",
     ]
 
 

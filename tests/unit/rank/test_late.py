@@ -14,7 +14,7 @@ from comera.nn.linear import TTLinear
 from comera.rank.budget import canonicalize_
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage, late_scales
-from comera.rank.sensitivity import STATE, switch_off_
+from comera.rank.importance import STATE, zero_gates_
 from comera.rank.size import SizeTable, surrogate_grads
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -121,7 +121,7 @@ def test_what_cannot_begin_is_refused() -> None:
     with pytest.raises(RankError, match="an early stage before the late one, but no loss was observed"):
         RankController(model, late=LateStage(target_size=0.5)).start_late()
     _, controller, _ = begun(LateStage(target_size=10**6))
-    with pytest.raises(RankError, match=r"LateStage.target_size: expected at most the present \d+ numbers"):
+    with pytest.raises(RankError, match=r"LateStage.target_size: expected at most the present \d+ parameters"):
         controller.start_late()
     assert controller.stage == "early"
     _, controller, _ = begun(LateStage(target_size=5))
@@ -207,7 +207,7 @@ def test_no_momentum_brings_back_what_is_off(kind: str) -> None:
     controller.start_late()
     train(model, controller, optimizer, 5)
     trains = [model.table.tt, model.needed.tt, model.idle.tt]
-    switch_off_(trains, [optimizer], 200)
+    zero_gates_(trains, [optimizer], 200)
     off = [(d, d == 0) for tt in trains for d in tt.rank_params]
     assert sum(int(mask.sum()) for _, mask in off) > 0
     assert controller.size() <= 200

@@ -11,7 +11,8 @@ from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.prune import PruneReport, PruneRow, prune_
+from comera.rank.prune import prune_
+from comera.rank.report import RankReport, RankRow
 from comera.rank.size import model_size, surrogate, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -57,7 +58,7 @@ def test_inactive_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
     torch.testing.assert_close(model.weight, before, rtol=1e-6, atol=1e-6)
     assert unpruned_size(model.tt) == size == model.spec.numel
     torch.testing.assert_close(surrogate(model.tt), surrogate_before)
-    assert report == PruneReport(TT.numel + 10, size + 7, (PruneRow("tt", (3, 5, 2), (2, 3, 2)),))
+    assert report == RankReport("pruned", TT.numel + 10, size + 7, (RankRow("tt", (3, 5, 2), (2, 3, 2)),))
     assert report.changed
     assert model_size(model).tensorized == report.after
 
@@ -65,11 +66,11 @@ def test_inactive_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
 def test_the_report_reads_as_a_table() -> None:
     model = nn.ModuleDict({"first": layer(), "other": layer()})
     assert not prune_(model).changed
-    assert str(prune_(model)) == "pruned nothing: all rank parameters of 2 chains are active (206 numbers)"
+    assert str(prune_(model)) == "pruned nothing: 2 tensor trains, 206 parameters"
     kill(model["first"].tt, 0, 1)
     assert str(prune_(model)).splitlines() == [
         "first.tt  3-5-2 -> 2-5-2",
-        "1 of 2 chains pruned: 206 -> 192 numbers (93.2% left)",
+        "1 of 2 tensor trains pruned: 206 -> 192 parameters (93.2%)",
     ]
 
 
@@ -156,7 +157,7 @@ def test_tied_layers_are_cut_once_and_a_dead_table_gives_zeros() -> None:
 
 def test_a_chain_of_order_1_has_nothing_to_cut() -> None:
     model = TTMEmbedding(TTMSpec(5, 3, (5,), (3,), (1, 1)))
-    assert prune_(model).rows == (PruneRow("tt", (), ()),)
+    assert prune_(model).rows == (RankRow("tt", (), ()),)
     assert model.tt.cores[0].shape == (1, 5, 3, 1)
 
 
@@ -186,7 +187,7 @@ def test_rank_parameters_that_are_no_numbers_are_refused_with_nothing_changed(va
     model = nn.ModuleDict({"good": layer(), "bad": layer()})
     kill(model["good"].tt, 0, 0)
     kill(model["bad"].tt, 2, 1, value)
-    with pytest.raises(RankError, match=r"rank parameters of 'bad\.tt', bond 3, hold NaN or infinite"):
+    with pytest.raises(RankError, match=r"rank parameters 3 of 'bad\.tt' hold NaN or infinite"):
         prune_(model)
     assert model["good"].spec == TT
 

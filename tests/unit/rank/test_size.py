@@ -143,7 +143,7 @@ def test_model_size_counts_tied_parameters_once_and_biases_under_total_only() ->
     assert size.ratio == size.dense_total / size.total
     assert size.tensorized_ratio == size.dense_tensorized / tensorized
     assert model_size(model.half()).bytes == 2 * size.total
-    assert f"{size.total:,} numbers" in str(size)
+    assert f"{size.total:,} parameters" in str(size)
 
 
 def test_a_known_dense_original_takes_the_place_of_the_chains_own_weights() -> None:
