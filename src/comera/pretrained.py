@@ -270,7 +270,7 @@ def _misfit(layer: nn.Module, kind: str, spec: Spec) -> str | None:
     if reason:
         return f"a layer that can be converted (not this {type(layer).__name__}: {reason})"
     rows, cols = converter.shape(layer)
-    if converter.format == "ttm":
+    if converter.table is not None:
         allowed = {(converter.table.__name__, "ttm", (rows, cols))}
     else:
         allowed = {("TTLinear", "tt", (rows, cols)), ("TTMProjection", "ttm", (cols, rows))}
