@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.errors import CheckpointError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
@@ -238,3 +239,46 @@ def test_views_of_one_memory_are_stored_apart(tmp_path: Path) -> None:
     model = Views(torch.randn(3, 3))
     save_pretrained(model, tmp_path)
     assert_same_state(load_pretrained(Views(torch.zeros(3, 3)), tmp_path), state(model))
+
+
+def test_loading_in_place_resets_the_state_of_the_optimizers_it_is_given(tmp_path: Path) -> None:
+    save_pretrained(trained(), tmp_path)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(IDS).square().mean().backward()
+        optimizer.step()
+
+    model = fresh(config=SMALL)
+    optimizer, other = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, optimizer)
+    load_pretrained(model, tmp_path, optimizers=[optimizer, other])
+    assert not optimizer.state
+    expected = load_pretrained(fresh(), tmp_path)
+    step(model, optimizer)
+    step(expected, torch.optim.AdamW(expected.parameters(), lr=0.1))
+    assert_same_state(model, state(expected))
+
+
+@pytest.mark.parametrize("into", [None, TensorizeConfig(TT(order=3, rank=2), TTM(order=3, rank=2))])
+def test_an_optimizer_of_parameters_that_would_be_replaced_is_refused(
+    tmp_path: Path, into: TensorizeConfig | None
+) -> None:
+    save_pretrained(trained(), tmp_path)
+    model = fresh(config=into)
+    want, modules = state(model), list(model.modules())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match=r"this AdamW holds embed\..*Nothing was loaded: load first"):
+        load_pretrained(model, tmp_path, optimizers=[optimizer])
+    assert_same_state(model, want)
+    assert list(model.modules()) == modules
+    load_pretrained(model, tmp_path, optimizers=[torch.optim.AdamW(model.norm.parameters())])
+
+
+def test_loading_raises_the_version_of_every_parameter(tmp_path: Path) -> None:
+    save_pretrained(trained(), tmp_path)
+    model = fresh(config=SMALL)
+    before = {name: p._version for name, p in model.named_parameters()}
+    load_pretrained(model, tmp_path)
+    assert all(p._version > before[name] for name, p in model.named_parameters())

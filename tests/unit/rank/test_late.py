@@ -13,8 +13,8 @@ from comera.nn.embedding import TTMEmbedding
 from comera.nn.linear import TTLinear
 from comera.rank.budget import canonicalize_
 from comera.rank.controller import RankController
-from comera.rank.objective import EarlyStage, LateStage, late_scales
 from comera.rank.importance import STATE, zero_gates_
+from comera.rank.objective import EarlyStage, LateStage, late_scales
 from comera.rank.size import SizeTable, surrogate_grads
 from comera.tt.spec import TTMSpec, TTSpec
 
