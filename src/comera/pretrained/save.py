@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import comera
+from comera._version import __version__
 from comera.errors import CheckpointError
 from comera.files import replace_file
 from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, train_names, transient_buffers
@@ -43,7 +43,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
     tensors, tied, transient = _stored_tensors(model)
     manifest = {
         "format": FORMAT,
-        "comera": comera.__version__,
+        "comera": __version__,
         "metadata": dict(metadata or {}),
         "trains": [
             {"names": names, "spec": tt.spec.to_dict(), "init_std": tt.init_std, "threshold": tt.threshold}
