@@ -1,4 +1,4 @@
-"""Mistakes of earlier implementations in rank adaptation, each held off by a test (DESIGN §4)."""
+"""Mistakes of earlier implementations in rank adaptation that must not come back."""
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ def test_a_loss_that_is_still_held_does_not_break_the_backward_after_pruning() -
     assert [tuple(core.grad.shape) for core in layer.tt.cores] == list(layer.spec.core_shapes)
 
 
-def test_an_inactive_entry_is_not_pushed_by_the_size() -> None:
+def test_a_pruned_gate_is_not_pushed_by_the_size() -> None:
     layer = TTLinear(TT)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     RankController(layer, early=EarlyStage(size_weight=10.0)).attach(optimizer)

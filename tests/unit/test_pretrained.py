@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def trained(config: TensorizeConfig | None = SMALL, tied: bool = True) -> Net:
-    """A model in evaluation mode whose numbers are all different from those of a fresh one; ranks are pruned."""
+    """A pruned model in evaluation mode, with values that all differ from those of a fresh one."""
     torch.manual_seed(1)
     model = Net(tied)
     if config is not None:
@@ -109,7 +109,7 @@ def test_parameters_of_a_converted_model_stay_the_same_objects(tmp_path: Path) -
     assert all(after[name] is before[name] for name in before)
 
 
-def test_a_model_on_the_meta_device_gets_numbers_without_a_dense_weight(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_gets_values_without_a_dense_weight(tmp_path: Path) -> None:
     model = trained()
     save_pretrained(model, tmp_path)
     for config in (None, SMALL):
@@ -169,7 +169,7 @@ def test_loading_leaves_the_random_state(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_loaded_numbers_are_memory_of_their_own(tmp_path: Path) -> None:
+def test_loaded_values_are_memory_of_their_own(tmp_path: Path) -> None:
     model = trained()
     save_pretrained(model, tmp_path)
     with torch.device("meta"):

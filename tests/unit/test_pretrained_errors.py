@@ -144,7 +144,7 @@ def test_weights_that_are_tied_in_the_model_only_must_be_equal(tmp_path: Path) -
     assert same(state(load_pretrained(net(None, 2, tied=False), tmp_path)), state(net(None, tied=False)))
 
 
-def test_chains_that_are_tied_in_the_file_only_are_refused(tmp_path: Path) -> None:
+def test_trains_that_are_tied_in_the_file_only_are_refused(tmp_path: Path) -> None:
     save_pretrained(net(), tmp_path)
     apart = TensorizeConfig(SMALL.linear, SMALL.embedding)
     model = net(None, tied=False)
@@ -154,7 +154,7 @@ def test_chains_that_are_tied_in_the_file_only_are_refused(tmp_path: Path) -> No
     assert_refused(model, tmp_path, "embed.tt, head.tt: expected to share one tensor train in the model as in the file")
 
 
-def test_numbers_that_no_file_holds_are_refused(saved: Path) -> None:
+def test_values_that_no_file_holds_are_refused(saved: Path) -> None:
     with torch.device("meta"):
         model = Net()
         model.register_buffer("positions", torch.arange(5), persistent=False)
@@ -214,7 +214,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_named(saved: Path) -> N
     assert torch.equal(model.classes.weight, classes)
 
 
-def test_without_strict_other_shapes_and_strangers_are_still_refused(saved: Path) -> None:
+def test_without_strict_other_shapes_and_other_models_are_still_refused(saved: Path) -> None:
     assert_refused(net(None, width=48), saved, "up: expected a tensor train", strict=False)
     assert_refused(nn.Sequential(nn.Linear(2, 2)), saved, "it has no tensor of that name", strict=False)
 
@@ -226,7 +226,7 @@ def test_a_save_that_fails_leaves_the_old_model(saved: Path, monkeypatch: pytest
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
 
     def torn(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-        path.write_bytes(b"half")
+        path.write_bytes(b"torn")
         raise OSError("no space left on device")
 
     monkeypatch.setattr(save, "save_file", torn)

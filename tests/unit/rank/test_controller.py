@@ -18,7 +18,7 @@ from comera.tt.spec import TTMSpec, TTSpec
 
 
 class Tied(nn.Module):
-    """An embedding and the head tied to it around a linear layer, and a chain of order 1."""
+    """An embedding and the head tied to it around a linear layer, and a tensor train of order 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_under_a_grad_scaler_the_size_gradient_meets_the_loss_gradient_at_its_sc
         torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_a_wrapper_around_the_optimizer_is_looked_through() -> None:
+def test_a_wrapped_optimizer_is_found() -> None:
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""The two numbers of each stage: the early stage's constants, and whose gap the late stage looks at."""
+"""The weights (c_L, c_S) of each stage: constants in the early one, by the larger gap in the late one."""
 
 from typing import Any
 

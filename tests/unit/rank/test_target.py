@@ -1,4 +1,4 @@
-"""Sizes as users name them."""
+"""Sizes as users give them."""
 
 from typing import Any
 
@@ -20,14 +20,14 @@ def resolve(target: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("target", "numbers"),
+    ("target", "parameters"),
     [
         *[(0.25, 250_000), (1.0, 1_000_000), (1000, 1000), (1_000_000, 1_000_000)],
         *[("1MB", 2**18), ("1.5 MiB", 3 * 2**17), ("700kB", 700 * 256), ("8000 B", 2000), (" 0.001gb ", 268_435)],
     ],
 )
-def test_parts_numbers_and_bytes(target: Any, numbers: int) -> None:
-    assert resolve(target) == numbers
+def test_fractions_parameters_and_bytes(target: Any, parameters: int) -> None:
+    assert resolve(target) == parameters
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_cannot_be_is_refused(target: Any, message: str) -> None:
         resolve(target)
 
 
-def test_the_smallest_size_counts_tied_chains_once_and_keeps_multiples_and_empty_chains() -> None:
+def test_the_smallest_size_counts_tied_trains_once_and_keeps_multiples_and_empty_trains() -> None:
     first = TTLinear(SPEC)
     model = nn.ModuleList([first, TTLinear(first.tt), TTLinear(SPEC.with_ranks((1, 0, 0, 0, 1)))])
     assert smallest_size(model) == 3 + 4 + 4 + 3 + 3
@@ -66,13 +66,13 @@ def test_the_smallest_size_counts_tied_chains_once_and_keeps_multiples_and_empty
     assert smallest_size(nn.Linear(2, 2)) == 0
 
 
-def test_a_chain_with_an_empty_bond_takes_nothing_in_the_end_and_one_without_bonds_all_it_has() -> None:
+def test_a_train_with_a_rank_of_0_takes_nothing_in_the_end_and_one_of_order_1_all_it_has() -> None:
     table = TTMEmbedding(TTMSpec(5, 3, (5,), (3,), (1, 1)))
     empty = TTLinear(SPEC.with_ranks((1, 3, 0, 3, 1)))
     assert smallest_size(nn.ModuleList([table, empty])) == 15
 
 
-def test_where_nothing_is_stored_a_part_is_nothing_and_bytes_are_too_many() -> None:
+def test_where_nothing_is_stored_a_fraction_is_nothing_and_bytes_are_too_many() -> None:
     nothing = {"size": 0, "smallest": 0, "bytes_per_element": 0.0, "where": "target"}
     assert resolve_target(0.5, **nothing) == 0
     with pytest.raises(RankError, match="at most the present 0 parameters"):
