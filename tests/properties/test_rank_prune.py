@@ -17,7 +17,7 @@ from comera.nn.tensor_train import named_trains
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage
-from comera.rank.size import surrogate, unpruned_ranks, unpruned_size
+from comera.rank.size import SizeTable, unpruned_ranks, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -67,7 +67,7 @@ def warmed(optimizer: str, dtype: torch.dtype) -> tuple[Net, Any, float]:
         backward(net)
         optim.step()
         optim.zero_grad()
-    return net, optim, sum(surrogate(train).item() for _, train in named_trains(net))
+    return net, optim, sum(SizeTable([train]).surrogate().item() for _, train in named_trains(net))
 
 
 def trained(optimizer: str, dtype: torch.dtype, pattern: list[list[float]]) -> tuple[Net, Any, float]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.size import SizeTable, surrogate_grads, unpruned_ranks, unpruned_size
+from comera.rank.size import SizeTable, unpruned_ranks, unpruned_size
 from comera.tt.spec import TTMSpec, clip_ranks
 
 
@@ -49,6 +49,6 @@ def test_with_unpruned_gates_of_one_the_surrogate_is_the_size(train: TensorTrain
     assert SizeTable([train]).surrogate().item() == unpruned_size(train)
     ranks = (1, *unpruned_ranks(train), 1)
     assert unpruned_size(train) == sum(ranks[k] * n * ranks[k + 1] for k, n in enumerate(train.spec.sizes))
-    for k, grad in enumerate(surrogate_grads(train)):
+    for k, grad in enumerate(SizeTable([train]).surrogate_grads()):
         slope = ranks[k] * train.spec.sizes[k] + train.spec.sizes[k + 1] * ranks[k + 2]
         assert set(grad.tolist()) <= {0.0, float(slope)}

@@ -163,5 +163,4 @@ def _effective_cores(name: str, train: TensorTrain) -> list[Tensor]:
             f"{name} holds NaN or infinite values and cannot be rounded: go back to the last good checkpoint "
             "(nothing was rounded)"
         )
-    gates = [d * unpruned for d, unpruned in zip(train.rank_params, train.unpruned(), strict=True)]
-    return absorb([core.cpu().double() for core in train.cores], [d.cpu().double() for d in gates])
+    return absorb([core.cpu().double() for core in train.cores], [d.cpu().double() for d in train.gates()])

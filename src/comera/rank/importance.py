@@ -55,27 +55,23 @@ def zero_gates_(
     Trains with gates that no optimizer has moved yet (frozen, or just rounded) keep their ranks. A gate that is zeroed
     gets zero moments too, so that no momentum brings it back. Every inner rank keeps a gate. Synchronizes.
     """
-    measured, unpruned = [], []
+    measured: list[tuple[TensorTrain, list[tuple[Tensor, list[float]]]]] = []
     for train in trains:
-        indices = [mask.nonzero().flatten() for mask in train.unpruned()]
-        if all(_importance(d, optimizers) is not None for d in train.rank_params):
-            measured.append(train)
-            unpruned.append(indices)
+        unpruned = [mask.nonzero().flatten() for mask in train.unpruned()]
+        means = [mean for d in train.rank_params if (mean := _importance(d, optimizers)) is not None]
+        if len(means) == len(train.rank_params):
+            measured.append((train, list(map(_ascending, means, unpruned))))
         else:
-            budget -= spec_size(train.spec, [len(kept) for kept in indices])
-    ordered = [
-        [_ascending(d, kept, optimizers) for d, kept in zip(train.rank_params, indices, strict=True)]
-        for train, indices in zip(measured, unpruned, strict=True)
-    ]
+            budget -= spec_size(train.spec, [len(indices) for indices in unpruned])
     ranks = allocate(
-        [train.spec.with_ranks((1, *map(len, indices), 1)) for train, indices in zip(measured, unpruned, strict=True)],
-        [[importances for _, importances in gates] for gates in ordered],
+        [train.spec.with_ranks((1, *(len(indices) for indices, _ in gates), 1)) for train, gates in measured],
+        [[importances for _, importances in gates] for _, gates in measured],
         budget,
         multiple=multiple,
     )
-    for train, gates, kept_ranks in zip(measured, ordered, ranks, strict=True):
-        for d, (indices_, _), rank in zip(train.rank_params, gates, kept_ranks, strict=True):
-            zeroed = indices_[: len(indices_) - rank]
+    for (train, gates), inner in zip(measured, ranks, strict=True):
+        for d, (indices, _), rank in zip(train.rank_params, gates, inner, strict=True):
+            zeroed = indices[: len(indices) - rank]
             if len(zeroed):
                 d[zeroed] = 0
                 for _, _, moment in state_tensors(d, optimizers):
@@ -83,11 +79,9 @@ def zero_gates_(
                         moment[zeroed] = 0
 
 
-def _ascending(d: Tensor, unpruned: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Tensor, list[float]]:
-    """Indices of the unpruned gates in ascending order of importance, and the importances."""
-    mean = _importance(d, optimizers)
-    assert mean is not None
-    values, order = mean[unpruned].sort(stable=True)
+def _ascending(importance: Tensor, unpruned: Tensor) -> tuple[Tensor, list[float]]:
+    """Indices of the unpruned gates in ascending order of importance, and their importances."""
+    values, order = importance[unpruned].sort(stable=True)
     return unpruned[order], values.tolist()
 
 

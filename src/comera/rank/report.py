@@ -51,15 +51,14 @@ class RankReport:
         if not rows:
             return f"{self.action} nothing: {len(self.rows)} tensor trains, {self.before:,} parameters{goal}"
         cells = [(row.name, _dashed(row.before), _dashed(row.after)) for row in rows]
-        name, before, after = (max(len(cell[i]) for cell in cells) for i in range(3))
+        name, before, after = (max(map(len, column)) for column in zip(*cells, strict=True))
+        errors = ["" if row.error is None else f"  error {row.error:.2%}" for row in rows]
         lines = [
-            f"{cell[0]:<{name}}  {cell[1]:<{before}} -> {cell[2]:<{after}}".rstrip()
-            + ("" if row.error is None else f"{'':{after - len(cell[2])}}  error {row.error:.2%}")
-            for cell, row in zip(cells, rows, strict=True)
+            f"{cell[0]:<{name}}  {cell[1]:<{before}} -> {cell[2]:<{after}}{error}".rstrip()
+            for cell, error in zip(cells, errors, strict=True)
         ]
-        count = f"{len(rows)} of {len(self.rows)} tensor trains {self.action}"
         kept = f"{self.before:,} -> {self.after:,} parameters ({self.after / self.before:.1%}{goal})"
-        return "\n".join([*lines, f"{count}: {kept}"])
+        return "\n".join([*lines, f"{len(rows)} of {len(self.rows)} tensor trains {self.action}: {kept}"])
 
 
 def _dashed(ranks: Sequence[int]) -> str:

@@ -136,16 +136,6 @@ def size_tables(trains: Iterable[TensorTrain]) -> list[SizeTable]:
     return [SizeTable(group) for group in groups.values()]
 
 
-def surrogate(train: TensorTrain) -> Tensor:
-    """Ŝ of one tensor train, a scalar on its device in at least float32; differentiable in the gates."""
-    return SizeTable([train]).surrogate()
-
-
-def surrogate_grads(train: TensorTrain) -> list[Tensor]:
-    """∂Ŝ/∂d_k of one tensor train, one vector per inner rank, in closed form; exactly zero for pruned gates."""
-    return SizeTable([train]).surrogate_grads()
-
-
 @dataclass(frozen=True)
 class ModelSize:
     """Parameters that a model stores, beside those of its dense original. Printing it gives one line.

@@ -15,7 +15,7 @@ from comera.rank.budget import canonicalize_
 from comera.rank.controller import RankController
 from comera.rank.importance import STATE, zero_gates_
 from comera.rank.objective import EarlyStage, LateStage, late_scales
-from comera.rank.size import SizeTable, surrogate_grads
+from comera.rank.size import SizeTable
 from comera.tt.spec import TTMSpec, TTSpec
 
 QUIET = EarlyStage(size_weight=0.0)
@@ -248,7 +248,7 @@ def test_by_surrogate_the_hook_scales_the_loss_and_adds_the_size() -> None:
         target_size=controller.target_size,
         surrogate=sum(table.surrogate().detach() for table in tables),  # type: ignore[arg-type]
     )
-    size_grad = surrogate_grads(model.needed.tt)[1]
+    size_grad = SizeTable([model.needed.tt]).surrogate_grads()[1]
     optimizer.step()
     for name, p in model.named_parameters():
         extra = c_size * size_grad if name == "needed.tt.rank_params.1" else 0.0

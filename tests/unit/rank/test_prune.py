@@ -13,7 +13,7 @@ from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport, RankRow
-from comera.rank.size import model_size, surrogate, unpruned_size
+from comera.rank.size import SizeTable, model_size, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 TT = TTSpec(6, 10, (3, 2), (5, 2), (1, 3, 5, 2, 1))
@@ -47,7 +47,7 @@ def test_pruned_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
     set_gates(model.tt, 0, 1)
     set_gates(model.tt, 1, [0, 3], -2.0)
     cores = [core.detach().clone() for core in model.tt.cores]
-    before, size, surrogate_before = model.weight.detach(), unpruned_size(model.tt), surrogate(model.tt)
+    before, size, surrogate_before = model.weight.detach(), unpruned_size(model.tt), SizeTable([model.tt]).surrogate()
     report = prune_(model)
     left, middle = [0, 2], [1, 2, 4]
     assert model.spec.ranks == (1, 2, 3, 2, 1)
@@ -57,7 +57,7 @@ def test_pruned_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
     assert torch.equal(model.tt.cores[3], cores[3])
     torch.testing.assert_close(model.weight, before, rtol=1e-6, atol=1e-6)
     assert unpruned_size(model.tt) == size == model.spec.numel
-    torch.testing.assert_close(surrogate(model.tt), surrogate_before)
+    torch.testing.assert_close(SizeTable([model.tt]).surrogate(), surrogate_before)
     assert report == RankReport("pruned", TT.numel + 10, size + 7, (RankRow("tt", (3, 5, 2), (2, 3, 2)),))
     assert report.changed
     assert model_size(model).tensorized == report.after
@@ -211,13 +211,13 @@ def test_ranks_stay_at_multiples_by_keeping_the_largest_pruned_gates(multiple: i
     with torch.no_grad():
         model.tt.rank_params[1].copy_(values)
     optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
-    y, surrogate_before = model(x).detach(), surrogate(model.tt)
+    y, surrogate_before = model(x).detach(), SizeTable([model.tt]).surrogate()
     report = prune_(model, [optimizer], multiple=multiple)
     assert model.spec.inner_ranks == (3, len(kept), 2)
     assert torch.equal(model.tt.rank_params[1], values[kept])
     assert report.after == model_size(model).tensorized
     torch.testing.assert_close(model(x), y, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(surrogate(model.tt), surrogate_before)
+    torch.testing.assert_close(SizeTable([model.tt]).surrogate(), surrogate_before)
     assert not prune_(model, multiple=multiple).changed
     step(model, optimizer, x)  # a pruned gate gets no gradient
     pruned = values[kept] <= 0.01

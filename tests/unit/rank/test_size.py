@@ -7,16 +7,7 @@ from torch import Tensor, nn
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.size import (
-    ModelSize,
-    SizeTable,
-    model_size,
-    size_tables,
-    surrogate,
-    surrogate_grads,
-    unpruned_ranks,
-    unpruned_size,
-)
+from comera.rank.size import ModelSize, SizeTable, model_size, size_tables, unpruned_ranks, unpruned_size
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
 TT = TTSpec(12, 20, (3, 4), (2, 2, 5), (1, 3, 6, 5, 4, 1))
@@ -48,27 +39,27 @@ def looped_surrogate(train: TensorTrain) -> Tensor:
 def test_surrogate_and_its_closed_form_gradient_agree_with_the_formula(spec: Spec) -> None:
     train = gated(spec)
     expected = looped_surrogate(train)
-    torch.testing.assert_close(surrogate(train), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(SizeTable([train]).surrogate(), expected, rtol=1e-12, atol=0)
     params = list(train.rank_params)
     if not params:
-        assert surrogate_grads(train) == []
+        assert SizeTable([train]).surrogate_grads() == []
         return
-    closed = surrogate_grads(train)
-    for value in (expected, surrogate(train)):
+    closed = SizeTable([train]).surrogate_grads()
+    for value in (expected, SizeTable([train]).surrogate()):
         for grad, auto in zip(closed, torch.autograd.grad(value, params), strict=True):
             torch.testing.assert_close(grad, auto, rtol=1e-12, atol=0)
 
 
 def test_pruned_gates_get_exactly_zero_gradient_and_others_never() -> None:
     train = gated(TT)
-    for grad, unpruned in zip(surrogate_grads(train), train.unpruned(), strict=True):
+    for grad, unpruned in zip(SizeTable([train]).surrogate_grads(), train.unpruned(), strict=True):
         assert torch.equal(grad != 0, unpruned)
 
 
 def test_sign_matters_below_a_negative_threshold() -> None:
     train = gated(TT, threshold=-2.0)
-    torch.testing.assert_close(surrogate(train), looped_surrogate(train))
-    for grad, d in zip(surrogate_grads(train), train.rank_params, strict=True):
+    torch.testing.assert_close(SizeTable([train]).surrogate(), looped_surrogate(train))
+    for grad, d in zip(SizeTable([train]).surrogate_grads(), train.rank_params, strict=True):
         assert torch.equal(grad.sign(), torch.where(d > -2.0, d.sign(), 0.0))
 
 
@@ -78,8 +69,8 @@ def test_pruning_all_gates_of_a_rank_leaves_the_formula_as_it_is() -> None:
         train.rank_params[1].zero_()
     r1, _, r3, r4 = unpruned_ranks(train)
     assert unpruned_size(train) == 3 * r1 + 2 * 0 + r3 * 2 * r4 + r4 * 5
-    torch.testing.assert_close(surrogate(train), looped_surrogate(train))
-    assert all(grad.any() for k, grad in enumerate(surrogate_grads(train)) if k != 1)
+    torch.testing.assert_close(SizeTable([train]).surrogate(), looped_surrogate(train))
+    assert all(grad.any() for k, grad in enumerate(SizeTable([train]).surrogate_grads()) if k != 1)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -87,7 +78,7 @@ def test_unpruned_size_is_that_of_the_cores_when_no_gate_is_pruned(spec: Spec) -
     train = TensorTrain(spec, init_std=1.0)
     assert unpruned_size(train) == spec.numel == sum(core.numel() for core in train.cores)
     assert unpruned_ranks(train) == spec.inner_ranks
-    assert surrogate(train).item() == spec.numel
+    assert SizeTable([train]).surrogate().item() == spec.numel
 
 
 def test_unpruned_size_counts_gates_above_the_threshold() -> None:
@@ -102,17 +93,17 @@ def test_unpruned_size_counts_gates_above_the_threshold() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_gates_are_summed_in_float32(dtype: torch.dtype) -> None:
     train = gated(TT, dtype)
-    value = surrogate(train)
+    value = SizeTable([train]).surrogate()
     assert value.dtype == torch.float32
     torch.testing.assert_close(value.double(), looped_surrogate(train), rtol=1e-6, atol=0)
-    assert all(grad.dtype == torch.float32 for grad in surrogate_grads(train))
+    assert all(grad.dtype == torch.float32 for grad in SizeTable([train]).surrogate_grads())
 
 
 def test_a_table_over_many_trains_adds_them_up() -> None:
     trains = [gated(spec) for spec in SPECS]
     table = SizeTable(trains)
     torch.testing.assert_close(table.surrogate(), torch.stack([looped_surrogate(t) for t in trains]).sum())
-    alone = [grad for train in trains for grad in surrogate_grads(train)]
+    alone = [grad for train in trains for grad in SizeTable([train]).surrogate_grads()]
     for grad, expected in zip(table.surrogate_grads(0.5), alone, strict=True):
         torch.testing.assert_close(grad, 0.5 * expected, rtol=1e-12, atol=0)
 
