@@ -40,7 +40,7 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 def cases(device: str, dry: bool) -> Iterator[Case]:
     """Kernel, dtype, what is computed, by the kernel, by torch."""
     from comera.kernels import triton as kernels
-    from comera.ops.rows import pair_sums
+    from comera.ops.lookup_rows import pair_sums
     from comera.ops.low_rank import Half, two_sided
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if dry else 2]:

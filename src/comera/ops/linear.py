@@ -16,8 +16,9 @@ from torch import Tensor
 from comera.errors import SpecError
 from comera.ops.dtypes import autocast_dtype, without_autocast
 from comera.ops.low_rank import Half, merge_halves, two_sided, working_dtype
+from comera.ops.planner.groups import Groups
 from comera.ops.planner.plan import ContractionPlan, choose_groups
-from comera.ops.sequential import Groups, contract_groups
+from comera.ops.sequential import contract_groups
 from comera.tt.spec import TTMSpec, TTSpec, check_cores
 
 
@@ -39,7 +40,7 @@ class Weight(NamedTuple):
     def choose(self, x_BI: Tensor, plan: ContractionPlan | None = None) -> tuple[str, Groups]:
         """Strategy and groups to meet x with."""
         shared = self.halves is not None and not torch.compiler.is_compiling()
-        return choose_groups(self.spec, x_BI, self.cores, plan, shared=shared)
+        return choose_groups(self.spec, x_BI, self.cores, plan, merged=shared)
 
     def effective_cores(self) -> Sequence[Tensor]:
         """The cores whose product W is."""
@@ -86,7 +87,7 @@ def tt_linears(x: Tensor, weights: Sequence[Weight], *, plan: ContractionPlan | 
         entered.append(weight._replace(bias=bias))
     choices = [weight.choose(x_BI, plan) for weight in weights]
     with without_autocast(x):
-        if all(strategy == "halves" for strategy, _ in choices):
+        if all(strategy == "low_rank" for strategy, _ in choices):
             ys_BO = two_sided(x_BI, *(weight.merged(x_BI) for weight in entered))
         else:
             ys_BO = tuple(_one(x_BI, weight, *choice) for weight, choice in zip(entered, choices, strict=True))
@@ -94,7 +95,7 @@ def tt_linears(x: Tensor, weights: Sequence[Weight], *, plan: ContractionPlan | 
 
 
 def _one(x_BI: Tensor, weight: Weight, strategy: str, groups: Groups) -> Tensor:
-    if strategy == "halves":
+    if strategy == "low_rank":
         return two_sided(x_BI, weight.merged(x_BI))[0]
     return contract_groups(x_BI, weight.spec, weight.effective_cores(), groups, weight.bias)
 

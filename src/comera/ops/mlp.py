@@ -53,7 +53,7 @@ def tt_feed_forward(x: Tensor, ups: Sequence[Weight], activation: str, down: Wei
         )
     x_BI, _ = enter(x, ups[0].spec, ups[0].spec.shape, ups[0].cores, None)
     weights = (*ups, down)
-    halves = any(weight.choose(x_BI)[0] == "halves" for weight in weights)
+    halves = any(weight.choose(x_BI)[0] == "low_rank" for weight in weights)
     if not halves or (x.device.type != "cpu" and len(_pieces(x_BI, down.spec.in_features)) < 2):
         first, *others = tt_linears(x, ups)
         hidden = ACTIVATIONS[activation][0](first)

@@ -237,7 +237,7 @@ def test_a_chain_without_its_like_plans_by_itself(model: Model) -> None:
 
 
 def test_few_rows_ask_for_no_halves(model: Model, merges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comera.ops.planner.plan.SHARED", 1.0)
+    monkeypatch.setattr("comera.ops.planner.plan.MERGED_ADVANTAGE", 1.0)
     merge_together_(model)
     model(torch.randn(1, 24, dtype=torch.float64))
     assert merges == []

@@ -18,7 +18,7 @@ DOWN = TTSpec(45, 10, (5, 3, 3), (2, 5), (1, 3, 4, 2, 2, 1))
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr("comera.ops.chunking.CHUNK_CPU", 2 * 45 * 4)  # pieces of four rows
-    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
+    monkeypatch.setattr(Weight, "choose", lambda *_: ("low_rank", ()))
 
 
 def weight(spec, seed, bias=True, dtype=torch.float64):

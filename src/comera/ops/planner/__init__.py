@@ -1,1 +1,3 @@
-"""Which way to contract: plans made from costs."""
+"""Contraction plans: which cores to merge before a product with the batch, chosen by estimated cost."""
+
+__all__: list[str] = []
