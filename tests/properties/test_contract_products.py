@@ -48,8 +48,7 @@ def test_tt_linear_is_the_dense_product(spec, lead, strategy, cuts, bias, contig
     x = inputs((*lead, spec.in_features), contiguous=contiguous, seed=seed + 1)
     b = inputs((spec.out_features,), contiguous=True, seed=seed + 2) if bias else None
     if cuts is not None:  # any groups of the cores
-        joints = [")(" if cut else " " for cut in cuts[: spec.order - 1]]
-        strategy = "(" + "".join(f"{k}{joint}" for k, joint in enumerate(joints, start=1)) + f"{spec.order})"
+        strategy = (*(k for k, cut in enumerate(cuts[: spec.order - 1], start=1) if cut), spec.order)
     plan = plan_linear(spec, prod(lead)).using(strategy) if strategy else None
     exact = x @ materialize(spec, cores)
     leaves = [x, *cores, b] if bias else [x, *cores]
