@@ -26,7 +26,7 @@ from typing import Any, Literal, cast
 import torch
 from common import about, in_turns, update
 
-from comera.nn import fuse_
+from comera.fusion import fuse_
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import CompressConfig, build_model, pair_loss, preset
 from comera.recipes.bert import ModelConfig

@@ -21,7 +21,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 import comera
 from comera.convert import TT, TensorizeConfig
-from comera.nn import fuse_
+from comera.fusion import fuse_
 from comera.recipes.bert import ModelConfig
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups

@@ -42,7 +42,7 @@ import torch._dynamo  # optimizers import it when they are first used: it belong
 from common import about, in_turns, update
 
 from comera.baselines import Applied
-from comera.nn import fuse_
+from comera.fusion import fuse_
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.optim.adamw import AdamW

@@ -22,7 +22,7 @@ import torch
 import torch._dynamo  # optimizers and modes import it when they are first used: it belongs to the libraries
 from common import about, write
 
-from comera.nn import fuse_
+from comera.fusion import fuse_
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.optim.adamw import AdamW

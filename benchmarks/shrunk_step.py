@@ -18,7 +18,7 @@ import torch
 from common import about, write
 
 import comera
-from comera.nn import fuse_
+from comera.fusion import fuse_
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.optim.adamw import AdamW

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from common import about, in_turns, update
 
-from comera.nn import fuse_
+from comera.fusion import fuse_
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.optim.adamw import AdamW

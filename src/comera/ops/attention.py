@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.kernels.cpp import attention as kernels
+from comera.kernels.cpp import attention as cpp
 from comera.kernels.select import supports
 from comera.ops.chunking import chunks
-from comera.ops.dropout import keep_mask, new_seed, numbers
+from comera.ops.dropout import as_integers, keep_mask, new_seed
 from comera.ops.dtypes import autocast_dtype, widens, without_autocast
 from comera.ops.once import made_once
 
@@ -114,14 +114,14 @@ class _Native(torch.autograd.Function):
         ctx.settings = (dropout, scale, is_causal)
         operands = (q_BHTD, k_BHSD, v_BHSD, mask, seed)
         o_BHTD: Tensor
-        o_BHTD, norms = made_once(lambda: kernels.attention(*operands, *ctx.settings))
+        o_BHTD, norms = made_once(lambda: cpp.attention(*operands, *ctx.settings))
         ctx.save_for_backward(o_BHTD, norms, *operands)
         return o_BHTD
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, do_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-        return *kernels.attention_backward(do_BHTD, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+        return *cpp.attention_backward(do_BHTD, *ctx.saved_tensors, *ctx.settings), None, None, None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -147,7 +147,7 @@ class _Attention(torch.autograd.Function):
                 q, k, v = _flat(q_BHTD[part]), _flat(k_BHSD[part]), _flat(v_BHSD[part])
                 p_CTS = _probabilities(q, k, None if mask is None else mask[part], scale)
                 if keep is not None:
-                    p_CTS.mul_(numbers(keep[part]).flatten(0, 1))
+                    p_CTS.mul_(as_integers(keep[part]).flatten(0, 1))
                 o = _scaled_bmm(p_CTS, v, ctx.kept_scale)
                 o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
             return o_BTHD
@@ -166,7 +166,7 @@ class _Attention(torch.autograd.Function):
                 p_CTS = _probabilities(q, k, None if mask is None else mask[part], ctx.scale)
                 dp_CTS, kept_CTS = _scaled_bmm(do, v.transpose(1, 2), ctx.kept_scale), p_CTS
                 if keep is not None:
-                    keep_CTS = numbers(keep[part]).flatten(0, 1)
+                    keep_CTS = as_integers(keep[part]).flatten(0, 1)
                     dp_CTS.mul_(keep_CTS)
                     kept_CTS = p_CTS * keep_CTS
                 dv = _scaled_bmm(kept_CTS.transpose(1, 2), do, ctx.kept_scale)

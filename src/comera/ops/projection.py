@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comera.ops.chunking import chunks, pad_last
 from comera.ops.dtypes import merge_dtype, without_autocast
-from comera.ops.linear import enter
+from comera.ops.linear import flatten_input
 from comera.ops.planner.plan import ContractionPlan, choose_projection
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec
@@ -36,7 +36,7 @@ def ttm_linear(
     plan: a forced choice; by default `plan_projection` for this batch.
     Returns (..., num_embeddings); dtypes, errors and derivatives as in `tt_linear`.
     """
-    x_BI, bias = enter(x, spec, spec.shape[::-1], cores, bias)
+    x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
     strategy, split = choose_projection(spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
     with without_autocast(x):
         if strategy == "dense":

@@ -16,7 +16,8 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 from comera import TT, TTM, TensorizeConfig, load_pretrained, tensorize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export import export_compressed, export_dense, export_program, serving_copy, write
-from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection, fuse_
+from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
+from comera.fusion import fuse_
 from comera.nn.tensor_train import named_trains
 from comera.tt.shapes import tt_spec, ttm_spec
 

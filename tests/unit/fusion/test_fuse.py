@@ -21,7 +21,8 @@ from comera.errors import ConversionError
 from comera.fusion.fuse import fuse_
 from comera.fusion.mlp import FeedForward, register_feed_forward
 from comera.ops.attention import attention
-from comera.ops.dropout import Dropout, keep_mask
+from comera.fusion.dropout import Dropout
+from comera.ops.dropout import keep_mask
 from comera.ops.linear import tt_linears
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50, "hidden_size": 32}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import comera
 from comera.fusion.merge_cache import merge_together_, merged_once
-from comera.nn import TTLinear, fuse_
+from comera.nn import TTLinear
+from comera.fusion import fuse_
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.prune import prune_
 from comera.trainer.step import TrainStep

@@ -12,7 +12,7 @@ from torch import Tensor
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
 from comera.kernels.cpp.build import library
-from comera.ops.dropout import Dropout, new_seed
+from comera.fusion.dropout import Dropout, new_seed
 
 from ...helpers.live import Live
 

@@ -20,7 +20,7 @@ from comera.fusion.fuse import fuse_
 from comera.fusion.residual import fuse_residual_norms_, residual_norm
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
-from comera.ops.dropout import Dropout, new_seed
+from comera.fusion.dropout import Dropout, new_seed
 from comera.recompute.blocks import recompute_
 
 from ...helpers.live import Live, assert_same

@@ -32,6 +32,7 @@ __all__ = [
     "choose_groups",
     "choose_projection",
     "choose_rows",
+    "choose_strategy",
     "make_plan",
     "plan_linear",
     "plan_lookup",
@@ -163,6 +164,15 @@ def choose_groups(
     return choice
 
 
+def choose_strategy(
+    spec: TTSpec, rows: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool, *, merged: bool = False
+) -> Strategy:
+    """The strategy that `choose_groups` chooses for `rows` rows of x."""
+    choice: tuple[Strategy, Groups]
+    choice = _choose(merged, LinearProblem, spec, batch_bucket(rows), itemsize, device, grad_x, grad_cores)
+    return choice[0]
+
+
 def choose_rows(
     spec: TTMSpec, count: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
 ) -> Groups:
@@ -187,6 +197,9 @@ def choose_projection(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choose(merged: bool, kind: type[Problem], spec: Spec, *settings: object) -> tuple[Strategy, Groups]:
     plan = make_plan(kind(spec, *settings))  # type: ignore[arg-type]
-    if merged and (low_rank := plan.using("low_rank")).seconds <= MERGED_ADVANTAGE * plan.seconds:
-        plan = low_rank
-    return plan.strategy, plan.groups
+    chosen = plan.chosen
+    if merged:
+        low_rank = next(option for option in plan.options if option.strategy == "low_rank")
+        if low_rank.cost.seconds <= MERGED_ADVANTAGE * chosen.cost.seconds:
+            chosen = low_rank
+    return chosen.strategy, chosen.groups
