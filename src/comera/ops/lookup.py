@@ -40,14 +40,24 @@ def ttm_lookup(
 ) -> Tensor:
     """Rows `ids` of the tensor-train matrix of `cores`, as `nn.Embedding` returns them.
 
-    ids: int32 or int64, any shape. cores: `order` tensors of `spec.core_shapes`.
-    gates: the gates with the pruned ones masked, `order - 1` vectors (rank,); None if the cores have absorbed them.
-    padding_idx: this row is exactly zero and gets no gradient; a negative one counts from the end.
-    plan: a forced choice; default `plan_lookup` for the number of different ids.
-    Returns (*ids.shape, embedding_dim) in the cores' dtype (half-precision cores are multiplied in float32).
-    Raises IdError for an id outside the table (on an accelerator and under torch.compile a device-side assertion, which
-    does not synchronize), TypeError for ids of another dtype, SpecError for cores or a padding_idx that do not fit
-    `spec`. Source: [CoMERA] §4, docs/method.md §5.
+    Args:
+        ids: int32 or int64, any shape.
+        spec: format of the table.
+        cores: `order` tensors of `spec.core_shapes`.
+        gates: `order - 1` vectors of `spec.inner_ranks`, pruned gates masked. Default: the cores have absorbed them.
+        padding_idx: this row is exactly zero and gets no gradient; a negative index counts from the end.
+        plan: a forced choice; by default `plan_lookup` for the number of different ids.
+
+    Returns:
+        (*ids.shape, embedding_dim) in the cores' dtype. Half-precision cores are multiplied in float32.
+
+    Raises:
+        IdError: an id outside the table. On an accelerator and under torch.compile this is a device-side assertion,
+            which does not synchronize.
+        TypeError: ids of another dtype.
+        SpecError: cores or a padding_idx that do not fit `spec`.
+
+    Source: [CoMERA] §4, docs/method.md §5.
     """
     check_cores(spec, cores)
     _check_ids(ids, spec)
@@ -72,14 +82,26 @@ def ttm_bag(
 ) -> Tensor:
     """Sums or means over bags of rows of the tensor-train matrix of `cores`, as `nn.EmbeddingBag` returns them.
 
-    ids: integers (bags, ids per bag) with offsets None, or (all ids,) with offsets (bags,), where each bag begins; with
-        include_last_offset (bags + 1,), the last offset being the number of ids. An empty bag gives zeros.
-    per_sample_weights: factors of the rows, of the ids' shape; only with mode "sum".
-    padding_idx: rows of this id are left out of every sum and every mean; a negative one counts from the end.
-    cores, gates, plan, and errors for ids, cores and padding_idx: as in `ttm_lookup`.
-    Returns (bags, embedding_dim) in the cores' dtype.
-    Raises ValueError for an unknown mode or weights with a mean, DataError for offsets or weights that do not fit the
-    ids (for values of offsets on an accelerator and under torch.compile: a device-side assertion).
+    Args:
+        ids: int32 or int64, (bags, ids per bag) without offsets, (all ids,) with them.
+        offsets: (bags,), where each bag begins among the ids; with `include_last_offset` (bags + 1,), the last being
+            the number of ids. An empty bag gives zeros.
+        spec: format of the table.
+        cores: as in `ttm_lookup`, like `gates` and `plan`.
+        mode: "sum" or "mean".
+        per_sample_weights: factors of the rows, of the ids' shape; only with mode "sum".
+        padding_idx: sums and means skip the rows of this id; a negative index counts from the end.
+        include_last_offset: whether the offsets end with the number of ids.
+
+    Returns:
+        (bags, embedding_dim) in the cores' dtype.
+
+    Raises:
+        ValueError: an unknown mode, or weights with a mean.
+        DataError: offsets or weights that do not fit the ids; for values of offsets on an accelerator and under
+            torch.compile a device-side assertion.
+        IdError, TypeError, SpecError: as in `ttm_lookup`.
+
     Source: docs/method.md §5.
     """
     check_cores(spec, cores)

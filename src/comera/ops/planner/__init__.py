@@ -1,3 +1,6 @@
 """Contraction plans: which cores to merge before a product with the batch, chosen by estimated cost."""
 
-__all__: list[str] = []
+from comera.ops.planner.groups import Group, Groups
+from comera.ops.planner.plan import ContractionPlan, plan_linear, plan_lookup, plan_projection
+
+__all__ = ["ContractionPlan", "Group", "Groups", "plan_linear", "plan_lookup", "plan_projection"]
