@@ -28,8 +28,6 @@ from comera.errors import SpecError
 from comera.tt.dense import fold, materialize
 from comera.tt.spec import Spec, check_cores
 
-__all__ = ["Decomposition", "round_cores", "singular_values", "tt_svd"]
-
 _ROUNDING = 1e-12  # relative norm of the singular values that float64 leaves where exact arithmetic has zeros
 
 

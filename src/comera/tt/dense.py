@@ -15,8 +15,6 @@ from torch import Tensor
 
 from comera.tt.spec import Spec, TTMSpec
 
-__all__ = ["absorb", "fold", "frobenius_norm", "materialize", "merge"]
-
 
 def absorb(cores: Sequence[Tensor], rank_params: Sequence[Tensor]) -> list[Tensor]:
     """Multiply the gates into the core to their left: G_k D_k.

@@ -13,8 +13,6 @@ from comera.errors import SpecError
 from comera.tt.dense import frobenius_norm
 from comera.tt.spec import Spec, TTMSpec
 
-__all__ = ["init_cores"]
-
 
 def init_cores(
     spec: Spec,

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from comera.errors import SpecError
 from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
 
-__all__ = ["TTM_ORDERS", "TT_ORDERS", "balanced_modes", "tt_spec", "ttm_spec"]
-
 # Orders that the layers are tested with; a spec that is built directly may have any.
 TT_ORDERS = range(2, 9)
 TTM_ORDERS = range(1, 9)

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from comera.errors import SpecError
 
-__all__ = ["Spec", "TTMSpec", "TTSpec", "check_cores", "clip_ranks", "rank_limits", "spec_from_dict"]
-
 
 def rank_limits(sizes: Sequence[int]) -> tuple[int, ...]:
     """Largest useful ranks: at each k the smaller of the products of `sizes` left and right of it.

@@ -25,20 +25,6 @@ from comera.ops.planner.problem import (
 )
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
-__all__ = [
-    "MERGED_ADVANTAGE",
-    "ContractionPlan",
-    "batch_bucket",
-    "choose_groups",
-    "choose_projection",
-    "choose_rows",
-    "choose_strategy",
-    "make_plan",
-    "plan_linear",
-    "plan_lookup",
-    "plan_projection",
-]
-
 # The six-encoder step at 32 rows, where low-rank factors are planned to cost 1.2 to 1.4 times the cheapest groups:
 # 60 ms with factors from a batched merge, 68 with the cheapest groups of every layer. At 8 rows, planned to cost 1.4
 # to 2 times as much: 57 and 59 (two cores of an AMD EPYC 7003).
