@@ -66,9 +66,7 @@ def test_the_merge_runs_though_the_root_is_never_called(monkeypatch: pytest.Monk
     model, counts = bert(), []
     fuse_(model)
     real = merge_cache.merge
-    monkeypatch.setattr(
-        merge_cache, "merge", lambda specs, *rest: counts.append(len(specs)) or real(specs, *rest)
-    )
+    monkeypatch.setattr(merge_cache, "merge", lambda specs, *rest: counts.append(len(specs)) or real(specs, *rest))
     masked_loss(model).backward()
     assert sorted(counts) == [1, 2, 2, 9]  # decoder; up; down; four in each layer and the transform of the head
 
@@ -154,7 +152,7 @@ def test_a_backward_after_the_ranks_changed_raises(change: str, tmp_path: Path) 
         comera.RankController(model).prune_()
     else:
         comera.load_pretrained(model, tmp_path / "smaller")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|shape|size"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|shape|size"):
         loss.backward()
     model.zero_grad()
     masked_loss(model).backward()  # and the model goes on

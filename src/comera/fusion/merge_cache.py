@@ -63,6 +63,8 @@ class MergeCache:
         self._layers: dict[TensorTrain, list[TTLinear]] = {}
         for layer in layers:
             self._layers.setdefault(layer.tt, []).append(layer)
+        counts = Counter(map(_signature, self._layers))
+        self._batched = {train for train in self._layers if counts[_signature(train)] > 1}
         self._handles = [model.register_forward_pre_hook(self._begin)]
         self._handles.append(model.register_forward_hook(self._end, always_call=True))
         self._handles += [layer.register_forward_pre_hook(self._pass_down, with_kwargs=True) for layer in layers]
@@ -76,7 +78,7 @@ class MergeCache:
     @property
     def batched(self) -> int:
         """How many trains are merged together with others."""
-        return sum(count for count in Counter(map(_signature, self._layers)).values() if count > 1)
+        return len(self._batched)
 
     def factors(self, layers: Sequence[TTLinear], input: Tensor) -> list[LowRankFactors] | None:
         """Factors, with their biases, of layers that compute on this input or on what follows from it row by row.
@@ -91,7 +93,7 @@ class MergeCache:
             return None
         if any(layer not in self._layers.get(layer.tt, ()) or not _accepts(layer, input) for layer in layers):
             return None
-        if not any(_prefers_factors(layer, input) for layer in layers):
+        if not any(_prefers_factors(layer, input, merged=layer.tt in self._batched) for layer in layers):
             return None
         return [self._factors(layer, working_dtype(input)) for layer in layers]
 
@@ -106,9 +108,10 @@ class MergeCache:
     def _pass_down(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the forward of a `TTLinear`: its factors as one more argument."""
         input = args[0] if args else kwargs.get("input")
-        if not isinstance(input, Tensor) or "factors" in kwargs or len(args) > 1:
+        known = isinstance(layer, TTLinear) and isinstance(input, Tensor)
+        if not known or "factors" in kwargs or len(args) > 1:
             return None
-        factors = self.factors([layer], input)  # type: ignore[list-item]
+        factors = self.factors([layer], input)  # type: ignore[list-item, arg-type]
         return None if factors is None else (args, {**kwargs, "factors": factors[0]})
 
     def _merge(self, like: TensorTrain, dtype: torch.dtype) -> _Merged:
@@ -166,7 +169,7 @@ class MergeCache:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_layers": self._layers, "_handles": self._handles}
+        return {"_layers": self._layers, "_batched": self._batched, "_handles": self._handles}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -198,11 +201,11 @@ def _accepts(layer: TTLinear, input: Tensor) -> bool:
     return not core.is_inference() and (input.dtype == core.dtype or autocast_dtype(input) is not None)
 
 
-def _prefers_factors(layer: TTLinear, input: Tensor) -> bool:
-    """Whether the product of A and B is the best for so many rows, given that their merge serves all layers."""
+def _prefers_factors(layer: TTLinear, input: Tensor, *, merged: bool) -> bool:
+    """Whether the product of A and B is the best for so many rows; merged: the merge is shared with other layers."""
     dtype, grad_cores = autocast_dtype(input) or input.dtype, layer.tt.tensors[0][0].requires_grad
     rows, device = input.shape[:-1].numel(), input.device.type
-    strategy = choose_strategy(layer.spec, rows, dtype.itemsize, device, input.requires_grad, grad_cores, merged=True)
+    strategy = choose_strategy(layer.spec, rows, dtype.itemsize, device, input.requires_grad, grad_cores, merged=merged)
     return strategy == "low_rank"
 
 
