@@ -16,8 +16,8 @@ import torch
 import yaml
 from torch import nn
 
-from comera.cli.main import main as cli
-from comera.cli.main import options
+from comera.cli import main as cli
+from comera.cli import options
 from comera.errors import ConfigError
 from comera.nn import TTMEmbeddingBag
 from comera.pretrained import load_pretrained
@@ -334,7 +334,7 @@ def test_the_defaults_fit_the_synthetic_log(tmp_path: Path) -> None:
 def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> None:
     train = dlrm.preset().train
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"method": "galore"}, "dlrm compares dense and comera, got 'galore'"),
+        ({"method": "galore"}, "dlrm supports dense and comera, got 'galore'"),
         ({"preset": "best"}, "preset must be one of sample, kaggle, got 'best'"),
         ({"optimizer": "lion"}, "optimizer must be one of adamw, adagrad, sgd, got 'lion'"),
         ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
@@ -355,7 +355,7 @@ def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> N
     for fields, said in out_of_range:
         with pytest.raises(ConfigError, match=said):
             CompressConfig(**fields)
-    with pytest.raises(ConfigError, match=r"compress.ratio 1e\+06 leaves 0 numbers"):
+    with pytest.raises(ConfigError, match=r"compress.ratio 1e\+06 leaves 0 parameters"):
         dlrm.run(replace(config, compress=CompressConfig(ratio=1e6, min_rows=300)))
     assert not config.folder.exists()
 
@@ -380,4 +380,4 @@ def test_the_command_line_takes_presets_and_nested_fields(capsys: pytest.Capture
     assert (config.model.dim, config.model.top, config.optimizer, config.compress.order) == (128, (64,), "adagrad", 3)
     assert runs(config) == {"early": Path("o/early"), "late 0.5": Path("o/late-0.5")}
     assert cli.main(["train", "dlrm", "--method", "cola"]) == 2
-    assert "dlrm compares dense and comera" in capsys.readouterr().err
+    assert "dlrm supports dense and comera" in capsys.readouterr().err

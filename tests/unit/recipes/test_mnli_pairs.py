@@ -281,7 +281,7 @@ def test_the_lock_is_free_after_success_and_after_failure(tmp_path: Path) -> Non
 def test_a_cache_that_is_a_file_is_a_config_error(tmp_path: Path) -> None:
     config = write_mnli(tmp_path)
     (tmp_path / "cache").touch()
-    with pytest.raises(ConfigError, match=r"data\.cache: expected a folder that can be written to, got .*cache \("):
+    with pytest.raises(ConfigError, match=r"data\.cache: expected a writable folder, got .*cache \("):
         prepare(config, quiet=True)
 
 
