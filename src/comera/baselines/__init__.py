@@ -1,13 +1,12 @@
 """What a user would pick instead of compressing, for comparisons on the same model, data and batch."""
 
 from comera.baselines.cola import CoLA, cola_
-from comera.baselines.common import Applied
+from comera.baselines.common import Applied, Baseline
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE, lte_, merge_
 from comera.baselines.registry import (
     BASELINES,
     METHODS,
-    Baseline,
     BaselineConfig,
     Conversion,
     Method,

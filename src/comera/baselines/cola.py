@@ -9,43 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines.common import (
-    Applied,
-    Package,
-    adamw,
-    count_elements,
-    is_integer,
-    layer_row,
-    linear_layers,
-    require,
-    swap_,
-)
+from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements, is_integer, require
 from comera.convert import LayerRow
 
 
 @dataclass(frozen=True)
-class CoLA:
+class CoLA(Baseline):
     """CoLA: each linear layer becomes B · silu(A x); core_lr is the learning rate of A and B."""
 
-    package: ClassVar[Package | None] = None
-    dense_layers: ClassVar[bool] = False
-    rate: ClassVar[float | None] = 5.0
+    rate = 5.0
 
     rank: int | None = None
     """Width of the bottleneck; default: a quarter of the layer's smaller dimension, as published."""
 
     def __post_init__(self) -> None:
-        require(self.rank is None or is_integer(self.rank, 1), "cola.rank", "an integer >= 1 or nothing", self.rank)
+        require(self.rank is None or is_integer(self.rank), "cola.rank", "an integer >= 1 or nothing", self.rank)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         """Convert a dense model in place, except layers that match `skip`. Errors: see `linear_layers`."""
-        dense_total = count_elements(model.parameters())
+        dense_total = elements(model.parameters())
         rows = cola_(model, rank=self.rank, skip=skip)
         factors = [p for layer in model.modules() if isinstance(layer, CoLALinear) for p in (layer.down, layer.up)]
         return Applied(rows, dense_total, adamw(model, factors, "factors"))
@@ -57,14 +44,9 @@ def cola_(model: nn.Module, rank: int | None = None, skip: Sequence[str] = ()) -
     rank: width of the bottleneck, clipped to the layer's smaller dimension; None takes a quarter of that.
     skip: glob patterns of names to leave dense. Raises ConversionError if there is nothing to replace.
     """
-    layers = linear_layers(model, skip)
-    new = {name: CoLALinear.like(layer, rank) for name, layer in layers.items()}
-    swap_(model, {layers[name]: layer for name, layer in new.items()})
-    rows = []
-    for name, layer in new.items():
-        stored, dense = layer.down.numel() + layer.up.numel(), layers[name].weight.numel()
-        rows.append(layer_row(name, layer, stored, dense, f"bottleneck {layer.rank}"))
-    return tuple(rows)
+    return convert_linear_(
+        model, skip, lambda layer: CoLALinear.like(layer, rank), lambda layer: f"bottleneck {layer.rank}"
+    )
 
 
 class CoLALinear(nn.Module):

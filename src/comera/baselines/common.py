@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +20,8 @@ from comera.optim.param_groups import param_groups
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
+
+T = TypeVar("T", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,23 @@ class Applied:
         return estimate if self.state_bytes is None else replace(estimate, optimizer=self.state_bytes)
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """Base of the settings of a baseline.
+
+    package: what must be installed. dense_layers: whether the model keeps its dense layers. rate: of what replaces the
+    linear weights, as a multiple of the dense learning rate; None: the learning rates of comera.
+    """
+
+    package: ClassVar[Package | None] = None
+    dense_layers: ClassVar[bool] = False
+    rate: ClassVar[float | None] = None
+
+    def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
+        """Convert a dense model in place; skip: glob patterns of layers to leave as they are."""
+        raise NotImplementedError
+
+
 def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Linear]:
     """The layers that a baseline converts, by name: linear layers with a weight of their own.
 
@@ -101,12 +120,24 @@ def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Li
     return found
 
 
-def swap_(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace modules wherever they are registered; new ones inherit the train mode."""
+def convert_linear_(
+    model: nn.Module, skip: Sequence[str], make: Callable[[nn.Linear], T], note: Callable[[T], str]
+) -> tuple[LayerRow, ...]:
+    """Replace linear layers in place, wherever they are registered; returns what became of each.
+
+    make: the new layer, which inherits the train mode. note: for the report. Layers and errors: see `linear_layers`.
+    """
+    layers = linear_layers(model, skip)
+    new: dict[nn.Module, T] = {layer: make(layer) for layer in layers.values()}
     for module in list(model.modules()):
         for name, child in module._modules.items():
-            if child is not None and child in layers:
-                module._modules[name] = layers[child].train(child.training)
+            if child is not None and child in new:
+                module._modules[name] = new[child].train(child.training)
+    rows = []
+    for name, layer in layers.items():
+        stored = elements(p for key, p in new[layer].named_parameters() if key != "bias")
+        rows.append(layer_row(name, new[layer], stored, layer.weight.numel(), note(new[layer])))
+    return tuple(rows)
 
 
 def layer_row(name: str, after: nn.Module, stored: int, dense: int, note: str) -> LayerRow:
@@ -114,7 +145,7 @@ def layer_row(name: str, after: nn.Module, stored: int, dense: int, note: str) -
     return LayerRow(name, nn.Linear.__name__, type(after).__name__, None, dense, stored, None, note)
 
 
-def count_elements(tensors: Iterable[Tensor]) -> int:
+def elements(tensors: Iterable[Tensor]) -> int:
     """Elements of tensors, each tensor counted once."""
     return sum(p.numel() for p in dict.fromkeys(tensors))
 
@@ -143,6 +174,6 @@ def require(valid: bool, field: str, expected: str, got: object) -> None:
         raise ConfigError(f"{field} must be {expected}, got {got!r}")
 
 
-def is_integer(value: object, least: int) -> bool:
+def is_integer(value: object, least: int = 1) -> bool:
     """Whether a setting is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

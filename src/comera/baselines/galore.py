@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 
 from comera.baselines.common import (
     Applied,
+    Baseline,
     Package,
-    count_elements,
+    elements,
     is_integer,
     layer_row,
     linear_layers,
@@ -41,12 +42,12 @@ _PACKAGE = Package("galore", "galore_torch", "galore-torch", "pip install --no-d
 
 
 @dataclass(frozen=True)
-class GaLore:
+class GaLore(Baseline):
     """GaLore: the dense model, gradients projected to low rank; core_lr is the learning rate of projected weights."""
 
-    package: ClassVar[Package | None] = _PACKAGE
-    dense_layers: ClassVar[bool] = True
-    rate: ClassVar[float | None] = 10.0
+    package = _PACKAGE
+    dense_layers = True
+    rate = 10.0
 
     rank: int | None = None
     """Rank of the projections; default: 128, or a quarter of a layer's smaller dimension if that is less."""
@@ -56,8 +57,8 @@ class GaLore:
     """Factor on the projected updates."""
 
     def __post_init__(self) -> None:
-        require(self.rank is None or is_integer(self.rank, 1), "galore.rank", "an integer >= 1 or nothing", self.rank)
-        require(is_integer(self.update_proj_gap, 1), "galore.update_proj_gap", "an integer >= 1", self.update_proj_gap)
+        require(self.rank is None or is_integer(self.rank), "galore.rank", "an integer >= 1 or nothing", self.rank)
+        require(is_integer(self.update_proj_gap), "galore.update_proj_gap", "an integer >= 1", self.update_proj_gap)
         require(0 < self.scale < float("inf"), "galore.scale", "a number > 0", self.scale)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
@@ -85,7 +86,7 @@ class GaLore:
             for name, layer in layers.items()
         )
         state = sum(self._state_bytes(p, projected.get(p)) for p in model.parameters() if p.requires_grad)
-        return Applied(rows, count_elements(model.parameters()), optimizer, state_bytes=state)
+        return Applied(rows, elements(model.parameters()), optimizer, state_bytes=state)
 
     def _rank(self, layer: nn.Linear) -> int:
         smaller = min(layer.weight.shape)

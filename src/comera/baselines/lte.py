@@ -22,33 +22,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines.common import (
-    Applied,
-    Package,
-    adamw,
-    count_elements,
-    is_integer,
-    layer_row,
-    linear_layers,
-    require,
-    swap_,
-)
+from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements, is_integer, require
 from comera.convert import LayerRow
 
 
 @dataclass(frozen=True)
-class LTE:
+class LTE(Baseline):
     """LTE: parallel low-rank heads beside frozen weights, merged every few steps; core_lr is their learning rate."""
 
-    package: ClassVar[Package | None] = None
-    dense_layers: ClassVar[bool] = False
-    rate: ClassVar[float | None] = 0.1
+    rate = 0.1
 
     heads: int = 32
     """Heads per layer; each sees its own part of the batch."""
@@ -61,12 +48,12 @@ class LTE:
 
     def __post_init__(self) -> None:
         for name in ("heads", "rank", "merge_every"):
-            require(is_integer(getattr(self, name), 1), f"lte.{name}", "an integer >= 1", getattr(self, name))
+            require(is_integer(getattr(self, name)), f"lte.{name}", "an integer >= 1", getattr(self, name))
         require(0 < self.alpha < float("inf"), "lte.alpha", "a number > 0", self.alpha)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         """Convert a dense model in place, except layers that match `skip`. Errors: see `linear_layers`."""
-        dense_total = count_elements(model.parameters())
+        dense_total = elements(model.parameters())
         rows = lte_(model, heads=self.heads, rank=self.rank, alpha=self.alpha, skip=skip)
         heads = [p for layer in model.modules() if isinstance(layer, LTELinear) for p in (layer.down, layer.up)]
 
@@ -85,18 +72,11 @@ def lte_(
     The model's outputs are unchanged at first. Call `merge_` every T steps. skip: glob patterns of names to leave as
     they are. Raises ConversionError if there is nothing to replace.
     """
-    layers = linear_layers(model, skip)
-    new = {name: LTELinear(layer, heads, rank, alpha) for name, layer in layers.items()}
-    swap_(model, {layers[name]: layer for name, layer in new.items()})
-    return tuple(
-        layer_row(
-            name,
-            layer,
-            layer.weight.numel() + layer.down.numel() + layer.up.numel(),
-            layer.weight.numel(),
-            f"{heads} heads of rank {layer.down.shape[1]} beside the weight, merged into it",
-        )
-        for name, layer in new.items()
+    return convert_linear_(
+        model,
+        skip,
+        lambda layer: LTELinear(layer, heads, rank, alpha),
+        lambda layer: f"{heads} heads of rank {layer.down.shape[1]} beside the weight, merged into it",
     )
 
 

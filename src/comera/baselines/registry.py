@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from comera.baselines.cola import CoLA
-from comera.baselines.common import Applied, Package
+from comera.baselines.common import Applied, Baseline
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE
 from comera.baselines.tensorly import Tensorly
@@ -26,21 +26,6 @@ METHODS: tuple[Method, ...] = get_args(Method)
 BASELINES: tuple[Method, ...] = tuple(method for method in METHODS if method not in ("comera", "dense"))
 
 Conversion = TensorizeReport | Applied | None  # what a method returns of a model's conversion; None for dense
-
-
-class Baseline(Protocol):
-    """The settings of a baseline, a frozen dataclass.
-
-    package: what must be installed. dense_layers: the model keeps its dense layers. rate: of what replaces the linear
-    weights, as a multiple of the dense learning rate; None: the rates of the method comera.
-    """
-
-    package: ClassVar[Package | None]
-    dense_layers: ClassVar[bool]
-    rate: ClassVar[float | None]
-
-    def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
-        """Convert a dense model in place; skip: glob patterns of layers to leave as they are."""
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from comera.baselines.common import (
-    Applied,
-    Package,
-    adamw,
-    count_elements,
-    is_integer,
-    layer_row,
-    linear_layers,
-    require,
-    swap_,
-)
+from comera.baselines.common import Applied, Baseline, Package, adamw, convert_linear_, elements, is_integer, require
 from comera.convert import LINEAR, LayerRow
 from comera.tt.shapes import balanced_modes
 from comera.tt.spec import clip_ranks
@@ -35,12 +25,10 @@ _PACKAGE = Package("tensorly", "tltorch", "tensorly-torch", "pip install tensorl
 
 
 @dataclass(frozen=True)
-class Tensorly:
+class Tensorly(Baseline):
     """Tensor-train layers of tensorly-torch; core_lr is the learning rate of their cores."""
 
-    package: ClassVar[Package | None] = _PACKAGE
-    dense_layers: ClassVar[bool] = False
-    rate: ClassVar[float | None] = None
+    package = _PACKAGE
 
     order: int = 6
     """Modes of a layer, half of them for its inputs, half for its outputs."""
@@ -53,7 +41,7 @@ class Tensorly:
     def __post_init__(self) -> None:
         even = is_integer(self.order, 2) and self.order % 2 == 0
         require(even, "tensorly.order", "an even number >= 2", self.order)
-        require(is_integer(self.rank, 1), "tensorly.rank", "an integer >= 1", self.rank)
+        require(is_integer(self.rank), "tensorly.rank", "an integer >= 1", self.rank)
         ways = ("factorized", "reconstructed")
         require(
             self.implementation in ways, "tensorly.implementation", f"one of {', '.join(ways)}", self.implementation
@@ -61,7 +49,7 @@ class Tensorly:
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         """Convert a dense model in place, except layers that match `skip`. Errors: see `tensorly_`."""
-        dense_total = count_elements(model.parameters())
+        dense_total = elements(model.parameters())
         rows = tensorly_(model, self.rank, order=self.order, implementation=self.implementation, skip=skip)
         kind = library().FactorizedLinear
         cores = [p for layer in model.modules() if isinstance(layer, kind) for p in layer.weight.parameters()]
@@ -83,13 +71,7 @@ def tensorly_(
     Raises ConversionError if there is nothing to replace, ConfigError if the library is not installed.
     """
     library()
-    layers = linear_layers(model, skip)
-    new = {name: _layer(layer, rank, order // 2, implementation) for name, layer in layers.items()}
-    swap_(model, {layers[name]: layer for name, layer in new.items()})
-    return tuple(
-        layer_row(name, layer, count_elements(layer.weight.parameters()), layers[name].weight.numel(), _note(layer))
-        for name, layer in new.items()
-    )
+    return convert_linear_(model, skip, lambda layer: _layer(layer, rank, order // 2, implementation), _note)
 
 
 def library() -> Any:

@@ -15,7 +15,7 @@ from comera.recipes.registry import RECIPES
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
 
-__all__ = ["Architecture", "Recipe", "RecipeConfig", "load_recipe"]
+__all__ = ["Architecture", "Recipe", "load_recipe"]
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,15 @@ class Architecture:
     about: dict[str, Any]
 
 
-class RecipeConfig(Protocol):
-    """A recipe's configuration: a frozen dataclass whose fields are the command-line options, and the text under each
-    field its help."""
-
-    @property
-    def method(self) -> Method:
-        """The method to train with."""
-
-    @property
-    def out(self) -> str | None:
-        """The folder of the runs as configured."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the runs."""
-
-
 class Recipe(Protocol):
-    """The functions of a recipe's module. `config` is always what `preset` returns, with fields replaced."""
+    """The functions of a recipe's module.
+
+    config: a frozen dataclass whose fields are the command-line options, and the text under each field its help. It has
+    the fields `method` and `out` and the property `folder`, where the runs go.
+    """
 
     def preset(self, method: Method = "comera") -> Any:
-        """The default configuration (a `RecipeConfig`) for a method. Further parameters must be fields that select
-        among presets, as `method` does."""
+        """The default configuration for a method. Further parameters are fields that choose among presets."""
 
     def run(self, config: Any, *, resume: bool = False) -> Summary:
         """Prepare the data and train; returns the summary of the last run."""

@@ -174,7 +174,7 @@ def test_hashing_into_the_full_tables(tmp_path: Path) -> None:
         ({"table_sizes": (5,) * 25}, r"data\.table_sizes: "),
         ({"table_sizes": (0, *(5,) * 25)}, r"data\.table_sizes: "),
         ({"table_sizes": (2**31, *(5,) * 25)}, r"data\.table_sizes: "),
-        ({"min_count": 0}, r"data\.min_count: expected a number above 0"),
+        ({"min_count": 0}, r"data\.min_count: expected a number >= 1"),
         ({"min_count": 2, "table_sizes": "kaggle"}, r"data\.min_count: .* unless table_sizes=appearance"),
         ({"max_rows": 13}, r"data\.max_rows: expected at least 14 rows"),
         ({"max_bad_rows": -1}, r"data\.max_bad_rows: "),

@@ -130,7 +130,7 @@ def test_parts_in_batches(data: ClickData) -> None:
     for part, index in (("test", 6), ("test", -1), ("train", 65)):
         with pytest.raises(DataError, match=rf"{part}: expected a batch from 0 to \d+, got {index}"):
             data.batch(part, index, 20)
-    with pytest.raises(DataError, match="expected one of train, validation, test as part of the data, got 'dev'"):
+    with pytest.raises(DataError, match="expected a part of the data, one of train, validation, test, got 'dev'"):
         data.batch("dev", 0, 20)
 
 
@@ -213,7 +213,7 @@ def test_a_synthetic_log(tmp_path: Path, source: str | None, capsys: pytest.Capt
     planted = data.manifest["planted"]
     assert planted["seed"] == 3
     assert all(0.3 < planted["loss"][part] < 0.6 for part in criteo_batches.PARTS)
-    assert f"the least there are: {planted['loss']['train']:.4f} train, " in capsys.readouterr().err
+    assert f"lowest possible losses, those of the planted model: {planted['loss']['train']:.4f} train, " in capsys.readouterr().err
     assert data.click_rate == pytest.approx(0.256, abs=0.03)
     assert written.manifest["planted"] is None
 

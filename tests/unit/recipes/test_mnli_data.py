@@ -307,7 +307,7 @@ def test_a_file_that_is_not_utf8_is_a_data_error(tmp_path: Path) -> None:
     ("table", "message"),
     [
         ("sentence1\tsentence2\tgold_label\na\tb\n", "line 2: expected 3 tab-separated columns .* got 2"),
-        ("sentence1\tsentence2\tgold_label\na\tb\tc\tneutral\n", "line 2: expected 3 columns .* got 4"),
+        ("sentence1\tsentence2\tgold_label\na\tb\tc\tneutral\n", "line 2: expected 3 tab-separated columns .* got 4"),
         ("sentence1\tsentence2\na\tb\n", r"line 1: expected a header with the columns gold_label, got"),
         ("", r"line 1: expected a header with the columns sentence1, sentence2, gold_label, got \[''\]"),
     ],
@@ -361,7 +361,7 @@ def test_a_vocabulary_is_found_beside_the_data_or_named_and_else_missed(tmp_path
 def test_no_pair_left_is_a_data_error(tmp_path: Path, part: str) -> None:
     rows = {"train": TRAIN, "dev_matched": DEV, part: [("a", "b", "-"), ("", "b", 0)]}
     folder = write_jsonl(tmp_path / "mnli", rows["train"], rows["dev_matched"])
-    with pytest.raises(DataError, match=rf"{part}\.jsonl: expected pairs .* got none \(skipped: .*'no label': 1"):
+    with pytest.raises(DataError, match=rf"{part}\.jsonl: expected labeled sentence pairs, got none \(skipped: .*'no label': 1"):
         read(folder)
 
 

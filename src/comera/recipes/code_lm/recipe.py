@@ -22,14 +22,7 @@ from transformers import BertForMaskedLM
 
 from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, check_method, rates_by_method
 from comera.convert import TT, TTM, TensorizeConfig
-from comera.recipes.bert import (
-    BertFormats,
-    ModelConfig,
-    bert_architecture,
-    check_length,
-    example_ids,
-    stored_rows,
-)
+from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
 from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
 from comera.recipes.config import runs_folder
 from comera.recipes.interface import Architecture

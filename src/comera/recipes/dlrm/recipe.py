@@ -42,21 +42,6 @@ from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary, to_json
 from comera.trainer.optimizer import OPTIMIZERS, OptimizerName, named_optimizer
 
-__all__ = [
-    "METHODS",
-    "CompressConfig",
-    "DLRMTask",
-    "DLRMTaskConfig",
-    "Preset",
-    "architecture",
-    "build_model",
-    "click_loss",
-    "estimate",
-    "preset",
-    "run",
-    "runs",
-]
-
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
 PRESETS: tuple[Preset, ...] = ("sample", "kaggle")

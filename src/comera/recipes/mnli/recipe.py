@@ -24,44 +24,16 @@ from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, 
 from comera.convert import TensorizeConfig
 from comera.errors import ConfigError
 from comera.rank.objective import EarlyStage, LateStage
-from comera.recipes.bert import (
-    BertFormats,
-    ModelConfig,
-    bert_architecture,
-    check_length,
-    example_ids,
-    stored_rows,
-)
+from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
 from comera.recipes.config import runs_folder
 from comera.recipes.interface import Architecture
 from comera.recipes.methods import estimates_by_method, follow
-from comera.recipes.mnli.data import (
-    MNLIData,
-    MNLIDataConfig,
-    PairBatch,
-    find_vocabulary,
-    parse_vocabulary,
-    prepare,
-)
-from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing, runs
+from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, PairBatch, find_vocabulary, parse_vocabulary, prepare
+from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
+from comera.recipes.stages import runs as runs
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
-
-__all__ = [
-    "PRESETS",
-    "CompressConfig",
-    "MNLIConfig",
-    "MNLITask",
-    "architecture",
-    "build_model",
-    "estimate",
-    "pair_loss",
-    "preset",
-    "run",
-    "runs",
-    "scores",
-]
 
 NAME = "mnli"
 Preset = Literal["tuned", "published", "short", "small"]
