@@ -22,6 +22,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.optimizer import lr_multiplier
 from comera.trainer.step import StepResult, TrainStep
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 pytestmark = [
@@ -182,7 +183,7 @@ def test_a_compressed_transformer_trains_in_each_mode(mode: str, precision: str)
     torch.testing.assert_close(losses[mode], losses["eager"], rtol=0.05 if precision == "bf16" else 1e-3, atol=1e-3)
 
 
-class Task:
+class Toy(Task):
     """Predicts the next token."""
 
     name = "tiny"
@@ -207,8 +208,8 @@ def test_a_run_trains_from_graphs(tmp_path: Path) -> None:
     late = replace(STAGES["sensitivity"], start_step=12, steps=10)
     rates = {"lr": 2**-7, "rank_lr": 2**-5, "schedule": "constant", "warmup": 0.0}  # exact in float32
     config = TrainConfig(steps=40, accumulation=1, late=late, prune_every=15, progress=False, mode="graph", **rates)
-    graph = fit(Task(), config, tmp_path / "graph")
-    eager = fit(Task(), replace(config, mode="eager"), tmp_path / "eager")
+    graph = fit(Toy(), config, tmp_path / "graph")
+    eager = fit(Toy(), replace(config, mode="eager"), tmp_path / "eager")
     assert (graph.mode, eager.mode) == ("graph", "eager")
     assert graph.tensorized == eager.tensorized
     assert graph.held_out_loss == pytest.approx(eager.held_out_loss, rel=1e-6)

@@ -6,8 +6,8 @@ tests/data/before was written by commit 5140b46, before the code was reorganized
     run/, went_on.jsonl                a run of `fit`, interrupted in its late stage; what it logged when it went on
     code-lm.yaml                       config.yaml of a run of code-lm
 
-Parameters come back to the bit. Outputs and losses may differ by rounding: other CPUs and other versions of torch add in
-another order.
+Parameters come back to the bit. Outputs and losses may differ by rounding: other CPUs and other versions of torch add
+in another order.
 """
 
 import json
@@ -29,6 +29,7 @@ from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.code_lm import recipe as code_lm
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
+from comera.trainer.task import Task
 
 STORED = Path(__file__).parents[1] / "data" / "before"
 VOCABULARY, LENGTH, BATCH = 24, 6, 4
@@ -51,7 +52,7 @@ class Net(nn.Module):
         return logits
 
 
-class Toy:
+class Toy(Task):
     """Each token is the one before it plus five."""
 
     name = "toy"

@@ -56,13 +56,7 @@ class Staged(Protocol):
         """The folder of all runs."""
 
 
-class StagedTask(Task, Protocol):
-    """A run as `comera.trainer.loop.fit` wants it, on data that have an end."""
-
-    steps_per_epoch: int
-
-
-T = TypeVar("T", bound=StagedTask)
+T = TypeVar("T", bound=Task)
 
 
 def check_stages(config: Staged) -> None:
@@ -148,7 +142,7 @@ def _early(config: Staged) -> TrainConfig:
     return replace(config.train, schedule="constant") if config.late_targets else config.train
 
 
-def _late(config: Staged, target: float, epoch: int) -> TrainConfig:
+def _late(config: Staged, target: float, epoch: int | None) -> TrainConfig:
     """How a late stage is trained; epoch: steps in one."""
     train = replace(config.train, epochs=config.late_epochs)
     half = (train.bound(epoch) or 0) // 2
@@ -156,7 +150,7 @@ def _late(config: Staged, target: float, epoch: int) -> TrainConfig:
     return replace(train, late=replace(train.late, target_size=target, steps=steps))
 
 
-def _twin(config: Staged, epoch: int) -> TrainConfig:
+def _twin(config: Staged, epoch: int | None) -> TrainConfig:
     """How the dense twin is trained: by steps, so that it sees exactly what the early stage and a late one see."""
     early, late = (
         replace(config.train, epochs=epochs).bound(epoch) for epochs in (config.train.epochs, config.late_epochs)

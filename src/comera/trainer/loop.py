@@ -10,7 +10,7 @@ The clock of a run counts training: batches, steps and logging, but neither eval
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
@@ -40,7 +40,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.metrics import Display, Summary
-from comera.trainer.optimizer import lr_multiplier, make_optimizer
+from comera.trainer.optimizer import lr_multiplier, named_optimizer
 from comera.trainer.run_log import Journal
 from comera.trainer.step import TrainStep
 from comera.trainer.task import Task
@@ -114,7 +114,7 @@ class _Run:
         self.main: bool = accelerator.is_main_process
         self.world: int = accelerator.num_processes
         self.device: torch.device = accelerator.device
-        self.epoch: int | None = getattr(task, "steps_per_epoch", None)
+        self.epoch = task.steps_per_epoch
         self.bound = config.bound(self.epoch)
         self.memory = MemoryMeter.start(self.device)
         set_seed(config.seed, device_specific=True)  # every process draws its own dropout
@@ -128,7 +128,10 @@ class _Run:
             from comera.recompute.blocks import recompute_
 
             recompute_(self.model)
-        self.optimizer = make_optimizer(task, config)
+        own_optimizer = task.optimizer(config)
+        self.optimizer = own_optimizer or named_optimizer("adamw", self.model, config)
+        for k, group in enumerate(self.optimizer.param_groups):
+            group.setdefault("name", f"group_{k}")
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.controller = None
         if compressed:
@@ -144,12 +147,11 @@ class _Run:
             average=(lambda flat: accelerator.reduce(flat, "mean")) if self.world > 1 else None,
             mode=config.mode,
         )
-        self.method: str = getattr(task, "method", "comera" if compressed else "dense")
-        self.after_step: Callable[[int], object] = getattr(task, "after_step", lambda step: None)
+        self.method = task.method or ("comera" if compressed else "dense")
         about = {"recipe": task.name, "method": self.method, "processes": self.world, "steps_per_epoch": self.epoch}
-        if hasattr(task, "optimizer"):
+        if own_optimizer is not None:
             about["optimizer"] = type(self.optimizer).__name__
-        self.identity = {**config.identity(), **about, **getattr(task, "identity", {})}
+        self.identity = {**config.identity(), **about, **task.identity}
 
         self.progress = self._take_up(start_from)
         self.told_mode = (self.progress.mode, 0)
@@ -261,12 +263,12 @@ class _Run:
             self.task.train_batch(progress.step, micro, rank, self.world) for micro in range(config.accumulation)
         ]
         tokens = sum(map(self.task.tokens, batches))
-        count = getattr(self.task, "examples", lambda batch: config.batch_size)
-        examples = sum(map(count, batches))
+        counts = (self.task.examples(batch) for batch in batches)
+        examples = sum(config.batch_size if count is None else count for count in counts)
         result = self.step([send_to_device(batch, self.device, non_blocking=True) for batch in batches])
         progress.step += 1
         self._tell_mode()
-        self.after_step(progress.step)
+        self.task.after_step(progress.step)
         self.pending.append((progress.step, result.loss, result.grad_norm))
         progress.time, tokens, examples, interrupted = self._agree(
             self.clock.seconds, tokens, examples, self.interrupt.seen

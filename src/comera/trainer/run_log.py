@@ -52,11 +52,11 @@ class Journal:
         self.model, self.optimizer, self.controller, self.progress = model, optimizer, controller, progress
         self.trains = dict(named_trains(model))
         self.method = method
-        self.epoch: int | None = getattr(task, "steps_per_epoch", None)
+        self.epoch = task.steps_per_epoch
         self.size = self._model_size()
         self._resolved = resolved
         self._logged_at = (progress.step, progress.tokens, progress.time)
-        self._display = Display(task.name, shown=config.progress and main, counted=getattr(task, "counted", "tokens"))
+        self._display = Display(task.name, shown=config.progress and main, counted=task.counted)
         self._metrics: MetricsLog | None = None
         self._stack = ExitStack()
 
@@ -65,8 +65,7 @@ class Journal:
             self.out.mkdir(parents=True, exist_ok=True)
             settings = _plain({"train": asdict(self.config)} if self._resolved is None else self._resolved)
             replace_file(self.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-            rows = list(getattr(self.task, "report_rows", ()))
-            replace_file(self.out / "layers.json", to_json(rows, indent=1) + "\n")
+            replace_file(self.out / "layers.json", to_json([*self.task.report_rows], indent=1) + "\n")
             self._metrics = MetricsLog(self.out, step=self.progress.step or -1, tensorboard=self.config.tensorboard)
             self._stack.callback(self._metrics.close)
         self._stack.enter_context(self._display)
@@ -204,7 +203,7 @@ class Journal:
             self._metrics.write(kind, self.progress.step, time=self.progress.time, **values)
 
     def _model_size(self) -> ModelSize:
-        return model_size(self.model, dense_total=getattr(self.task, "dense_total", None))
+        return model_size(self.model, dense_total=self.task.dense_total)
 
 
 def _plain(value: Any) -> Any:

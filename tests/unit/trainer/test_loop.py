@@ -23,6 +23,7 @@ from comera.trainer.checkpoint import checkpoints, find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.optimizer import lr_multiplier
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 VOCABULARY, LENGTH, BATCH = 13, 5, 4
@@ -40,7 +41,7 @@ CONFIG = TrainConfig(
 )
 
 
-class Tiny:
+class Tiny(Task):
     """Predicts the next token; the batch follows from the numbers of step and micro-batch."""
 
     name = "tiny"

@@ -25,6 +25,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
 from comera.trainer.step import TrainStep
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 from ...helpers.tape import TapeRecorder
@@ -56,7 +57,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMERA_KERNELS", "none")
 
 
-class Tiny:
+class Tiny(Task):
     """Predicts the next token, in batches of two lengths; asks to stop at step `ends`."""
 
     name = "tiny"

@@ -25,6 +25,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 VOCABULARY, LENGTH, BATCH, EPOCH = 13, 5, 4, 4
@@ -44,7 +45,7 @@ CONFIG = TrainConfig(
 FALLING = replace(CONFIG, steps=16, late=LateStage(target_size=0.4, start_step=5, shrink="surrogate"))
 
 
-class Tiny:
+class Tiny(Task):
     """Predicts the next token; an epoch has four steps, and batches differ in size."""
 
     name = "tiny"

@@ -30,6 +30,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
+from comera.trainer.task import Task
 
 NAME = "code-lm"
 
@@ -152,7 +153,7 @@ def frequency_loss(config: CodeLMConfig, data: CodeData) -> float:
     return float(torch.stack([-frequencies[batch.labels].mean() for batch in batches]).mean())
 
 
-class CodeLMTask:
+class CodeLMTask(Task):
     """The job as `comera.trainer.loop.fit` wants it."""
 
     name = NAME

@@ -37,6 +37,7 @@ from comera.trainer.memory import MemoryEstimate, check_memory
 from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary, to_json
 from comera.trainer.optimizer import OPTIMIZERS, OptimizerName, named_optimizer
+from comera.trainer.task import Task
 
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
@@ -196,7 +197,7 @@ def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
 
 
-class DLRMTask:
+class DLRMTask(Task):
     """A run as `comera.trainer.loop.fit` wants it.
 
     first: steps of other runs that it goes on after. part: of the data to evaluate on.

@@ -36,6 +36,7 @@ from comera.recipes.stages import check_stages, fit_stages, refuse_present, say
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
+from comera.trainer.task import Task
 
 NAME = "mnli"
 Preset = Literal["tuned", "published", "short", "small"]
@@ -202,11 +203,10 @@ def pair_loss(model: Any, batch: PairBatch) -> Tensor:
     return F.cross_entropy(scores(model, batch), batch.labels)
 
 
-class MNLITask:
+class MNLITask(Task):
     """A run as `comera.trainer.loop.fit` wants it; `first`: steps of other runs that it goes on after."""
 
     name = NAME
-    counted = "tokens"
 
     def __init__(self, config: MNLIConfig, data: MNLIData, first: int = 0) -> None:
         self.config, self.data, self.first = config, data, first
