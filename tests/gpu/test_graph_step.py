@@ -58,7 +58,7 @@ def make_step(mode: str, *, late: LateStage = STAGES["early"], loss: Any = loss_
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, rank_lr=5e-2), betas=(0.9, 0.99), fused=True)
     controller = RankController(model, EarlyStage(size_weight=0.1), late).attach(optimizer)
     torch.manual_seed(0)
-    return TrainStep(model, loss, optimizer, controller=controller, clip=0.5, mode=mode)  # type: ignore[arg-type]
+    return TrainStep(model, loss, optimizer, controller=controller, max_grad_norm=0.5, mode=mode)  # type: ignore[arg-type]
 
 
 def batches_of(step: int) -> list[Tensor]:
@@ -169,7 +169,7 @@ def test_a_compressed_transformer_trains_in_each_mode(mode: str, precision: str)
             masked_loss,
             optimizer,
             controller=controller,
-            clip=1.0,
+            max_grad_norm=1.0,
             precision=precision,
             mode=way,  # type: ignore[arg-type]
         )

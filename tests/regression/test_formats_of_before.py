@@ -90,7 +90,7 @@ TOY = TrainConfig(
     accumulation=2,
     lr=1e-2,
     rank_lr=0.02,
-    clip=0.5,
+    max_grad_norm=0.5,
     schedule="constant",
     warmup=0.0,
     early=EarlyStage(size_weight=0.1),
@@ -136,5 +136,5 @@ def test_a_stored_configuration_is_understood() -> None:
     _, config, _ = parse("train", code_lm.NAME, ["--config", str(STORED / "code-lm.yaml")])
     default = code_lm.preset()
     late = LateStage(target_size=0.3, start_step=50)
-    train = replace(default.train, steps=123, clip=0.25, late=late)
+    train = replace(default.train, steps=123, max_grad_norm=0.25, late=late)
     assert config == replace(default, out="runs/code-lm-comera", train=train)

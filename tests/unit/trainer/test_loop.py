@@ -354,7 +354,7 @@ def test_a_model_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
             logits = model(batch[:, :-1])[..., 1:].flatten(0, 1)
             return F.cross_entropy(logits, batch[:, 1:].flatten().clamp(min=1) - 1)
 
-    with pytest.raises(TrainingError, match=r"expected finite numbers, got .*at step 6"):
+    with pytest.raises(TrainingError, match=r"expected finite values, got .*at step 6"):
         fit(Poisoned(), CONFIG, tmp_path)
     assert find_checkpoint(tmp_path).name == "step-00000004"
 

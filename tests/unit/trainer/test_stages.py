@@ -249,8 +249,8 @@ def test_the_switch_and_the_rounding_are_shown(tmp_path: Path, capsys: pytest.Ca
     fit(Tiny(), replace(CONFIG, late=LateStage(target_size=0.3, start_step=10), progress=True), tmp_path)
     shown = " ".join(capsys.readouterr().err.split())
     (stage,), (rounded,) = records(tmp_path, "stage"), records(tmp_path, "round")
-    assert f"step 10: the late stage begins, from {stage['size']} numbers" in shown
-    assert f"step 12: rounded from {rounded['before']} to {rounded['after']} numbers" in shown
+    assert f"step 10: the late stage begins, from {stage['size']} parameters" in shown
+    assert f"step 12: rounded from {rounded['before']} to {rounded['after']} parameters" in shown
 
 
 def test_a_late_stage_that_nothing_starts_is_refused(tmp_path: Path) -> None:

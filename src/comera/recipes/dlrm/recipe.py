@@ -102,7 +102,7 @@ _TRAIN = TrainConfig(
     core_lr=6e-3,
     rank_lr=3e-3,
     schedule="constant",
-    clip=0.0,
+    max_grad_norm=0.0,
     early=EarlyStage(size_weight=0),
     prune_every=10,
 )
