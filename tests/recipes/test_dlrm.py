@@ -60,7 +60,7 @@ def data(data_config: CriteoConfig) -> ClickData:
 @pytest.fixture
 def config(data_config: CriteoConfig, tmp_path: Path) -> DLRMTaskConfig:
     train = TrainConfig(
-        epochs=1, batch_size=BATCH, lr=1e-3, core_lr=5e-3, clip=1.0, log_every=1, progress=False, device="cpu"
+        epochs=1, batch_size=BATCH, lr=1e-3, core_lr=5e-3, max_grad_norm=1.0, log_every=1, progress=False, device="cpu"
     )
     return DLRMTaskConfig(
         out=str(tmp_path / "run"),

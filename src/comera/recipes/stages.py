@@ -59,13 +59,7 @@ class StagedConfig(Protocol):
         """The folder of all runs."""
 
 
-class StagedTask(Task, Protocol):
-    """A task whose data has an end."""
-
-    steps_per_epoch: int
-
-
-T = TypeVar("T", bound=StagedTask)
+T = TypeVar("T", bound=Task)
 
 
 def check_stages(config: StagedConfig) -> None:
@@ -158,7 +152,7 @@ def _early(config: StagedConfig) -> TrainConfig:
     return replace(config.train, schedule="constant") if config.late_targets else config.train
 
 
-def _late(config: StagedConfig, target: float, epoch: int) -> TrainConfig:
+def _late(config: StagedConfig, target: float, epoch: int | None) -> TrainConfig:
     """Settings of a late stage; epoch: steps per epoch."""
     train = replace(config.train, epochs=config.late_epochs)
     steps = train.late.steps
@@ -167,7 +161,7 @@ def _late(config: StagedConfig, target: float, epoch: int) -> TrainConfig:
     return replace(train, late=replace(train.late, target_size=target, steps=steps))
 
 
-def _dense(config: StagedConfig, epoch: int) -> TrainConfig:
+def _dense(config: StagedConfig, epoch: int | None) -> TrainConfig:
     """Settings of a baseline: in steps, so that it sees exactly what the early stage and a late one see together."""
     early, late = (
         replace(config.train, epochs=epochs).bound(epoch) for epochs in (config.train.epochs, config.late_epochs)

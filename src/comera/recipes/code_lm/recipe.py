@@ -32,6 +32,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
+from comera.trainer.task import Task
 
 NAME = "code-lm"
 
@@ -132,7 +133,7 @@ def frequency_loss(config: CodeLMConfig, data: CodeData) -> float:
     return float(torch.stack([-frequencies[batch.labels].mean() for batch in batches]).mean())
 
 
-class CodeLMTask:
+class CodeLMTask(Task):
     """Masked language modeling, as a task for `comera.trainer.loop.fit`."""
 
     name = NAME

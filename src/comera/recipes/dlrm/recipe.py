@@ -41,6 +41,7 @@ from comera.trainer.memory import MemoryEstimate, check_memory
 from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary, to_json
 from comera.trainer.optimizer import OPTIMIZERS, OptimizerName, named_optimizer
+from comera.trainer.task import Task
 
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
@@ -103,7 +104,7 @@ _TRAIN = TrainConfig(
     core_lr=6e-3,
     rank_lr=3e-3,
     schedule="constant",
-    clip=0.0,
+    max_grad_norm=0.0,
     early=EarlyStage(size_weight=0),
     prune_every=10,
 )
@@ -198,7 +199,7 @@ def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
 
 
-class DLRMTask:
+class DLRMTask(Task):
     """Click prediction, as a task for `comera.trainer.loop.fit`.
 
     first: steps that earlier runs trained. part: of the data to evaluate on.

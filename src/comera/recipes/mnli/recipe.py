@@ -34,6 +34,7 @@ from comera.recipes.stages import runs as runs
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
+from comera.trainer.task import Task
 
 NAME = "mnli"
 Preset = Literal["tuned", "published", "short", "small"]
@@ -172,11 +173,10 @@ def pair_loss(model: Any, batch: PairBatch) -> Tensor:
     return F.cross_entropy(scores(model, batch), batch.labels)
 
 
-class MNLITask:
+class MNLITask(Task):
     """Classification of pairs, as a task for `comera.trainer.loop.fit`; first: steps that earlier runs trained."""
 
     name = NAME
-    counted = "tokens"
 
     def __init__(self, config: MNLIConfig, data: MNLIData, first: int = 0) -> None:
         self.config, self.data, self.first = config, data, first
