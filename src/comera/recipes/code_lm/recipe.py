@@ -9,7 +9,7 @@ B batch, T block size, P masked positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,13 +26,13 @@ from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, che
 from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
 from comera.recipes.config import runs_folder
 from comera.recipes.interface import Architecture
-from comera.recipes.methods import estimates_by_method, follow
+from comera.recipes.methods import estimates_by_method
 from comera.recipes.stages import is_main, log, resolved
+from comera.recipes.task import RecipeTask
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
-from comera.trainer.task import Task
 
 NAME = "code-lm"
 
@@ -133,31 +133,19 @@ def frequency_loss(config: CodeLMConfig, data: CodeData) -> float:
     return float(torch.stack([-frequencies[batch.labels].mean() for batch in batches]).mean())
 
 
-class CodeLMTask(Task):
+class CodeLMTask(RecipeTask):
     """Masked language modeling, as a task for `comera.trainer.loop.fit`."""
 
     name = NAME
+    config: CodeLMConfig
+    data: CodeData
 
     def __init__(self, config: CodeLMConfig, data: CodeData) -> None:
-        self.config, self.data = config, data
-        self.method = config.method
         model, report = build_model(config, data.vocab_size)
         with torch.no_grad():  # the head starts with the token frequencies: no steps are spent on learning them
             model.cls.predictions.bias.copy_(data.log_frequencies())
-        self.model: nn.Module = model
-        follow(self, report)
-        data_fields = {"prepared": data.folder.name, **asdict(config.data)}
-        self.identity = {
-            **{f"data.{name}": data_fields[name] for name in ("prepared", "block_size", "mask_share")},
-            **{f"model.{name}": value for name, value in asdict(config.model).items()},
-            **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
-            **config.baselines.identity(config.method),
-        }
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
-        """The next batch of a single sequence that all micro-batches and processes share."""
-        train = self.config.train
-        return self.data.train_batch((step * train.accumulation + micro) * world + rank, train.batch_size, train.seed)
+        settings = {f"data.{name}": getattr(config.data, name) for name in ("block_size", "mask_share")}
+        super().__init__(config, data, model, report, **settings, **config.baselines.identity(config.method))
 
     def eval_batches(self) -> Iterator[Batch]:
         """Held-out blocks, in batches of the training size."""

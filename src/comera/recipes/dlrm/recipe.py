@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,8 +32,8 @@ from comera.recipes.dlrm.criteo.parse import INTEGERS
 from comera.recipes.dlrm.model import DLRM, DLRMConfig
 from comera.recipes.dlrm.table_budget import ORDERS, fit_tables
 from comera.recipes.interface import Architecture
-from comera.recipes.methods import follow
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing, runs
+from comera.recipes.task import RecipeTask
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
@@ -41,7 +41,6 @@ from comera.trainer.memory import MemoryEstimate, check_memory
 from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary, to_json
 from comera.trainer.optimizer import OPTIMIZERS, OptimizerName, named_optimizer
-from comera.trainer.task import Task
 
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
@@ -199,7 +198,7 @@ def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
 
 
-class DLRMTask(Task):
+class DLRMTask(RecipeTask):
     """Click prediction, as a task for `comera.trainer.loop.fit`.
 
     first: steps that earlier runs trained. part: of the data to evaluate on.
@@ -207,6 +206,8 @@ class DLRMTask(Task):
 
     name = NAME
     counted = "samples"
+    config: DLRMTaskConfig
+    data: ClickData
 
     def __init__(
         self,
@@ -215,32 +216,16 @@ class DLRMTask(Task):
         first: int = 0,
         part: Literal["validation", "test"] = "validation",
     ) -> None:
-        self.config, self.data, self.first, self.part = config, data, first, part
-        self.method = config.method
-        train = config.train
-        batches = train.accumulation * PartialState(cpu=train.device == "cpu").num_processes
-        self.steps_per_epoch = data.steps_per_epoch(train.batch_size, batches)
         model, report = build_model(config, data.table_sizes)
-        self.model: nn.Module = model
-        follow(self, report)
-        self.identity = {
-            "data.prepared": data.folder.name,
-            "data.shuffle": data.shuffle,
-            "data.first_step": first,
-            "data.table_sizes": list(data.table_sizes),
-            **{f"model.{name}": value for name, value in asdict(config.model).items()},
-            **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
-        }
+        settings = {"shuffle": data.shuffle, "first_step": first, "table_sizes": list(data.table_sizes)}
+        super().__init__(
+            config, data, model, report, first, **{f"data.{name}": value for name, value in settings.items()}
+        )
+        self.part, self.steps_per_epoch = part, self.epoch_length()
 
     def optimizer(self, train: TrainConfig) -> Optimizer:
         """The configured optimizer, over all parameters."""
         return named_optimizer(self.config.optimizer, self.model, train)
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> ClickBatch:
-        """The next batch of a single sequence that all micro-batches and processes share."""
-        train = self.config.train
-        index = ((self.first + step) * train.accumulation + micro) * world + rank
-        return self.data.train_batch(index, train.batch_size, train.seed)
 
     def eval_batches(self) -> Iterator[ClickBatch]:
         """The held-out rows in time order, in batches of the training size."""

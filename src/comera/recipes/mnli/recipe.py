@@ -8,7 +8,7 @@ B batch, T tokens of the longest pair in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
@@ -27,14 +26,14 @@ from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
 from comera.recipes.config import runs_folder
 from comera.recipes.interface import Architecture
-from comera.recipes.methods import estimates_by_method, follow
+from comera.recipes.methods import estimates_by_method
 from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, PairBatch, find_vocabulary, parse_vocabulary, prepare
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
 from comera.recipes.stages import runs as runs
+from comera.recipes.task import RecipeTask
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
-from comera.trainer.task import Task
 
 NAME = "mnli"
 Preset = Literal["tuned", "published", "short", "small"]
@@ -173,33 +172,18 @@ def pair_loss(model: Any, batch: PairBatch) -> Tensor:
     return F.cross_entropy(scores(model, batch), batch.labels)
 
 
-class MNLITask(Task):
+class MNLITask(RecipeTask):
     """Classification of pairs, as a task for `comera.trainer.loop.fit`; first: steps that earlier runs trained."""
 
     name = NAME
+    config: MNLIConfig
+    data: MNLIData
 
     def __init__(self, config: MNLIConfig, data: MNLIData, first: int = 0) -> None:
-        self.config, self.data, self.first = config, data, first
-        self.method = config.method
-        train = config.train
-        batches = train.accumulation * PartialState(cpu=train.device == "cpu").num_processes
-        self.steps_per_epoch = data.steps_per_epoch(train.batch_size, batches)
         model, report = build_model(config, data.vocab_size, len(data.label_names))
-        self.model: nn.Module = model
-        follow(self, report)
-        self.identity = {
-            "data.prepared": data.folder.name,
-            "data.first_step": first,
-            **{f"model.{name}": value for name, value in asdict(config.model).items()},
-            **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
-            **config.baselines.identity(config.method),
-        }
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> PairBatch:
-        """The next batch of a single sequence that all micro-batches and processes share."""
-        train = self.config.train
-        index = ((self.first + step) * train.accumulation + micro) * world + rank
-        return self.data.train_batch(index, train.batch_size, train.seed)
+        settings = {"data.first_step": first, **config.baselines.identity(config.method)}
+        super().__init__(config, data, model, report, first, **settings)
+        self.steps_per_epoch = self.epoch_length()
 
     def eval_batches(self) -> Iterator[PairBatch]:
         """The matched development pairs in batches of the training size; always the same, in the same order."""
