@@ -337,7 +337,7 @@ def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> N
         ({"method": "galore"}, "dlrm supports dense and comera, got 'galore'"),
         ({"preset": "best"}, "preset must be one of sample, kaggle, got 'best'"),
         ({"optimizer": "lion"}, "optimizer must be one of adamw, adagrad, sgd, got 'lion'"),
-        ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
+        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
         ({"late_epochs": float("nan")}, "late_epochs must be a number > 0, got nan"),
         ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),

@@ -352,8 +352,8 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"method": "lora"}, "method must be one of comera, dense, galore, lte, cola, tensorly, got 'lora'"),
         ({"preset": "best"}, "preset must be one of tuned, published, short, small, got 'best'"),
-        ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
-        ({"late_targets": (float("nan"),)}, "above 0 and below 1, got nan"),
+        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
+        ({"late_targets": (float("nan"),)}, "> 0 and < 1, got nan"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
         ({"late_epochs": 0.0}, "late_epochs must be a number > 0, got 0.0"),
         ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),
