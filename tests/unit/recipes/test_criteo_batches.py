@@ -34,7 +34,7 @@ def data(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 def keys(batch: ClickBatch) -> list[bytes]:
-    """What tells a row from the others."""
+    """What identifies a row."""
     arrays = [batch.dense.numpy(), batch.ids.numpy().astype(np.int32), batch.labels.numpy()]
     return [b"".join(array[k].tobytes() for array in arrays) for k in range(len(batch.labels))]
 
