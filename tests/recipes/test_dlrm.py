@@ -175,7 +175,7 @@ def test_runs_meet_the_batches_of_one_sequence(config: DLRMTaskConfig, data: Cli
         assert same(task.train_batch(step, micro, rank, 2), data.train_batch(index, BATCH, seed=0))
 
 
-def test_the_dense_twin_is_as_long_as_the_early_stage_and_one_late_stage(config: DLRMTaskConfig) -> None:
+def test_the_dense_baseline_is_as_long_as_the_early_stage_and_one_late_stage(config: DLRMTaskConfig) -> None:
     dense = replace(config, method="dense")
     summary = dlrm.run(dense)
     assert (summary.steps, summary.tensorized) == (3 * EPOCH, 0)
@@ -307,7 +307,7 @@ def test_estimate_shows_the_dense_model_that_cannot_run() -> None:
     assert sparse.gradients < 2048 * 26 * (128 * 4 + 8) + 10**7
 
 
-def test_a_dense_twin_that_does_not_fit_is_refused_with_its_estimate(
+def test_a_dense_baseline_that_does_not_fit_is_refused_with_its_estimate(
     config: DLRMTaskConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need = dlrm.estimate(config)
@@ -326,8 +326,8 @@ def test_the_defaults_fit_the_synthetic_log(tmp_path: Path) -> None:
     sizes = prepare(replace(config.data, cache=str(tmp_path)), quiet=True).table_sizes
     with torch.device("meta"):
         model, _ = build_model(config, sizes)
-    chains = [table for table in model.tables if isinstance(table, TTMEmbeddingBag)]
-    assert len(chains) == sum(size >= config.compress.min_rows for size in sizes) >= 5
+    compressed = [table for table in model.tables if isinstance(table, TTMEmbeddingBag)]
+    assert len(compressed) == sum(size >= config.compress.min_rows for size in sizes) >= 5
     assert sum(p.numel() for p in model.tables.parameters()) <= config.model.dim * sum(sizes) / config.compress.ratio
 
 
@@ -337,7 +337,7 @@ def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> N
         ({"method": "galore"}, "dlrm supports dense and comera, got 'galore'"),
         ({"preset": "best"}, "preset must be one of sample, kaggle, got 'best'"),
         ({"optimizer": "lion"}, "optimizer must be one of adamw, adagrad, sgd, got 'lion'"),
-        ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
+        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
         ({"late_epochs": float("nan")}, "late_epochs must be a number > 0, got nan"),
         ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),

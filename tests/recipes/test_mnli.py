@@ -1,4 +1,4 @@
-"""The MNLI recipe end to end, small: its model, its batches, the early stage and the late ones, its dense twin."""
+"""The MNLI recipe end to end, small: its model, its batches, the early and late stages, the dense baseline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EPOCH = 8  # steps: the last batch has four pairs
 
 
 def rows(count: int) -> Iterator[dict[str, str]]:
-    """Pairs of sentences of several lengths, whose label one word tells; the labels in turn."""
+    """Sentence pairs of several lengths; one word determines the label, and labels alternate."""
     names = product(("a man", "the old woman", "a dog", "one of the children"), ("eats", "sees the red house", "runs"))
     for number, ((who, does), (word, label)) in enumerate(product(list(names) * 2, ANSWERS.items())):
         if number == count:
@@ -256,7 +256,7 @@ def test_late_stages_start_from_the_early_one_and_meet_their_targets(config: MNL
         assert yaml.safe_load((folder / "config.yaml").read_text())["out"] == str(config.folder)
 
 
-def test_the_dense_twin_is_as_long_as_the_early_stage_and_one_late_stage(config: MNLIConfig) -> None:
+def test_the_dense_baseline_is_as_long_as_the_early_stage_and_one_late_stage(config: MNLIConfig) -> None:
     dense = replace(config, method="dense")
     assert runs(dense) == {"dense": dense.folder}
     summary = mnli.run(dense)
@@ -352,8 +352,8 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"method": "lora"}, "method must be one of comera, dense, galore, lte, cola, tensorly, got 'lora'"),
         ({"preset": "best"}, "preset must be one of tuned, published, short, small, got 'best'"),
-        ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
-        ({"late_targets": (float("nan"),)}, "above 0 and below 1, got nan"),
+        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
+        ({"late_targets": (float("nan"),)}, "> 0 and < 1, got nan"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
         ({"late_epochs": 0.0}, "late_epochs must be a number > 0, got 0.0"),
         ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),

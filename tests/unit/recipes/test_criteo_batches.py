@@ -34,7 +34,7 @@ def data(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 def keys(batch: ClickBatch) -> list[bytes]:
-    """What tells a row from the others."""
+    """What identifies a row."""
     arrays = [batch.dense.numpy(), batch.ids.numpy().astype(np.int32), batch.labels.numpy()]
     return [b"".join(array[k].tobytes() for array in arrays) for k in range(len(batch.labels))]
 
@@ -213,7 +213,7 @@ def test_a_synthetic_log(tmp_path: Path, source: str | None, capsys: pytest.Capt
     planted = data.manifest["planted"]
     assert planted["seed"] == 3
     assert all(0.3 < planted["loss"][part] < 0.6 for part in criteo_batches.PARTS)
-    assert f"lowest possible losses, those of the planted model: {planted['loss']['train']:.4f} train, " in capsys.readouterr().err
+    assert f"of the planted model: {planted['loss']['train']:.4f} train, " in capsys.readouterr().err
     assert data.click_rate == pytest.approx(0.256, abs=0.03)
     assert written.manifest["planted"] is None
 

@@ -46,7 +46,7 @@ def test_numbers_are_those_of_a_dict(count: int, kinds: int, piece: int) -> None
 
 
 def test_values_that_share_a_slot_are_told_apart() -> None:
-    # under multiplicative hashing the multiples of 2³¹ and neighbours of the inverse of 2^k crowd together
+    # under multiplicative hashing the multiples of 2³¹ and neighbors of the inverse of 2^k crowd together
     inverse = pow(2_654_435_769, -1, 2**32)
     values = np.array([inverse * k % 2**32 for k in range(3000)], np.uint32)
     numbers = Numbering()

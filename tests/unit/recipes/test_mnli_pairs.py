@@ -24,7 +24,7 @@ PAD = 0
 
 
 def make_pairs(folder: Path, count: int = COUNT, max_length: int = 64, buckets: int = 4) -> Pairs:
-    """Pairs whose second token is their own number, so that each can be told from the others."""
+    """Pairs identified by their second token, their own index."""
     rng = np.random.default_rng(0)
     writer = PairWriter()
     for number in range(count):

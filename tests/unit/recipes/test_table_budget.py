@@ -1,4 +1,4 @@
-"""Which chain each table gets from a budget: it holds, large tables give most, and nothing is left unused."""
+"""Which TT-matrix each table gets from a budget: it fits, large tables give most, and nothing stays unused."""
 
 from __future__ import annotations
 
