@@ -78,7 +78,7 @@ class Way:
             model.to(device).train(),
             CompiledLoss(pair_loss) if mode == "compile, graph" else pair_loss,
             torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True),
-            clip=1.0,
+            max_grad_norm=1.0,
             precision="bf16" if precision == "bf16" else "fp32",
             mode=cast(Literal["eager", "compile", "graph"], "graph" if mode == "compile, graph" else mode),
         )

@@ -92,7 +92,7 @@ class Side:
             self.optimizer = self.applied.optimizer(replace(config.train, lr=1e-4))
         else:
             self.optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        self.step = TrainStep(model.train(), pair_loss, self.optimizer, clip=1.0)
+        self.step = TrainStep(model.train(), pair_loss, self.optimizer, max_grad_norm=1.0)
         self.einsum = variant != "plain"
         settings = config.baselines
         self.period = {"galore": settings.galore.update_proj_gap, "lte": settings.lte.merge_every}.get(method, 1)

@@ -49,7 +49,7 @@ def make_step(side: str, batch_size: int, length: int) -> Callable[[], object]:
     mask = torch.ones(batch_size, length, dtype=torch.bool)
     batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-    step = TrainStep(model.train(), pair_loss, optimizer, clip=1.0)
+    step = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0)
     return lambda: step([batch])
 
 

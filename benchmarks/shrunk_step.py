@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[
     for name, model in models.items():
         fuse_(model)
         optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        steps[name] = TrainStep(model.train(), pair_loss, optimizer, clip=1.0)
+        steps[name] = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(options.repeats + 2):
         for name, step in steps.items():

@@ -53,7 +53,7 @@ def make_step(side: str, batch: PairBatch, dropout: float, precision: str) -> Ca
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
     mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"
     precision = "bf16" if "bf16" in ways else precision
-    step = TrainStep(model.train(), pair_loss, optimizer, clip=1.0, precision=precision, mode=mode)
+    step = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode)
     return lambda: step([batch])
 
 

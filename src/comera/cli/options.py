@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -14,33 +13,26 @@ from typing import Any, get_type_hints
 
 from comera.errors import ConfigError
 
-# A recipe is a module with preset(method) -> configuration, a dataclass with the fields `method` and `out` and the
-# property `folder` (further parameters of `preset` are fields that choose between presets, as `method` does);
-# run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}. One that trains more
-# than one run offers runs(configuration) -> {name: folder}.
-RECIPES = {
-    "code-lm": "comera.recipes.code_lm.recipe",
-    "mnli": "comera.recipes.mnli.recipe",
-    "dlrm": "comera.recipes.dlrm.recipe",
-}
-
 
 def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     """The recipe's module, its configuration (the chosen preset < --config file < options), and --resume.
 
     Raises ConfigError for unknown fields and values of a wrong type or out of range. SystemExit after --help.
     """
-    recipe = importlib.import_module(RECIPES[name])
+    from comera.recipes.interface import load_recipe  # loads torch
+
+    recipe = load_recipe(name)
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(_field_types(type(default)))
     _check_fields(argv, set(hints), f"comera {command} {name}")
+    inlined = _inlined(argv)
     try:
-        chosen = parser.parse_args(argv)
+        chosen = parser.parse_args(inlined)
         choice = {name: chosen[name] for name in inspect.signature(recipe.preset).parameters}
         if any(value != getattr(default, name) for name, value in choice.items()):  # once more, on top of that preset
             parser.set_defaults(dict(_leaves(dataclasses.asdict(recipe.preset(**choice)))))
-        values = parser.instantiate(parser.parse_args(argv))
+        values = parser.instantiate(parser.parse_args(inlined))
     except argparse.ArgumentError as error:
         raise ConfigError(_explain(str(error), hints)) from None
     config = type(default)(**{field.name: values[field.name] for field in dataclasses.fields(default)})
@@ -79,7 +71,7 @@ def _check_fields(argv: list[str], known: set[str], prog: str) -> None:
     """Raise ConfigError for an option, or a key of a --config file, that is no field, naming those that are near."""
     names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
     came = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
-    for path in _config_files(argv):
+    for _, path in _config_files(argv):
         came += [(f"{key!r} in {path}", key) for key, _ in _leaves(_read_yaml(path))]
     for shown, name in came:
         if name not in known:
@@ -90,16 +82,29 @@ def _check_fields(argv: list[str], known: set[str], prog: str) -> None:
             raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help` lists all")
 
 
-def _config_files(argv: list[str]) -> Iterator[str]:
+def _config_files(argv: list[str]) -> Iterator[tuple[int, str]]:
+    """Where the arguments name --config files, and their paths."""
     for place, word in enumerate(argv):
-        if word == "--config":
-            yield from argv[place + 1 : place + 2]
+        if word == "--config" and place + 1 < len(argv):
+            yield place + 1, argv[place + 1]
         elif word.startswith("--config="):
-            yield word.partition("=")[2]
+            yield place, word.partition("=")[2]
+
+
+def _inlined(argv: list[str]) -> list[str]:
+    """The arguments, with the content of each --config file in place of its path."""
+    import yaml
+
+    inlined = list(argv)
+    for place, path in _config_files(argv):
+        inlined[place] = argv[place].removesuffix(path) + yaml.safe_dump(_read_yaml(path))
+    return inlined
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
     import yaml
+
+    from comera.trainer.config import upgrade_names
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -110,6 +115,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"expected fields and values in --config {path}, got {type(content).__name__} {content!r}")
+    if isinstance(content.get("train"), dict):
+        content["train"] = upgrade_names(content["train"])
     return content
 
 

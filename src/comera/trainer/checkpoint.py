@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from comera.errors import CheckpointError, ConfigError, RankError
 from comera.files import flush
 from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
+from comera.trainer.config import upgrade_names
 
 _FORMAT = {"format": "comera-trainer", "version": 1}
 _NAME = re.compile(r"step-\d{8,}")
@@ -319,6 +320,7 @@ def _read_trainer(folder: Path) -> tuple[dict[str, Any], Progress]:
         raise _broken(folder, f"trainer.json with {_FORMAT}", str(trainer)[:80])
     if lacking := _FIELDS - set(trainer):
         raise _broken(folder, f"trainer.json with {', '.join(sorted(_FIELDS))}", f"none of {sorted(lacking)}")
+    trainer["identity"] = upgrade_names(trainer["identity"])
     try:
         return trainer, Progress(**trainer["progress"])
     except TypeError as error:

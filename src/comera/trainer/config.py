@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal
@@ -19,6 +20,9 @@ _FREE = {
 
 _EVAL_STEPS = 100  # between evaluations, where nothing says when
 
+# Names under which earlier versions stored fields, in config.yaml and in the identities of checkpoints: present names.
+_RENAMED = {"clip": "max_grad_norm"}
+
 # field: (smallest value, whether that value itself is allowed)
 _BOUNDS: dict[str, tuple[float, bool]] = {
     "steps": (1, True),
@@ -32,7 +36,7 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
     "table_lr": (0, True),
     "rank_lr": (0, True),
     "weight_decay": (0, True),
-    "clip": (0, True),
+    "max_grad_norm": (0, True),
     "warmup": (0, True),
     "final_lr": (0, True),
     "prune_every": (0, True),
@@ -50,6 +54,11 @@ _CHOICES = {
     "device": ("auto", "cpu"),
     "mode": ("eager", "compile", "graph"),
 }
+
+
+def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stored configuration or identity, which an earlier version may have written, by present names."""
+    return {_RENAMED.get(name, name): value for name, value in stored.items()}
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
 
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
 
     warmup: float = 0.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from comera.errors import ConfigError
 from comera.trainer.step import autocast
-from comera.trainer.task import Batch, Task
+from comera.trainer.task import Task
 
 
 @torch.no_grad()
@@ -35,7 +34,7 @@ def evaluate(
         share = islice(task.eval_batches(), accelerator.process_index, batches or None, accelerator.num_processes)
         for batch in share:
             with autocast(device, precision):
-                means, count, *rows = _measure(task, model, send_to_device(batch, device))
+                means, count, *rows = task.evaluate(model, send_to_device(batch, device))
             kept += rows
             weight += count
             for name, mean in means.items():
@@ -51,13 +50,6 @@ def evaluate(
     names = {name: None for _, part, _ in parts for name in part}
     if "loss" not in names:
         raise ConfigError(f"expected means with 'loss' from {task.name}.evaluate, got {', '.join(names) or 'none'}")
-    means = {name: sum(part.get(name, 0.0) for _, part, _ in parts) / total for name in names}
+    averages = {name: sum(part.get(name, 0.0) for _, part, _ in parts) / total for name in names}
     rows = [tensor for *_, part in parts for tensor in part]
-    return means | (task.evaluate_rows(torch.cat(rows)) if rows else {})  # type: ignore[attr-defined]
-
-
-def _measure(task: Task, model: nn.Module, batch: Batch) -> tuple[Any, ...]:
-    """The means over a batch, what it counts and, from some tasks, its rows."""
-    measure = getattr(task, "evaluate", None)
-    found: tuple[Any, ...] = measure(model, batch) if measure else ({"loss": task.loss(model, batch)}, 1)
-    return found
+    return {**averages, **(task.evaluate_rows(torch.cat(rows)) if rows else {})}

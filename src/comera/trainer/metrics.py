@@ -147,7 +147,7 @@ class Display:
         )
         self._bar.update(self._task, completed=done, text=text)
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, markup=False, soft_wrap=True)
 

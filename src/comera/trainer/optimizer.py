@@ -1,4 +1,4 @@
-"""The optimizer of a run, and its learning-rate schedule as a pure function."""
+"""Optimizers by name, and the learning-rate schedule as a pure function."""
 
 from __future__ import annotations
 
@@ -13,21 +13,9 @@ from comera.errors import ConfigError
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.trainer.config import TrainConfig
-from comera.trainer.task import Task
 
 OptimizerName = Literal["adamw", "adagrad", "sgd"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-
-
-def make_optimizer(task: Task, config: TrainConfig) -> Optimizer:
-    """The task's own optimizer, or fused AdamW over `param_groups`; every group has a "name" then."""
-    own = getattr(task, "optimizer", None)
-    if own is not None:
-        optimizer: Optimizer = own(config)
-        for k, group in enumerate(optimizer.param_groups):
-            group.setdefault("name", f"group_{k}")
-        return optimizer
-    return named_optimizer("adamw", task.model, config)
 
 
 def named_optimizer(name: OptimizerName, model: nn.Module, config: TrainConfig) -> Optimizer:

@@ -93,7 +93,7 @@ class TrainStep:
         optimizer: Optimizer,
         *,
         controller: Observer | None = None,
-        clip: float = 0.0,
+        max_grad_norm: float = 0.0,
         precision: str = "fp32",
         average: Callable[[Tensor], Tensor] | None = None,
         mode: Literal["eager", "compile", "graph"] = "eager",
@@ -103,7 +103,7 @@ class TrainStep:
         self.loss = loss
         self.optimizer = optimizer
         self.controller = controller
-        self.clip = clip
+        self.max_grad_norm = max_grad_norm
         self.precision = precision
         self.average = average
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -216,10 +216,10 @@ class TrainStep:
         grads = [_numbers(grad) for p in self.parameters if (grad := p.grad) is not None]
         # a compressed model has hundreds of small gradients: one call for all of them, which a graph cannot hold
         if self._graphs is None and select.supports("gradients", *grads[:1]) and lie_plain(grads):
-            return clip_(grads, self.clip)
+            return clip_(grads, self.max_grad_norm)
         grad_norm = get_total_norm(grads)
-        if self.clip:
-            clip_grads_with_norm_(self.parameters, self.clip, grad_norm)
+        if self.max_grad_norm:
+            clip_grads_with_norm_(self.parameters, self.max_grad_norm, grad_norm)
         return grad_norm
 
     def _refusal(self, recorder: Recorder | None) -> str:

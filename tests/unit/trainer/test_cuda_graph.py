@@ -327,7 +327,7 @@ def test_waits_of_the_host_and_its_random_numbers_are_found(cuda: FakeCuda) -> N
     assert watch(lambda: warns(prototype)) == (None, "")
     found = watch(lambda: warns(prototype, sync))[1]
     assert found.startswith("the host waits for the device at ")
-    assert "test_train_graph.py:" in found
+    assert "test_cuda_graph.py:" in found
     assert watch(lambda: torch.rand(1).shape)[1] == "the step draws random numbers on the host"
     assert watch(lambda: random.random() < 2)[1] == "the step draws random numbers on the host"
     with pytest.warns(UserWarning, match="mine"):

@@ -39,7 +39,7 @@ def make_step(loss: Any = loss_of, **options: Any) -> TrainStep:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(13, 8), TTLinear(SPEC), nn.GELU(), nn.Linear(12, 13))
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, rank_lr=5e-2), fused=True)
-    return TrainStep(model, loss, optimizer, clip=0.5, **options)
+    return TrainStep(model, loss, optimizer, max_grad_norm=0.5, **options)
 
 
 def take(step: TrainStep, lengths: list[int]) -> list[StepResult]:

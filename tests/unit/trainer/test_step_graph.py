@@ -66,7 +66,7 @@ class Run:
         groups = param_groups(model, lr=1e-2, rank_lr=5e-2, weight_decay=0.01)
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
         controller = RankController(model, EARLY, late or LateStage()).attach(optimizer)
-        options = {"loss": loss_of, "clip": 0.5, "controller": controller, "recorder": recorder, **options}
+        options = {"loss": loss_of, "max_grad_norm": 0.5, "controller": controller, "recorder": recorder, **options}
         torch.manual_seed(0)
         return cls(TrainStep(model, optimizer=optimizer, mode=mode, **options), controller, [])
 
@@ -281,7 +281,7 @@ def test_a_controller_goes_from_a_graphed_step_back_to_an_eager_one() -> None:
     graph = Run.make("graph", TapeRecorder(), late=late).take(10)
     assert graph.controller.replayed
     step = graph.step
-    graph.step = TrainStep(step.model, loss_of, step.optimizer, clip=0.5, controller=graph.controller)
+    graph.step = TrainStep(step.model, loss_of, step.optimizer, max_grad_norm=0.5, controller=graph.controller)
     assert not graph.controller.replayed
     assert_same(eager, graph.take(10))
     assert graph.controller.stage == "late"
