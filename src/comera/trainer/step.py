@@ -136,7 +136,7 @@ class TrainStep:
         if refused:
             return f"eager ({refused})"
         if self._graphs and self._graphs.crowded:
-            return "graph (too many shapes of batches for all to be captured: give them fewer lengths)"
+            return "graph (too many shapes of batches for all to be captured: use fewer lengths)"
         return self._wanted
 
     @property
