@@ -13,8 +13,7 @@ import yaml
 
 from comera.files import replace_file
 from comera.nn.tensor_train import named_trains
-from comera.rank.budget import RoundReport
-from comera.rank.prune import PruneReport
+from comera.rank.report import RankReport
 from comera.rank.size import ModelSize, model_size, unpruned_ranks, unpruned_size
 from comera.trainer.metrics import Display, MetricsLog, Summary, to_json
 from comera.trainer.state import TrainState
@@ -130,13 +129,13 @@ class RunLogger:
             f"to {target:,}, at a loss of {loss:.4f}"
         )
 
-    def log_prune(self, report: PruneReport) -> None:
+    def log_prune(self, report: RankReport) -> None:
         """Log a pruning that made the model smaller."""
         self._size = self._model_size()
         self._write("prune", before=report.before, after=report.after)
         self.log_size()
 
-    def log_round(self, report: RoundReport) -> None:
+    def log_round(self, report: RankReport) -> None:
         """Log the rounding to the target size."""
         self._size = self._model_size()
         self._write("round", before=report.before, after=report.after, error=report.error, target=report.target)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comera.ops.together import merge_together
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +13,6 @@ from comera.ops.attention import attention
 from comera.ops.linear import Weight
 from comera.ops.low_rank import two_sided, unflatten
 from comera.ops.mlp import tt_feed_forward
-from comera.ops.together import merge_together
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
 
@@ -102,7 +102,7 @@ def test_operands_are_taken_apart_only_for_those_who_see_them():
 
 @pytest.mark.parametrize("run", [projecting, feed_forward, attending])
 def test_as_many_as_torchs(run, monkeypatch):
-    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
+    monkeypatch.setattr(Weight, "choose", lambda *_: ("low_rank", ()))
     assert counted(run, "two_sided,feed_forward,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
 
 
