@@ -116,7 +116,7 @@ def test_a_step_that_waits_for_the_device_runs_eager_and_says_where() -> None:
     expected = take(eager, 12)
     torch.manual_seed(0)
     assert_same(graph, eager, take(graph, 12), expected)
-    assert graph.mode.startswith("eager (the host waits for the device at ")
+    assert graph.mode.startswith("eager (the host synchronizes with the device at ")
     assert graph.built == 0
 
 

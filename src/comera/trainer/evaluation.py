@@ -1,4 +1,4 @@
-"""Held-out data: means over all of it and what is measured on all of it at once, shared out among the processes."""
+"""Evaluation on held-out data, divided among the processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from comera.trainer.task import Task
 def evaluate(
     task: Task, model: nn.Module, accelerator: Accelerator, *, batches: int = 0, precision: str = "fp32"
 ) -> dict[str, float]:
-    """Means over the held-out batches by name, "loss" among them; a batch counts by the weight that the task gives it.
-    With them what the task's `evaluate_rows` makes of the rows of all batches, if its `evaluate` gives any.
+    """Weighted means of `task.evaluate` over the held-out batches, and `task.evaluate_rows` of all their rows, by name.
 
-    batches: look at the first so many only, 0 for all. Every process takes its share, and all get the same numbers.
-    The model is in training mode afterwards, and what was drawn at random does not shift what training draws.
-    Raises ConfigError without held-out batches, and for a task whose `evaluate` gives no loss.
+    batches: how many to use; 0 for all. Each process takes its share, and all return the same values. Afterwards the
+    model is in training mode, and the random state is as before.
+    Raises ConfigError without held-out batches, and for a task whose `evaluate` returns no "loss".
     """
     device = accelerator.device
     sums: dict[str, Tensor] = {}
@@ -40,13 +39,13 @@ def evaluate(
             for name, mean in means.items():
                 sums[name] = sums.get(name, 0.0) + mean.to(device, torch.float32) * count
         model.train()
-    values = torch.stack([*sums.values()]).tolist() if sums else []  # the one wait for the device
+    values = torch.stack([*sums.values()]).tolist() if sums else []  # the only synchronization
     rows = [torch.cat(kept).cpu()] if kept else []
-    # A process may have had no batch, and then knows no names.
+    # A process without a batch knows no names.
     parts = gather_object([(weight, dict(zip(sums, values, strict=True)), rows)])
     total = sum(weight for weight, *_ in parts)
     if not total:
-        raise ConfigError(f"expected held-out batches from {task.name}, got none: give it more held-out data")
+        raise ConfigError(f"expected held-out batches from {task.name}, got none: provide more held-out data")
     names = {name: None for _, part, _ in parts for name in part}
     if "loss" not in names:
         raise ConfigError(f"expected means with 'loss' from {task.name}.evaluate, got {', '.join(names) or 'none'}")

@@ -129,7 +129,15 @@ class RunLogger:
             f"to {target:,}, at a loss of {loss:.4f}"
         )
 
-from comera.rank.report import RankReport
+    def log_prune(self, report: RankReport) -> None:
+        """Log a pruning that made the model smaller."""
+        self._size = self._model_size()
+        self._write("prune", before=report.before, after=report.after)
+        self.log_size()
+
+    def log_round(self, report: RankReport) -> None:
+        """Log the rounding to the target size."""
+        self._size = self._model_size()
         self._write("round", before=report.before, after=report.after, error=report.error, target=report.target)
         self.announce(
             f"step {self._state.progress.step:,}: rounded from {report.before:,} to {report.after:,} parameters in "

@@ -133,9 +133,9 @@ class Moody(nn.Module):
         (
             lambda x: x * torch.rand(x.shape),
             lambda x: x * torch.randn(x.shape),
-            "came to aten.rand.default, got aten.randn",
+            "here aten.rand.default, got aten.randn",
         ),
-        (lambda x: x * x, lambda x: x * torch.rand(x.shape), "came to its end, got aten.rand.default"),
+        (lambda x: x * x, lambda x: x * torch.rand(x.shape), "here its end, got aten.rand.default"),
     ],
 )
 def test_a_block_that_does_something_else_in_the_backward_is_told(

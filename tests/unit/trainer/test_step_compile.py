@@ -90,7 +90,7 @@ def test_too_many_versions_end_in_eager_and_say_so(monkeypatch: pytest.MonkeyPat
     eager, compiled = make_step(), make_step(mode="compile")
     compiled.loss = CompiledLoss(loss_of, backend="aot_eager")
     assert_close(eager, compiled, list(zip(take(eager, lengths), take(compiled, lengths), strict=True)))
-    assert compiled.mode == "eager (compiled 1 times for as many shapes of batches: give them fewer lengths)"
+    assert compiled.mode == "eager (compiled 1 times for as many shapes of batches: use fewer lengths)"
     assert compiled.built == 1
 
 
