@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.kernels.tracing import constant_when_traced
+
 
 def merge_dtype(dtype: torch.dtype) -> torch.dtype:
     """Where small cores are merged: float32 for half precisions, else their own dtype.
@@ -47,7 +49,7 @@ def widens(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.element_size() == 2 and not _half_units(tensor.dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _half_units(dtype: torch.dtype) -> bool:
     ops = torch.ops.mkldnn
     return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())

@@ -13,9 +13,9 @@ from functools import lru_cache, partial
 from itertools import combinations
 from math import prod
 
-import torch
 from torch import Tensor
 
+from comera.kernels.tracing import constant_when_traced
 from comera.ops.planner.cost import Cost, Machine, machine, product, work
 from comera.ops.planner.search import ChainSearch, merging
 from comera.ops.rows import cut
@@ -206,7 +206,7 @@ def choose_projection(
 
 
 # arithmetic on a spec and a bucket: torch.compile has nothing to trace
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _choose_groups(
     spec: TTSpec, bucket: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool, shared: bool
 ) -> tuple[str, Groups]:
@@ -216,12 +216,12 @@ def _choose_groups(
     return plan.strategy, plan.groups
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _choose_rows(spec: TTMSpec, bucket: int, itemsize: int, device: str) -> Groups:
     return plan_lookup(spec, bucket, itemsize, device=device).groups
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _choose_projection(spec: TTMSpec, bucket: int, itemsize: int, device: str) -> tuple[str, int]:
     plan = plan_projection(spec, bucket, itemsize, device=device)
     return plan.strategy, plan.split
