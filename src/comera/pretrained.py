@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import comera
+from comera._version import __version__
 from comera.convert.registry import converters, refusal
 from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError, SpecError
@@ -46,7 +46,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
     tensors, tied, transient = _stored_tensors(model)
     manifest = {
         "format": _FORMAT,
-        "comera": comera.__version__,
+        "comera": __version__,
         "metadata": dict(metadata or {}),
         "trains": [
             {"names": names, "spec": tt.spec.to_dict(), "init_std": tt.init_std, "threshold": tt.threshold}

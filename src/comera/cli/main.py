@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from comera import __version__
+from comera._version import __version__
 from comera.cli.options import RECIPES, first_line, parse, saved_config
 from comera.errors import ComeraError, ConfigError, TrainingError
 

@@ -8,13 +8,13 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-import comera
+from comera._version import __version__
 from comera.files import replace_file
 from comera.report.layers import layer_table
 from comera.report.run import RunData, read_run
 from comera.report.tables import Table, count, duration, megabytes, number, times
 
-FOOTER = f"Made by comera {comera.__version__}. 1 MB = 2<sup>20</sup> bytes."
+FOOTER = f"Made by comera {__version__}. 1 MB = 2<sup>20</sup> bytes."
 
 
 def render(run: Path) -> Path:
