@@ -16,8 +16,8 @@ import torch
 import yaml
 from torch import nn
 
-from comera.cli.main import main as cli
-from comera.cli.main import options
+from comera.cli import main as cli
+from comera.cli import options
 from comera.errors import ConfigError
 from comera.nn import TTMEmbeddingBag
 from comera.pretrained import load_pretrained

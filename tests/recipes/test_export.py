@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from comera import load_pretrained
-from comera.cli.main import main, options
+from comera.cli import options
+from comera.cli.main import main
 from comera.nn.tensor_train import CompressedLayer
 from comera.rank.objective import EarlyStage
 from comera.recipes.bert import ModelConfig
@@ -244,10 +245,6 @@ def test_what_is_there_is_kept(code: Run, tmp_path: Path, capsys: pytest.Capture
     assert main(["export", str(code.folder), "--to", "dense", "--out", str(out), "--overwrite"]) == 0
     assert not (out / "comera.json").exists()
     assert "an earlier export to overwrite" in refused(capsys, code.folder, code.folder, "--to", "dense", "--overwrite")
-
-
-def test_onnx_names_the_package_that_it_takes(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "the package onnxscript" in refused(capsys, code.folder, tmp_path / "out", "--to", "onnx")
 
 
 def test_only_runs_of_dlrm_are_scored(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from comera.baselines import Method
-from comera.cli.main import options
+from comera.cli import options
 from comera.errors import ConfigError, DataError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import model_size

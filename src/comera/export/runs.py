@@ -11,7 +11,7 @@ from comera.errors import ConfigError
 from comera.export.write import Exported, export_compressed, export_dense, export_program
 from comera.recipes.trained import Trained
 
-TARGETS = ("safetensors", "dense", "program", "onnx")
+TARGETS = ("safetensors", "dense", "program")
 _OTHER_LAYERS = ("lte", "cola", "tensorly")  # methods with layers that neither the dense model nor this library has
 
 
@@ -31,10 +31,4 @@ def export_run(trained: Trained, target: str, out: Path, *, overwrite: bool = Fa
         return export_dense(model, form.inputs, out, form.plain, overwrite=overwrite)
     if target == "program":
         return export_program(model, form.inputs, out, dynamic_shapes=form.dynamic, overwrite=overwrite)
-    if target == "onnx":
-        raise ConfigError(
-            "expected safetensors, dense or program, got onnx: that takes the package onnxscript, which does not come "
-            "with this library; with it installed, export the run to a program, and write that with "
-            'torch.onnx.export(torch.export.load("FILE.pt2"), f="FILE.onnx", dynamo=True)'
-        )
     raise ConfigError(f"expected one of {', '.join(TARGETS)} to export to, got {target!r}")

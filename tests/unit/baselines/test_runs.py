@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.baselines import LTE, METHODS, BaselineConfig, CoLA, GaLore, Method, Tensorly
-from comera.cli.main import main as cli
+from comera.cli import main as cli
 from comera.errors import ConfigError
 from comera.recipes.methods import check_method, estimates_by_method, follow
 from comera.report import compare, inspect, render
