@@ -99,14 +99,14 @@ class _Linear(nn.Module):
         self.tt, self.bias = cores, layer.bias
         self.groups: Any = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         spec, cores = self.tt.spec, list(self.tt.cores)
         assert isinstance(spec, TTSpec)
-        x_BI = x.reshape(-1, spec.in_features)
+        x_BI = input.reshape(-1, spec.in_features)
         if self.groups is None:
-            plan = plan_linear(spec, x_BI.shape[0], x.element_size(), device=x.device.type)
+            plan = plan_linear(spec, x_BI.shape[0], input.element_size(), device=input.device.type)
             self.groups = plan.groups
-        return contract_groups(x_BI, spec, cores, self.groups, self.bias).view(*x.shape[:-1], spec.out_features)
+        return contract_groups(x_BI, spec, cores, self.groups, self.bias).view(*input.shape[:-1], spec.out_features)
 
 
 class _Table(nn.Module):
@@ -133,9 +133,9 @@ class _Table(nn.Module):
 
 
 class _Embedding(_Table):
-    def forward(self, ids: Tensor) -> Tensor:
-        rows_UD = self.rows(ids.reshape(-1))
-        return rows_UD.view(*ids.shape, rows_UD.shape[1])
+    def forward(self, input: Tensor) -> Tensor:
+        rows_UD = self.rows(input.reshape(-1))
+        return rows_UD.view(*input.shape, rows_UD.shape[1])
 
 
 class _Bag(_Table):
@@ -145,8 +145,8 @@ class _Bag(_Table):
         super().__init__(layer, cores)
         self.mode, self.include_last_offset = layer.mode, layer.include_last_offset
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        ids_N = ids.reshape(-1)
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        ids_N = input.reshape(-1)
         rows_ND = self.rows(ids_N)
         if per_sample_weights is not None:
             rows_ND = rows_ND * per_sample_weights.reshape(-1, 1)
@@ -154,10 +154,10 @@ class _Bag(_Table):
             present_N = ids_N >= 0 if self.padding_idx is None else ids_N != self.padding_idx
             rows_ND = torch.cat([rows_ND, present_N.unsqueeze(1).to(rows_ND.dtype)], 1)
         if offsets is None:
-            sums_BD = rows_ND.view(*ids.shape, rows_ND.shape[1]).sum(1)
+            sums_BD = rows_ND.view(*input.shape, rows_ND.shape[1]).sum(1)
         else:
             starts_B = (offsets[:-1] if self.include_last_offset else offsets).long()
-            sums_BD = F.embedding_bag(torch.arange(ids_N.shape[0], device=ids.device), rows_ND, starts_B, mode="sum")
+            sums_BD = F.embedding_bag(torch.arange(ids_N.shape[0], device=input.device), rows_ND, starts_B, mode="sum")
         return sums_BD if self.mode == "sum" else sums_BD[:, :-1] / sums_BD[:, -1:].clamp(min=1)
 
 
@@ -168,20 +168,20 @@ class _Projection(_Table):
         super().__init__(layer, cores)
         self.bias = layer.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         spec = self.tt.spec
         assert isinstance(spec, TTMSpec)
-        left_MNR, right_RMN = (factor.to(x.dtype) for factor in self.tt.factors())
+        left_MNR, right_RMN = (factor.to(input.dtype) for factor in self.tt.factors())
         (_, n, r), (_, rows_r, cols_r) = left_MNR.shape, right_RMN.shape
-        x_QN = pad_last(x.reshape(-1, spec.embedding_dim), n * cols_r).reshape(-1, cols_r)
+        x_QN = pad_last(input.reshape(-1, spec.embedding_dim), n * cols_r).reshape(-1, cols_r)
         t_BKM = (x_QN @ right_RMN.flatten(0, 1).t()).view(-1, n * r, rows_r)
         logits_BO = (left_MNR.flatten(1) @ t_BKM).flatten(1)[:, : spec.num_embeddings]
         if self.padding_idx is not None:
-            padding_O = torch.arange(spec.num_embeddings, device=x.device) == self.padding_idx
+            padding_O = torch.arange(spec.num_embeddings, device=input.device) == self.padding_idx
             logits_BO = logits_BO.masked_fill(padding_O, 0)
         if self.bias is not None:
             logits_BO = logits_BO + self.bias
-        return logits_BO.view(*x.shape[:-1], spec.num_embeddings)
+        return logits_BO.view(*input.shape[:-1], spec.num_embeddings)
 
 
 _INFERENCE: dict[type[nn.Module], Callable[[Any, _Cores], nn.Module]] = {

@@ -121,7 +121,7 @@ def test_each_method_starts_from_its_preset_and_options_override_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--train.stepz", "3"], "unknown field --train.stepz: did you mean train.steps"),
         (["--lr=1"], "unknown field --lr: did you mean train.lr?"),
@@ -141,17 +141,17 @@ def test_each_method_starts_from_its_preset_and_options_override_it() -> None:
     ],
 )
 def test_a_mistake_gives_one_line_and_exit_code_2(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "code-lm", *argv]) == 2
     shown = capsys.readouterr().err
-    assert said in shown
+    assert message in shown
     assert shown.startswith("comera: ")
     assert shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("train:\n  stepz: 3\n", "unknown field 'train.stepz' in {file}: did you mean train.steps"),
         ("model: {hidden: 8, wide: {a: 1}}\n", "unknown field 'model.wide.a' in {file}"),
@@ -161,14 +161,14 @@ def test_a_mistake_gives_one_line_and_exit_code_2(
     ],
 )
 def test_a_mistake_in_a_file_gives_one_line_and_exit_code_2(
-    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(content)
     for argv in (["--config", str(file)], [f"--config={file}"]):
         assert main(["train", "code-lm", *argv]) == 2
         shown = capsys.readouterr().err
-        assert said.format(file=file) in shown
+        assert message.format(file=file) in shown
         assert shown.count("\n") == 1
 
 
@@ -307,9 +307,12 @@ def test_compare_finds_mistakes_before_the_first_run(
 ) -> None:
     monkeypatch.setattr(cli, "_run", None)
     argv = ["compare", "code-lm", "--seconds", "1", "--out", str(tmp_path / "both")]
-    for wrong, said in [(["--methods", "dense,lora"], "lora"), (["--train.stepz", "1"], "unknown field --train.stepz")]:
+    for wrong, message in [
+        (["--methods", "dense,lora"], "lora"),
+        (["--train.stepz", "1"], "unknown field --train.stepz"),
+    ]:
         assert main([*argv, *wrong]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "both").exists()
 
 
