@@ -14,23 +14,24 @@ _HOMES = {
     "TT": "convert",
     "TTM": "convert",
     "ComeraError": "errors",
-    "EarlyStage": "rank.objective",
-    "LateStage": "rank.objective",
-    "RankController": "rank.controller",
+    "EarlyStage": "rank",
+    "LateStage": "rank",
+    "RankController": "rank",
     "TTMSpec": "tt.spec",
     "TTSpec": "tt.spec",
     "TensorizeConfig": "convert",
-    "fuse_": "fusion.fuse",
+    "fuse_": "fusion",
     "load_pretrained": "pretrained",
     "materialize_": "convert",
-    "model_size": "rank.size",
+    "model_size": "rank",
     "param_groups": "optim.param_groups",
     "recompute_": "recompute.blocks",
-    "round_": "rank.budget",
+    "round_": "rank",
     "save_pretrained": "pretrained",
     "tensorize_": "convert",
 }
-_ROOMS = frozenset({"convert", "fusion", "nn", "optim", "rank", "recompute", "tt"})  # as in comera.nn.TTLinear
+# imported as attributes: comera.nn.TTLinear
+_ROOMS = frozenset({"convert", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
 
 __all__ = list(_HOMES)
 

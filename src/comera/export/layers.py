@@ -27,7 +27,7 @@ from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.chunking import pad_last
 from comera.ops.dtypes import merge_dtype
 from comera.ops.planner.plan import plan_linear
-from comera.ops.projection import ttm_halves
+from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize
@@ -86,7 +86,7 @@ class _Cores(nn.Module):
         modes = [rows * cols for rows, cols in zip(spec.row_modes, spec.col_modes, strict=True)]
         sizes = {k: spec.ranks[k] * (prod(modes[:k]) + prod(modes[k:])) for k in range(1, spec.order)}
         if sizes:
-            return ttm_halves(list(self.cores), min(sizes, key=sizes.__getitem__))
+            return merge_sides(list(self.cores), min(sizes, key=sizes.__getitem__))
         table_MN = materialize(spec, [core.to(merge_dtype(core.dtype)) for core in self.cores])  # a single core
         return table_MN.unsqueeze(2), table_MN.new_ones(1, 1, 1)
 

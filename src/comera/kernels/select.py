@@ -6,6 +6,7 @@ COMERA_KERNELS overrides the choice: "all", "none", or names of kernels separate
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -50,3 +51,21 @@ def _names(setting: str) -> frozenset[str] | None:
     if not names <= set(NAMES):
         raise ConfigError(f"expected COMERA_KERNELS to be all, none or some of {', '.join(NAMES)}; got {setting!r}")
     return names
+
+
+LEAST_ROWS, MOST_RANK = 2, 128
+MLP_RANK, MLP_ROWS = 256, 16
+
+
+def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> str:
+    sizes = x_BI.shape[0] >= LEAST_ROWS and max(a.shape[0] for a in factors[::2]) <= MOST_RANK
+    return "cpp" if sizes and supports("low_rank", x_BI, *factors) else "torch"
+
+
+def mlp_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> str:
+    fits = max(a.shape[0] for a in factors[::2]) <= MLP_RANK and x_BI.shape[0] >= MLP_ROWS
+    return "cpp" if fits and supports("mlp", x_BI, *factors) else "torch"
+
+
+def merge_backend(dtype: torch.dtype, tensors: Sequence[Tensor]) -> str:
+    return "cpp" if dtype == torch.float32 and supports("merge", *tensors) else "torch"

@@ -118,7 +118,7 @@ class TrainConfig:
     each shape of batches. What cannot run so runs eager, and the run says why."""
 
     fuse: bool = True
-    """Make what surrounds compressed layers cheap (comera.nn.fuse_): feed-forward parts, dropout and attention."""
+    """Make what surrounds compressed layers cheap (comera.fuse_): feed-forward parts, dropout and attention."""
 
     recompute: bool = False
     """Rebuild wide activations between compressed layers in the backward instead of keeping them: less memory."""

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from comera.files import replace_file
 from comera.nn.tensor_train import named_trains
-from comera.rank.budget import RoundReport
 from comera.rank.controller import RankController
-from comera.rank.prune import PruneReport
+from comera.rank.report import RankReport
 from comera.rank.size import ModelSize, model_size, unpruned_ranks, unpruned_size
 from comera.trainer.checkpoint import Progress
 from comera.trainer.config import TrainConfig
@@ -141,13 +140,13 @@ class Journal:
             f"{target:,}, at a loss of {loss:.4f}"
         )
 
-    def log_prune(self, report: PruneReport) -> None:
+    def log_prune(self, report: RankReport) -> None:
         """A cut of inactive ranks that made the model smaller."""
         self.size = self._model_size()
         self._write("prune", before=report.before, after=report.after)
         self.log_size()
 
-    def log_round(self, report: RoundReport) -> None:
+    def log_round(self, report: RankReport) -> None:
         """Rounding to the target size."""
         self.size = self._model_size()
         self._write("round", before=report.before, after=report.after, error=report.error, target=report.target)

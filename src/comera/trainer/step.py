@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from comera.fusion.merge_cache import merged_once
+from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_, lie_plain
 from comera.trainer.compiled import CompiledLoss
@@ -169,7 +169,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         share = 1 / len(batches)
         losses = []
-        with merged_once(self.model) if len(batches) > 1 else nullcontext():
+        with accumulating(self.model) if len(batches) > 1 else nullcontext():
             for batch in batches:
                 with autocast(self.device, self.precision):
                     loss = self.loss(self.model, batch)

@@ -16,7 +16,8 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 from comera import TT, TTM, TensorizeConfig, load_pretrained, tensorize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export import export_compressed, export_dense, export_program, serving_copy, write
-from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection, fuse_
+from comera.fusion import fuse_
+from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.tensor_train import named_trains
 from comera.tt.shapes import tt_spec, ttm_spec
 
@@ -100,7 +101,7 @@ def test_a_program_of_a_bert_takes_any_batch_and_length(tmp_path: Path) -> None:
     model.eval()
     for inputs, outputs in zip([example, longer], run_without_comera(written.path, [example, longer]), strict=True):
         close(outputs["logits"], model(**inputs).logits)
-    assert fuse_(model).feed_forward  # the model is unchanged
+    assert fuse_(model).fused("mlp")  # the model is unchanged
     with pytest.raises(RuntimeError, match=r"expected every id in 0 \.\.\. 299"):
         torch.export.load(written.path).module()(**{**example, "input_ids": ids(2, 9) + 300})
 

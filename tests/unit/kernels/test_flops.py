@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comera.ops.together import merge_together
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +13,6 @@ from comera.ops.attention import attention
 from comera.ops.linear import Weight
 from comera.ops.low_rank import two_sided, unflatten
 from comera.ops.mlp import tt_feed_forward
-from comera.ops.together import merge_together
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
 

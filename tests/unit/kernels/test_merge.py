@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from comera.ops.together import merge_together
 
 from comera.kernels.cpp import build
 from comera.ops import together
-from comera.ops.together import merge_together
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from comera.errors import ConfigError
-from comera.rank.target import spec_size
+from comera.rank.size import spec_size
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES
 from comera.recipes.dlrm.table_budget import LEAST_RANK, fit_tables
 from comera.tt.spec import TTMSpec

@@ -205,14 +205,21 @@ def choose_projection(
     return choice
 
 
+def choose_strategy(
+    spec: TTSpec, rows: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool, *, merged: bool = False
+) -> str:
+    """The strategy of `plan_linear` for so many rows."""
+    return _choose_groups(spec, batch_bucket(rows), itemsize, device, grad_x, grad_cores, merged)[0]  # type: ignore[no-any-return]
+
+
 # arithmetic on a spec and a bucket: torch.compile has nothing to trace
 @constant_when_traced
 def _choose_groups(
     spec: TTSpec, bucket: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool, shared: bool
 ) -> tuple[str, Groups]:
     plan = plan_linear(spec, bucket, itemsize, device=device, grad_x=grad_x, grad_cores=grad_cores)
-    if shared and plan.using("halves").seconds <= SHARED * plan.seconds:
-        plan = plan.using("halves")
+    if shared and plan.using("low_rank").seconds <= SHARED * plan.seconds:
+        plan = plan.using("low_rank")
     return plan.strategy, plan.groups
 
 
@@ -238,7 +245,7 @@ def _plan_linear(
         return Option(strategy, groups, "".join(_show(spec, tree) for tree in groups), cost)
 
     options = [
-        option("halves", (spec.split, order), simple=True),
+        option("low_rank", (spec.split, order), simple=True),
         option("dense", (order,)),
         option("chain", range(1, order + 1)),
     ]
@@ -272,12 +279,12 @@ def _plan_lookup(spec: TTMSpec, count: int, itemsize: int, device: str) -> Contr
         groups = tuple(simple_tree(spec, a, b) for a, b in zip((0, *ends[:-1]), ends, strict=True))
         if len(groups) == 1:
             return _dense_option(spec, on, gathering)
-        strategy = {order: "chain", 2: "halves"}.get(len(groups), "groups")
+        strategy = {order: "chain", 2: "low_rank"}.get(len(groups), "groups")
         cost = _rows_cost(spec, on, groups, count, itemsize)
         return Option(strategy, groups, "".join(_show(spec, tree) for tree in groups), cost)
 
     ways = [option((*ends, order)) for size in range(order) for ends in combinations(range(1, order), size)]
-    named = [way for strategy in ("halves", "dense", "chain") for way in ways if way.strategy == strategy]
+    named = [way for strategy in ("low_rank", "dense", "chain") for way in ways if way.strategy == strategy]
     best = min(ways, key=lambda way: way.cost.seconds)
     return _cheapest(f"{count} rows of {spec}", *named, *([] if best in named else [best]), price=option)
 
@@ -309,7 +316,7 @@ def _halves_option(spec: TTMSpec, on: Machine, split: int, cost: Cost) -> Option
     groups = simple_tree(spec, 0, split), simple_tree(spec, split, spec.order)
     for tree in groups:
         cost += merging(spec, on, tree)
-    return Option("halves", groups, "".join(_show(spec, tree) for tree in groups), cost)
+    return Option("low_rank", groups, "".join(_show(spec, tree) for tree in groups), cost)
 
 
 def _dense_option(spec: TTMSpec, on: Machine, cost: Cost) -> Option:

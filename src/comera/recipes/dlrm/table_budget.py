@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 from comera.errors import ConfigError
-from comera.rank.target import spec_size
+from comera.rank.size import spec_size
 from comera.tt.shapes import ttm_spec
 from comera.tt.spec import TTMSpec
 

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comera.ops.halves import left_products, right_products
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_lookup
+from comera.ops.merge import left_products, right_products
 from comera.ops.planner.plan import batch_bucket, plan_linear, plan_lookup, plan_projection
-from comera.ops.projection import ttm_halves, ttm_linear
+from comera.ops.projection import merge_sides, ttm_linear
 from comera.tt.dense import materialize
 
 from ..helpers.strategies import random_cores, tt_specs, ttm_specs
@@ -102,9 +102,9 @@ def test_tt_halves_multiply_to_the_weight(spec, seed):
 
 
 @given(spec=ttm_specs(min_order=2), split=st.integers(1, 5), seed=st.integers(0, 99))
-def test_ttm_halves_multiply_to_the_table(spec, split, seed):
+def test_merge_sides_multiply_to_the_table(spec, split, seed):
     cores = random_cores(spec, seed=seed)
-    left_MNR, right_RMN = ttm_halves(cores, 1 + split % (spec.order - 1))
+    left_MNR, right_RMN = merge_sides(cores, 1 + split % (spec.order - 1))
     table = torch.einsum("anr,rbm->abnm", left_MNR, right_RMN).reshape(prod(spec.row_modes), prod(spec.col_modes))
     rows, cols = spec.shape
     torch.testing.assert_close(table[:rows, :cols], materialize(spec, cores), rtol=1e-10, atol=1e-10)
