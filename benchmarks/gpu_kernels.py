@@ -40,8 +40,8 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 def cases(device: str, dry: bool) -> Iterator[Case]:
     """Kernel, dtype, description, the run with the kernel, the run with torch."""
     from comera.kernels import triton as kernels
+    from comera.ops.lookup_rows import pair_sums
     from comera.ops.low_rank import LowRankFactors, low_rank
-    from comera.ops.rows import pair_sums
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if dry else 2]:
         for batch, features, out_features, rank in TINY_PRODUCTS if dry else PRODUCTS:

@@ -106,8 +106,8 @@ def test_layers_take_them_when_asked(device, monkeypatch):
     for setting, expected in (("all", list(kernels.NAMES)), ("none", [])):
         monkeypatch.setenv("COMERA_KERNELS", setting)
         calls.clear()
-        y = tt_linear(x, linear, cores, plan=plan_linear(linear, 512).using("halves"))
-        rows = ttm_lookup(ids, table, rows_cores, plan=plan_lookup(table, 4096).using("halves", 2))
+        y = tt_linear(x, linear, cores, plan=plan_linear(linear, 512).using("low_rank"))
+        rows = ttm_lookup(ids, table, rows_cores, plan=plan_lookup(table, 4096).using((2, 4)))
         assert calls == expected
         assert decibels(y, x.double() @ materialize(linear, [c.double() for c in cores])) > 110
         assert decibels(rows, materialize(table, [c.double() for c in rows_cores])[ids]) > 110

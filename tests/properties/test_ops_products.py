@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_lookup
 from comera.ops.merge import left_products, right_products
-from comera.ops.planner.plan import batch_bucket, plan_linear, plan_lookup, plan_projection
+from comera.ops.planner.plan import plan_linear, plan_lookup, plan_projection
+from comera.ops.planner.problem import batch_bucket
 from comera.ops.projection import merge_sides, ttm_linear
 from comera.tt.dense import materialize
 
@@ -36,7 +37,7 @@ def assert_same(found, exact, leaves, seed):
 @given(
     spec=tt_specs(),
     lead=LEADS,
-    strategy=st.sampled_from(["halves", "chain", "dense", None]),
+    strategy=st.sampled_from(["low_rank", "sequential", "dense", None]),
     cuts=st.none() | st.lists(st.booleans(), min_size=7, max_size=7),
     bias=st.booleans(),
     contiguous=st.booleans(),
@@ -47,8 +48,7 @@ def test_tt_linear_is_the_dense_product(spec, lead, strategy, cuts, bias, contig
     x = inputs((*lead, spec.in_features), contiguous=contiguous, seed=seed + 1)
     b = inputs((spec.out_features,), contiguous=True, seed=seed + 2) if bias else None
     if cuts is not None:  # any groups of the cores
-        joints = [")(" if cut else " " for cut in cuts[: spec.order - 1]]
-        strategy = "(" + "".join(f"{k}{joint}" for k, joint in enumerate(joints, start=1)) + f"{spec.order})"
+        strategy = (*(k for k, cut in enumerate(cuts[: spec.order - 1], start=1) if cut), spec.order)
     plan = plan_linear(spec, prod(lead)).using(strategy) if strategy else None
     exact = x @ materialize(spec, cores)
     leaves = [x, *cores, b] if bias else [x, *cores]
@@ -69,7 +69,7 @@ def test_ttm_linear_is_the_dense_product(spec, lead, choice, bias, contiguous, s
     b = inputs((spec.num_embeddings,), contiguous=True, seed=seed + 2) if bias else None
     plan = plan_projection(spec, prod(lead))
     option = plan.options[choice % len(plan.options)]
-    forced = None if choice < 0 else plan.using(option.strategy, option.split)
+    forced = None if choice < 0 else plan.using(option.ends)
     exact = x @ materialize(spec, cores).t()
     leaves = [x, *cores, b] if bias else [x, *cores]
     assert_same(ttm_linear(x, spec, cores, b, plan=forced), exact if b is None else exact + b, leaves, seed)
@@ -84,7 +84,7 @@ def test_lookup_is_the_rows_of_the_dense_table(data, spec, shape, choice, seed):
     padding_idx = data.draw(st.none() | st.integers(-rows, rows - 1))
     plan = plan_lookup(spec, ids.numel())
     option = plan.options[choice % len(plan.options)]
-    forced = None if choice < 0 else plan.using(option.strategy, option.split)
+    forced = None if choice < 0 else plan.using(option.ends)
     table = materialize(spec, cores)
     if padding_idx is not None:
         table = table * (torch.arange(rows) != padding_idx % rows)[:, None]
@@ -114,9 +114,9 @@ def test_merge_sides_multiply_to_the_table(spec, split, seed):
 def test_the_plan_is_the_cheapest_and_costs_grow_with_the_batch(spec, batch):
     plan = plan_linear(spec, batch)
     assert plan.seconds == min(option.cost.seconds for option in plan.options)
-    assert [option.strategy for option in plan.options[:3]] == ["halves", "dense", "chain"]
+    assert [option.strategy for option in plan.options[:3]] == ["low_rank", "dense", "sequential"]
     larger = plan_linear(spec, 2 * batch_bucket(batch) + 1)
-    for strategy in ("halves", "dense", "chain"):
+    for strategy in ("low_rank", "dense", "sequential"):
         before, after = plan.using(strategy), larger.using(strategy)
         assert before.flops <= after.flops
         assert before.bytes <= after.bytes

@@ -84,11 +84,12 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
         A `FuseReport`, which prints what was fused, and for each known block that was not the reason.
 
     Example:
+        >>> import comera
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99))
         >>> _ = comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
-        >>> print(str(fuse_(model)).partition("; ")[0].partition("no C++")[0].strip())
-        fused: 1 mlp, 1 qkv, 2 residual norm, 1 attention, 7 tensor trains in batched merges, 4 dropouts
+        >>> fuse_(model).fused("qkv")
+        ('encoder.layer.0.attention.self',)
 
     Source: docs/method.md §7.
     """

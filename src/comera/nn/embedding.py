@@ -104,8 +104,8 @@ class TTMEmbedding(TTMTable):
         super().__init__(tt, padding_idx, dtype, device)
 
     def forward(self, ids: Tensor) -> Tensor:
-        cores, bonds = list(self.tt.cores), self.tt.gates()
-        return ttm_lookup(ids, self.spec, cores, bonds=bonds, padding_idx=self.padding_idx)
+        cores, gates = list(self.tt.cores), self.tt.gates()
+        return ttm_lookup(ids, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
 
 
 class TTMEmbeddingBag(TTMTable):
@@ -150,7 +150,7 @@ class TTMEmbeddingBag(TTMTable):
             self.spec,
             list(self.tt.cores),
             mode=self.mode,
-            bonds=self.tt.gates(),
+            gates=self.tt.gates(),
             per_sample_weights=per_sample_weights,
             padding_idx=self.padding_idx,
             include_last_offset=self.include_last_offset,

@@ -254,7 +254,7 @@ def test_it_is_a_part_of_fuse_and_is_taken_back(model: Model, x: Tensor, merges:
 
 
 def test_few_rows_ask_for_no_halves(model: Model, merges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comera.ops.planner.plan.SHARED", 1.0)
+    monkeypatch.setattr("comera.ops.planner.plan.MERGED_ADVANTAGE", 1.0)
     attach(model)
     model(torch.randn(1, 24, dtype=torch.float64))
     assert merges == []

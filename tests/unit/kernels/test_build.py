@@ -92,7 +92,7 @@ def test_other_tensors_are_left_to_torch():
 
 @needs_compiler
 def test_the_same_with_and_without(monkeypatch):
-    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
+    monkeypatch.setattr(Weight, "choose", lambda *_: ("low_rank", ()))
     calls = []
     kernel = ours.feed_forward
     monkeypatch.setattr(ours, "mlp", lambda *args: calls.append(1) or kernel(*args))

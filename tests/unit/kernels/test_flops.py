@@ -102,7 +102,7 @@ def test_operands_are_taken_apart_only_for_those_who_see_them():
 
 @pytest.mark.parametrize("run", [projecting, feed_forward, attending])
 def test_as_many_as_torchs(run, monkeypatch):
-    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
+    monkeypatch.setattr(Weight, "choose", lambda *_: ("low_rank", ()))
     assert counted(run, "two_sided,feed_forward,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
 
 

@@ -103,8 +103,8 @@ def test_products_and_look_ups_go_where_they_are_enabled(monkeypatch):
     linear, table = TTSpec(6, 6, (2, 3), (3, 2), (1, 2, 4, 2, 1)), TTMSpec(12, 6, (4, 3), (2, 3), (1, 5, 1))
     cores, rows_cores = ([torch.randn(shape) for shape in spec.core_shapes] for spec in (linear, table))
     x, bias, ids = torch.randn(5, 6), torch.randn(6), torch.tensor([3, 11, 3])
-    y = tt_linear(x, linear, cores, bias, plan=plan_linear(linear, 5).using("halves"))
-    found = ttm_bag(ids[None], None, table, rows_cores, mode="sum", plan=plan_lookup(table, 3).using("halves"))
+    y = tt_linear(x, linear, cores, bias, plan=plan_linear(linear, 5).using("low_rank"))
+    found = ttm_bag(ids[None], None, table, rows_cores, mode="sum", plan=plan_lookup(table, 3).using("two_parts"))
     torch.testing.assert_close(y, x @ materialize(linear, cores) + bias, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found, materialize(table, rows_cores)[ids].sum(0, True), rtol=1e-4, atol=1e-4)
     assert called == ["low_rank", "rows"]

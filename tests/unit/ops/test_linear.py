@@ -11,7 +11,7 @@ from comera.ops.planner.plan import plan_linear
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec, clip_ranks
 
-STRATEGIES = ["low_rank", "chain", "dense"]
+STRATEGIES = ["low_rank", "sequential", "dense"]
 
 
 def tt(in_modes, out_modes, rank, *, pad_in=0, pad_out=0):

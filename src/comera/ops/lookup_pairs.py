@@ -1,11 +1,12 @@
-"""Rows of pairs that all differ: for a batch of some thousand ids, where blocks of pairs that share a part are small.
+"""Rows of pairs that all differ: for a batch of some thousand ids, where blocks that share a right row stay small.
 
     row(i, k) = L[i] R[k]ᵀ   (X × r)(r × Y)        backward   ∂L[i] = ∂row R[k],   ∂R[k] = ∂rowᵀ L[i]
 
-Each product is some hundred operations, too small for a matrix product: in the backward the weighted sum over rows of
-`embedding_bag`, one call for all pairs, takes a third of the time of `bmm`.
+Each product takes some hundred operations, too few for a matrix product: in the backward one call of `embedding_bag`,
+which sums weighted rows, takes a third of the time of `bmm` for all pairs.
 
-Shapes: U pairs, M rows of a table, X and Y columns of the left and right part, R the rank between them (`rows.py`).
+Shapes: U pairs, P pairs of a chunk, M rows of a table, X and Y columns of the left and right part, R the rank between
+them (`lookup_rows.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _PairRows(torch.autograd.Function):
         ctx.save_for_backward(left_MXR, right_MYR, i_U, k_U)
         (_, x, rank), y = left_MXR.shape, right_MYR.shape[1]
         rows = [left_MXR.new_empty(0, x * y)]
-        for part in _pieces(i_U, x, y, rank):
+        for part in _chunks(i_U, x, y, rank):
             left_PXR, right_PYR = left_MXR.index_select(0, i_U[part]), right_MYR.index_select(0, k_U[part])
             rows.append(torch.bmm(left_PXR, right_PYR.mT).flatten(1))
         return rows[1] if len(rows) == 2 else torch.cat(rows)
@@ -44,22 +45,22 @@ class _PairRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows_UD: Tensor) -> tuple[Tensor | None, ...]:
         left_MXR, right_MYR, i_U, k_U = ctx.saved_tensors
-        if not torch.is_grad_enabled():  # a sum of rows of a parameter would prepare for gradients of its own
+        if not torch.is_grad_enabled():  # embedding_bag over a parameter would prepare for a gradient
             left_MXR, right_MYR = left_MXR.detach(), right_MYR.detach()
         (_, x, rank), y = left_MXR.shape, right_MYR.shape[1]
         dleft_MXR, dright_MYR = left_MXR.new_zeros(left_MXR.shape), right_MYR.new_zeros(right_MYR.shape)
-        turned_D = torch.arange(x * y).view(x, y).t().reshape(-1)
+        transposed_D = torch.arange(x * y).view(x, y).t().reshape(-1)
         with without_autocast(drows_UD):
-            for part in _pieces(i_U, x, y, rank):
+            for part in _chunks(i_U, x, y, rank):
                 i_P, k_P, drows_PD = i_U[part], k_U[part], drows_UD[part]
                 dleft_MXR.index_add_(0, i_P, _products(drows_PD, x, right_MYR, k_P))
-                drows_PD = drows_PD.index_select(1, turned_D)  # faster than copies of many small transposed matrices
+                drows_PD = drows_PD.index_select(1, transposed_D)  # faster than transposing many small matrices
                 dright_MYR.index_add_(0, k_P, _products(drows_PD, y, left_MXR, i_P))
         return dleft_MXR, dright_MYR, None, None
 
 
-def _pieces(i_U: Tensor, x: int, y: int, rank: int) -> list[slice]:
-    """Pairs in pieces that stay in the caches."""
+def _chunks(i_U: Tensor, x: int, y: int, rank: int) -> list[slice]:
+    """Chunks of the pairs that stay in the caches."""
     return chunks(i_U.numel(), 2 * rank * (x + y) + x * y, i_U.device)
 
 
