@@ -1,4 +1,4 @@
-"""y = x W + bias for a chain of cores cut into groups: every group is merged first, then x absorbs group after group.
+"""y = x W + bias for a tensor train in groups of cores: each group is merged first, then x absorbs one after another.
 
 Groups and the order in which their cores merge come from the plan (planner/groups.py). Two special cases: one group for
 the input cores and one for the output cores give the factors of (x A) B; a single group gives the dense weight. No
@@ -8,9 +8,9 @@ group needs to end between input and output cores.
     input  T (R·M, M'·B) → Gᵀ T  (S, M'·B)      M' the input modes still to come: features first, the batch last
     then   T (B·N', R·M) → T G   (B·N', N·S)    N' the output modes already there
 
-Every step is one product of two matrices and a view of its result. With the batch last the input cores need no small
-product for each sample, whose weight would get a gradient for each sample too; the price is one transposed copy of x,
-and only where the first group leaves input modes to come.
+Every step is one product of two matrices and a view of its result. With the batch last, input cores need no small
+product per sample, whose weight would get a gradient per sample too; the price is one transposed copy of x, and only
+where the first group leaves input modes to come.
 
 Shapes: B flattened batch, I/O in/out features, R/S left/right rank, N mode(s), K contracted. Sizes are given in full,
 never as -1: ranks may be 0.
@@ -20,13 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from comera.ops.chunking import pad_last
-from comera.ops.dtypes import merge_dtype, product, without_autocast
+from comera.ops.dtypes import merge_dtype, product
 from comera.ops.planner.groups import Group, Groups
 from comera.tt.spec import TTSpec
 
@@ -73,28 +71,3 @@ def contract_groups(
         first = last
     y_BO = t.view(batch, done)[:, : spec.out_features] if t.shape != (batch, spec.out_features) else t
     return y_BO.contiguous() if bias is None else y_BO + bias
-
-
-class _WideProduct(torch.autograd.Function):
-    """y = a b + bias in float32, rounded once; kept: a, b in their half precision. da = dy bᵀ, db = aᵀ dy."""
-
-    @staticmethod
-    def forward(ctx: Any, a_MK: Tensor, b_KN: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(a_MK, b_KN)
-        a, b = a_MK.float(), b_KN.float()
-        return (a @ b if bias is None else torch.addmm(bias.float(), a, b)).to(a_MK.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        a_MK, b_KN = ctx.saved_tensors
-        wants_a, wants_b, wants_bias = ctx.needs_input_grad
-        da_MK = db_KN = dbias_N = None
-        with without_autocast(dy_MN):
-            dy = dy_MN.float()
-            if wants_a:
-                da_MK = (dy @ b_KN.float().t()).to(a_MK.dtype)
-            if wants_b:
-                db_KN = (a_MK.float().t() @ dy).to(b_KN.dtype)
-            if wants_bias:
-                dbias_N = dy.sum(0).to(dy_MN.dtype)
-        return da_MK, db_KN, dbias_N
