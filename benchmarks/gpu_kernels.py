@@ -1,4 +1,4 @@
-"""The Triton kernels beside torch's own products on a GPU: which of them to list in contract/kernels.FASTER.
+"""The Triton kernels beside torch's own products on a GPU: which of them to list in FASTER of kernels/select.py.
 
 Forward and backward of the six-encoder layers and tables, float32 and bfloat16, the two sides alternating in one
 process. A kernel counts as faster on this device when it is so in every case; the line to set is printed. Rows are
@@ -39,16 +39,16 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 
 def cases(device: str, dry: bool) -> Iterator[Case]:
     """Kernel, dtype, what is computed, by the kernel, by torch."""
-    from comera.kernels import triton as kernels
-    from comera.ops.rows import pair_sums
+    from comera.ops import triton_functions as kernels
     from comera.ops.low_rank import Half, two_sided
+    from comera.ops.rows import pair_sums
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if dry else 2]:
         for batch, features, out_features, rank in TINY_PRODUCTS if dry else PRODUCTS:
             shapes = ((batch, features), (rank, features), (rank, out_features), (out_features,))
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
-            ours = gradients(kernels.two_sided, operands)
+            ours = gradients(kernels.low_rank, operands)
             torchs = gradients(lambda x, a, b, bias: two_sided(x, Half(a, b).with_bias(bias))[0], operands)
             yield "low_rank", str(dtype)[6:], case, ours, torchs
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if dry else TABLES:
@@ -58,14 +58,14 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
         right = torch.randn(rows_r, rank, cols_r, device=device).requires_grad_()
 
         def kernel(left: Tensor, right: Tensor, ids: Tensor = ids) -> Tensor:
-            return kernels.rows(ids, left, right)
+            return kernels.lookup_rows(ids, left, right)
 
         def products(left: Tensor, right: Tensor, ids: Tensor = ids, each: Tensor = each) -> Tensor:
             rows = right.shape[0]
             return pair_sums(ids // rows, ids % rows, each, len(ids), left, right.mT)
 
         case = f"{count} of {rows_l * rows_r} x {cols_l * cols_r}, rank {rank}"
-        yield "rows", "float32", case, gradients(kernel, [left, right]), gradients(products, [left, right])
+        yield "lookup_rows", "float32", case, gradients(kernel, [left, right]), gradients(products, [left, right])
 
 
 def main() -> None:
@@ -78,10 +78,10 @@ def main() -> None:
     elif not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, torch sees none: --dry runs tiny cases on the CPU")
     os.environ["COMERA_KERNELS"] = "none"  # what is called by name runs, what dispatches takes torch's products
-    from comera.kernels import triton as kernels
+    from comera.kernels import select
 
     started = time.perf_counter()
-    faster, complete = set(kernels.NAMES), True
+    faster, complete = set(select.TRITON), True
     for kernel, dtype, case, ours, torchs in cases("cpu" if options.dry else "cuda", options.dry):
         if time.perf_counter() - started > options.seconds:
             complete = False

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from comera.kernels import triton as kernels
+from comera.kernels import select
+from comera.ops import triton_functions as kernels
 from comera.ops.activations import ACTIVATIONS
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_lookup
@@ -59,7 +60,7 @@ def oracle(x, a, b, bias, activation=None):
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_two_sided(shape, activation, dtype, device):
+def test_low_rank(shape, activation, dtype, device):
     batch, features, out_features, rank = shape
     bias = draw(out_features, dtype=dtype, device=device, seed=3)
     if activation == "relu":  # away from its kink, at which rounding would flip the derivative
@@ -70,19 +71,19 @@ def test_two_sided(shape, activation, dtype, device):
         draw(rank, out_features, dtype=dtype, device=device, scale=rank**-0.5, seed=2),
         bias,
     ]
-    lowest = worst(lambda *t: kernels.two_sided(*t, activation), lambda *t: oracle(*t, activation), tensors, dtype)
+    lowest = worst(lambda *t: kernels.low_rank(*t, activation), lambda *t: oracle(*t, activation), tensors, dtype)
     assert lowest > (LOWEST[dtype] if batch > 5 or dtype != torch.bfloat16 else 38)  # few numbers, uneven noise
 
 
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
 @pytest.mark.parametrize("table", TABLES, ids=str)
-def test_rows(table, dtype, device):
+def test_lookup_rows(table, dtype, device):
     rows_l, cols_l, rank, rows_r, cols_r, count = table
     ids = torch.randint(0, rows_l * rows_r, (count,), generator=torch.Generator().manual_seed(4)).to(device)
     left = draw(rows_l, cols_l, rank, dtype=dtype, device=device)
     right = draw(rows_r, rank, cols_r, dtype=dtype, device=device, scale=rank**-0.5, seed=1)
     lowest = worst(
-        lambda *t: kernels.rows(ids, *t),
+        lambda *t: kernels.lookup_rows(ids, *t),
         lambda left, right: (left[ids // rows_r] @ right[ids % rows_r]).flatten(1),
         [left, right],
         dtype,
@@ -100,10 +101,10 @@ def test_layers_take_them_when_asked(device, monkeypatch):
     x = draw(512, 768, dtype=torch.float32, device=device)
     ids = torch.arange(0, 30000, 7, device=device)
     calls = []
-    for name in kernels.NAMES:
+    for name in select.TRITON:
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *t, name=name, kernel=kernel: calls.append(name) or kernel(*t))
-    for setting, expected in (("all", list(kernels.NAMES)), ("none", [])):
+    for setting, expected in (("all", list(select.TRITON)), ("none", [])):
         monkeypatch.setenv("COMERA_KERNELS", setting)
         calls.clear()
         y = tt_linear(x, linear, cores, plan=plan_linear(linear, 512).using("halves"))

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.kernels import triton as kernels
+from comera.kernels import select
 from comera.kernels.cpp import low_rank as native
-from comera.kernels.cpp.memory import WIDE, empty
-from comera.kernels.select import supports
+from comera.kernels.cpp.memory import LARGE, empty
+from comera.ops import triton_functions
 from comera.ops.chunking import pad_last
 from comera.ops.dtypes import merge_dtype, widens, without_autocast
 from comera.ops.halves import left_gradients, left_products, right_gradients, right_products
@@ -81,8 +81,8 @@ def two_sided(x_BI: Tensor, *halves: Half) -> tuple[Tensor, ...]:
 
     Kept for the backward are x, the halves and the narrow P_k = A_k xᵀ.
     """
-    if kernels.takes_two_sided(x_BI, halves[0].a):
-        return tuple(kernels.two_sided(x_BI, h.a, h.without_bias, h.b[0] if h.biased else None) for h in halves)
+    if select.low_rank_backend(x_BI, [tensor for half in halves for tensor in half]) == "triton":
+        return tuple(triton_functions.low_rank(x_BI, h.a, h.without_bias, h.b[0] if h.biased else None) for h in halves)
     ys_BO: tuple[Tensor, ...] = _TwoSided.apply(x_BI, *(tensor for half in halves for tensor in half))
     return ys_BO
 
@@ -145,7 +145,7 @@ class _TwoSided(torch.autograd.Function):
     def forward(ctx: Any, x_BI: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         halves = unflatten(flat)
         met_BI = x_BI.to(halves[0].a.dtype)
-        ctx.native = native.takes_two_sided(met_BI, flat)
+        ctx.native = select.low_rank_backend(met_BI, flat) == "cpp"
         ctx.set_materialize_grads(False)
         if ctx.native:
             p_BS, *ys_BO = _native(met_BI, halves)
@@ -222,7 +222,7 @@ def _narrow(x_BI: Tensor, halves: Sequence[Half]) -> list[Tensor]:
 def wide(p_RB: Tensor, b_RO: Tensor) -> Tensor:
     """Pᵀ B (batch, features)."""
     shape = p_RB.shape[1], b_RO.shape[1]
-    if 4 * prod(shape) >= WIDE and not torch.is_grad_enabled() and supports("memory", p_RB, b_RO):
+    if 4 * prod(shape) >= LARGE and not torch.is_grad_enabled() and select.supports("memory", p_RB, b_RO):
         return torch.mm(p_RB.t(), b_RO, out=empty(*shape))
     return p_RB.t() @ b_RO
 

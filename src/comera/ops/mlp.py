@@ -30,10 +30,6 @@ from comera.ops.linear import Weight, enter, tt_linears
 from comera.ops.low_rank import Half, stack, two_sided, unflatten, wide
 from comera.ops.once import made_once
 
-# The kernel beside torch in pieces, forward and backward, two cores of an AMD EPYC 7003: 4,096 rows 2.0 times faster at
-# rank 64, 1.4 at 256, 512 rows 1.05 at 256; at rank 30 as fast with 16 rows, half as fast with one.
-NATIVE_RANK, NATIVE_ROWS = 256, 16
-
 
 def tt_feed_forward(x: Tensor, ups: Sequence[Weight], activation: str, down: Weight) -> Tensor:
     """z = down(act(up(x))) for one weight in `ups`, down(act(gate(x)) · up(x)) for two, (gate, up).
@@ -88,7 +84,7 @@ class _FeedForward(torch.autograd.Function):
     def forward(ctx: Any, activation: str, count: int, given_BI: Tensor, *flat: Tensor) -> Tensor:
         *ups, down = unflatten(flat)
         x_BI = given_BI.to(down.a.dtype)
-        ctx.activation, ctx.count, ctx.native = activation, count, _is_native(x_BI, flat)
+        ctx.activation, ctx.count, ctx.native = activation, count, select.mlp_backend(x_BI, flat) == "cpp"
         if ctx.native:
             p_BS, q_BS, z_BO = _native(x_BI, flat, activation)
             ctx.save_for_backward(given_BI, p_BS, q_BS, *flat)
@@ -170,12 +166,6 @@ def _through_wide(
             dups_SF[k] = _add_product(dups_SF[k], p_SB[:, part], dy_PF)
     assert da_RF is not None  # there is one piece at least
     return da_RF, vs_RB, dups_SF
-
-
-def _is_native(x_BI: Tensor, flat: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes the work, and is faster."""
-    fits = max(a.shape[0] for a in flat[::2]) <= NATIVE_RANK and x_BI.shape[0] >= NATIVE_ROWS
-    return fits and select.supports("mlp", x_BI, *flat)
 
 
 def _pieces(x_BI: Tensor, wide: int) -> list[slice]:

@@ -93,7 +93,7 @@ class _MergeTogether(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         numbers, biases = flat[: -len(specs)], flat[-len(specs) :]
         given = [tensor for tensor in flat if tensor is not None]
-        ctx.native = dtype == torch.float32 and select.supports("merge", *given)
+        ctx.native = select.merge_backend(dtype, given) == "cpp"
         if ctx.native:
             return tuple(merge(numbers, biases, _layout(specs), threshold))
         ctx.stacked = _Stacked(specs, flat, threshold)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from comera.fusion.merge_cache import merged_once
 from comera.kernels import select
-from comera.kernels.cpp.gradients import clip_, lie_plain
+from comera.kernels.cpp.gradients import clip_
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
 from comera.trainer.task import Batch
@@ -215,8 +215,10 @@ class TrainStep:
         """Scale the gradient down to a norm of `clip` where it is larger; returns the norm before."""
         grads = [_numbers(grad) for p in self.parameters if (grad := p.grad) is not None]
         # a compressed model has hundreds of small gradients: one call for all of them, which a graph cannot hold
-        if self._graphs is None and select.supports("gradients", *grads[:1]) and lie_plain(grads):
-            return clip_(grads, self.clip)
+        if self._graphs is None and select.supports("gradients", *grads[:1]):
+            norm = clip_(grads, self.clip)
+            if norm is not None:
+                return norm
         grad_norm = get_total_norm(grads)
         if self.clip:
             clip_grads_with_norm_(self.parameters, self.clip, grad_norm)
