@@ -1,4 +1,4 @@
-"""The Triton kernels against torch's own products on a GPU: which of them to list in FASTER of kernels/triton.py.
+"""The Triton kernels against torch's own products on a GPU: which of them to list in FASTER of kernels/select.py.
 
 Forward and backward of the six-encoder layers and tables, float32 and bfloat16, the two sides alternating in one
 process. A kernel counts as faster on this device when it is faster in every case; the line to set is printed. Rows are
@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 from common import about, in_turns, update
@@ -39,18 +40,24 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 
 def cases(device: str, dry: bool) -> Iterator[Case]:
     """Kernel, dtype, description, the run with the kernel, the run with torch."""
-    from comera.kernels import triton as kernels
+    from comera.kernels import select
     from comera.ops.lookup_rows import pair_sums
+    from comera.ops.lookup_triton import triton_rows
     from comera.ops.low_rank import LowRankFactors, low_rank
+
+    def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return low_rank(x, LowRankFactors(a, b).with_bias(bias))[0]
+
+    def product_by_triton(*operands: Tensor) -> Tensor:
+        with patch.object(select, "low_rank_backend", lambda *_: "triton"):
+            return product(*operands)
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if dry else 2]:
         for batch, features, out_features, rank in TINY_PRODUCTS if dry else PRODUCTS:
             shapes = ((batch, features), (rank, features), (rank, out_features), (out_features,))
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
-            ours = gradients(kernels.two_sided, operands)
-            torchs = gradients(lambda x, a, b, bias: low_rank(x, LowRankFactors(a, b).with_bias(bias))[0], operands)
-            yield "low_rank", str(dtype)[6:], case, ours, torchs
+            yield "low_rank", str(dtype)[6:], case, gradients(product_by_triton, operands), gradients(product, operands)
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if dry else TABLES:
         ids = torch.randint(0, rows_l * rows_r, (count,), device=device)
         each = torch.arange(count, device=device)
@@ -58,14 +65,14 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
         right = torch.randn(rows_r, rank, cols_r, device=device).requires_grad_()
 
         def kernel(left: Tensor, right: Tensor, ids: Tensor = ids) -> Tensor:
-            return kernels.rows(ids, left, right)
+            return triton_rows(ids, left, right)
 
         def products(left: Tensor, right: Tensor, ids: Tensor = ids, each: Tensor = each) -> Tensor:
             rows = right.shape[0]
             return pair_sums(ids // rows, ids % rows, each, len(ids), left, right.mT)
 
         case = f"{count} of {rows_l * rows_r} x {cols_l * cols_r}, rank {rank}"
-        yield "rows", "float32", case, gradients(kernel, [left, right]), gradients(products, [left, right])
+        yield "lookup_rows", "float32", case, gradients(kernel, [left, right]), gradients(products, [left, right])
 
 
 def main() -> None:
@@ -78,10 +85,10 @@ def main() -> None:
     elif not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, torch sees none: --dry runs tiny cases on the CPU")
     os.environ["COMERA_KERNELS"] = "none"  # kernels called by name still run; what dispatches uses torch's products
-    from comera.kernels import triton as kernels
+    from comera.kernels.select import TRITON
 
     started = time.perf_counter()
-    faster, complete = set(kernels.NAMES), True
+    faster, complete = set(TRITON), True
     for kernel, dtype, case, ours, torchs in cases("cpu" if options.dry else "cuda", options.dry):
         if time.perf_counter() - started > options.seconds:
             complete = False

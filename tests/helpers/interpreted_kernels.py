@@ -1,4 +1,4 @@
-"""The Triton kernels under Triton's interpreter, against plain PyTorch in float64: run by test_contract_kernels.py.
+"""The Triton kernels under Triton's interpreter, against plain PyTorch in float64: test_triton.py runs this file.
 
 TRITON_INTERPRET=1 must be set before triton is imported, which other tests of the same process may have done.
 """
@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from comera.kernels import triton as kernels
-from comera.ops.activations import ACTIVATIONS
+from comera.kernels import select, triton
+from comera.ops import low_rank as products
+from comera.ops.lookup_triton import triton_rows
 
 # (batch, in, out, rank): single entries, odd ones, one more and one less than a block, several blocks
 SHAPES = [(1, 1, 1, 1), (5, 7, 11, 3), (64, 32, 64, 16), (65, 33, 129, 30), (63, 100, 65, 1), (130, 48, 200, 64)]
@@ -36,13 +37,17 @@ def operands(batch, features, out_features, rank, *, dtype=torch.float32, bias=T
     ]
 
 
-def oracle(x, a, b, bias=None, activation=None):
-    y = (x @ a.t()) @ b if bias is None else (x @ a.t()) @ b + bias
-    if activation is None:
-        return y
-    if activation == "gelu_tanh":
-        return torch.nn.functional.gelu(y, approximate="tanh")
-    return getattr(torch.nn.functional, activation)(y)
+def oracle(x, a, b, bias=None):
+    return (x @ a.t()) @ b if bias is None else (x @ a.t()) @ b + bias
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu_too(monkeypatch):
+    monkeypatch.setattr(select, "low_rank_backend", lambda *_: "triton")
+
+
+def low_rank(x, a, b, bias=None):
+    return products.low_rank(x, products.LowRankFactors(a, b).with_bias(bias))[0]
 
 
 def values_and_gradients(function, tensors, dtype):
@@ -58,31 +63,19 @@ def doubles(tensors):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_two_sided_product_and_all_gradients(shape, dtype, bias):
+def test_low_rank_product_and_all_gradients(shape, dtype, bias):
     tensors = operands(*shape, dtype=dtype, bias=bias)
-    found = values_and_gradients(kernels.two_sided, tensors, dtype)
+    found = values_and_gradients(low_rank, tensors, dtype)
     exact = values_and_gradients(oracle, doubles(tensors), dtype)
     assert [t.dtype for t in found] == [dtype] * len(found)
-    assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype]
-
-
-@pytest.mark.parametrize("dtype", LOWEST, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_epilogue_and_its_derivative(activation, dtype):
-    x, a, b, bias = operands(65, 33, 70, 30, dtype=dtype)
-    if activation == "relu":  # away from its kink, at which rounding would flip the derivative
-        bias = (bias.detach().sign() * 8).requires_grad_()
-    tensors = [x, a, b, bias]
-    found = values_and_gradients(lambda *t: kernels.two_sided(*t, activation), tensors, dtype)
-    exact = values_and_gradients(lambda *t: oracle(*t, activation), doubles(tensors), dtype)
     assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype]
 
 
 @pytest.mark.parametrize("processors", [1, 64])
 def test_programs_that_share_a_tile_of_rows_give_the_same(processors, monkeypatch):
     tensors = operands(20, 40, 500, 12)
-    monkeypatch.setattr(kernels, "_processors", lambda device: processors)
-    found = values_and_gradients(kernels.two_sided, tensors, torch.float32)
+    monkeypatch.setattr(triton, "_processors", lambda device: processors)
+    found = values_and_gradients(low_rank, tensors, torch.float32)
     exact = values_and_gradients(oracle, doubles(tensors), torch.float32)
     assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[torch.float32]
 
@@ -90,14 +83,14 @@ def test_programs_that_share_a_tile_of_rows_give_the_same(processors, monkeypatc
 def test_strided_input_and_expanded_gradient():
     x, a, b, bias = operands(10, 24, 18, 5)
     for view in (x.detach().t().contiguous().t(), torch.cat([x, x], 1).detach()[:, :24], x.detach()[:1].expand(10, 24)):
-        found = torch.autograd.grad(kernels.two_sided(view, a, b, bias).sum(), [a, b, bias])
+        found = torch.autograd.grad(low_rank(view, a, b, bias).sum(), [a, b, bias])
         exact = torch.autograd.grad(oracle(*(t.double() for t in (view, a, b, bias))).sum(), [a, b, bias])
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_empty_batch():
     tensors = operands(0, 6, 4, 3)
-    found = values_and_gradients(kernels.two_sided, tensors, torch.float32)
+    found = values_and_gradients(low_rank, tensors, torch.float32)
     assert [tuple(t.shape) for t in found] == [(0, 4), (0, 6), (3, 6), (3, 4), (4,)]
     assert not any(t.any() for t in found)
 
@@ -107,25 +100,31 @@ def test_only_the_wanted_gradients_are_made(wanted):
     tensors = operands(6, 8, 10, 3)
     for k, tensor in enumerate(tensors):
         tensor.requires_grad_(k == wanted)
-    kernels.two_sided(*tensors, "silu").sum().backward()
+    low_rank(*tensors).sum().backward()
     double = doubles(tensors)
-    oracle(*double, "silu").sum().backward()
+    oracle(*double).sum().backward()
     assert [t.grad is not None for t in tensors] == [k == wanted for k in range(4)]
     torch.testing.assert_close(tensors[wanted].grad.double(), double[wanted].grad, rtol=1e-5, atol=1e-5)
 
 
-def test_a_second_derivative_is_refused_clearly():
-    tensors = operands(3, 4, 5, 2)
-    (dx,) = torch.autograd.grad(kernels.two_sided(*tensors).square().sum(), tensors[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+def test_second_derivatives_and_several_weights_at_once():
+    x, a, b, bias = operands(9, 6, 5, 3)
+    pair = [products.LowRankFactors(a, b), products.LowRankFactors(a, b).with_bias(bias)]
+
+    def twice(way):
+        (dx,) = torch.autograd.grad(way().square().sum(), [x], create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), [x, a, b])
+
+    found = twice(lambda: torch.cat(products.low_rank(x, *pair), 1))
+    exact = twice(lambda: torch.cat([oracle(x, a, b), oracle(x, a, b, bias)], 1))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
 # (rows of L, columns of L, rank, rows of R, columns of R, ids)
 TABLES = [(1, 1, 1, 1, 1, 1), (5, 3, 7, 4, 6, 50), (20, 16, 30, 10, 48, 9), (6, 8, 32, 9, 8, 40), (3, 5, 1, 2, 1, 11)]
 
 
-def halves(rows_l, cols_l, rank, rows_r, cols_r, count, dtype=torch.float32):
+def factors(rows_l, cols_l, rank, rows_r, cols_r, count, dtype=torch.float32):
     ids = torch.randint(0, rows_l * rows_r, (count,), generator=torch.Generator().manual_seed(4))
     return (
         ids,
@@ -141,18 +140,18 @@ def gathered(ids, left, right):
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
 @pytest.mark.parametrize("table", TABLES, ids=str)
 def test_rows_and_gradients_with_repeated_ids(table, dtype):
-    ids, left, right = halves(*table, dtype=dtype)
+    ids, left, right = factors(*table, dtype=dtype)
     of_ids = ids.to(torch.int32 if dtype == torch.float16 else torch.int64)
-    found = values_and_gradients(lambda *t: kernels.rows(of_ids, *t), [left, right], dtype)
+    found = values_and_gradients(lambda *t: triton_rows(of_ids, *t), [left, right], dtype)
     exact = values_and_gradients(lambda *t: gathered(ids, *t), doubles([left, right]), dtype)
     assert [t.dtype for t in found] == [dtype] * 3
     assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype]
 
 
 def test_no_ids_and_rank_zero():
-    ids, left, right = halves(4, 3, 2, 5, 2, 6)
-    found = values_and_gradients(lambda *t: kernels.rows(ids[:0], *t), [left, right], torch.float32)
+    ids, left, right = factors(4, 3, 2, 5, 2, 6)
+    found = values_and_gradients(lambda *t: triton_rows(ids[:0], *t), [left, right], torch.float32)
     assert found[0].shape == (0, 6)
     assert not any(t.any() for t in found)
-    empty = kernels.rows(ids, left[:, :, :0], right[:, :0])
+    empty = triton_rows(ids, left[:, :, :0], right[:, :0])
     assert torch.equal(empty, torch.zeros(6, 6))

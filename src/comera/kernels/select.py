@@ -1,37 +1,107 @@
-"""Which backend runs an operation: a C++ kernel, a Triton kernel, or torch's own operations.
+"""Which backend runs an operation: a C++ kernel, a Triton kernel, or torch's own operations. Nothing else chooses.
 
 COMERA_KERNELS overrides the choice: "all", "none", or names of kernels separated by commas.
+
+Shapes: B batch, I in features; M/N rows and columns, R rank of the left and right factor of a table.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from comera.errors import ConfigError
-from comera.kernels.cpp import build
+from comera.kernels.cpp import library
 
-TRITON = ("low_rank", "rows")
+TRITON = ("low_rank", "lookup_rows")
 CPP = ("low_rank", "mlp", "attention", "residual_norm", "merge", "gradients", "adamw", "memory")
 NAMES = tuple(dict.fromkeys((*TRITON, *CPP)))
+
+# The C++ low-rank products beside torch's, forward and backward together, 768 features, two cores of an AMD EPYC 7003:
+# at rank 30 1.4 times faster with 128 rows, for one weight and for three, 1.5 with 8, 1.2 with 4,096; 1.0 to 1.2 at
+# rank 128, as fast at 256.
+LOW_RANK_LEAST_ROWS, LOW_RANK_MOST_RANK = 2, 128
+
+# The C++ MLP beside torch in chunks, forward and backward, two cores of an AMD EPYC 7003: 4,096 rows 2.0 times faster
+# at rank 64, 1.4 at 256, 512 rows 1.05 at 256; at rank 30 as fast with 16 rows, half as fast with one.
+MLP_LEAST_ROWS, MLP_MOST_RANK = 16, 256
+
+# Name of a GPU, as torch gives it -> Triton kernels that benchmarks/gpu_kernels.py measured to be faster there than
+# torch's products. Empty so far: the kernels have run on no GPU, only under Triton's interpreter.
+FASTER: Mapping[str, frozenset[str]] = {}
+
+# Largest rank whose P stays in a Triton program's registers, and largest row that one program makes.
+TRITON_MOST_RANK, TRITON_MOST_COLUMNS = 128, 4096
+
 _PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
 
 
 def supports(kernel: str, *tensors: Tensor) -> bool:
-    """Whether the C++ `kernel` supports these operands: one at least, float32 in CPU memory, not traced."""
-    plain = bool(tensors) and all(type(t) in _PLAIN and t.dtype == torch.float32 and t.is_cpu for t in tensors)
-    if not plain or torch.compiler.is_compiling() or asked(kernel) is False:
+    """Whether the C++ `kernel` supports these operands: at least one, float32 in CPU memory, not traced."""
+    if torch.compiler.is_compiling() or not tensors or asked(kernel) is False:
         return False
-    return unavailable_reason() is None
+    plain = (type(t) in _PLAIN and t.dtype == torch.float32 and t.is_cpu and not t.is_neg() for t in tensors)
+    return all(plain) and unavailable_reason() is None
 
 
 def unavailable_reason() -> str | None:
-    """Why there are no C++ kernels on this machine; None where there are."""
-    return build.unavailable_reason()
+    """Why there are no C++ kernels on this machine, in one line; None where there are."""
+    return library.unavailable_reason()
+
+
+def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "triton", "torch"]:
+    """Who computes y_k = x A_k B_k of all weights that share x. factors: A_1, B_1 (or [bias; B_1]), A_2, ..."""
+    most_rank = max(a.shape[0] for a in factors[::2])
+    if x_BI.device.type == "cuda":
+        fits = min(a.shape[0] for a in factors[::2]) > 0 and most_rank <= TRITON_MOST_RANK
+        one_dtype = all(factor.dtype == x_BI.dtype != torch.float64 for factor in factors)
+        return "triton" if fits and one_dtype and triton_enabled("low_rank", x_BI.device) else "torch"
+    fits = x_BI.shape[0] >= LOW_RANK_LEAST_ROWS and most_rank <= LOW_RANK_MOST_RANK
+    return "cpp" if fits and supports("low_rank", x_BI, *factors) else "torch"
+
+
+def mlp_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "torch"]:
+    """Who computes an MLP. factors: A, B (or [bias; B]) of the one or two weights of x, then of the last weight."""
+    fits = max(a.shape[0] for a in factors[::2]) <= MLP_MOST_RANK and x_BI.shape[0] >= MLP_LEAST_ROWS
+    return "cpp" if fits and supports("mlp", x_BI, *factors) else "torch"
+
+
+def merge_backend(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Literal["cpp", "torch"]:
+    """Who merges cores into factors of `dtype`. tensors: all cores, gates and biases."""
+    return "cpp" if dtype == torch.float32 and supports("merge", *tensors) else "torch"
+
+
+def lookup_rows_backend(left_MNR: Tensor, right_MRN: Tensor) -> Literal["triton", "torch"]:
+    """Who multiplies rows of a table's left factor with columns of its right one."""
+    columns = power_of_two(left_MNR.shape[1]) * power_of_two(right_MRN.shape[2])
+    fits = left_MNR.device.type == "cuda" and left_MNR.dtype != torch.float64 and columns <= TRITON_MOST_COLUMNS
+    return "triton" if fits and triton_enabled("lookup_rows", left_MNR.device) else "torch"
+
+
+def triton_available() -> bool:
+    """Whether triton is installed."""
+    return find_spec("triton") is not None
+
+
+def triton_enabled(kernel: str, device: torch.device | str) -> bool:
+    """Whether the Triton `kernel`, a name in TRITON, is to run on this device: measured faster there, or asked for.
+
+    Never under torch.compile, which fuses torch's own operations. Raises ConfigError for an unknown name in
+    COMERA_KERNELS.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or torch.compiler.is_compiling() or not triton_available():
+        return False
+    wanted = asked(kernel)
+    if wanted is not None:
+        return wanted
+    return bool(FASTER) and kernel in FASTER.get(torch.cuda.get_device_name(device), ())
 
 
 def asked(kernel: str) -> bool | None:
@@ -43,6 +113,11 @@ def asked(kernel: str) -> bool | None:
     return None if names is None else kernel in names
 
 
+def power_of_two(size: int) -> int:
+    """The next power of two, in which Triton's blocks come."""
+    return 1 << max(0, size - 1).bit_length()
+
+
 @lru_cache(maxsize=8)
 def _names(setting: str) -> frozenset[str] | None:
     if not setting:
@@ -51,21 +126,3 @@ def _names(setting: str) -> frozenset[str] | None:
     if not names <= set(NAMES):
         raise ConfigError(f"expected COMERA_KERNELS to be all, none or some of {', '.join(NAMES)}; got {setting!r}")
     return names
-
-
-LEAST_ROWS, MOST_RANK = 2, 128
-MLP_RANK, MLP_ROWS = 256, 16
-
-
-def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> str:
-    sizes = x_BI.shape[0] >= LEAST_ROWS and max(a.shape[0] for a in factors[::2]) <= MOST_RANK
-    return "cpp" if sizes and supports("low_rank", x_BI, *factors) else "torch"
-
-
-def mlp_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> str:
-    fits = max(a.shape[0] for a in factors[::2]) <= MLP_RANK and x_BI.shape[0] >= MLP_ROWS
-    return "cpp" if fits and supports("mlp", x_BI, *factors) else "torch"
-
-
-def merge_backend(dtype: torch.dtype, tensors: Sequence[Tensor]) -> str:
-    return "cpp" if dtype == torch.float32 and supports("merge", *tensors) else "torch"

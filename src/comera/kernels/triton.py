@@ -1,215 +1,223 @@
-"""Optional Triton kernels behind the same contracts: the two-sided product with its epilogue, and the look-up of rows.
+"""Triton kernels, and the functions that launch them: the low-rank product, and the lookup of rows.
 
-    y = act((x Aᵀ) B + bias),   P = x Aᵀ kept;   U = dy Bᵀ, dx = U A: the same kernel;   ∂A = Uᵀ x,  ∂B = Pᵀ dy
-    row[u] = L[i_u] R[:, k_u]   and its gradient, summed into L and R with atomic additions
+    y = (x Aᵀ) B + bias,   P = x Aᵀ kept for the backward;   with U = dy Bᵀ, dx = U A: the same kernel
+    row[u] = L[i_u] R[:, k_u]   and its gradients, added to those of L and R by atomic additions
 
-They are used where they were measured to be faster than torch's own products and nowhere else: a device is listed in
-`FASTER` once benchmarks/gpu_kernels.py has shown it there. None is listed yet, for they have run on no GPU, only under
-Triton's interpreter; the environment variable COMERA_KERNELS ("all", "none", or names by commas) decides otherwise.
+Importing this file needs triton; kernels/select.py says where the kernels are used.
 
-Shapes: B batch, I/O in/out features, R rank; U ids, M/N rows and columns of the left (L) and right (R) half.
+Low-rank product. A program keeps P (batch rows × rank) of its rows in registers and multiplies it with all of B: P
+crosses memory once, to be kept for the backward, and so does y, with the bias added. Where the batch has
+fewer tiles of rows than the device has processors, several programs share a tile: each computes its P and takes a
+share of B. The rejected alternative, a program for each tile of y, would compute P again for each of the
+out_features / BLOCK_O tiles.
+
+Lookup. A program makes the rows of a few ids as outer products, summed over the rank:  row[n_L, n_R] += L[i, n_L, q]
+R[k, q, n_R]. A block has some hundred elements, too few for the matrix units and for a program of its own; so the sum
+runs in float32 on ordinary units, on blocks read from the caches, and nothing of the blocks is ever written out.
+
+Shapes: B batch, I/O in/out features, R rank; U ids, M/N rows and columns of the left (L) and right (R) factor of a
+table; in the lookup kernels L/N are the columns of the left and the right factor, and q the rank.
 """
+
+# triton compiles the jitted functions and has its own kinds of arguments, so mypy checks no annotations of theirs
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
-from importlib.util import find_spec
-from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from comera.kernels.select import TRITON, asked
-from comera.kernels.tracing import constant_when_traced
-from comera.ops.activations import ACTIVATIONS
-from comera.ops.dtypes import without_autocast
-
-NAMES = TRITON
-
-# Name of a device, as torch gives it -> kernels that are faster than torch's products there.
-FASTER: Mapping[str, frozenset[str]] = {}
-
-# Largest rank whose P stays in registers, and largest row that one program makes.
-MAX_RANK, MAX_COLUMNS = 128, 4096
+from comera.kernels.select import power_of_two
 
 
-def available() -> bool:
-    """Whether triton is installed."""
-    return find_spec("triton") is not None
+def low_rank(x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """y = (x Aᵀ) B + bias and P = x Aᵀ (batch, rank), all in one dtype: float32, bfloat16 or float16.
 
-
-@constant_when_traced
-def enabled(kernel: str, device: torch.device | str) -> bool:
-    """Whether `kernel` ("low_rank" or "rows") takes the work on this device: measured faster there, or asked for.
-
-    Raises ConfigError when COMERA_KERNELS names an unknown kernel.
+    The rank is at most `select.TRITON_MOST_RANK`. Sums are in float32 (TF32 where torch allows it), P in x's dtype.
     """
-    device = torch.device(device)
-    if device.type != "cuda" or not available():
-        return False
-    wanted = asked(kernel)
-    if wanted is not None:
-        return wanted
-    return bool(FASTER) and kernel in FASTER.get(torch.cuda.get_device_name(device), ())
-
-
-def takes_two_sided(x_BI: Tensor, a_RI: Tensor) -> bool:
-    """Whether `two_sided` of this file is enabled for these operands and can take them."""
-    return (
-        x_BI.device.type == "cuda"
-        and x_BI.dtype == a_RI.dtype != torch.float64
-        and 0 < a_RI.shape[0] <= MAX_RANK
-        and enabled("low_rank", x_BI.device)
-    )
-
-
-def takes_rows(left_MNR: Tensor, right_MRN: Tensor) -> bool:
-    """Whether `rows` of this file is enabled for these operands and can take them."""
-    columns = _power_of_two(left_MNR.shape[1]) * _power_of_two(right_MRN.shape[2])
-    return (
-        left_MNR.device.type == "cuda"
-        and left_MNR.dtype != torch.float64
-        and columns <= MAX_COLUMNS
-        and enabled("rows", left_MNR.device)
-    )
-
-
-def two_sided(
-    x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None = None, activation: str | None = None
-) -> Tensor:
-    """act((x Aᵀ) B + bias), all operands in one dtype (float32, bfloat16 or float16), rank at most MAX_RANK.
-
-    activation: a name in `ACTIVATIONS` or None. Sums are taken in float32 (TF32 where torch allows it), P is rounded to
-    x's dtype. Kept for the backward: x, A, B, bias and P; with an activation its argument is made again from P.
-    Differentiable once.
-    """
-    y_BO: Tensor = _TwoSided.apply(x_BI, a_RI, b_RO, bias, activation)
-    return y_BO
-
-
-def rows(ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor) -> Tensor:
-    """Rows (U, N_L·N_R) of a tensor-train matrix from its halves, as `rows.pair_sums` of each id; ids checked before.
-
-    Sums are taken in float32. The gradients of L and R are added up in any order. Differentiable once.
-    """
-    rows_UD: Tensor = _Rows.apply(ids_U, left_MNR, right_MRN)
-    return rows_UD
-
-
-class _TwoSided(torch.autograd.Function):
-    """The formulas stand at the top of the file."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None, activation: str | None
-    ) -> Tensor:
-        y_BO, p_BR = _launch_two_sided(x_BI, a_RI, b_RO, bias, activation)
-        ctx.activation = activation
-        ctx.save_for_backward(x_BI, a_RI, b_RO, bias, p_BR)
-        return y_BO
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
-        x_BI, a_RI, b_RO, bias, p_BR = ctx.saved_tensors
-        wants_x, wants_a, wants_b, wants_bias, _ = ctx.needs_input_grad
-        dx_BI = da_RI = db_RO = dbias_O = None
-        with without_autocast(dy_BO):
-            if ctx.activation is not None:
-                z_BO = p_BR @ b_RO if bias is None else torch.addmm(bias, p_BR, b_RO)
-                dy_BO = ACTIVATIONS[ctx.activation][1](dy_BO, z_BO)
-            if wants_x:
-                dx_BI, u_BR = _launch_two_sided(dy_BO, b_RO, a_RI, None, None)
-            elif wants_a:
-                u_BR = dy_BO @ b_RO.t()
-            if wants_a:
-                da_RI = u_BR.t() @ x_BI
-            if wants_b:
-                db_RO = p_BR.t() @ dy_BO
-            if wants_bias:
-                dbias_O = dy_BO.sum(0)
-        return dx_BI, da_RI, db_RO, dbias_O, None
-
-
-def _launch_two_sided(
-    x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """y and P (batch, rank)."""
-    from comera.kernels.triton_kernels import two_sided_kernel
-
     (batch, features), (rank, out_features) = x_BI.shape, b_RO.shape
     y_BO, p_BR = x_BI.new_empty(batch, out_features), x_BI.new_empty(batch, rank)
     if batch == 0:
         return y_BO, p_BR
-    wide = x_BI.element_size() == 2
-    block_b, block_i, block_o = (64, 64, 128) if wide else (64, 32, 64)
-    tiles, parts = -(-batch // block_b), -(-out_features // block_o)
-    shares = max(1, min(parts, 2 * _processors(x_BI.device) // tiles))
+    half_precision = x_BI.element_size() == 2
+    block_b, block_i, block_o = (64, 64, 128) if half_precision else (64, 32, 64)
+    row_tiles, column_tiles = -(-batch // block_b), -(-out_features // block_o)
+    shares = max(1, min(column_tiles, 2 * _processors(x_BI.device) // row_tiles))
     tf32 = x_BI.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    two_sided_kernel[(tiles, shares)](
+    low_rank_kernel[(row_tiles, shares)](
         *(x_BI, a_RI.contiguous(), b_RO.contiguous(), b_RO if bias is None else bias.contiguous(), y_BO, p_BR),
         *(batch, features, out_features, rank, *x_BI.stride()),
         HAS_BIAS=bias is not None,
-        ACTIVATION=activation or "",
         PRECISION="tf32" if tf32 else "ieee",
         BLOCK_B=block_b,
         BLOCK_I=block_i,
         BLOCK_O=block_o,
-        BLOCK_R=max(16, _power_of_two(rank)),
+        BLOCK_R=max(16, power_of_two(rank)),
         WIDEN=x_BI.device.type == "cpu" and x_BI.dtype == torch.bfloat16,
     )
     return y_BO, p_BR
 
 
-class _Rows(torch.autograd.Function):
-    """row[u] = L[i_u] R[:, k_u];  ∂L[i_u] += drow[u] R[:, k_u]ᵀ,  ∂R[:, k_u] += L[i_u]ᵀ drow[u]."""
+def lookup_rows(ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor) -> Tensor:
+    """Rows (U, N_L·N_R) of a table from its factors, summed in float32; ids // M_R and ids % M_R within L and R."""
+    left_MNR, right_MRN, ids_U = left_MNR.contiguous(), right_MRN.contiguous(), ids_U.contiguous()
+    rows_UD = left_MNR.new_empty(ids_U.numel(), left_MNR.shape[1] * right_MRN.shape[2])
+    if rows_UD.numel():
+        grid, sizes, blocks = _row_blocks(ids_U, left_MNR, right_MRN)
+        lookup_rows_kernel[grid](ids_U, left_MNR, right_MRN, rows_UD, *sizes, **blocks)
+    return rows_UD
 
-    @staticmethod
-    def forward(ctx: Any, ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor) -> Tensor:
-        from comera.kernels.triton_kernels import rows_kernel
 
-        left_MNR, right_MRN, ids_U = left_MNR.contiguous(), right_MRN.contiguous(), ids_U.contiguous()
-        ctx.save_for_backward(ids_U, left_MNR, right_MRN)
-        rows_UD = left_MNR.new_empty(ids_U.numel(), left_MNR.shape[1] * right_MRN.shape[2])
-        if rows_UD.numel():
-            grid, sizes, blocks = _row_blocks(ids_U, left_MNR, right_MRN)
-            rows_kernel[grid](ids_U, left_MNR, right_MRN, rows_UD, *sizes, **blocks)
-        return rows_UD
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, drows_UD: Tensor) -> tuple[Tensor | None, ...]:
-        from comera.kernels.triton_kernels import rows_backward_kernel
-
-        ids_U, left_MNR, right_MRN = ctx.saved_tensors
-        dleft, dright = (torch.zeros_like(half, dtype=torch.float32) for half in (left_MNR, right_MRN))
-        if drows_UD.numel():
-            grid, sizes, blocks = _row_blocks(ids_U, left_MNR, right_MRN)
-            operands = ids_U, left_MNR, right_MRN, drows_UD.contiguous(), dleft, dright
-            rows_backward_kernel[grid](*operands, *sizes, **blocks)
-        return None, dleft.to(left_MNR.dtype), dright.to(right_MRN.dtype)
+def lookup_rows_backward(ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor, drows_UD: Tensor) -> tuple[Tensor, Tensor]:
+    """∂L[i_u] += drow[u] R[:, k_u]ᵀ,  ∂R[:, k_u] += L[i_u]ᵀ drow[u], in the dtypes of L and R, added in any order."""
+    left_MNR, right_MRN, ids_U = left_MNR.contiguous(), right_MRN.contiguous(), ids_U.contiguous()
+    dleft, dright = (torch.zeros_like(factor, dtype=torch.float32) for factor in (left_MNR, right_MRN))
+    if drows_UD.numel():
+        grid, sizes, blocks = _row_blocks(ids_U, left_MNR, right_MRN)
+        operands = ids_U, left_MNR, right_MRN, drows_UD.contiguous(), dleft, dright
+        lookup_rows_backward_kernel[grid](*operands, *sizes, **blocks)
+    return dleft.to(left_MNR.dtype), dright.to(right_MRN.dtype)
 
 
 def _row_blocks(
     ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor
 ) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
-    """Grid, sizes and blocks of the two look-up kernels: some thousand numbers of rows a program."""
+    """Grid, sizes and blocks of the two lookup kernels: some thousand elements of rows a program."""
     (_, cols_l, rank), (rows_r, _, cols_r) = left_MNR.shape, right_MRN.shape
-    block_l, block_n = _power_of_two(cols_l), _power_of_two(cols_r)
+    block_l, block_n = power_of_two(cols_l), power_of_two(cols_r)
     block_u = max(1, 2048 // (block_l * block_n))
     count = ids_U.numel()
     blocks = {"BLOCK_U": block_u, "BLOCK_L": block_l, "BLOCK_N": block_n}
     return (-(-count // block_u),), (count, rows_r, cols_l, cols_r, rank), blocks
 
 
-def _power_of_two(size: int) -> int:
-    """The next power of two, of which Triton's blocks are made."""
-    return 1 << max(0, size - 1).bit_length()
-
-
 @lru_cache(maxsize=8)
 def _processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a few for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit
+def low_rank_kernel(
+    x_ptr,  # (batch, features) with the two strides
+    a_ptr,  # (rank, features)
+    b_ptr,  # (rank, out_features)
+    bias_ptr,  # (out_features)
+    y_ptr,  # (batch, out_features)
+    p_ptr,  # (batch, rank)
+    batch,
+    features,
+    out_features,
+    rank,
+    stride_b,
+    stride_i,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WIDEN: tl.constexpr,  # for the interpreter, whose dot has no bfloat16: the same products, exact in float32
+):
+    row_B = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    r_R = tl.arange(0, BLOCK_R)
+    valid_B, valid_R = row_B < batch, r_R < rank
+
+    p_BR = tl.zeros((BLOCK_B, BLOCK_R), tl.float32)
+    for start in range(0, features, BLOCK_I):
+        i_I = start + tl.arange(0, BLOCK_I)
+        valid_I = i_I < features
+        x_BI = tl.load(
+            x_ptr + row_B[:, None] * stride_b + i_I[None, :] * stride_i, valid_B[:, None] & valid_I[None, :], 0.0
+        )
+        a_IR = tl.load(a_ptr + r_R[None, :] * features + i_I[:, None], valid_I[:, None] & valid_R[None, :], 0.0)
+        if WIDEN:
+            x_BI, a_IR = x_BI.to(tl.float32), a_IR.to(tl.float32)
+        p_BR = tl.dot(x_BI, a_IR, p_BR, input_precision=PRECISION)
+    p_BR = p_BR.to(y_ptr.dtype.element_ty)
+    if tl.program_id(1) == 0:
+        tl.store(p_ptr + row_B[:, None] * rank + r_R[None, :], p_BR, valid_B[:, None] & valid_R[None, :])
+    if WIDEN:
+        p_BR = p_BR.to(tl.float32)
+
+    for tile in range(tl.program_id(1), tl.cdiv(out_features, BLOCK_O), tl.num_programs(1)):
+        o_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+        valid_O = o_O < out_features
+        b_RO = tl.load(b_ptr + r_R[:, None] * out_features + o_O[None, :], valid_R[:, None] & valid_O[None, :], 0.0)
+        if WIDEN:
+            b_RO = b_RO.to(tl.float32)
+        y_BO = tl.dot(p_BR, b_RO, input_precision=PRECISION)
+        if HAS_BIAS:
+            y_BO += tl.load(bias_ptr + o_O, valid_O, 0.0).to(tl.float32)[None, :]
+        where = row_B[:, None] * out_features + o_O[None, :]
+        tl.store(y_ptr + where, y_BO.to(y_ptr.dtype.element_ty), valid_B[:, None] & valid_O[None, :])
+
+
+@triton.jit
+def lookup_rows_kernel(
+    ids_ptr,  # (count)
+    left_ptr,  # (rows of the left factor, cols_l, rank)
+    right_ptr,  # (rows_r, rank, cols_r)
+    rows_ptr,  # (count, cols_l, cols_r)
+    count,
+    rows_r,
+    cols_l,
+    cols_r,
+    rank,
+    BLOCK_U: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    u_U = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
+    l_L, n_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
+    valid_U, valid_L, valid_N = u_U < count, l_L < cols_l, n_N < cols_r
+    id_U = tl.load(ids_ptr + u_U, valid_U, 0).to(tl.int64)
+    left_UL = left_ptr + (id_U // rows_r)[:, None] * (cols_l * rank) + l_L[None, :] * rank
+    right_UN = right_ptr + (id_U % rows_r)[:, None] * (rank * cols_r) + n_N[None, :]
+    valid_UL, valid_UN = valid_U[:, None] & valid_L[None, :], valid_U[:, None] & valid_N[None, :]
+
+    row_ULN = tl.zeros((BLOCK_U, BLOCK_L, BLOCK_N), tl.float32)
+    for q in range(rank):
+        l_UL = tl.load(left_UL + q, valid_UL, 0.0).to(tl.float32)
+        r_UN = tl.load(right_UN + q * cols_r, valid_UN, 0.0).to(tl.float32)
+        row_ULN += l_UL[:, :, None] * r_UN[:, None, :]
+    where = u_U[:, None, None] * (cols_l * cols_r) + l_L[None, :, None] * cols_r + n_N[None, None, :]
+    tl.store(rows_ptr + where, row_ULN.to(rows_ptr.dtype.element_ty), valid_UL[:, :, None] & valid_N[None, None, :])
+
+
+@triton.jit
+def lookup_rows_backward_kernel(
+    ids_ptr,
+    left_ptr,
+    right_ptr,
+    drows_ptr,  # (count, cols_l, cols_r)
+    dleft_ptr,  # float32, of left's shape, zeros before the first program
+    dright_ptr,
+    count,
+    rows_r,
+    cols_l,
+    cols_r,
+    rank,
+    BLOCK_U: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    u_U = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
+    l_L, n_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
+    valid_U, valid_L, valid_N = u_U < count, l_L < cols_l, n_N < cols_r
+    id_U = tl.load(ids_ptr + u_U, valid_U, 0).to(tl.int64)
+    left_UL = (id_U // rows_r)[:, None] * (cols_l * rank) + l_L[None, :] * rank
+    right_UN = (id_U % rows_r)[:, None] * (rank * cols_r) + n_N[None, :]
+    valid_UL, valid_UN = valid_U[:, None] & valid_L[None, :], valid_U[:, None] & valid_N[None, :]
+
+    where = u_U[:, None, None] * (cols_l * cols_r) + l_L[None, :, None] * cols_r + n_N[None, None, :]
+    d_ULN = tl.load(drows_ptr + where, valid_UL[:, :, None] & valid_N[None, None, :], 0.0).to(tl.float32)
+    for q in range(rank):
+        l_UL = tl.load(left_ptr + left_UL + q, valid_UL, 0.0).to(tl.float32)
+        r_UN = tl.load(right_ptr + right_UN + q * cols_r, valid_UN, 0.0).to(tl.float32)
+        tl.atomic_add(dleft_ptr + left_UL + q, tl.sum(d_ULN * r_UN[:, None, :], 2), valid_UL, sem="relaxed")
+        tl.atomic_add(dright_ptr + right_UN + q * cols_r, tl.sum(d_ULN * l_UL[:, :, None], 1), valid_UN, sem="relaxed")

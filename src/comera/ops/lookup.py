@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera.errors import IdError, SpecError
-from comera.kernels import triton as kernels
+from comera.kernels import select
 from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.lookup_rows import left_and_right, on_host, pair_sums, rows_of
+from comera.ops.lookup_triton import triton_rows
 from comera.ops.planner.groups import Groups, two_parts
 from comera.ops.planner.plan import ContractionPlan, choose_rows
 from comera.tt.dense import materialize
@@ -186,8 +187,8 @@ def _sums(
         counts_N = (ids_N != padding).to(cores[0].dtype)
         weights_N = counts_N if weights_N is None else weights_N * counts_N
     left_MXR, right_MYR, i_N, k_N = left_and_right(ids_N, groups, cores)
-    if len(groups) == 2 and kernels.takes_rows(left_MXR, right_MYR.mT):
-        rows_ND = kernels.rows(ids_N, left_MXR, right_MYR.mT.contiguous())
+    if len(groups) == 2 and select.lookup_rows_backend(left_MXR, right_MYR.mT) == "triton":
+        rows_ND = triton_rows(ids_N, left_MXR, right_MYR.mT.contiguous())
         rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
         sums_BD = rows_ND.new_zeros(bags, rows_ND.shape[1]).index_add(0, bag_N, rows_ND)
     else:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import low_rank as cpp
-from comera.kernels.cpp.memory import WIDE, empty
+from comera.kernels.cpp.memory import LARGE, empty
 from comera.ops.dtypes import without_autocast
 from comera.ops.once import made_once
 
@@ -192,7 +192,7 @@ def _cpp_backward(
     grads: list[Tensor | None] = [None] * (2 * len(factors))
     as_RI, bs_SO = zip(*factors, strict=True)
     wanted = wants.x, any(wants.a), any(wants.b)
-    made = iter(cpp.low_rank_backward(x_BI, *kept, dys_BO, as_RI, bs_SO, *wanted))
+    made = iter(cpp.low_rank_backward(x_BI, kept[0], dys_BO, as_RI, bs_SO, *wanted))
     dx_BI = next(made) if wants.x else None
     for part in (0, 1):
         if wanted[1 + part]:
@@ -206,7 +206,7 @@ def _triton_forward(x_BI: Tensor, factors: Sequence[LowRankFactors]) -> _Forward
     from comera.kernels import triton
 
     biases = [each.b[0] if each.has_bias else None for each in factors]
-    made = [triton.low_rank(x_BI, each.a, each.without_bias, b, None) for each, b in zip(factors, biases, strict=True)]
+    made = [triton.low_rank(x_BI, each.a, each.without_bias, b) for each, b in zip(factors, biases, strict=True)]
     return [p_BR for _, p_BR in made], [y_BO for y_BO, _ in made]
 
 
@@ -227,7 +227,7 @@ def _triton_backward(
             continue
         b_RO = each.without_bias
         if wants.x:
-            part_BI, u_BR = triton.low_rank(dy_BO, b_RO, each.a, None, None)
+            part_BI, u_BR = triton.low_rank(dy_BO, b_RO, each.a)
             dx_BI = part_BI if dx_BI is None else dx_BI + part_BI
         else:
             u_BR = dy_BO @ b_RO.t()
@@ -249,7 +249,7 @@ _BACKENDS = {
 def transposed_product(p_RB: Tensor, b_RO: Tensor) -> Tensor:
     """Pᵀ B (batch, features)."""
     shape = p_RB.shape[1], b_RO.shape[1]
-    if 4 * prod(shape) >= WIDE and not torch.is_grad_enabled() and select.supports("memory", p_RB, b_RO):
+    if 4 * prod(shape) >= LARGE and not torch.is_grad_enabled() and select.supports("memory", p_RB, b_RO):
         return torch.mm(p_RB.t(), b_RO, out=empty(*shape))
     return p_RB.t() @ b_RO
 

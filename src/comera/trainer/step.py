@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
-from comera.kernels.cpp.gradients import clip_, lie_plain
+from comera.kernels.cpp.gradients import clip_
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
 from comera.trainer.task import Batch
@@ -223,8 +223,10 @@ class TrainStep:
         """Scale a gradient of a norm above `max_grad_norm` down to it; returns the norm before."""
         grads = [_stored_values(grad) for p in self.parameters if (grad := p.grad) is not None]
         # A compressed model has hundreds of small gradients: one call for all of them, which a graph cannot capture.
-        if self._graphs is None and select.supports("gradients", *grads[:1]) and lie_plain(grads):
-            return clip_(grads, self.max_grad_norm)
+        if self._graphs is None and select.supports("gradients", *grads[:1]):
+            norm = clip_(grads, self.max_grad_norm)
+            if norm is not None:
+                return norm
         grad_norm = get_total_norm(grads)
         if self.max_grad_norm:
             clip_grads_with_norm_(self.parameters, self.max_grad_norm, grad_norm)

@@ -1,4 +1,4 @@
-"""The native attention: values and all gradients against float64, and the way that nn.attention chooses it."""
+"""The attention kernel: values and all gradients against float64, and where ops.attention uses it."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from comera.recompute.blocks import recompute_
 from comera.tt.spec import TTSpec
 
 pytestmark = pytest.mark.skipif(
-    select.unavailable_reason() is not None, reason=f"no native kernels: {select.unavailable_reason()}"
+    select.unavailable_reason() is not None, reason=f"no C++ kernels: {select.unavailable_reason()}"
 )
 SEED = torch.tensor(-(2**40) - 7)
 
@@ -56,7 +56,7 @@ def exact(q, k, v, do, mask, factors, scale, is_causal=False):
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do.double())
 
 
-def native_results(q, k, v, do, mask=None, seed=None, p=0.0, scale=None, is_causal=False):
+def kernel_results(q, k, v, do, mask=None, seed=None, p=0.0, scale=None, is_causal=False):
     settings = (mask, seed, p, q.shape[-1] ** -0.5 if scale is None else scale, is_causal)
     o, norms = kernels.attention(q, k, v, *settings)
     return o, *kernels.attention_backward(do, o, norms, q, k, v, *settings)
@@ -64,7 +64,7 @@ def native_results(q, k, v, do, mask=None, seed=None, p=0.0, scale=None, is_caus
 
 def check(q, k, v, do, mask=None, p=0.0, scale=None, is_causal=False):
     seed = SEED if p else None
-    found = native_results(q, k, v, do, mask, seed, p, scale, is_causal)
+    found = kernel_results(q, k, v, do, mask, seed, p, scale, is_causal)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for one, other in zip(found, exact(q, k, v, do, mask, factors(q, k, seed, p), scale, is_causal), strict=True):
         assert one.shape == other.shape
@@ -110,11 +110,11 @@ def test_queries_without_any_key_have_no_part():
     q, k, v, do = operands(2, 2, 2, 70, 130, 16)
     hidden = torch.zeros(2, 1, 70, 130)
     hidden[1, :, 3] = -torch.inf
-    o, dq, dk, dv = native_results(q, k, v, do, hidden)
+    o, dq, dk, dv = kernel_results(q, k, v, do, hidden)
     assert not o[1, :, 3].any()
     assert not dq[1, :, 3].any()
     do[1, :, 3] = 7.0
-    for one, other in zip(native_results(q, k, v, do, hidden)[2:], (dk, dv), strict=True):
+    for one, other in zip(kernel_results(q, k, v, do, hidden)[2:], (dk, dv), strict=True):
         assert torch.equal(one, other)
 
 
@@ -127,7 +127,7 @@ def test_large_scores_and_masks_neither_overflow_nor_lose_digits():
     torch.manual_seed(0)
     q, k = (torch.randint(-9, 10, (2, 2, 150, 16)).float() * 64 for _ in range(2))  # whole: their products are exact
     v, do = torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16)
-    o, *gradients = native_results(q, k, v, do, scale=0.25)
+    o, *gradients = kernel_results(q, k, v, do, scale=0.25)
     assert (q @ k.mT * 0.25).max() > 100_000
     expected, *slopes = exact(q, k, v, do, None, 1.0, 0.25)
     torch.testing.assert_close(o.double(), expected, rtol=1e-6, atol=1e-6)
@@ -137,10 +137,10 @@ def test_large_scores_and_masks_neither_overflow_nor_lose_digits():
     check(*operands(2, 2, 2, 150, 150, 16), mask=least)
 
 
-def test_what_is_no_number_stays_where_it_was():
+def test_nan_stays_where_it_was():
     q, k, v, do = operands(1, 2, 2, 70, 100, 16)
     q[0, 1, 66, 3] = torch.nan
-    o, dq, dk, _ = native_results(q, k, v, do)
+    o, dq, dk, _ = kernel_results(q, k, v, do)
     for rows_of in (o, dq):
         assert rows_of[0, 1, 66].isnan().all()
         assert rows_of.isnan().sum() == 16
@@ -148,7 +148,7 @@ def test_what_is_no_number_stays_where_it_was():
     assert not dk[0, 0].isnan().any()
     q[0, 1, 66, 3], k[0, 0, 99, 0] = 0.0, torch.inf
     seeing = 16 * int((q[0, 0, :, 0] > 0).sum())  # scores of +inf; of the others that key has no part
-    assert native_results(q, k, v, do)[0][0].isnan().sum(dim=(1, 2)).tolist() == [seeing, 0]
+    assert kernel_results(q, k, v, do)[0][0].isnan().sum(dim=(1, 2)).tolist() == [seeing, 0]
 
 
 def test_strides_are_free():
@@ -161,7 +161,7 @@ def test_strides_are_free():
         v.contiguous(),
         torch.stack([do, do], -1)[..., 0],
     )
-    for one, other in zip(native_results(*strided), native_results(q, k, v, do), strict=True):
+    for one, other in zip(kernel_results(*strided), kernel_results(q, k, v, do), strict=True):
         assert torch.equal(one, other)
     one_for_all = torch.ones(()).expand(do.shape)
     check(q, k, v, one_for_all)
@@ -169,10 +169,10 @@ def test_strides_are_free():
 
 def test_one_seed_is_one_mask_which_is_that_of_dropout():
     q, k, v, do = operands(2, 3, 3, 128, 70, 16)
-    first, again = (native_results(q, k, v, do, None, SEED, 0.3) for _ in range(2))
+    first, again = (kernel_results(q, k, v, do, None, SEED, 0.3) for _ in range(2))
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one, other)
-    assert not torch.equal(first[0], native_results(q, k, v, do, None, SEED + 1, 0.3)[0])
+    assert not torch.equal(first[0], kernel_results(q, k, v, do, None, SEED + 1, 0.3)[0])
     mask = factors(q, k, SEED, 0.3)
     torch.testing.assert_close(mask.mT.float(), dropped(torch.ones(2, 3, 70, 128), SEED, 0.3))
     assert abs((mask > 0).double().mean().item() - 0.7) < 5 * (0.21 / mask.numel()) ** 0.5
@@ -185,7 +185,7 @@ def test_the_number_of_threads_changes_no_bit(heads):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(native_results(*given, None, SEED, 0.2))
+            results.append(kernel_results(*given, None, SEED, 0.2))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -195,7 +195,7 @@ def test_the_number_of_threads_changes_no_bit(heads):
 def test_flops_are_counted():
     q, k, v, do = operands(2, 4, 2, 70, 50, 16, 8)
     with FlopCounterMode(display=False) as counter:
-        native_results(q, k, v, do)
+        kernel_results(q, k, v, do)
     assert counter.get_total_flops() == 2 * 2 * 4 * 70 * 50 * (4 * 16 + 3 * 8)
 
 
@@ -208,7 +208,7 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("kind", ["none", "bool", "expanded", "open", "added", "causal"])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("p", [0.0, 0.2])
-def test_the_layer_takes_it(kind, groups, p, monkeypatch):
+def test_the_layer_uses_it(kind, groups, p, monkeypatch):
     calls = counted(monkeypatch)
     q, k, v, do = operands(2, 4, groups, 40, 70, 16)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
@@ -247,7 +247,7 @@ def test_without_it_torch_takes_over(monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_what_it_does_not_take_is_torchs(monkeypatch):
+def test_what_it_does_not_support_is_torchs(monkeypatch):
     calls = counted(monkeypatch)
     q, k, v, _ = operands(2, 4, 4, 40, 70, 16)
     torch.testing.assert_close(attention(q, k, v), F.scaled_dot_product_attention(q, k, v), rtol=0, atol=0)

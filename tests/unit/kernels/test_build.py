@@ -1,4 +1,4 @@
-"""Native kernels are compiled once, and left out with a reason where they cannot be."""
+"""The C++ kernels are compiled once, checked when they are loaded, and not used, with a reason, where that fails."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from comera.errors import ConfigError
 from comera.kernels import select
-from comera.kernels.cpp import build
+from comera.kernels.cpp import build, library
 from comera.ops import mlp as ours
 from comera.ops.linear import Weight
 from comera.ops.mlp import tt_feed_forward
@@ -24,9 +24,14 @@ needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="no C++ co
 def anew(monkeypatch, tmp_path):
     """The build begins anew, in an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build._made.cache_clear()
+    forget()
     yield tmp_path
-    build._made.cache_clear()
+    forget()
+
+
+def forget():
+    build.compiled.cache_clear()
+    library._functions.cache_clear()
 
 
 def weights():
@@ -38,17 +43,17 @@ def weights():
 
 @needs_compiler
 def test_compiled_once_and_found_again(anew, monkeypatch):
-    assert build.unavailable_reason() is None
+    assert select.unavailable_reason() is None
     (made,) = (anew / "comera").iterdir()
     assert made.name.startswith("native-")
-    build._made.cache_clear()
+    forget()
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert build.unavailable_reason() is None
+    assert select.unavailable_reason() is None
     assert list((anew / "comera").iterdir()) == [made]
 
 
 @pytest.mark.usefixtures("anew")
-def test_without_a_compiler_the_reason_is_told_and_torch_takes_the_work(monkeypatch):
+def test_without_a_compiler_there_is_a_reason_and_torch_does_the_work(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "no C++ compiler" in select.unavailable_reason()
@@ -94,9 +99,9 @@ def test_other_tensors_are_left_to_torch():
 def test_the_same_with_and_without(monkeypatch):
     monkeypatch.setattr(Weight, "choose", lambda *_: ("low_rank", ()))
     calls = []
-    kernel = ours.feed_forward
+    kernel = ours.mlp
     monkeypatch.setattr(ours, "mlp", lambda *args: calls.append(1) or kernel(*args))
-    x = torch.randn(ours.NATIVE_ROWS, 12, requires_grad=True)
+    x = torch.randn(select.MLP_LEAST_ROWS, 12, requires_grad=True)
     up, down = weights()
     tensors = [x, *up.cores, up.bias, *down.cores, down.bias]
     for tensor in tensors[1:]:
@@ -114,10 +119,10 @@ def test_the_same_with_and_without(monkeypatch):
 @needs_compiler
 def test_threads_are_those_of_torch():
     code = (
-        "import torch, os; from comera.kernels import select as native; assert select.unavailable_reason() is None;"
+        "import torch, os; from comera.kernels import select; assert select.unavailable_reason() is None;"
         "maps = open('/proc/self/maps').read().split(); print(len({m for m in maps if 'libgomp' in m}))"
     )
     if not sys.platform.startswith("linux"):
         pytest.skip("reads /proc")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(out.stdout) <= 1, "two libraries of OpenMP would wait for the same cores"
+    assert int(out.stdout) <= 1, "two libraries of OpenMP would compete for the same cores"

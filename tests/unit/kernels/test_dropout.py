@@ -1,4 +1,4 @@
-"""Dropout from a seed (native/random.h, native/residual.cpp): its random numbers, its masks and its derivatives."""
+"""Dropout from a seed (random.h, residual_norm.cpp): its random numbers, its masks and its derivatives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from comera.fusion.dropout import Dropout, new_seed
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
-from comera.kernels.cpp.build import library
+from comera.kernels.cpp.library import call
 
 from ...helpers.live import Live
 
 pytestmark = pytest.mark.skipif(
-    select.unavailable_reason() is not None, reason=f"no native kernels: {select.unavailable_reason()}"
+    select.unavailable_reason() is not None, reason=f"no C++ kernels: {select.unavailable_reason()}"
 )
 
 
@@ -53,7 +53,7 @@ def test_the_reference_is_threefry() -> None:
 @pytest.mark.parametrize(("key", "block"), [(0, 0), (7, 1), (2**64 - 3, 2**40 + 9), (2**33 + 1, 12345)])
 def test_words_are_those_of_the_reference(key: int, block: int) -> None:
     words = (ctypes.c_uint32 * 32)()
-    library().random_words(ctypes.c_uint64(key), ctypes.c_uint64(block), words)
+    call("random_words", key - 2**64 if key >= 2**63 else key, block, words)
     low = 2**32 - 1
     for lane in range(8):
         exact = threefry([block & low, block >> 32, lane, 0], [key & low, key >> 32, 0, 0], 12)
@@ -65,7 +65,7 @@ def test_entries_follow_the_words_in_the_order_of_memory() -> None:
     p, found = 0.3, factors((4, 64), 0.3, -5)
     dropped, scale = kernels.rounded(p)
     for block in range(4):
-        library().random_words(ctypes.c_uint64(2**64 - 5), ctypes.c_uint64(block), words)
+        call("random_words", -5, block, words)
         halves = np.array(words, np.uint32).view(np.int16).reshape(4, 8, 2).transpose(0, 2, 1).reshape(64)
         exact = torch.from_numpy(np.where(halves.astype(int) >= dropped - 2**15, scale, 0)).float()
         assert torch.equal(found[block], exact)

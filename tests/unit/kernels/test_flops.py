@@ -1,4 +1,4 @@
-"""Counters of FLOPs see in the kernels what torch's own products would have been."""
+"""FLOP counters see the kernels as the torch products that they stand for."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.kernels.cpp import build
-from comera.kernels.cpp.library import define
+from comera.kernels.cpp.library import operation
 from comera.ops.attention import attention
 from comera.ops.linear import Weight
 from comera.ops.low_rank import two_sided, unflatten
@@ -37,7 +37,7 @@ def merging():
     return torch.cat([half.flatten() for pair in halves for half in pair])
 
 
-def feed_forward():
+def mlp():
     specs = TTSpec(12, 24, (3, 4), (6, 4), (1, 2, 3, 2, 1)), TTSpec(24, 12, (6, 4), (4, 3), (1, 3, 3, 2, 1))
     up, down = (Weight(s, [torch.randn(c, requires_grad=True) for c in s.core_shapes], None) for s in specs)
     return tt_feed_forward(torch.randn(40, 12, requires_grad=True), [up], "gelu", down)
@@ -83,27 +83,26 @@ def test_modes_and_profilers_see_the_kernels(monkeypatch):
     assert torch.equal(plain, profiled_too)
 
 
-def test_operands_are_taken_apart_only_for_those_who_see_them():
+def test_calls_go_through_the_dispatcher_only_while_something_sees_them():
     got = []
 
     def first(tensors):
         got.append(tensors)
         return tensors[0].clone()
 
-    operation = define("first_of(Tensor[] tensors) -> Tensor", first)
+    first_of = operation("first_of(Tensor[] tensors) -> Tensor")(first)
     given = [torch.ones(2), torch.zeros(3)]
-    operation(given)
+    first_of(given)
     assert got[0] is given
     with Names() as names:
-        operation(given)
+        first_of(given)
     assert got[1] is not given
     assert names.seen[0] == "comera.first_of.default"
 
 
-@pytest.mark.parametrize("run", [projecting, feed_forward, attending])
+@pytest.mark.parametrize("run", [projecting, mlp, attending])
 def test_as_many_as_torchs(run, monkeypatch):
-    monkeypatch.setattr(Weight, "choose", lambda *_: ("low_rank", ()))
-    assert counted(run, "two_sided,feed_forward,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
+    assert counted(run, "low_rank,mlp,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
 
 
 def test_merging_makes_its_partial_products_twice(monkeypatch):

@@ -6,7 +6,7 @@ from torch import nn
 
 from comera.kernels import select
 from comera.kernels.cpp import build
-from comera.kernels.cpp.gradients import clip_, lie_plain
+from comera.kernels.cpp.gradients import are_plain, clip_
 from comera.trainer.step import TrainStep
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
@@ -57,8 +57,8 @@ def test_the_same_bits_with_any_threads(sizes):
 
 def test_plain_are_float32_side_by_side_on_the_cpu():
     plain = [torch.ones(2, 3), nn.Parameter(torch.ones(0)), torch.ones(5)[1:3], torch.tensor(1.0)]
-    assert lie_plain(plain)
-    assert lie_plain([])
+    assert are_plain(plain)
+    assert are_plain([])
     others = [
         torch.ones(2, 3).t(),
         torch.ones(1).expand(4),
@@ -67,7 +67,7 @@ def test_plain_are_float32_side_by_side_on_the_cpu():
         torch.eye(2).to_sparse(),
         nn.Buffer(torch.ones(2)).as_subclass(type("Own", (torch.Tensor,), {})),
     ]
-    assert not any(lie_plain([*plain, other]) for other in others)
+    assert not any(are_plain([*plain, other]) for other in others)
 
 
 def test_no_tensors_are_left_to_torch():

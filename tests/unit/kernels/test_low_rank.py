@@ -1,17 +1,13 @@
-"""The two-sided products against float64, and where they are taken."""
+"""The low-rank products against float64, and where they are used."""
 
 import pytest
 import torch
 
 from comera.kernels.cpp import build
-from comera.kernels.cpp.low_rank import (
-    LEAST_ROWS,
-    MOST_RANK,
-    low_rank_backward,
-    low_rank_output,
-    takes_two_sided,
-    two_sided,
-)
+from comera.kernels.cpp.low_rank import low_rank, low_rank_backward, low_rank_output
+from comera.kernels.select import LOW_RANK_LEAST_ROWS as LEAST_ROWS
+from comera.kernels.select import LOW_RANK_MOST_RANK as MOST_RANK
+from comera.kernels.select import low_rank_backend
 from comera.ops import low_rank as ours
 from comera.recompute.replay import contexts
 
@@ -48,7 +44,7 @@ def reference(x, as_, bs, dys):
 
 
 def assert_near(found, expected):
-    """To 2e-6 of the largest number: sums of up to 768 float32 products."""
+    """To 2e-6 of the largest element: sums of up to 768 float32 products."""
     assert found.shape == expected.shape
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * largest)
@@ -60,7 +56,7 @@ def assert_all_equal(found, expected):
 
 
 def run(x, as_, bs, dys):
-    p, *ys = two_sided(x, as_, bs)
+    p, *ys = low_rank(x, as_, bs)
     return [*ys, *low_rank_backward(x, p, dys, as_, bs, True, True, True)]
 
 
@@ -72,13 +68,13 @@ def test_values_and_gradients(shape):
     assert len(found) == len(ys) + len(grads)
     for each, expected in zip(found, (*ys, *grads), strict=True):
         assert_near(each, expected)
-    p, *ys = two_sided(x, as_, bs)
+    p, *ys = low_rank(x, as_, bs)
     assert_all_equal(low_rank_output(p, [len(a) for a in as_], bs), ys)
 
 
 def test_only_what_is_asked_for():
     x, as_, bs, dys = operands(*SHAPES[0])
-    p, *_ = two_sided(x, as_, bs)
+    p, *_ = low_rank(x, as_, bs)
     dx, *halves = low_rank_backward(x, p, dys, as_, bs, True, True, True)
     for wants in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
         found = low_rank_backward(x, p, dys, as_, bs, *wants)
@@ -93,9 +89,9 @@ def test_only_what_is_asked_for():
 
 def test_operands_need_not_be_contiguous():
     x, as_, bs, dys = operands(*SHAPES[1])
-    turned = [[t.t().contiguous().t() for t in ts] for ts in ([x], as_, bs, dys)]
-    assert not turned[0][0].is_contiguous()
-    assert_all_equal(run(turned[0][0], *turned[1:]), run(x, as_, bs, dys))
+    transposed = [[t.t().contiguous().t() for t in ts] for ts in ([x], as_, bs, dys)]
+    assert not transposed[0][0].is_contiguous()
+    assert_all_equal(run(transposed[0][0], *transposed[1:]), run(x, as_, bs, dys))
 
 
 def test_the_same_to_the_bit_for_any_number_of_threads():
@@ -111,20 +107,20 @@ def test_the_same_to_the_bit_for_any_number_of_threads():
         assert_all_equal(each, made[0])
 
 
-def test_what_is_no_number_stays_in_its_row():
+def test_nan_and_inf_stay_in_their_row():
     x, as_, bs, _ = operands(*SHAPES[0])
     x[3, 5], x[7, 0] = float("inf"), float("nan")
-    _, *ys = two_sided(x, as_, bs)
+    _, *ys = low_rank(x, as_, bs)
     for y in ys:
         assert (~y.isfinite()).any(1).nonzero().flatten().tolist() == [3, 7]
 
 
-def test_taken_where_it_is_faster():
+def test_used_where_it_is_faster():
     a, b, x = torch.randn(MOST_RANK, 8), torch.randn(MOST_RANK, 5), torch.randn(LEAST_ROWS, 8)
-    assert takes_two_sided(x, [a, b])
-    assert not takes_two_sided(x[1:], [a, b])
-    assert not takes_two_sided(x, [torch.randn(MOST_RANK + 1, 8), b])
-    assert not takes_two_sided(x.double(), [a.double(), b.double()])
+    assert low_rank_backend(x, [a, b]) == "cpp"
+    assert low_rank_backend(x[1:], [a, b]) == "torch"
+    assert low_rank_backend(x, [torch.randn(MOST_RANK + 1, 8), b]) == "torch"
+    assert low_rank_backend(x.double(), [a.double(), b.double()]) == "torch"
 
 
 def layer():
@@ -161,7 +157,7 @@ def test_gradients_of_gradients_do_not():
     assert found.abs().max() > 0
 
 
-def test_a_replay_makes_no_narrow_product_again(monkeypatch):
+def test_a_replay_does_not_project_again(monkeypatch):
     x, halves, flat = layer()
     calls = []
     for name in ("low_rank", "low_rank_output"):

@@ -1,4 +1,4 @@
-"""Memory of wide tensors: the next ones take it whole, it never grows beyond what was in use, and is like any other."""
+"""Memory for large tensors: the next ones take it whole, it never exceeds what was in use, and is like any other."""
 
 import copy
 import io
@@ -10,20 +10,21 @@ import threading
 import pytest
 import torch
 
+from comera.kernels import select
 from comera.kernels.cpp import build, memory
-from comera.kernels.cpp.memory import WIDE, empty
+from comera.kernels.cpp.memory import LARGE, empty
 from comera.ops.linear import tt_linear
 from comera.tt.init import init_cores
 from comera.tt.spec import TTSpec
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
-ROWS = WIDE // 1024  # of 256 float32: a wide tensor
+ROWS = LARGE // 1024  # of 256 float32: a large tensor
 
 
 @pytest.fixture(autouse=True)
 def nothing_in_use():
     """What a test takes it gives back."""
-    assert build.unavailable_reason() is None
+    assert select.unavailable_reason() is None
     before = memory.held().in_use
     yield
     assert memory.held().in_use == before

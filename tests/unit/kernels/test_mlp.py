@@ -1,18 +1,18 @@
-"""The feed-forward kernel against float64: values, all gradients, odd shapes, ranks 0 and 1, with and without bias."""
+"""The MLP kernel against float64: values, all gradients, odd shapes, ranks 0 and 1, with and without bias."""
 
 import pytest
 import torch
 
 from comera.kernels.cpp import build
 from comera.kernels.cpp.low_rank import low_rank_output
-from comera.kernels.cpp.mlp import ACTIVATIONS as NATIVE_ACTIVATIONS
+from comera.kernels.cpp.mlp import ACTIVATIONS as KERNEL_ACTIVATIONS
 from comera.kernels.cpp.mlp import mlp, mlp_backward
 from comera.ops.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 
 ONES = [torch.ones(1, 1)] * 2
-# samples, features in, wide and out, ranks of the weights of x, rank of that of h, bias
+# samples, features in, hidden and out, ranks of the weights of x, rank of that of h, bias
 SHAPES = [
     (100, 70, 200, 80, (30,), 30, True),
     (65, 21, 97, 33, (31, 7), 5, True),
@@ -29,10 +29,10 @@ SHAPES = [
 ]
 
 
-def operands(samples, features, wide, out, ranks, rank, bias):
+def operands(samples, features, hidden, out, ranks, rank, bias):
     """x, all A, all B and dz; Y and h of size 1, so that no activation is out of its range."""
-    torch.manual_seed(samples + wide)
-    sizes = [(r, features, wide) for r in ranks] + [(rank, wide, out)]
+    torch.manual_seed(samples + hidden)
+    sizes = [(r, features, hidden) for r in ranks] + [(rank, hidden, out)]
     as_ = [torch.randn(r, i) / i**0.5 for r, i, _ in sizes]
     bs = [torch.randn(int(bias) + r, o) / (1 + r) ** 0.5 for r, _, o in sizes]
     return torch.randn(samples, features), as_, bs, torch.randn(samples, out)
@@ -62,14 +62,14 @@ def run(x, as_, bs, activation, dz):
 
 
 def assert_near(found, expected):
-    """To 4e-6 of the largest number: sums of up to 3,072 float32 products."""
+    """To 4e-6 of the largest element: sums of up to 3,072 float32 products."""
     assert found.shape == expected.shape
     assert found.dtype == torch.float32
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=4e-6 * largest)
 
 
-@pytest.mark.parametrize("activation", NATIVE_ACTIVATIONS)
+@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(shape, activation):
     x, as_, bs, dz = operands(*shape)
@@ -92,9 +92,11 @@ def test_z_again_from_what_is_kept():
 
 def test_operands_need_not_be_contiguous():
     x, as_, bs, dz = operands(*SHAPES[1])
-    turned = [[t.t().contiguous().t() for t in ts] for ts in ([x], as_, bs, [dz])]
-    assert not turned[0][0].is_contiguous()
-    assert_all_equal(run(turned[0][0], turned[1], turned[2], "gelu", turned[3][0]), run(x, as_, bs, "gelu", dz))
+    transposed = [[t.t().contiguous().t() for t in ts] for ts in ([x], as_, bs, [dz])]
+    assert not transposed[0][0].is_contiguous()
+    assert_all_equal(
+        run(transposed[0][0], transposed[1], transposed[2], "gelu", transposed[3][0]), run(x, as_, bs, "gelu", dz)
+    )
 
 
 def test_the_same_to_the_bit_each_time():
@@ -115,7 +117,7 @@ def assert_all_equal(found, expected):
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("activation", NATIVE_ACTIVATIONS)
+@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
 def test_activations_over_their_whole_range(activation):
     """act(y) and act'(y) themselves, as z and dx: one feature and rank 1, all A and B = 1."""
     y = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e4, -90.0, -20.0, 0.0, -0.0, 20.0, 90.0, 1e4])])
@@ -134,8 +136,8 @@ def test_gelu_keeps_its_digits_far_below_zero():
     torch.testing.assert_close(values.flatten().double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("activation", NATIVE_ACTIVATIONS)
-def test_what_is_no_number_stays_visible(activation):
+@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
+def test_nan_stays_visible(activation):
     x = torch.tensor([[1.0], [float("nan")], [2.0]])
     as_, bs = [torch.ones(1, 1), torch.ones(2, 4)], [torch.ones(1, 4), torch.ones(2, 2)]
     _, _, z = mlp(x, as_, bs, activation)

@@ -1,4 +1,4 @@
-"""The residual norm of native/residual.cpp: against float64, and in the models that it stands in for."""
+"""The residual norm kernel: against float64, and in the models that use it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from comera.recompute.blocks import recompute_
 from ...helpers.live import Live, assert_same
 
 pytestmark = pytest.mark.skipif(
-    select.unavailable_reason() is not None, reason=f"no native kernels: {select.unavailable_reason()}"
+    select.unavailable_reason() is not None, reason=f"no C++ kernels: {select.unavailable_reason()}"
 )
 SHAPES = [(5, 9, 768), (3, 767), (40, 64), (70, 7), (6, 1), (2, 3, 100), (1, 5000), (17,), (0, 8), (4, 0), (300, 192)]
 

@@ -1,15 +1,17 @@
-"""Optional kernels: their numerics under Triton's interpreter, and when they are used at all."""
+"""The Triton kernels: their numerics under Triton's interpreter, and where they are used."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import comera.kernels
 from comera.errors import ConfigError
-from comera.kernels import triton as kernels
+from comera.kernels import select
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_bag
 from comera.ops.planner.plan import plan_linear, plan_lookup
@@ -19,7 +21,7 @@ from comera.tt.spec import TTMSpec, TTSpec
 CUDA = torch.device("cuda")
 
 
-@pytest.mark.skipif(not kernels.available(), reason="triton is not installed")
+@pytest.mark.skipif(not select.triton_available(), reason="triton is not installed")
 def test_numerics_under_the_interpreter():
     tests = Path(__file__).parents[2] / "helpers" / "interpreted_kernels.py"
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -30,76 +32,88 @@ def test_numerics_under_the_interpreter():
 
 
 def test_importing_the_library_imports_no_triton_code():
-    code = "import sys, comera, comera.kernels.triton; assert 'comera.kernels.triton_kernels' not in sys.modules"
+    code = "import sys, comera; assert 'comera.kernels.triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """As if triton and a GPU were here."""
-    monkeypatch.setattr(kernels, "available", lambda: True)
+    monkeypatch.setattr(select, "triton_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.delenv("COMERA_KERNELS", raising=False)
 
 
+def enabled(device=CUDA):
+    return {name for name in select.TRITON if select.triton_enabled(name, device)}
+
+
 @pytest.mark.usefixtures("gpu")
 def test_off_where_nothing_was_measured():
-    assert not kernels.FASTER
-    assert not any(kernels.enabled(name, CUDA) for name in kernels.NAMES)
+    assert not select.FASTER
+    assert not enabled()
 
 
 @pytest.mark.usefixtures("gpu")
 def test_on_where_it_was_measured_to_be_faster(monkeypatch):
-    monkeypatch.setattr(kernels, "FASTER", {"Some GPU": frozenset({"rows"}), "Other GPU": frozenset({"low_rank"})})
-    assert kernels.enabled("rows", "cuda")
-    assert not kernels.enabled("low_rank", "cuda")
-    assert not kernels.enabled("rows", "cpu")
+    faster = {"Some GPU": frozenset({"lookup_rows"}), "Other GPU": frozenset({"low_rank"})}
+    monkeypatch.setattr(select, "FASTER", faster)
+    assert enabled() == {"lookup_rows"}
+    assert not enabled("cpu")
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("setting", "expected"),
-    [("all", {"low_rank", "rows"}), ("none", set()), ("rows", {"rows"}), ("rows,low_rank", {"low_rank", "rows"})],
+    [
+        ("all", {"low_rank", "lookup_rows"}),
+        ("none", set()),
+        ("lookup_rows", {"lookup_rows"}),
+        ("lookup_rows,low_rank", {"low_rank", "lookup_rows"}),
+    ],
 )
 def test_the_environment_overrules_the_measurement(setting, expected, monkeypatch):
-    monkeypatch.setattr(kernels, "FASTER", {"Some GPU": frozenset({"rows"})})
+    monkeypatch.setattr(select, "FASTER", {"Some GPU": frozenset({"lookup_rows"})})
     monkeypatch.setenv("COMERA_KERNELS", setting)
-    assert {name for name in kernels.NAMES if kernels.enabled(name, CUDA)} == expected
+    assert enabled() == expected
 
 
 def test_an_unknown_kernel_in_the_environment_is_named(monkeypatch):
-    monkeypatch.setenv("COMERA_KERNELS", "rows,columns")
-    with pytest.raises(ConfigError, match=r"some of two_sided, rows, .*; got 'rows,columns'"):
-        kernels.enabled("rows", CUDA)
+    monkeypatch.setenv("COMERA_KERNELS", "lookup_rows,columns")
+    with pytest.raises(ConfigError, match=r"some of low_rank, lookup_rows, .*; got 'lookup_rows,columns'"):
+        select.asked("lookup_rows")
 
 
 @pytest.mark.usefixtures("gpu")
 def test_off_without_triton(monkeypatch):
     monkeypatch.setenv("COMERA_KERNELS", "all")
-    monkeypatch.setattr(kernels, "available", lambda: False)
-    assert not kernels.enabled("rows", CUDA)
+    monkeypatch.setattr(select, "triton_available", lambda: False)
+    assert not enabled()
 
 
-def test_never_takes_what_is_on_a_cpu(monkeypatch):
+def test_never_used_on_a_cpu(monkeypatch):
     monkeypatch.setenv("COMERA_KERNELS", "all")
-    assert not kernels.takes_two_sided(torch.zeros(4, 6), torch.zeros(2, 6))
-    assert not kernels.takes_rows(torch.zeros(4, 6, 2), torch.zeros(3, 2, 5))
+    assert select.low_rank_backend(torch.zeros(4, 6), [torch.zeros(2, 6), torch.zeros(2, 5)]) != "triton"
+    assert select.lookup_rows_backend(torch.zeros(4, 6, 2), torch.zeros(3, 2, 5)) == "torch"
 
 
-def test_products_and_look_ups_go_where_they_are_enabled(monkeypatch):
+def test_products_and_lookups_go_where_they_are_enabled(monkeypatch):
     called = []
 
-    def product(x_BI, a_RI, b_RO, bias):
+    def product(x_BI, a_RI, b_RO, bias=None):
         called.append("low_rank")
-        return (x_BI @ a_RI.t()) @ b_RO + bias
+        p_BR = x_BI @ a_RI.t()
+        return p_BR @ b_RO + bias, p_BR
 
     def rows(ids_U, left_MNR, right_MRN):
-        called.append("rows")
+        called.append("lookup_rows")
         return (left_MNR[ids_U // right_MRN.shape[0]] @ right_MRN[ids_U % right_MRN.shape[0]]).flatten(1)
 
-    for name, kernel in (("low_rank", product), ("rows", rows)):
-        monkeypatch.setattr(kernels, name, kernel)
-        monkeypatch.setattr(kernels, f"takes_{name}", lambda *operands: True)
+    launchers = SimpleNamespace(low_rank=product, lookup_rows=rows)
+    monkeypatch.setitem(sys.modules, "comera.kernels.triton", launchers)
+    monkeypatch.setattr(comera.kernels, "triton", launchers, raising=False)
+    for name in ("low_rank", "lookup_rows"):
+        monkeypatch.setattr(select, f"{name}_backend", lambda *operands: "triton")
     linear, table = TTSpec(6, 6, (2, 3), (3, 2), (1, 2, 4, 2, 1)), TTMSpec(12, 6, (4, 3), (2, 3), (1, 5, 1))
     cores, rows_cores = ([torch.randn(shape) for shape in spec.core_shapes] for spec in (linear, table))
     x, bias, ids = torch.randn(5, 6), torch.randn(6), torch.tensor([3, 11, 3])
@@ -107,4 +121,4 @@ def test_products_and_look_ups_go_where_they_are_enabled(monkeypatch):
     found = ttm_bag(ids[None], None, table, rows_cores, mode="sum", plan=plan_lookup(table, 3).using("two_parts"))
     torch.testing.assert_close(y, x @ materialize(linear, cores) + bias, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found, materialize(table, rows_cores)[ids].sum(0, True), rtol=1e-4, atol=1e-4)
-    assert called == ["low_rank", "rows"]
+    assert called == ["low_rank", "lookup_rows"]

@@ -1,33 +1,23 @@
-"""The step of adamw.cpp, called outside of torch's dispatcher, which would convert thousands of small tensors."""
+"""The step of adamw.cpp, outside of torch's dispatcher, which would convert thousands of small tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from ctypes import c_double, c_int, c_long, c_void_p
-from functools import cache
+from collections.abc import Sequence
 from operator import is_
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from comera.kernels.cpp.build import library
-from comera.kernels.cpp.gradients import lie_plain
-from comera.kernels.cpp.library import integers
-
-
-@cache
-def _adamw() -> Callable[..., None]:
-    adamw = library().adamw
-    adamw.argtypes, adamw.restype = [c_long, *[c_void_p] * 4, *[c_double] * 5, c_int], None
-    return adamw
+from comera.kernels.cpp.gradients import are_plain
+from comera.kernels.cpp.library import call, words
 
 
 class Held:
-    """Parameters and their state in AdamW, looked through once for many steps.
+    """Parameters and their state in AdamW, examined once for many steps.
 
     params: their tensors; states: first moment, second moment and step count of the first parameter, of the second ...
-    They may be replaced or get other memory between steps: `holds` is to be asked before each.
+    All may be replaced or get other memory between steps: ask `holds` before each.
     """
 
     def __init__(self, params: Sequence[Tensor], states: Sequence[Tensor]) -> None:
@@ -35,14 +25,14 @@ class Held:
         self._params = list(params)
         self._sizes = list(map(Tensor.numel, params))
         sizes = [size for size in self._sizes for size in (size, size, 1)]
-        self.fits = lie_plain(self._tensors) and list(map(Tensor.numel, states)) == sizes
-        """Whether the kernel takes them: float32, the moments of their parameters' sizes."""
+        self.fits = are_plain(self._tensors) and list(map(Tensor.numel, states)) == sizes
+        """Whether the kernel supports them: `are_plain`, and moments of their parameters' sizes."""
         self._addresses = list(map(Tensor.data_ptr, self._tensors)) if self.fits else []
-        memory = (self._addresses[: len(params)], self._addresses[len(params) :], self._sizes)
-        self._memory = list(map(integers, memory))
+        self._memory = [words(self._addresses[: len(params)]), words(self._addresses[len(params) :])]
+        self._counts = words(self._sizes)
 
     def holds(self, params: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors that were looked through, in the same places and of the same sizes."""
+        """Whether these are the tensors that were examined, in the same memory and of the same sizes."""
         tensors = [*params, *states]
         return (
             self.fits
@@ -61,12 +51,15 @@ class Held:
         eps: float,
         weight_decay: float,
     ) -> bool:
-        """Take a step of AdamW in place and say so; none where the kernel does not take such gradients."""
-        if not lie_plain(gradients) or list(map(Tensor.numel, gradients)) != self._sizes:
+        """Take a step of AdamW in place. Returns False, and does nothing, if the kernel does not support the gradients.
+
+        Raises RuntimeError unless `fits`.
+        """
+        if not self.fits:
+            raise RuntimeError("expected plain float32 parameters with moments of their sizes: ask `fits` before")
+        if not are_plain(gradients) or list(map(Tensor.numel, gradients)) != self._sizes:
             return False
-        _at, at = integers(map(Tensor.data_ptr, gradients))
-        rates = (lr, *betas, eps, weight_decay)
-        held = (address for _, address in self._memory)
-        _adamw()(len(gradients), at, *held, *rates, torch.get_num_threads())
+        memory = words(map(Tensor.data_ptr, gradients)), *self._memory, self._counts
+        call("adamw", len(gradients), *memory, lr, *betas, eps, weight_decay, torch.get_num_threads())
         increment_version(self._params)
         return True

@@ -1,49 +1,31 @@
-"""Operations of attention.cpp. Shapes: B batch, H heads, G heads of keys and values, T queries, S keys, D/E widths."""
+"""The operations of attention.cpp.
+
+Shapes: B batch, H heads, G heads of keys and values, T queries, S keys, D width of queries and keys, E of values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from comera.kernels.cpp.build import library
-from comera.kernels.cpp.library import define, pointer
+from comera.kernels.cpp.library import address, call, check_seed, check_shape, floats, operation, words
 from comera.kernels.cpp.memory import empty
 from comera.kernels.cpp.residual_norm import rounded
-from comera.kernels.flops import flop_formula
+
+_NO_VIEW = [0] * 4
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float p, float scale, bool is_causal"
 
 
-class _View(Structure):
-    _fields_ = (("at", c_void_p), ("batch", c_long), ("head", c_long), ("row", c_long))
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any) -> int:
+    """Q Kᵀ and P V."""
+    batch, heads, queries, width = q
+    return int(2 * batch * heads * queries * k[2] * (width + v[3]))
 
 
-class _Problem(Structure):
-    _fields_ = (
-        *((name, c_long) for name in ("batch", "heads", "kv_heads", "queries", "keys", "width", "value_width")),
-        *((name, _View) for name in ("q", "k", "v", "mask")),
-        ("seed", c_void_p),
-        ("dropped", c_long),
-        ("scale", c_float),
-        ("kept_scale", c_float),
-        ("causal", c_int),
-    )
-
-
-@cache
-def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
-    forward, backward = library().attention, library().attention_backward
-    problem, view = POINTER(_Problem), POINTER(_View)
-    forward.argtypes = [problem, view, c_void_p, c_int]
-    backward.argtypes = [problem, view, view, c_void_p, view, view, view, c_int]
-    forward.restype = backward.restype = None
-    return forward, backward
-
-
-def _forward(
+@operation(f"attention({_OPERANDS}) -> (Tensor o, Tensor norms)", _attention_flops)
+def attention(
     q_BHTD: Tensor,
     k_BGSD: Tensor,
     v_BGSE: Tensor,
@@ -53,16 +35,30 @@ def _forward(
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    q_BHTD, k_BGSD, v_BGSE = _with_rows(q_BHTD), _with_rows(k_BGSD), _with_rows(v_BGSE)
-    mask = _expanded(mask, q_BHTD, k_BGSD)
-    problem = _problem(q_BHTD, k_BGSD, v_BGSE, mask, seed, p, scale, is_causal)
-    o_BHTE = _heads_side_by_side(q_BHTD, v_BGSE.shape[3])
-    norms = q_BHTD.new_empty(2, *q_BHTD.shape[:3])
-    _functions()[0](problem, byref(_view(o_BHTE)), pointer(norms), torch.get_num_threads())
+    """O (B, H, T, E) from q (B, H, T, D), k (B, G, S, D) and v (B, G, S, E), G dividing H, and norms (2, B, H, T).
+
+    mask: floats added to the scores, broadcastable to (B, H, T, S). seed: one int64, of dropout with probability p;
+    None for no dropout. norms: for each query the largest score, and one over the sum of the exponentials below it.
+    Raises RuntimeError for shapes that do not fit each other or are not float32 on the CPU.
+    """
+    sizes, kept = _checked(q_BHTD, k_BGSD, v_BGSE, mask)
+    (batch, heads, queries, _), value_width = q_BHTD.shape, v_BGSE.shape[3]
+    o_BHTE, norms = _with_contiguous_heads(batch, heads, queries, value_width), empty(2, batch, heads, queries)
+    _call("attention", sizes, [*kept, o_BHTE], seed, p, scale, is_causal, norms)
     return o_BHTE, norms
 
 
-def _backward(
+def _attention_backward_flops(do: Any, o: Any, norms: Any, q: Any, k: Any, v: Any, *_: Any) -> int:
+    """Q Kᵀ, dS K and dSᵀ Q; dO Vᵀ and Pᵀ dO."""
+    batch, heads, queries, width = q
+    return int(2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3]))
+
+
+@operation(
+    f"attention_backward(Tensor do, Tensor o, Tensor norms, {_OPERANDS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    _attention_backward_flops,
+)
+def attention_backward(
     do_BHTE: Tensor,
     o_BHTE: Tensor,
     norms: Tensor,
@@ -75,86 +71,63 @@ def _backward(
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    do_BHTE, o_BHTE, norms = _with_rows(do_BHTE), _with_rows(o_BHTE), norms.contiguous()
-    q_BHTD, k_BGSD, v_BGSE = _with_rows(q_BHTD), _with_rows(k_BGSD), _with_rows(v_BGSE)
-    mask = _expanded(mask, q_BHTD, k_BGSD)
-    problem = _problem(q_BHTD, k_BGSD, v_BGSE, mask, seed, p, scale, is_causal)
-    dq, dk, dv = (_heads_side_by_side(t, t.shape[3]) for t in (q_BHTD, k_BGSD, v_BGSE))
-    views = [byref(_view(t)) for t in (do_BHTE, o_BHTE, dq, dk, dv)]
-    _functions()[1](problem, *views[:2], pointer(norms), *views[2:], torch.get_num_threads())
+    """The gradients of q, k and v from that of O, and O and norms of the forward. Raises RuntimeError as it does."""
+    sizes, kept = _checked(q_BHTD, k_BGSD, v_BGSE, mask)
+    batch, heads, groups, queries, keys, width, value_width = sizes
+    outputs = _rows("do", do_BHTE, batch, heads, queries, value_width), _rows("o", o_BHTE, *do_BHTE.shape)
+    norms = _rows("norms", norms, 2, batch, heads, queries).contiguous()
+    dq = _with_contiguous_heads(batch, heads, queries, width)
+    dk, dv = (_with_contiguous_heads(batch, groups, keys, size) for size in (width, value_width))
+    _call("attention_backward", sizes, [*kept, *outputs, dq, dk, dv], seed, p, scale, is_causal, norms)
     return dq, dk, dv
 
 
-def _problem(
-    q_BHTD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSE: Tensor,
-    mask: Tensor | None,
+def _checked(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, mask: Tensor | None
+) -> tuple[tuple[int, ...], list[Tensor | None]]:
+    """B, H, G, T, S, D and E; q, k, v and the mask as the kernels read them, the mask (B, H, T, S)."""
+    if not (q_BHTD.dim() == k_BGSD.dim() == v_BGSE.dim() == 4):
+        raise RuntimeError(f"expected q, k, v in 4 dimensions, got {[list(t.shape) for t in (q_BHTD, k_BGSD, v_BGSE)]}")
+    (batch, heads, queries, width), groups, (keys, value_width) = q_BHTD.shape, k_BGSD.shape[1], v_BGSE.shape[2:]
+    if not groups or heads % groups:
+        raise RuntimeError(f"expected heads of keys that divide {heads} heads of queries, got {groups}")
+    q_BHTD = _rows("q", q_BHTD, batch, heads, queries, width)
+    k_BGSD, v_BGSE = (
+        _rows("k", k_BGSD, batch, groups, keys, width),
+        _rows("v", v_BGSE, batch, groups, keys, value_width),
+    )
+    if mask is not None:  # only the last dimension may have to be copied: the others are broadcast with strides 0
+        mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
+        mask = _rows("mask", mask, *mask.shape).expand(batch, heads, queries, keys)
+    return (batch, heads, groups, queries, keys, width, value_width), [q_BHTD, k_BGSD, v_BGSE, mask]
+
+
+def _rows(name: str, tensor: Tensor, *shape: int) -> Tensor:
+    """`tensor` with a contiguous last dimension, otherwise as `library.checked` gives it."""
+    check_shape(name, tensor, shape)
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.is_neg():
+        return floats(name, tensor)
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _call(
+    name: str,
+    sizes: tuple[int, ...],
+    tensors: list[Tensor | None],
     seed: Tensor | None,
     p: float,
     scale: float,
     is_causal: bool,
-) -> Any:
-    (batch, heads, queries, width), (_, groups, keys, _) = q_BHTD.shape, k_BGSD.shape
-    dropped, kept_scale = rounded(p)
-    return byref(
-        _Problem(
-            *(batch, heads, groups, queries, keys, width, v_BGSE.shape[3]),
-            *(_view(q_BHTD), _view(k_BGSD), _view(v_BGSE), _View() if mask is None else _view(mask)),
-            *(pointer(seed), dropped, scale, kept_scale, is_causal),
-        )
-    )
+    norms: Tensor,
+) -> None:
+    views = [word for t in tensors for word in (_NO_VIEW if t is None else (t.data_ptr(), *t.stride()[:3]))]
+    if not 0 <= p < 1:
+        raise RuntimeError(f"expected a dropout probability in [0, 1), got {p}")
+    drop = address(None if seed is None else check_seed(seed)), *rounded(p)
+    operands = words(sizes), words(views), drop[0], drop[1], scale, drop[2], is_causal, norms.data_ptr()
+    call(name, *operands, torch.get_num_threads())
 
 
-def _expanded(mask: Tensor | None, q_BHTD: Tensor, k_BGSD: Tensor) -> Tensor | None:
-    """(B, H, T, S), the keys side by side, strides 0 for what is broadcast."""
-    if mask is None:
-        return None
-    keys = k_BGSD.shape[2]
-    return _with_rows(mask[(None,) * (4 - mask.ndim)].expand(-1, -1, -1, keys)).expand(*q_BHTD.shape[:3], keys)
-
-
-def _with_rows(t: Tensor) -> Tensor:
-    """The same numbers, with those of its last dimension side by side."""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _view(t: Tensor) -> _View:
-    return _View(t.data_ptr(), *t.stride()[:3])
-
-
-def _heads_side_by_side(like_BHTD: Tensor, width: int) -> Tensor:
-    """Empty, (B, H, T, width): what follows attention flattens the heads of a query into features without a copy."""
-    batch, heads, length, _ = like_BHTD.shape
+def _with_contiguous_heads(batch: int, heads: int, length: int, width: int) -> Tensor:
+    """(B, H, T, width), laid out so that the heads of a query flatten into features without a copy."""
     return empty(batch, length, heads, width).transpose(1, 2)
-
-
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float p, float scale, bool is_causal"
-
-attention = define(f"attention({_OPERANDS}) -> (Tensor o, Tensor norms)", _forward)
-"""O (B, H, T, E) from q (B, H, T, D), k (B, G, S, D), v (B, G, S, E), G dividing H, and a float mask that is added to
-the scores, broadcastable to (B, H, T, S). seed: one int64, of dropout with probability p; None for none.
-
-norms (2, B, H, T): of each query the largest score, and one over the sum of the exponentials below it."""
-
-attention_backward = define(
-    f"attention_backward(Tensor do, Tensor o, Tensor norms, {_OPERANDS}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    _backward,
-)
-"""The gradients of q, k and v from that of O, and O and norms themselves."""
-
-
-@flop_formula(torch.ops.comera.attention)
-def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Q Kᵀ and P V."""
-    batch, heads, queries, width = q
-    return int(2 * batch * heads * queries * k[2] * (width + v[3]))
-
-
-@flop_formula(torch.ops.comera.attention_backward)
-def _flops_backward(
-    do: Any, o: Any, norms: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
-    """Q Kᵀ, dS K and dSᵀ Q; dO Vᵀ and Pᵀ dO."""
-    batch, heads, queries, width = q
-    return int(2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3]))

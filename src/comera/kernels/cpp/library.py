@@ -1,52 +1,198 @@
-"""The kernels as operations of torch, which profilers, counters of FLOPs and recomputation see as any other."""
+"""The compiled kernels: the one table of their C signatures, the one caller, and their operations in torch.
+
+Operations are what profilers, FLOP counters and recomputation see. Lengths are checked here, before any pointer is
+passed on: they raise RuntimeError with what was expected and what was given.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from array import array
 from collections.abc import Callable, Iterable
-from ctypes import c_void_p
-from typing import Any
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from comera.kernels.flops import register_formulas
+from comera.kernels.cpp import build
 
-_LIBRARY = torch.library.Library("comera", "FRAGMENT")
+# Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words. The library
+# derives the same text from its functions' types (exports.h) and is refused where the two differ.
+SIGNATURES = {
+    "adamw": "l p p w3 p d d d d d i",
+    "attention": "w7 w4 p l f f i p i",
+    "attention_backward": "w7 w4 p l f f i p i",
+    "clip": "l p p d p i",
+    "dropout": "l p p i f p i",
+    "low_rank": "l l p l w9 l i",
+    "low_rank_output": "l l w9 l i",
+    "low_rank_backward": "l l p l w9 l p i",
+    "memory_held": "p p",
+    "merge": "l p p f i",
+    "merge_backward": "l p p f i",
+    "mlp": "i l l p l w9 l l i",
+    "mlp_backward": "i l l p l w9 l l p i",
+    "random_words": "l l p",
+    "residual_norm": "l l p p p p p i f f p p p p i",
+    "residual_norm_backward": "l l p p p p p p i f p p p p i",
+    "take_memory": "i p p",
+}
+_KINDS = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
+_FLOP_COUNTER = "torch.utils.flop_counter"
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+Functions = dict[str, Callable[..., int]]
+
+_library = torch.library.Library("comera", "FRAGMENT")
+_flop_formulas: dict[str, Callable[..., int]] = {}
 
 
-def define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation torch.ops.comera.NAME of a schema "NAME(Tensor x, ...) -> ..."; `run` makes its outputs on the CPU.
+def unavailable_reason() -> str | None:
+    """Why the kernels cannot be used here, in one line; None where they can."""
+    functions = _functions()
+    return functions if isinstance(functions, str) else None
 
-    Without a derivative: autograd functions call it. It goes through torch's dispatcher, which takes lists of tensors
-    apart and puts them together again, only where someone is there to see it.
+
+def call(name: str, *operands: object) -> None:
+    """Call the C function `name` of SIGNATURES; addresses are integers or `words`.
+
+    Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels.
+    """
+    functions = _functions()
+    if isinstance(functions, str):
+        raise RuntimeError(f"expected compiled kernels for {name}, but {functions}: ask select.supports before")
+    if functions[name](*operands):
+        raise MemoryError(f"the kernel {name} could not get its scratch memory: use smaller batches or fewer threads")
+
+
+def words(values: Iterable[int]) -> bytes:
+    """64-bit integers (sizes, addresses) for a kernel, which live as long as its call."""
+    return array("q", list(values)).tobytes()  # faster than one by one
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's elements are; 0, C's null pointer, for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def floats(name: str, tensor: Tensor) -> Tensor:
+    """`tensor` as kernels read it: contiguous, and without torch's negative bit, which says that its elements in memory
+    have the wrong sign. Raises RuntimeError unless it is float32 on the CPU."""
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+        raise RuntimeError(f"expected {name} of dtype float32 on the CPU, got {tensor.dtype} on {tensor.device}")
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_neg().contiguous()
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise RuntimeError unless `tensor` is of `shape`."""
+    if tensor.shape != shape:
+        raise RuntimeError(f"expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def checked(name: str, tensor: Tensor, *shape: int) -> Tensor:
+    """`floats` after `check_shape`."""
+    check_shape(name, tensor, shape)
+    return floats(name, tensor)
+
+
+def check_seed(seed: Tensor) -> Tensor:
+    """Raise RuntimeError unless `seed` is one int64 on the CPU."""
+    if seed.dtype != torch.int64 or seed.numel() != 1 or not seed.is_cpu:
+        raise RuntimeError(f"expected a seed of one int64 on the CPU, got {list(seed.shape)} {seed.dtype}")
+    return seed
+
+
+def operation(schema: str, flops: Callable[..., int] | None = None) -> Callable[[Run], Run]:
+    """Make a function the operation torch.ops.comera.NAME of a schema "NAME(Tensor x, ...) -> ...", on the CPU.
+
+    flops: takes the operands, shapes in place of tensors. The operation has no derivative: autograd functions call it.
+
+    The decorated function goes through torch's dispatcher only while a mode or a profiler would see it. Through the
+    dispatcher always: 8 µs more for a call of few tensors, 70 µs for a merge of 264, as it takes lists of tensors apart
+    and puts them together again; a compressed training step makes some hundred calls. torch has no public question for
+    the first: `is_in_torch_dispatch_mode` is one flag for all threads, which one that leaves a mode resets for another.
     """
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CPU")
-    operation: Callable[..., Any] = getattr(torch.ops.comera, name).default
 
-    def call(*operands: Any) -> Any:
-        if not _seen():
+    def decorate(run: Run) -> Run:
+        _library.define(schema)
+        _library.impl(name, run, "CPU")
+        dispatched = getattr(torch.ops.comera, name).default
+        if flops is not None:
+            _flop_formulas[name] = flops
+            if _FLOP_COUNTER in sys.modules:
+                _register_flops(name)
+
+        def call_operation(*operands: Any) -> Any:
+            if _profiler_enabled() or _get_current_dispatch_mode() is not None:
+                return dispatched(*operands)
             return run(*operands)
-        register_formulas()
-        return operation(*operands)
 
-    return call
+        call_operation.__name__, call_operation.__doc__ = run.__name__, run.__doc__
+        return call_operation  # type: ignore[return-value]
 
-
-def _seen() -> bool:
-    """Whether a mode (a counter of FLOPs, a replay, a trace) or a profiler looks at operations now."""
-    return _get_current_dispatch_mode() is not None or torch._C._autograd._profiler_enabled()
+    return decorate
 
 
-def integers(values: Iterable[int]) -> tuple[array[int], c_void_p]:
-    """Numbers of 64 bits in memory, as long as it is kept, and where: addresses or counts for a kernel."""
-    memory = array("q", list(values))  # faster than one by one
-    return memory, c_void_p(memory.buffer_info()[0])
+def _register_flops(name: str) -> None:
+    formula = _flop_formulas[name]
+    register = sys.modules[_FLOP_COUNTER].register_flop_formula
+    register(getattr(torch.ops.comera, name))(lambda *shapes, out_shape=None, **_: formula(*shapes))
 
 
-def pointer(tensor: Tensor | None) -> c_void_p:
-    """Where the numbers of a contiguous tensor stand; null for None."""
-    return c_void_p(None if tensor is None else tensor.data_ptr())
+class _FlopCounterImport(MetaPathFinder):
+    """Registers the formulas once torch.utils.flop_counter is imported: importing it from here would import triton,
+    0.25 s for something that few need."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _FLOP_COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                for operation_name in _flop_formulas:
+                    _register_flops(operation_name)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _FLOP_COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _FlopCounterImport())
+
+
+@cache
+def _functions() -> Functions | str:
+    """The C functions by name, or why there are none."""
+    path = build.compiled()
+    if isinstance(path, str):
+        return path
+    try:
+        library = ctypes.CDLL(str(path))
+        found = library.comera_signatures
+    except (OSError, AttributeError) as error:
+        return f"the compiled kernels could not be loaded: {error}"
+    found.restype = ctypes.c_char_p
+    exported = dict(item.split("=") for item in found().decode().split(";") if item)
+    for name in sorted(SIGNATURES.keys() | exported.keys()):
+        if exported.get(name) != SIGNATURES.get(name):
+            given, expected = (each.get(name, "absent") for each in (exported, SIGNATURES))
+            return f"the compiled kernels do not fit: expected {name} ({expected}), {path} has ({given}); delete it"
+    functions: Functions = {name: getattr(library, name) for name in SIGNATURES}
+    for name, kinds in SIGNATURES.items():
+        functions[name].argtypes = [_KINDS.get(kind, ctypes.c_void_p) for kind in kinds.split()]  # type: ignore[attr-defined]
+    return functions

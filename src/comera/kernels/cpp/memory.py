@@ -1,10 +1,8 @@
-"""Memory of wide tensors on a CPU: kept by memory.cpp when they are freed, and given to the next ones whole."""
+"""Memory for large tensors on a CPU: memory.cpp keeps it when they are freed and hands it whole to the next ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p, py_object, pythonapi
-from functools import cache
+from ctypes import byref, c_char_p, c_int64, c_void_p, py_object, pythonapi
 from math import prod
 from typing import NamedTuple
 
@@ -12,47 +10,45 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from comera.kernels.cpp.build import library, unavailable_reason
+from comera.kernels.cpp.library import call, unavailable_reason, words
 from comera.kernels.select import asked
 
-WIDE = 2**20
-"""Bytes from which on a tensor is wide: below, the C library's allocator is as fast and wastes little."""
+LARGE = 2**20
+"""Bytes from which on a tensor is large: below, the C library's allocator is as fast and wastes little."""
 
+_MOST = 2**47  # bytes that a process can address
 _DIMENSIONS = 4
+_FLOATS = torch.empty(0, dtype=torch.float32, device="cpu")  # its new_empty takes half the time of torch.empty
+_capsule = pythonapi.PyCapsule_New
+_capsule.argtypes, _capsule.restype = [c_void_p, c_char_p, c_void_p], py_object
 
 
 class Held(NamedTuple):
-    """Bytes of wide tensors that live, and of all memory that is held for them."""
+    """Bytes of large tensors that are alive, and of all memory held for such tensors."""
 
     in_use: int
     held: int
 
 
-@cache
-def _functions() -> tuple[Callable[..., int | None], Callable[..., object]]:
-    take, capsule = library().take_memory, pythonapi.PyCapsule_New
-    take.argtypes, take.restype = [c_int, POINTER(c_int64)], c_void_p
-    capsule.argtypes, capsule.restype = [c_void_p, c_char_p, c_void_p], py_object
-    return take, capsule
-
-
 def empty(*shape: int) -> Tensor:
-    """A float32 tensor of any numbers; a wide one in memory that goes to the next one when it is freed."""
+    """An uninitialized float32 tensor; a large one in memory that goes to the next one when it is freed."""
     if (
-        4 * prod(shape) >= WIDE
+        LARGE <= 4 * prod(shape) < _MOST
         and len(shape) <= _DIMENSIONS
         and asked("memory") is not False
         and unavailable_reason() is None
     ):
-        take, capsule = _functions()
-        tensor = take(len(shape), (c_int64 * len(shape))(*shape))
-        if tensor is not None:
-            return from_dlpack(capsule(tensor, b"dltensor", None))
-    return torch.empty(shape, dtype=torch.float32)  # and where there is no memory left, its error
+        tensor = c_void_p()
+        try:
+            call("take_memory", len(shape), words(shape), byref(tensor))
+            return from_dlpack(_capsule(tensor, b"dltensor", None))
+        except MemoryError:
+            pass  # torch has the error for it
+    return _FLOATS.new_empty(*shape) if shape else _FLOATS.new_empty(())  # as integers: faster than as a tuple
 
 
 def held() -> Held:
-    """What wide tensors take at this moment; only where there are native kernels."""
+    """What large tensors take at this moment. Only where there are kernels."""
     in_use, every = c_int64(), c_int64()
-    library().memory_held(byref(in_use), byref(every))
+    call("memory_held", byref(in_use), byref(every))
     return Held(in_use.value, every.value)

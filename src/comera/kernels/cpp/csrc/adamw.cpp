@@ -1,12 +1,13 @@
 // A step of AdamW (Loshchilov, Hutter: Decoupled weight decay regularization, ICLR 2019) on many tensors, as torch's
-// fused one takes it:
+// fused implementation takes it:
 //
 //     t += 1,   m = β1 m + (1 - β1) g,   v = β2 v + (1 - β2) g²
 //     x = (1 - lr λ) x - lr / (1 - β1^t) m / (√v / √(1 - β2^t) + ε)
 //
-// Each tensor has its own t, a float32 scalar, as torch keeps it. Coefficients are made in float64.
+// Each tensor has its own t, a float32 scalar as in torch. Coefficients are computed in float64.
 #include <cmath>
 
+#include "exports.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -17,8 +18,8 @@ struct State {
 };
 
 struct Coefficients {
-    float lasting, beta1, rest1, beta2, rest2, eps;  // of all tensors
-    float rate, root;                                // of one: lr / (1 - β1^t), 1 / √(1 - β2^t)
+    float decay, beta1, rest1, beta2, rest2, eps;  // shared: 1 - lr λ, ...
+    float rate, root;                              // of one tensor: lr / (1 - β1^t), 1 / √(1 - β2^t)
 };
 
 __attribute__((always_inline)) inline Vec square_root(Vec x) {
@@ -33,13 +34,13 @@ __attribute__((always_inline)) inline void vector(const Coefficients& c, const f
     const Vec mean = load(m) * c.beta1 + slope * c.rest1, square = load(v) * c.beta2 + slope * slope * c.rest2;
     store(m, mean);
     store(v, square);
-    store(x, load(x) * c.lasting - mean * c.rate / (square_root(square) * c.root + c.eps));
+    store(x, load(x) * c.decay - mean * c.rate / (square_root(square) * c.root + c.eps));
 }
 
 void update(Coefficients c, long count, const float* g, float* x, float* m, float* v) {
     long i = 0;
     for (; i + W <= count; i += W) vector(c, g + i, x + i, m + i, v + i);
-    if (const size_t bytes = (count - i) * sizeof(float)) {  // with the same arithmetic, wherever a tensor was cut
+    if (const size_t bytes = (count - i) * sizeof(float)) {  // the same arithmetic wherever a tensor is cut
         float end[4][W] = {};
         const float* const from[4] = {g + i, x + i, m + i, v + i};
         for (int k = 0; k < 4; ++k) std::memcpy(end[k], from[k], bytes);
@@ -53,26 +54,29 @@ void update(Coefficients c, long count, const float* g, float* x, float* m, floa
 
 extern "C" {
 
-// gradients: g of all tensors; params: x; states: m, v and t of the first, of the second and so on; counts: of numbers.
-void adamw(long tensors, float* const* gradients, float* const* params, const State* states, const long* counts,
-           double lr, double beta1, double beta2, double eps, double decay, int threads) {
-    std::vector<Coefficients> of(tensors);
-    double before = 0, rate = 0, root = 0;
-    for (long k = 0; k < tensors; ++k) {
-        const double steps = *states[k].count += 1;
-        if (steps != before) {  // most are as old as the one before
-            rate = lr / (1 - std::pow(beta1, steps));
-            root = 1 / std::sqrt(1 - std::pow(beta2, steps));
-            before = steps;
+// gradients: g; params: x; states: m, v and t; counts: elements of each tensor.
+int adamw(long tensors, float* const* gradients, float* const* params, const State* states, const long* counts,
+          double lr, double beta1, double beta2, double eps, double decay, int threads) {
+    return status([=] {
+        const Tiles tiles(tensors, counts);
+        std::vector<Coefficients> of(tensors);
+        double before = 0, rate = 0, root = 0;
+        for (long k = 0; k < tensors; ++k) {
+            const double steps = *states[k].count += 1;
+            if (steps != before) {  // most tensors are as old as the one before
+                rate = lr / (1 - std::pow(beta1, steps));
+                root = 1 / std::sqrt(1 - std::pow(beta2, steps));
+                before = steps;
+            }
+            of[k] = {float(1 - lr * decay), float(beta1), float(1 - beta1), float(beta2), float(1 - beta2), float(eps),
+                     float(rate), float(root)};
         }
-        of[k] = {float(1 - lr * decay), float(beta1), float(1 - beta1), float(beta2), float(1 - beta2), float(eps),
-                 float(rate), float(root)};
-    }
-    const Pieces pieces(tensors, counts);
-#pragma omp parallel num_threads(pieces.useful(threads))
-    pieces.own([&](size_t, const Piece& p) {
-        const long k = p.tensor, i = p.first;
-        update(of[k], p.count, gradients[k] + i, params[k] + i, states[k].mean + i, states[k].square + i);
+#pragma omp parallel num_threads(tiles.useful(threads))
+        tiles.own([&](size_t, const Tile& t) {
+            const long k = t.tensor, i = t.first;
+            update(of[k], t.count, gradients[k] + i, params[k] + i, states[k].mean + i, states[k].square + i);
+        });
     });
 }
+EXPORT(adamw);
 }

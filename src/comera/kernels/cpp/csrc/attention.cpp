@@ -1,54 +1,60 @@
-// Attention of many heads with dropout, and its gradients (nn/attention.py). Of a sample and a head, with M the mask of
-// dropout, 0 or 1/(1-p):
+// Attention with dropout, and its gradients (ops/attention.py). For one sample and head, with M the mask of dropout, 0 or
+// 1/(1-p):
 //
 //     S = scale Q Kᵀ + mask,  P = softmax(S) over the keys,  O = (M P) V
 //     dV = (M P)ᵀ dO,  dP = M (dO Vᵀ),  dS = P (dP - D),  D = Σ P dP = Σ O dO,  dQ = scale dS K,  dK = scale dSᵀ Q
 //
-// Scores exist as tiles of KEYS x QUERIES in the caches of a core, transposed: with the queries side by side a softmax
-// over the keys is arithmetic of whole vectors, and of the seven products only those that make scores need turned
-// operands, Qᵀ and dOᵀ. A query's sum and O so far are scaled down where a later tile has a larger score (Milakov and
-// Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). Kept for the backward
-// are O and, of each query, the largest score and one over the sum of exponentials below it: their log-sum-exp as one
-// number would lose digits where scores are large, or a mask hides by large finite numbers. The mask of dropout follows
-// from a seed (random.h): its rows are the keys of a sample and head after the other, the entries of a row the queries.
-// Threads share samples and heads; in the backward the groups of heads that have their keys in common.
+// Scores exist only as tiles of KEYS x QUERIES in the caches of a core, transposed: with contiguous queries a softmax over
+// the keys is arithmetic on whole vectors, and of the seven products only those that make scores need transposed operands,
+// Qᵀ and dOᵀ. A query's sum and its O so far are scaled down when a later tile has a larger score (Milakov and Gimelshein,
+// Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). The backward needs O and, for each
+// query, the largest score and one over the sum of exponentials below it: their log-sum-exp as a single number would lose
+// digits where scores are large, or where a mask hides by large finite numbers. The dropout mask follows from a seed
+// (random.h): its rows are the keys of one sample and head after the other, the entries of a row the queries. Threads
+// divide samples and heads; in the backward, the groups of heads that share their keys.
 //
-// Rejected: scores with the keys side by side, which take horizontal sums and a third turned operand; asking for the
-// memory of the next head while one computes, which gains 1 %; larger tiles, or operands in place of packed ones, which
-// gain nothing: products take three quarters of the time, at 85 GFLOP/s of the 104 that a core of an AMD EPYC 7003 has.
+// Rejected: scores with contiguous keys, which take horizontal sums and a third transposed operand; prefetching the next
+// head during the arithmetic, which gains 1 %; larger tiles, or operands in place instead of packed, which gain nothing:
+// products take three quarters of the time, at 85 GFLOP/s of the 104 that a core of an AMD EPYC 7003 has.
 #include <algorithm>
 
+#include "exports.h"
 #include "products.h"
 #include "random.h"
+#include "scratch.h"
 
 namespace {
 
-constexpr long QUERIES = 64, KEYS = 96;  // QUERIES as random.h has entries in a block
+constexpr long QUERIES = 64, KEYS = 96;  // QUERIES: the entries of a block in random.h
 constexpr int VECS = QUERIES / W;
 constexpr float INF = __builtin_inff();
 
-// (batch, heads, rows, numbers) with its strides, the numbers of a row side by side.
+// Four words from Python: (batch, heads, rows, columns) with its strides; columns are contiguous.
 struct View {
     float* at;
     long batch, head, row;
     float* from(long b, long h, long r) const { return at + b * batch + h * head + r * row; }
 };
 
-struct Problem {
+// Seven words from Python.
+struct Sizes {
     long batch, heads, kv_heads, queries, keys, width, value_width;
-    View q, k, v, mask;   // the mask null where there is none, and with strides 0 where it is broadcast
-    const int64_t* seed;  // of dropout, null without
+};
+
+struct Problem : Sizes {
+    View q, k, v, mask;   // mask null if there is none, strides 0 where it is broadcast
+    const int64_t* seed;  // of dropout; null without
     long dropped;         // of 2^16
     float scale, kept_scale;
     int causal;
 };
 
-// Part of a problem: queries from t and keys from s on of a sample and a head.
+// The queries from t and the keys from s on, of one sample and head.
 struct Tile {
     long b, h, t, s, queries, keys;
 };
 
-// (rows, columns), times `scale`, as (rows and width, both multiples of W), filled up with zeros.
+// (rows, columns) times `scale`, padded with zeros: rows to whole vectors, columns to `width`.
 void pack(const float* from, long row, long rows, long columns, float scale, float* to, long width) {
     const long whole = columns / W * W;
     for (long r = 0; r < rows; ++r, from += row, to += width) {
@@ -58,7 +64,7 @@ void pack(const float* from, long row, long rows, long columns, float scale, flo
     std::fill(to, to + (padded(rows, W) - rows) * width, 0.0f);
 }
 
-// The other way.
+// The reverse of pack.
 void unpack(const float* from, long width, long rows, long columns, float scale, float* to, long row) {
     const long whole = columns / W * W;
     for (long r = 0; r < rows; ++r, from += width, to += row) {
@@ -78,14 +84,14 @@ void hide(const Problem& problem, const Tile& at, float* scores, float* spare) {
     const long n = padded(at.queries, W);
     if (problem.mask.at) {
         const float* mask = problem.mask.from(at.b, at.h, at.t) + at.s;
-        float* const turned = spare + QUERIES * KEYS;
+        float* const transposed = spare + QUERIES * KEYS;
         if (problem.mask.row) {
             pack(mask, problem.mask.row, at.queries, at.keys, 1.0f, spare, KEYS);
-            turn(n, KEYS, spare, KEYS, turned, QUERIES);
+            transpose(n, KEYS, spare, KEYS, transposed, QUERIES);
         }
         for (long s = 0; s < at.keys; ++s)
             for (long j = s * QUERIES; j < s * QUERIES + n; j += W)
-                store(scores + j, load(scores + j) + (problem.mask.row ? load(turned + j) : splat(mask[s])));
+                store(scores + j, load(scores + j) + (problem.mask.row ? load(transposed + j) : splat(mask[s])));
     }
     if (problem.causal)
         for (long s = 0; s < at.keys; ++s)
@@ -97,7 +103,7 @@ inline void keep(const Problem& problem, const Tile& at, long s, Vec factors[VEC
     keep_factors(*problem.seed, row * blocks + at.t / 64, problem.dropped, problem.kept_scale, factors);
 }
 
-// Scores of a tile as weights below their largest so far, times M; sums and o are brought to the same largest.
+// Scores of a tile become exponentials relative to the largest so far, times M; sums and o are rescaled to match.
 void softmax(const Problem& problem, const Tile& at, float* scores, Vec* top, Vec* sum, float* o, long o_width) {
     const long vecs = padded(at.queries, W) / W;
     Vec before[VECS], base[VECS], factors[VECS];
@@ -124,18 +130,20 @@ void softmax(const Problem& problem, const Tile& at, float* scores, Vec* top, Ve
     }
 }
 
-thread_local Scratch own;
+thread_local Workspace threads_workspace;
 
 void forward(const Problem& problem, View out, float* tops, float* shares, int threads) {
     const long keys = padded(problem.keys, W);
     const long width = padded(problem.width, W), o_width = padded(problem.value_width, W);
+    Workspace& workspace = threads_workspace;
+    workspace.reserve(threads, QUERIES * (2 * width + o_width + 3 * KEYS) + keys * (width + o_width) + 64);
 #pragma omp parallel num_threads(threads)
     {
-        float* next = own.numbers(QUERIES * (2 * width + o_width + 3 * KEYS) + keys * (width + o_width) + 64);
-        auto take = [&next](long count) { float* from = next; next += padded(count, 16); return from; };
-        float *const q = take(QUERIES * width), *const qt = take(QUERIES * width), *const o = take(QUERIES * o_width);
-        float *const scores = take(QUERIES * KEYS), *const spare = take(2 * QUERIES * KEYS);
-        float *const k = take(keys * width), *const v = take(keys * o_width);
+        Room room = {workspace.own()};
+        float *const q = room.take(QUERIES * width), *const qt = room.take(QUERIES * width);
+        float *const o = room.take(QUERIES * o_width);
+        float *const scores = room.take(QUERIES * KEYS), *const spare = room.take(2 * QUERIES * KEYS);
+        float *const k = room.take(keys * width), *const v = room.take(keys * o_width);
 #pragma omp for schedule(static)
         for (long unit = 0; unit < problem.batch * problem.heads; ++unit) {
             const long b = unit / problem.heads, h = unit % problem.heads, kv = h * problem.kv_heads / problem.heads;
@@ -144,7 +152,7 @@ void forward(const Problem& problem, View out, float* tops, float* shares, int t
             for (long t = 0; t < problem.queries; t += QUERIES) {
                 const long count = std::min(QUERIES, problem.queries - t), n = padded(count, W);
                 pack(problem.q.from(b, h, t), problem.q.row, count, problem.width, problem.scale, q, width);
-                turn(n, width, q, width, qt, QUERIES);
+                transpose(n, width, q, width, qt, QUERIES);
                 Vec top[VECS], sum[VECS];
                 std::fill_n(top, VECS, splat(-INF));
                 std::fill_n(sum, VECS, splat(0.0f));
@@ -170,7 +178,7 @@ void forward(const Problem& problem, View out, float* tops, float* shares, int t
     }
 }
 
-// P of a tile in place of its scores, and M P.
+// P of a tile in place of its scores, and M P in `kept`.
 void weights(const Problem& problem, const Tile& at, const float* top, const float* share, float* p, float* kept) {
     const long vecs = padded(at.queries, W) / W;
     Vec factors[VECS];
@@ -194,7 +202,7 @@ void through_softmax(const Tile& at, const float* p, const float* kept, const fl
         }
 }
 
-// Σ a b over each row of a (rows, width), filled up with zeros, and b (rows, columns).
+// Σ a b over each row of a (rows, width), padded with zeros, and b (rows, columns).
 void row_sums(const float* a, long width, const float* b, long row, long rows, long columns, float* to) {
     const long whole = columns / W * W;
     for (long r = 0; r < rows; ++r, a += width, b += row) {
@@ -212,11 +220,13 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
     const long keys = padded(problem.keys, W);
     const long width = padded(problem.width, W), o_width = padded(problem.value_width, W);
     const long group = problem.heads / problem.kv_heads;
+    const long tiles = QUERIES * (3 * width + 2 * o_width + 5 * KEYS + 3);
+    Workspace& workspace = threads_workspace;
+    workspace.reserve(threads, tiles + 2 * keys * (width + o_width) + 64);
 #pragma omp parallel num_threads(threads)
     {
-        const long tiles = QUERIES * (3 * width + 2 * o_width + 5 * KEYS + 3);
-        float* next = own.numbers(tiles + 2 * keys * (width + o_width) + 64);
-        auto take = [&next](long count) { float* from = next; next += padded(count, 16); return from; };
+        Room room = {workspace.own()};
+        auto take = [&room](long count) { return room.take(count); };
         float *const q = take(QUERIES * width), *const qt = take(QUERIES * width), *const dq = take(QUERIES * width);
         float *const d_o = take(QUERIES * o_width), *const dot = take(QUERIES * o_width);
         float *const p = take(QUERIES * KEYS), *const ds = take(QUERIES * KEYS);
@@ -236,11 +246,11 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
                     const long count = std::min(QUERIES, problem.queries - t), n = padded(count, W);
                     pack(problem.q.from(b, h, t), problem.q.row, count, problem.width, problem.scale, q, width);
                     pack(d_out.from(b, h, t), d_out.row, count, problem.value_width, 1.0f, d_o, o_width);
-                    turn(n, width, q, width, qt, QUERIES);
-                    turn(n, o_width, d_o, o_width, dot, QUERIES);
+                    transpose(n, width, q, width, qt, QUERIES);
+                    transpose(n, o_width, d_o, o_width, dot, QUERIES);
                     row_sums(d_o, o_width, out.from(b, h, t), out.row, count, problem.value_width, d);
                     const long first = (b * problem.heads + h) * problem.queries + t;
-                    for (long j = 0; j < n; ++j) {  // 0 for what is filled up
+                    for (long j = 0; j < n; ++j) {  // padding: 0
                         top[j] = j < count ? tops[first + j] : 0.0f;
                         share[j] = j < count ? shares[first + j] : 0.0f;
                         d[j] = j < count ? d[j] : 0.0f;
@@ -272,14 +282,25 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
 
 extern "C" {
 
-// norms (2, batch, heads, queries): of each query the largest score, and one over the sum of exponentials below it.
-void attention(const Problem* problem, const View* out, float* norms, int threads) {
-    forward(*problem, *out, norms, norms + problem->batch * problem->heads * problem->queries, threads);
+// views: q, k, v, mask (at null for none), o. norms (2, batch, heads, queries): for each query the largest score, and one
+// over the sum of exponentials below it.
+int attention(const Sizes* sizes, const View* views, const int64_t* seed, long dropped, float scale, float kept_scale,
+              int causal, float* norms, int threads) {
+    return status([=] {
+        const Problem problem{*sizes, views[0], views[1], views[2], views[3], seed, dropped, scale, kept_scale, causal};
+        forward(problem, views[4], norms, norms + problem.batch * problem.heads * problem.queries, threads);
+    });
 }
+EXPORT(attention);
 
-void attention_backward(const Problem* problem, const View* d_out, const View* out, const float* norms, const View* dq,
-                        const View* dk, const View* dv, int threads) {
-    const float* const shares = norms + problem->batch * problem->heads * problem->queries;
-    backward(*problem, *d_out, *out, norms, shares, *dq, *dk, *dv, threads);
+// views: q, k, v, mask, do, o, dq, dk, dv.
+int attention_backward(const Sizes* sizes, const View* views, const int64_t* seed, long dropped, float scale,
+                       float kept_scale, int causal, const float* norms, int threads) {
+    return status([=] {
+        const Problem problem{*sizes, views[0], views[1], views[2], views[3], seed, dropped, scale, kept_scale, causal};
+        const float* const shares = norms + problem.batch * problem.heads * problem.queries;
+        backward(problem, views[4], views[5], norms, shares, views[6], views[7], views[8], threads);
+    });
 }
+EXPORT(attention_backward);
 }

@@ -1,13 +1,14 @@
-// The norm of many tensors together, and the product of each with one number where it is too large: a gradient before
-// the optimizer takes it. Sums of pieces are added in their order, in float64.
+// The joint norm of many tensors, and their scaling where it is too large: gradient clipping before an optimizer step.
+// The sums of tiles are added in order, in float64.
 #include <cmath>
 
+#include "exports.h"
 #include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
-// Squares are added in so many lanes that no sum of float32 grows long.
+// Σ x², in enough lanes that no float32 sum grows long.
 double squares(const float* x, long count) {
     Vec lanes[4] = {};
     long i = 0;
@@ -30,26 +31,27 @@ void scale(float* x, long count, float factor) {
 
 extern "C" {
 
-// Scales all tensors down to a norm of `limit` where theirs is larger, and 0 < limit; returns their norm before.
-float clip(long tensors, float* const* memory, const long* counts, double limit, int threads) {
-    const Pieces pieces(tensors, counts);
-    std::vector<double> sums(pieces.all.size());
-    float norm = 0;
-#pragma omp parallel num_threads(pieces.useful(threads))
-    {
-        pieces.own([&](size_t k, const Piece& p) { sums[k] = squares(memory[p.tensor] + p.first, p.count); });
+// norm: that of all tensors before clipping. Where it exceeds a limit > 0, all are scaled so that theirs is the limit.
+int clip(long tensors, float* const* memory, const long* counts, double limit, float* norm, int threads) {
+    return status([=] {
+        const Tiles tiles(tensors, counts);
+        std::vector<double> sums(tiles.all.size());
+#pragma omp parallel num_threads(tiles.useful(threads))
+        {
+            tiles.own([&](size_t k, const Tile& t) { sums[k] = squares(memory[t.tensor] + t.first, t.count); });
 #pragma omp barrier
 #pragma omp single
-        {
-            double total = 0;
-            for (const double sum : sums) total += sum;
-            norm = (float)std::sqrt(total);
+            {
+                double total = 0;
+                for (const double sum : sums) total += sum;
+                *norm = (float)std::sqrt(total);
+            }
+            if (0 < limit && limit < *norm)
+                tiles.own([&](size_t, const Tile& t) {
+                    scale(memory[t.tensor] + t.first, t.count, (float)(limit / (*norm + 1e-6)));
+                });
         }
-        if (0 < limit && limit < norm)
-            pieces.own([&](size_t, const Piece& p) {
-                scale(memory[p.tensor] + p.first, p.count, (float)(limit / (norm + 1e-6)));
-            });
-    }
-    return norm;
+    });
 }
+EXPORT(clip);
 }

@@ -1,53 +1,61 @@
-// Products of a batch with the halves of weights, of ranks far smaller than their features (contract/two_sided.py):
+// Products of a batch with the factors of low-rank weights, whose rank is far smaller than their features:
 //
-//     narrow    P = x Aᵀ      (samples, rank)      likewise U = dy Bᵀ
-//     wide      y = P B       (samples, features)  likewise dx = U A
-//     gradient  ∂B = Pᵀ dy    (rank, features)     likewise ∂A = Uᵀ x
+//     project           P = x Aᵀ      (samples, rank)      also U = dy Bᵀ
+//     expand            y = P B       (samples, features)  also dx = U A
+//     factor_gradients  ∂B = Pᵀ dy    (rank, features)     also ∂A = Uᵀ x
 //
-// Pieces of parallel regions, which all threads of one call; each ends without waiting for the others. For narrow the
-// batch is read where it stands, and A is turned into panels of two vectors of the rank, which all threads read. For
-// the other two, groups of features are laid out by the thread that needs them, as rows a multiple of 1 or 3 kB apart
-// would fall on the same few lines of the first cache. Threads share samples for narrow, features for the others: so
-// little has to go from cache to cache, and no sum depends on how many threads there are.
+// All are called by every thread of a parallel region and share their work among them; none ends with a barrier.
+// `project` reads the batch in place and A as panels of two vectors of the rank, which all threads share. The other two
+// pack groups of features into the calling thread's own memory (`group`), since rows a multiple of 1 or 3 kB apart would
+// compete for a few lines of the first cache. Threads divide the samples for `project` and the features for the others:
+// little moves between their caches, and no sum depends on how many threads there are.
 //
-// Rejected: the general products of a library, which spend on their own packing what so short a side never gives back,
-// and as many calls, joins of threads and copies as there are products.
+// Rejected: a library's general matrix products, whose packing never pays off for so short a side, and which take as
+// many calls, joins of threads and copies as there are products.
 #pragma once
 
 #include <algorithm>
 
 #include "products.h"
+#include "scratch.h"
 
 namespace {
 
-// Numbers at a time so that what meets stays in the first cache: of the rank, samples, of a long sum over features and
-// over samples, and features.
+// A weight y = [1 P] [bias; B], P = x Aᵀ, as nine words from Python. All rows are contiguous but those of p, whose stride
+// the caller gives.
+struct Weight {
+    long rank, rows, features;  // rank of A; rows of b, one more with a bias; features of b
+    const float *a, *b;         // A (rank, features of x); B or [bias; B] (rows, features)
+    float *p, *y;               // P or [1 P] (samples, rows padded to whole vectors); y, or dy in the backward
+    float *da, *db;             // null where not wanted
+    long has_bias() const { return rows - rank; }
+};
+
+// Blocks that keep operands in the first cache: rank, samples, features and samples of a long sum, features.
 constexpr long PANEL = 2 * W, BLOCK = 66, DEPTH = 96, LENGTH = 128, GROUP = 64;
 
-thread_local Scratch group;
+// Floats that transpose_panels writes.
+inline long panels_size(long rank, long features) { return padded(features, W) * padded(rank, PANEL); }
 
-// Numbers of memory for share_turned.
-inline long turned_size(long rank, long features) { return padded(features, W) * padded(rank, PANEL); }
-
-// (rank, features) turned: panels (features, PANEL) of the rank, filled up with zeros to whole vectors either way.
-void share_turned(const float* from, long rank, long features, float* to) {
+// (rank, features) transposed to panels (features, PANEL), padded with zeros to whole vectors both ways.
+void transpose_panels(const float* from, long rank, long features, float* to) {
 #pragma omp for schedule(static) nowait
     for (long i = 0; i < features; i += W)
         for (long r = 0; r < rank; r += W) {
             const float* const at = from + r * features + i;
             float* const square = to + r / PANEL * PANEL * padded(features, W) + i * PANEL + r % PANEL;
             if (i + W <= features && r + W <= rank) {
-                turn_square(at, features, square, PANEL);
+                transpose_square(at, features, square, PANEL);
             } else {
                 float edge[W * W] = {};
                 for (long k = 0; k < std::min<long>(W, rank - r); ++k)
                     std::copy_n(at + k * features, std::min<long>(W, features - i), edge + k * W);
-                turn_square(edge, W, square, PANEL);
+                transpose_square(edge, W, square, PANEL);
             }
         }
 }
 
-// `width` columns of (rows, columns) as (rows, GROUP), filled up with zeros to whole vectors.
+// `width` columns of (rows, columns) as (rows, GROUP), padded with zeros to whole vectors.
 inline void pack_group(const float* from, long rows, long columns, long width, float* to) {
     for (long r = 0; r < rows; ++r, from += columns, to += GROUP)
         if (width == GROUP)
@@ -56,7 +64,7 @@ inline void pack_group(const float* from, long rows, long columns, long width, f
             std::fill_n(std::copy_n(from, width, to), padded(width, W) - width, 0.0f);
 }
 
-// product() with a group, of whose columns `width` are c's.
+// product() with a packed group b; c has only `width` columns.
 void group_product(long m, long width, long depth, Matrix a, const float* b, float* c, long c_row, bool add) {
     const long whole = width / W * W;
     product(m, whole, depth, a, b, GROUP, c, c_row, add);
@@ -69,61 +77,64 @@ void group_product(long m, long width, long depth, Matrix a, const float* b, flo
     }
 }
 
-// Samples that a thread takes at a time, so that all have as many.
+// Samples that a thread takes at a time, so that all threads get the same number.
 inline long block_of(long samples, long threads) {
     const long shares = threads * ((samples + threads * BLOCK - 1) / (threads * BLOCK));
     return padded((samples + shares - 1) / std::max(1l, shares), 6) + (samples == 0);
 }
 
-// to (samples, rank filled up to whole vectors) = x Aᵀ, A turned; `row` from a row of `to` to the next.
-void make_narrow(long samples, long features, const float* x, const float* turned, long rank, float* to, long row,
-                 long block) {
+// to (samples, rank padded to whole vectors) = x Aᵀ, A as panels; `row`: row stride of `to`.
+void project(long samples, long features, const float* x, const float* panels, long rank, float* to, long row,
+             long block) {
 #pragma omp for schedule(static) nowait
     for (long s = 0; s < samples; s += block) {
         const long n = std::min(block, samples - s);
         for (long j = s; j < s + n && features == 0; ++j) std::fill_n(to + j * row, padded(rank, W), 0.0f);
         for (long i = 0; i < features; i += DEPTH)
             for (long r = 0; r < rank; r += PANEL) {
-                const float* const panel = turned + r * padded(features, W) + i * PANEL;
+                const float* const panel = panels + r * padded(features, W) + i * PANEL;
                 product(n, std::min(PANEL, padded(rank - r, W)), std::min(DEPTH, features - i),
                         {x + s * features + i, features, 1}, panel, PANEL, to + s * row + r, row, i > 0);
             }
     }
 }
 
-// The ones that a bias meets.
+// The column of ones that multiplies a bias.
 void put_ones(long samples, float* to, long row) {
 #pragma omp for schedule(static) nowait
     for (long s = 0; s < samples; ++s) to[s * row] = 1.0f;
 }
 
-// (rows, features) of a half.
-struct Rows {
+// A or B (rows, features).
+struct Factor {
     long rows;
     const float* at;
 };
 
-// y (samples, features) = narrow (samples, all rows) times the rows of all parts, one below the other.
-void make_wide(long samples, const float* narrow, long row, const Rows* parts, long count, long features, float* y) {
+// Floats that expand and factor_gradients pack into `group`; depth: all rows of the factors.
+inline long group_size(long depth) { return std::max(depth, LENGTH) * GROUP; }
+
+// y (samples, features) = p (samples, all rows) times the factors stacked on each other; `row`: row stride of p.
+void expand(long samples, const float* p, long row, const Factor* factors, long count, long features, float* y,
+            float* group) {
     long depth = 0, packed = -1;
-    for (long k = 0; k < count; ++k) depth += parts[k].rows;
-    float* const panel = group.numbers(depth * GROUP);
+    for (long k = 0; k < count; ++k) depth += factors[k].rows;
     const long blocks = (samples + BLOCK - 1) / BLOCK, groups = (features + GROUP - 1) / GROUP;
 #pragma omp for schedule(static) nowait
     for (long task = 0; task < groups * blocks; ++task) {
         const long o = task / blocks * GROUP, s = task % blocks * BLOCK, width = std::min(GROUP, features - o);
         if (packed != o) {
-            float* to = panel;
-            for (long k = 0; k < count; to += parts[k++].rows * GROUP)
-                pack_group(parts[k].at + o, parts[k].rows, features, width, to);
+            float* to = group;
+            for (long k = 0; k < count; to += factors[k++].rows * GROUP)
+                pack_group(factors[k].at + o, factors[k].rows, features, width, to);
             packed = o;
         }
-        group_product(std::min(BLOCK, samples - s), width, depth, {narrow + s * row, row, 1}, panel,
-                      y + s * features + o, features, false);
+        group_product(std::min(BLOCK, samples - s), width, depth, {p + s * row, row, 1}, group, y + s * features + o,
+                      features, false);
     }
 }
 
-// The sum of the rows of a group; of four rows at once, as one addition waits for the other.
+// The sum of the rows of a packed group; four rows at once, as each addition waits for the one before.
 inline void add_rows(const float* from, long rows, Vec* sums) {
     for (long j = 0; j < GROUP / W; ++j) {
         const float* at = from + j * W;
@@ -136,28 +147,29 @@ inline void add_rows(const float* from, long rows, Vec* sums) {
     }
 }
 
-// to (rank, features) = narrowᵀ wide for a narrow (samples, rank), its rows `row` apart.
+// to (rank, features) = pᵀ dy for p (samples, rank) with row stride `row`.
 struct Gradient {
     long rank;
-    const float* narrow;
+    const float* p;
     long row;
     float* to;
 };
 
-// Gradients from the same wide (samples, features); `sum`, where there is one, is that over its samples.
-void make_gradients(long samples, long features, const float* wide, const Gradient* parts, long count, float* sum) {
-    float* const panel = group.numbers(LENGTH * GROUP);
+// Gradients from one dy (samples, features); `sum`, if given: that of dy over its samples.
+void factor_gradients(long samples, long features, const float* dy, const Gradient* gradients, long count, float* sum,
+                      float* group) {
 #pragma omp for schedule(static) nowait
     for (long o = 0; o < features; o += GROUP) {
         const long width = std::min(GROUP, features - o);
         Vec sums[GROUP / W] = {};
         for (long s = 0; s < std::max(samples, 1l); s += LENGTH) {
             const long depth = std::min(LENGTH, samples - s);
-            pack_group(wide + s * features + o, depth, features, width, panel);
-            for (long k = 0; k < count; ++k)
-                group_product(parts[k].rank, width, depth, {parts[k].narrow + s * parts[k].row, 1, parts[k].row}, panel,
-                              parts[k].to + o, features, s > 0);
-            if (sum) add_rows(panel, depth, sums);
+            pack_group(dy + s * features + o, depth, features, width, group);
+            for (long k = 0; k < count; ++k) {
+                const Gradient& g = gradients[k];
+                group_product(g.rank, width, depth, {g.p + s * g.row, 1, g.row}, group, g.to + o, features, s > 0);
+            }
+            if (sum) add_rows(group, depth, sums);
         }
         if (sum) std::memcpy(sum + o, sums, width * sizeof(float));
     }

@@ -1,12 +1,12 @@
-// Memory of wide tensors, kept when they are freed and given to the next ones whole.
+// Memory of large tensors, kept when they are freed and handed whole to the next ones.
 //
-// The allocator of the C library cuts what a wide tensor has left behind for the many small ones that come after it, and
-// so takes more memory for the next wide one: a step of 32 x 128 tokens with recomputation then holds 740 MB where its
-// tensors are never more than 320. Mapping each anew instead costs as many page faults as there are pages.
+// The C library's allocator splits what a large tensor leaves behind among the many small ones that follow, and so asks
+// for more memory for the next large one: a step of 32 x 128 tokens with recomputation then holds 740 MB though its
+// tensors never exceed 320. Mapping each tensor anew would cost as many page faults as it has pages.
 //
 // Blocks are whole mappings, in huge pages where the system has them. A request takes the smallest free block that fits
-// and is at most a quarter larger. All blocks together are never more than were once in use at a time: before another one
-// is mapped, free ones go back to the system, the longest unused first.
+// and is at most a quarter larger. All blocks together never exceed what was once in use at a time: before another one
+// is mapped, free blocks go back to the system, the longest unused first.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -16,9 +16,11 @@
 #include <mutex>
 #include <new>
 
+#include "exports.h"
+
 namespace {
 
-// DLPack, the form in which libraries hand tensors over (github.com/dmlc/dlpack, before versions were added to it)
+// DLPack, the format in which libraries exchange tensors (github.com/dmlc/dlpack, before it was versioned)
 struct DLTensor {
     void* data;
     struct { int32_t type, id; } device;
@@ -35,22 +37,23 @@ struct DLManagedTensor {
 constexpr int32_t CPU = 1;
 constexpr uint8_t FLOAT = 2;
 
-constexpr size_t PAGE = 1 << 16, HUGE_PAGE = 2 << 20;  // whole pages of any machine; what is not touched takes nothing
+constexpr size_t PAGE = 1 << 16, HUGE_PAGE = 2 << 20;  // whole pages on any machine; untouched ones cost nothing
 
 struct Block {
     DLManagedTensor managed;
     int64_t shape[4];
     size_t bytes;
+    std::list<Block*> node;  // its place in the pool's list while in use: freeing a tensor must not need memory
 };
 
 struct Pool {
     std::mutex mutex;
-    std::list<Block*> waiting;  // the longest unused first
+    std::list<Block*> free;  // the longest unused first
     size_t in_use = 0, held = 0, most = 0;
 };
 Pool& pool = *new Pool;  // never destroyed: tensors may outlive everything else
 
-void* mapped(size_t bytes) {
+void* map(size_t bytes) {
     const size_t all = bytes + HUGE_PAGE;
     void* const at = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) return nullptr;
@@ -65,10 +68,10 @@ void* mapped(size_t bytes) {
 }
 
 void unmap_oldest() {
-    Block* const block = pool.waiting.front();
-    pool.waiting.pop_front();
+    Block* const block = pool.free.front();
     munmap(block->managed.tensor.data, block->bytes);
     pool.held -= block->bytes;
+    pool.free.pop_front();
     delete block;
 }
 
@@ -76,53 +79,61 @@ void give_back(DLManagedTensor* managed) {
     Block* const block = static_cast<Block*>(managed->context);
     const std::lock_guard<std::mutex> lock(pool.mutex);
     pool.in_use -= block->bytes;
-    pool.waiting.push_back(block);
+    pool.free.splice(pool.free.end(), block->node);
 }
 
 }  // namespace
 
 extern "C" {
 
-// A tensor of floats with up to four dimensions, or null where the system has no more memory.
-DLManagedTensor* take_memory(int dimensions, const int64_t* shape) {
-    size_t numbers = 1;
-    for (int k = 0; k < dimensions; ++k) numbers *= shape[k];
-    const size_t bytes = (numbers * sizeof(float) + PAGE - 1) / PAGE * PAGE;
+// A float tensor of up to four dimensions.
+int take_memory(int dimensions, const int64_t* shape, DLManagedTensor** tensor) {
+    size_t elements = 1;
+    for (int k = 0; k < dimensions; ++k) elements *= shape[k];
+    const size_t bytes = (elements * sizeof(float) + PAGE - 1) / PAGE * PAGE;
     const std::lock_guard<std::mutex> lock(pool.mutex);
-    auto best = pool.waiting.end();
-    for (auto it = pool.waiting.begin(); it != pool.waiting.end(); ++it)
-        if ((*it)->bytes >= bytes && (*it)->bytes <= (best == pool.waiting.end() ? bytes + bytes / 4 : (*best)->bytes - 1))
+    auto best = pool.free.end();
+    for (auto it = pool.free.begin(); it != pool.free.end(); ++it)
+        if ((*it)->bytes >= bytes && (*it)->bytes <= (best == pool.free.end() ? bytes + bytes / 4 : (*best)->bytes - 1))
             best = it;
     Block* block;
-    if (best != pool.waiting.end()) {
+    if (best != pool.free.end()) {
         block = *best;
-        pool.waiting.erase(best);
+        block->node.splice(block->node.end(), pool.free, best);
     } else {
-        if (pool.in_use + bytes > pool.most) pool.most = pool.in_use + bytes;
-        while (pool.held + bytes > pool.most && !pool.waiting.empty()) unmap_oldest();
-        void* at = mapped(bytes);
-        while (!at && !pool.waiting.empty()) {  // the system has no more: what waits may be enough
+        const size_t most = std::max(pool.most, pool.in_use + bytes);
+        while (pool.held + bytes > most && !pool.free.empty()) unmap_oldest();
+        void* at = map(bytes);
+        while (!at && !pool.free.empty()) {  // the system has no more: free blocks may be enough
             unmap_oldest();
-            at = mapped(bytes);
+            at = map(bytes);
         }
-        block = at ? new (std::nothrow) Block : nullptr;
-        if (!block) {
-            if (at) munmap(at, bytes);
-            return nullptr;
+        if (!at) return 1;
+        try {
+            block = new Block;
+            block->node.push_back(block);
+        } catch (const std::bad_alloc&) {
+            munmap(at, bytes);
+            return 1;
         }
         block->bytes = bytes;
         block->managed = {{at, {CPU, 0}, 0, {FLOAT, 32, 1}, block->shape, nullptr, 0}, block, give_back};
+        pool.most = most;
         pool.held += bytes;
     }
     block->managed.tensor.ndim = dimensions;
     std::copy_n(shape, dimensions, block->shape);
     pool.in_use += block->bytes;
-    return &block->managed;
+    *tensor = &block->managed;
+    return 0;
 }
+EXPORT(take_memory);
 
 // In bytes.
-void memory_held(int64_t* in_use, int64_t* held) {
+int memory_held(int64_t* in_use, int64_t* held) {
     const std::lock_guard<std::mutex> lock(pool.mutex);
     *in_use = pool.in_use, *held = pool.held;
+    return 0;
 }
+EXPORT(memory_held);
 }

@@ -1,82 +1,75 @@
-// The halves of many tensor trains, and the gradients of their cores (contract/together.py, contract/halves.py):
+// The factors A and B of many tensor trains, and the gradients of their cores and gates (ops/merge.py):
 //
-//     G'_k = G_k D_k for k < order, d at or below the threshold counted as 0
+//     G'_k = G_k D_k for k < order, D_k = diag(d_k), gates d at or below the threshold counted as 0
 //     L_1 = G'_1, L_k = L_{k-1} G'_k, A = L_splitᵀ;       R_order = G_order, R_k = G'_k R_{k+1}, B = R_{split+1}
 //     ∂G'_k = L_{k-1}ᵀ ∂L_k, ∂L_{k-1} = ∂L_k G'_kᵀ;       ∂G'_k = ∂R_k R_{k+1}ᵀ, ∂R_{k+1} = G'_kᵀ ∂R_k
-//     ∂G_k = ∂G'_k D_k,  ∂d_k = Σ ∂G'_k G_k where d_k is active
+//     ∂G_k = ∂G'_k D_k,  ∂d_k = Σ ∂G'_k G_k where d_k is above the threshold
 //
-// A half is a task of a few products in the caches of one core, threads share the tasks. The partial products, all but
-// the last and largest, are made again in the backward, so that nothing is kept but the parameters. What is widest, A and
-// B and their gradients, is written and read once: B as it comes out of its product, A in blocks turned while they are
-// near.
+// Each factor is a task, a few products in the caches of one core; threads share the tasks. The backward recomputes the
+// partial products, all but the last and largest, so nothing is kept but the parameters. The largest tensors, A and B and
+// their gradients, are written and read once: B as its product yields it, A in blocks that are transposed while cached.
 //
-// Rejected: the chains of one kind stacked and merged by batched products, as contract/together.py does on other
-// devices: stacking, masks and the cutting of gradients took several times as long as the products. Strips of b copied
-// together before they are multiplied: 7 % slower. All kinds of chains in one call: no faster than one after the other.
+// Rejected: stacking all trains of a kind and merging them by batched products, as ops/merge.py does on other devices:
+// stacking, masks and unstacking the gradients took several times as long as the products. Copying strips of b together
+// before the product: 7 % slower. All kinds of trains in one call: no faster than one kind after the other.
 #include <algorithm>
 #include <functional>
 #include <numeric>
 #include <vector>
 
+#include "exports.h"
 #include "products.h"
+#include "scratch.h"
 
 namespace {
 
-// Of one half: cores (rank[k], mode[k], rank[k + 1]) and the d that are absorbed in them.
-struct Half {
-    long order;  // its number of cores
-    bool first;  // the left one
+// The cores that merge into one factor, (rank[k], mode[k], rank[k + 1]), and the gates that they absorb.
+struct Side {
+    long order;  // number of its cores
+    bool left;   // merges into A
     const long *modes, *ranks;
     const float* const* cores;
-    const float* const* d;
+    const float* const* gates;
     float* const* dcores;
-    float* const* dd;
+    float* const* dgates;
     float threshold;
-    bool ends;  // with the last core of the chain, which absorbs nothing
+    bool last;  // contains the train's last core, which absorbs no gates
 
-    bool absorbs(long k) const { return !(ends && k == order - 1); }
-    long wide(long k) const { return modes[k] * ranks[k + 1]; }
-    float factor(long k, long s) const { return !absorbs(k) ? 1.0f : d[k][s] > threshold ? d[k][s] : 0.0f; }
-    // Between the rows of G'_k (rank[k], wide): whole vectors where it is the b of products, nothing where it is the a.
-    long apart(long k) const { return first || k == order - 1 ? padded(wide(k), W) : wide(k); }
+    bool absorbs(long k) const { return !(last && k == order - 1); }
+    long width(long k) const { return modes[k] * ranks[k + 1]; }
+    float gate(long k, long s) const { return !absorbs(k) ? 1.0f : gates[k][s] > threshold ? gates[k][s] : 0.0f; }
+    // Row stride of G'_k (rank[k], width): whole vectors where it is the b of products, dense where it is the a.
+    long stride(long k) const { return left || k == order - 1 ? padded(width(k), W) : width(k); }
     long features() const { return std::accumulate(modes, modes + order, 1l, std::multiplies<long>()); }
+    // The core that the products take in at a step: from the outer end of the train to its split.
+    long core(long step) const { return left ? step : order - 1 - step; }
     // Multiplications of the partial products.
     long work() const {
         long done = 1, all = 0;
         for (long step = 0; step < order; ++step) {
-            const long k = first ? step : order - 1 - step;
+            const long k = core(step);
             done *= modes[k], all += done * ranks[k] * ranks[k + 1];
+        }
+        return all;
+    }
+    // Floats of scratch that the backward takes, which is more than the forward does. Padding of rows to whole vectors is
+    // never initialized: what products compute from it is cut off again.
+    long scratch() const {
+        long done = 1, all = 2 * padded(2 * order, 16);
+        for (long step = 0; step < order; ++step) {
+            const long k = core(step);
+            const long row = padded(std::max(1l, ranks[k]), W), column = padded(ranks[k + 1], W);
+            const long partial = left ? done * modes[k] * column : row * modes[k] * padded(done, W);
+            all += 7 * row * modes[k] * column + 5 * partial + 16 * 16;
+            done *= modes[k];
         }
         return all;
     }
 };
 
-thread_local Scratch own;
+const float** pointers(long count, Room& room) { return reinterpret_cast<const float**>(room.take(2 * count)); }
 
-// The memory of one half: a piece after the other, of numbers that are not set to anything. Where rows are filled up to
-// whole vectors they stay so, since what products make of these is cut off again.
-struct Room {
-    float* next;
-    float* take(long count) {
-        float* const from = next;
-        next += padded(count, 16);
-        return from;
-    }
-    // As much as the backward takes, which is more than the forward does.
-    static Room of(const Half& half) {
-        long done = 1, all = 0;
-        for (long step = 0; step < half.order; ++step) {
-            const long k = half.first ? step : half.order - 1 - step;
-            const long left = padded(std::max(1l, half.ranks[k]), W), right = padded(half.ranks[k + 1], W);
-            const long partial = half.first ? done * half.modes[k] * right : left * half.modes[k] * padded(done, W);
-            all += 7 * left * half.modes[k] * right + 5 * partial + 16 * 16;
-            done *= half.modes[k];
-        }
-        return {own.numbers(all)};
-    }
-};
-
-// How (groups, rows, n) stand: from one group, and from one row, to the next.
+// Between the groups, and between the rows, of (groups, rows, n).
 struct Strides {
     long group, row;
 };
@@ -87,11 +80,11 @@ inline void copy(long n, const float* from, float* to) {
         return;
     }
     for (long k = 0; k + W <= n; k += W) store(to + k, load(from + k));
-    store(to + n - W, load(from + n - W));  // the last ones, and some once more
+    store(to + n - W, load(from + n - W));  // the last W, overlapping those before
 }
 
-// Numbers in other places; where they are if that is the same.
-const float* placed(long groups, long rows, long n, const float* x, Strides from, Strides to, Room& room) {
+// (groups, rows, n) with other strides; x itself if they are the same.
+const float* restrided(long groups, long rows, long n, const float* x, Strides from, Strides to, Room& room) {
     if (from.row == to.row && (groups == 1 || from.group == to.group)) return x;
     float* const y = room.take(groups * to.group);
     for (long group = 0; group < groups; ++group)
@@ -100,29 +93,29 @@ const float* placed(long groups, long rows, long n, const float* x, Strides from
     return y;
 }
 
-// `product` with one strip of b after the other, for a b that is larger than the nearest cache and a that is not.
+// product() strip by strip of b, for a b that is larger than the nearest cache and an a that is not.
 void product_by_strips(long m, long n, long depth, Matrix a, const float* b, float* c, bool add) {
     for (long j = 0; j < n; j += 2 * W) product(m, std::min(2l * W, n - j), depth, a, b + j, n, c + j, n, add);
 }
 
-// What D_k multiplies each of the numbers of a row of G_k by.
-const float* factors(const Half& half, long k, Room& room) {
-    const long right = half.ranks[k + 1];
-    float* const f = room.take(half.wide(k));
-    for (long s = 0; s < right; ++s) f[s] = half.factor(k, s);
-    for (long at = right; at < half.wide(k); ++at) f[at] = f[at - right];
+// What D_k multiplies each element of a row of G_k by.
+const float* row_gates(const Side& side, long k, Room& room) {
+    const long right = side.ranks[k + 1];
+    float* const f = room.take(side.width(k));
+    for (long s = 0; s < right; ++s) f[s] = side.gate(k, s);
+    for (long at = right; at < side.width(k); ++at) f[at] = f[at - right];
     return f;
 }
 
 // G'_k of all k.
-std::vector<const float*> all_absorbed(const Half& half, Room& room) {
-    std::vector<const float*> g;
-    for (long k = 0; k < half.order; ++k) {
-        const long left = half.ranks[k], n = half.wide(k), apart = half.apart(k);
-        const float *from = half.cores[k], *const f = factors(half, k, room);
-        float* to = room.take(left * apart);
-        g.push_back(to);
-        for (long i = 0; i < left; ++i, from += n, to += apart) {
+const float** absorb_all(const Side& side, Room& room) {
+    const float** const g = pointers(side.order, room);
+    for (long k = 0; k < side.order; ++k) {
+        const long left = side.ranks[k], n = side.width(k), stride = side.stride(k);
+        const float *from = side.cores[k], *const f = row_gates(side, k, room);
+        float* to = room.take(left * stride);
+        g[k] = to;
+        for (long i = 0; i < left; ++i, from += n, to += stride) {
             long j = 0;
             for (; j + W <= n; j += W) store(to + j, load(from + j) * load(f + j));
             for (; j < n; ++j) to[j] = from[j] * f[j];
@@ -131,13 +124,13 @@ std::vector<const float*> all_absorbed(const Half& half, Room& room) {
     return g;
 }
 
-// The gradients of G_k and d_k from that of G'_k, its rows `apart` numbers from each other.
-void release(const Half& half, long k, const float* grad, long apart, Room& room) {
-    const long right = half.ranks[k + 1], n = half.wide(k);
-    const float *g = half.cores[k], *const f = factors(half, k, room);
-    float *to = half.dcores[k], *const sums = room.take(n);
+// The gradients of G_k and d_k from that of G'_k, whose row stride is given.
+void release(const Side& side, long k, const float* grad, long stride, Room& room) {
+    const long right = side.ranks[k + 1], n = side.width(k);
+    const float *g = side.cores[k], *const f = row_gates(side, k, room);
+    float *to = side.dcores[k], *const sums = room.take(n);
     std::fill_n(sums, n, 0.0f);
-    for (long i = 0; i < half.ranks[k]; ++i, g += n, grad += apart, to += n) {
+    for (long i = 0; i < side.ranks[k]; ++i, g += n, grad += stride, to += n) {
         long j = 0;
         for (; j + W <= n; j += W) {
             store(sums + j, load(sums + j) + load(grad + j) * load(g + j));
@@ -145,239 +138,238 @@ void release(const Half& half, long k, const float* grad, long apart, Room& room
         }
         for (; j < n; ++j) sums[j] += grad[j] * g[j], to[j] = grad[j] * f[j];
     }
-    if (!half.absorbs(k)) return;
+    if (!side.absorbs(k)) return;
     for (long s = 0; s < right; ++s) {
         float sum = 0.0f;
         for (long at = s; at < n; at += right) sum += sums[at];
-        half.dd[k][s] = half.d[k][s] > half.threshold ? sum : 0.0f;
+        side.dgates[k][s] = side.gates[k][s] > side.threshold ? sum : 0.0f;
     }
 }
 
 // The first `count` of L_1, L_2, ..., as (N_1 ... N_k, S_k), or of R_order, R_{order-1}, ..., as (R_k, N_k ... N_order)
-// with its rows filled up to whole vectors.
-std::vector<const float*> partial_products(const Half& half, const std::vector<const float*>& g, long count,
-                                           Room& room) {
-    std::vector<const float*> made;
+// with rows padded to whole vectors.
+const float** partial_products(const Side& side, const float* const* g, long count, Room& room) {
+    const float** const made = pointers(side.order, room);
     long done = 1;
     for (long step = 0; step < count; ++step) {
-        const long k = half.first ? step : half.order - 1 - step;
-        const long left = half.ranks[k], mode = half.modes[k], right = half.ranks[k + 1];
+        const long k = side.core(step);
+        const long left = side.ranks[k], mode = side.modes[k], right = side.ranks[k + 1];
         if (step == 0) {
-            made.push_back(g[k]);
-        } else if (half.first) {
+            made[0] = g[k];
+        } else if (side.left) {
             const long n = mode * right, row = padded(n, W);
             float* const c = room.take(done * row);
             product(done, row, left, {made[step - 1], left, 1}, g[k], row, c, row, false);
-            made.push_back(placed(1, done, n, c, {0, row}, {done * n, n}, room));
+            made[step] = restrided(1, done, n, c, {0, row}, {done * n, n}, room);
         } else {
             const long row = padded(done, W);
             float* const c = room.take(left * mode * row);
             product(left * mode, row, right, {g[k], right, 1}, made[step - 1], row, c, row, false);
-            made.push_back(placed(left, mode, done, c, {mode * row, row}, {padded(mode * done, W), done}, room));
+            made[step] = restrided(left, mode, done, c, {mode * row, row}, {padded(mode * done, W), done}, room);
         }
         done *= mode;
     }
     return made;
 }
 
-// A = L_orderᵀ (rank, features), some features of L at a time, while they are near.
-void make_a(const Half& half, long features, float* a) {
+// A = L_orderᵀ (rank, features), a block of features of L at a time, while it is cached.
+void make_a(const Side& side, long features, float* a, Room room) {
     constexpr long BLOCK = 24;
-    Room room = Room::of(half);
-    const long k = half.order - 1, left = half.ranks[k], mode = half.modes[k], rank = half.ranks[half.order];
-    const std::vector<const float*> g = all_absorbed(half, room), made = partial_products(half, g, k, room);
-    if (k == 0) return turn(features, rank, g[0], rank, a, features);
-    const long n = mode * rank, row = padded(n, W), done = half.features() / mode;
+    const long k = side.order - 1, left = side.ranks[k], mode = side.modes[k], rank = side.ranks[side.order];
+    const float* const* const g = absorb_all(side, room), *const *const made = partial_products(side, g, k, room);
+    if (k == 0) return transpose(features, rank, g[0], rank, a, features);
+    const long n = mode * rank, row = padded(n, W), done = side.features() / mode;
     float* const c = room.take(std::min(BLOCK, done) * row);
     for (long first = 0; first * mode < features; first += BLOCK) {
         const long count = std::min(BLOCK, done - first);
         product(count, row, left, {made[k - 1] + first * left, left, 1}, g[k], row, c, row, false);
         Room spare = room;
-        const float* const l = placed(1, count, n, c, {0, row}, {count * n, n}, spare);
-        turn(std::min(count * mode, features - first * mode), rank, l, rank, a + first * mode, features);
+        const float* const l = restrided(1, count, n, c, {0, row}, {count * n, n}, spare);
+        transpose(std::min(count * mode, features - first * mode), rank, l, rank, a + first * mode, features);
     }
 }
 
 // B = R_1 (rank, features)
-void make_b(const Half& half, long features, float* b) {
-    Room room = Room::of(half);
-    const std::vector<const float*> g = all_absorbed(half, room);
-    const long rank = half.ranks[0], mode = half.modes[0], right = half.ranks[1], all = half.features();
+void make_b(const Side& side, long features, float* b, Room room) {
+    const float* const* const g = absorb_all(side, room);
+    const long rank = side.ranks[0], mode = side.modes[0], right = side.ranks[1], all = side.features();
     const long done = all / mode;
-    if (half.order > 1 && done % W == 0 && all == features) {
-        const std::vector<const float*> made = partial_products(half, g, half.order - 1, room);
-        return product(rank * mode, done, right, {g[0], right, 1}, made.back(), done, b, done, false);
+    if (side.order > 1 && done % W == 0 && all == features) {
+        const float* const* const made = partial_products(side, g, side.order - 1, room);
+        return product(rank * mode, done, right, {g[0], right, 1}, made[side.order - 2], done, b, done, false);
     }
-    const float* const r = partial_products(half, g, half.order, room).back();
+    const float* const r = partial_products(side, g, side.order, room)[side.order - 1];
     for (long i = 0; i < rank; ++i) copy(features, r + i * padded(all, W), b + i * features);
 }
 
-// The gradients of the cores of the left half from that of A.
-void through_a(const Half& half, long features, const float* da) {
-    constexpr long BLOCK = 96;  // of rows of ∂L at a time, while they are near
-    Room room = Room::of(half);
-    const long last = half.order - 1;
-    const std::vector<const float*> g = all_absorbed(half, room), made = partial_products(half, g, last, room);
-    const float* grad = nullptr;  // of L_k (done, row), but of the last one, which is made a block at a time
-    long done = half.features();
+// The gradients of the left cores and gates from that of A.
+void through_a(const Side& side, long features, const float* da, Room room) {
+    constexpr long BLOCK = 96;  // rows of ∂L at a time, while they are cached
+    const long last = side.order - 1;
+    const float* const* const g = absorb_all(side, room), *const *const made = partial_products(side, g, last, room);
+    const float* grad = nullptr;  // of L_k (done, row); of the last one a block at a time instead
+    long done = side.features();
     for (long k = last; k >= 0; --k) {
-        const long left = half.ranks[k], mode = half.modes[k], right = half.ranks[k + 1];
+        const long left = side.ranks[k], mode = side.modes[k], right = side.ranks[k + 1];
         const long n = mode * right, row = padded(n, W), width = padded(left, W);
         done /= mode;
         float* const block = k == last ? room.take(std::min(BLOCK, done) * n) : nullptr;
         auto rows = [&](long first, long count, Room& room) {
             if (k < last) return grad + first * row;
             const long there = std::max(0l, std::min(count * mode, features - first * mode));
-            turn(right, there, da + first * mode, features, block, right);
+            transpose(right, there, da + first * mode, features, block, right);
             std::fill_n(block + there * right, (count * mode - there) * right, 0.0f);
-            return placed(1, count, n, block, {0, n}, {count * row, row}, room);
+            return restrided(1, count, n, block, {0, n}, {count * row, row}, room);
         };
-        if (k == 0) return release(half, 0, rows(0, 1, room), row, room);
-        float *const dg = room.take(left * row), *const turned = room.take(n * width);
+        if (k == 0) return release(side, 0, rows(0, 1, room), row, room);
+        float *const dg = room.take(left * row), *const transposed = room.take(n * width);
         float* const before = room.take(done * width);
-        turn(left, n, g[k], row, turned, width);
+        transpose(left, n, g[k], row, transposed, width);
         for (long first = 0; first < done; first += BLOCK) {
             Room spare = room;
             const long count = std::min(BLOCK, done - first);
             const float* const dl = rows(first, count, spare);
             product_by_strips(left, row, count, {made[k - 1] + first * left, 1, left}, dl, dg, first > 0);
-            product(count, width, n, {dl, row, 1}, turned, width, before + first * width, width, false);
+            product(count, width, n, {dl, row, 1}, transposed, width, before + first * width, width, false);
         }
-        release(half, k, dg, row, room);
-        const long mode_before = half.modes[k - 1];
-        grad = placed(done / mode_before, mode_before, left, before, {mode_before * width, width},
-                      {padded(mode_before * left, W), left}, room);
+        release(side, k, dg, row, room);
+        const long mode_before = side.modes[k - 1];
+        grad = restrided(done / mode_before, mode_before, left, before, {mode_before * width, width},
+                         {padded(mode_before * left, W), left}, room);
     }
 }
 
-// The gradients of the cores of the right half from that of B.
-void through_b(const Half& half, long features, const float* db) {
-    Room room = Room::of(half);
-    const long last = half.order - 1;
-    const std::vector<const float*> g = all_absorbed(half, room), made = partial_products(half, g, last, room);
-    long done = half.features();
-    const float* grad = nullptr;  // of R_k (left * mode, row), but (left, mode) of the last core
+// The gradients of the right cores and gates from that of B.
+void through_b(const Side& side, long features, const float* db, Room room) {
+    const long last = side.order - 1;
+    const float* const* const g = absorb_all(side, room), *const *const made = partial_products(side, g, last, room);
+    long done = side.features();
+    const float* grad = nullptr;  // of R_k (left * mode, row), for the last core (left, mode)
     for (long k = 0; k <= last; ++k) {
-        const long left = half.ranks[k], mode = half.modes[k], right = half.ranks[k + 1];
-        const long pieces = k == last ? 1 : mode;
-        const long n = done / pieces, row = padded(n, W), width = padded(right, W);
+        const long left = side.ranks[k], mode = side.modes[k], right = side.ranks[k + 1];
+        const long modes = k == last ? 1 : mode;
+        const long n = done / modes, row = padded(n, W), width = padded(right, W);
         if (k > 0) {
-            grad = placed(left, pieces, n, grad, {padded(done, W), n}, {pieces * row, row}, room);
+            grad = restrided(left, modes, n, grad, {padded(done, W), n}, {modes * row, row}, room);
         } else if (features == done && row == n) {
             grad = db;
         } else {
-            float* const wide = room.take(left * pieces * row);
-            std::fill_n(wide, left * pieces * row, 0.0f);
-            for (long i = 0; i < left * pieces; ++i) {
-                const long first = i % pieces * n;
-                copy(std::max(0l, std::min(n, features - first)), db + i / pieces * features + first, wide + i * row);
+            float* const padded_db = room.take(left * modes * row);
+            std::fill_n(padded_db, left * modes * row, 0.0f);
+            for (long i = 0; i < left * modes; ++i) {
+                const long first = i % modes * n;
+                copy(std::max(0l, std::min(n, features - first)), db + i / modes * features + first, padded_db + i * row);
             }
-            grad = wide;
+            grad = padded_db;
         }
-        if (k == last) return release(half, k, grad, row, room);
-        float *const turned = room.take(n * width), *const dg = room.take(left * mode * width);
-        turn(right, n, made[last - 1 - k], row, turned, width);
-        product(left * mode, width, n, {grad, row, 1}, turned, width, dg, width, false);
-        const float* const close = placed(1, left * mode, right, dg, {0, width}, {left * mode * right, right}, room);
-        release(half, k, close, mode * right, room);
+        if (k == last) return release(side, k, grad, row, room);
+        float *const transposed = room.take(n * width), *const dg = room.take(left * mode * width);
+        transpose(right, n, made[last - 1 - k], row, transposed, width);
+        product(left * mode, width, n, {grad, row, 1}, transposed, width, dg, width, false);
+        const float* const dense = restrided(1, left * mode, right, dg, {0, width}, {left * mode * right, right}, room);
+        release(side, k, dense, mode * right, room);
         float* const next = room.take(right * row);
         product_by_strips(right, row, left * mode, {g[k], 1, right}, grad, next, false);
         grad = next, done = n;
     }
 }
 
-// Of a half whose gradient never came, while that of the other did.
-void without_gradient(const Half& half) {
-    for (long k = 0; k < half.order; ++k) {
-        std::fill_n(half.dcores[k], half.ranks[k] * half.wide(k), 0.0f);
-        if (half.absorbs(k)) std::fill_n(half.dd[k], half.ranks[k + 1], 0.0f);
+// For a factor that has no gradient while the other one has.
+void zero_gradients(const Side& side) {
+    for (long k = 0; k < side.order; ++k) {
+        std::fill_n(side.dcores[k], side.ranks[k] * side.width(k), 0.0f);
+        if (side.absorbs(k)) std::fill_n(side.dgates[k], side.ranks[k + 1], 0.0f);
     }
 }
 
-// A chain as Python names it, and its halves or their gradients; null where there is none.
-struct Chain {
+// A train, its factors or their gradients, and its own gradients; null where there is none.
+struct Train {
     long order, split, in_features, out_features;
     const long *modes, *ranks;  // order, order + 1
-    const float *const *cores, *const *d, *bias;
-    float *a, *b, *const *dcores, *const *dd, *dbias;
+    const float *const *cores, *const *gates, *bias;
+    float *a, *b, *const *dcores, *const *dgates, *dbias;
 
-    Half half(bool first, float threshold) const {
-        const long skip = first ? 0 : split;
-        return {first ? split : order - split, first, modes + skip, ranks + skip, cores + skip, d + skip,
-                dcores + skip, dd + skip, threshold, skip + (first ? split : order - split) == order};
+    Side side(bool left, float threshold) const {
+        const long skip = left ? 0 : split, count = left ? split : order - split;
+        return {count, left, modes + skip, ranks + skip, cores + skip, gates + skip, dcores + skip, dgates + skip,
+                threshold, skip + count == order};
     }
 };
 
-// layout: of each chain order, split, in_features, out_features, modes, ranks. pointers: all cores and d, a chain after
-// the other; all biases; all a and b; and in the backward the gradients of cores and d, and of biases.
-std::vector<Chain> chains_of(long count, const long* layout, float* const* pointers, bool backward) {
-    long numbers = 0;
-    for (long k = 0, at = 0; k < count; ++k, at += 5 + 2 * layout[at]) numbers += 2 * layout[at] - 1;
-    float *const *biases = pointers + numbers, *const *halves = biases + count, *const *grads = halves + 2 * count;
-    std::vector<Chain> chains;
+// layout: order, split, in_features, out_features, modes and ranks of each train. memory: the cores and gates of one train
+// after the other; all biases; all a and b; in the backward the gradients of cores and gates, and of biases.
+std::vector<Train> trains_of(long count, const long* layout, float* const* memory, bool backward) {
+    long parameters = 0;
+    for (long k = 0, at = 0; k < count; ++k, at += 5 + 2 * layout[at]) parameters += 2 * layout[at] - 1;
+    float *const *biases = memory + parameters, *const *factors = biases + count;
+    // the forward has no gradients, but sides take offsets from these
+    float *const *grads = backward ? factors + 2 * count : memory, *const *dbiases = grads + parameters;
+    std::vector<Train> trains;
     for (long k = 0; k < count; ++k) {
         const long order = layout[0];
-        Chain chain{order, layout[1], layout[2], layout[3], layout + 4, layout + 4 + order, pointers, pointers + order,
-                    biases[k], halves[2 * k], halves[2 * k + 1], nullptr, nullptr, nullptr};
-        if (backward) chain.dcores = grads, chain.dd = grads + order, chain.dbias = halves[2 * count + numbers + k];
+        trains.push_back({order, layout[1], layout[2], layout[3], layout + 4, layout + 4 + order, memory, memory + order,
+                          biases[k], factors[2 * k], factors[2 * k + 1], grads, grads + order,
+                          backward ? dbiases[k] : nullptr});
         layout += 5 + 2 * order;
-        pointers += 2 * order - 1, grads += 2 * order - 1;
-        chains.push_back(chain);
+        memory += 2 * order - 1, grads += 2 * order - 1;
     }
-    return chains;
+    return trains;
 }
 
-// A half of a chain.
+// One factor of a train.
 struct Task {
-    const Chain* chain;
-    bool first;
+    const Train* train;
+    bool left;
     long work;
 };
 
-// Those with the most work first, so that threads, each of which takes the next one, end together.
-std::vector<Task> tasks_of(const std::vector<Chain>& chains) {
+// body(train, side, left, room) for both factors of all trains: those with the most work first, so that threads, each of
+// which takes the next one, finish together.
+template <class Body>
+void for_all_factors(const std::vector<Train>& trains, float threshold, int threads, Body body) {
+    static thread_local Workspace threads_workspace;
     std::vector<Task> tasks;
-    for (const Chain& chain : chains)
-        for (bool first : {true, false}) tasks.push_back({&chain, first, chain.half(first, 0.0f).work()});
+    long size = 0;
+    for (const Train& train : trains)
+        for (bool left : {true, false}) {
+            const Side side = train.side(left, threshold);
+            tasks.push_back({&train, left, side.work()});
+            size = std::max(size, side.scratch());
+        }
     std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.work > b.work; });
-    return tasks;
+    Workspace& workspace = threads_workspace;
+    workspace.reserve(threads, size);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (const Task& task : tasks)
+        body(*task.train, task.train->side(task.left, threshold), task.left, Room{workspace.own()});
 }
 
 }  // namespace
 
 extern "C" {
 
-void merge(long count, const long* layout, float* const* pointers, float threshold, int threads) {
-    const std::vector<Chain> chains = chains_of(count, layout, pointers, false);
-    const std::vector<Task> tasks = tasks_of(chains);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (const Task& task : tasks) {
-        const Chain& chain = *task.chain;
-        const Half half = chain.half(task.first, threshold);
-        if (task.first) {
-            make_a(half, chain.in_features, chain.a);
-        } else {
-            if (chain.bias) copy(chain.out_features, chain.bias, chain.b);
-            make_b(half, chain.out_features, chain.b + (chain.bias ? chain.out_features : 0));
-        }
-    }
+int merge(long count, const long* layout, float* const* memory, float threshold, int threads) {
+    return status([=] {
+        const auto body = [](const Train& train, const Side& side, bool left, Room room) {
+            if (left) return make_a(side, train.in_features, train.a, room);
+            if (train.bias) copy(train.out_features, train.bias, train.b);
+            make_b(side, train.out_features, train.b + (train.bias ? train.out_features : 0), room);
+        };
+        for_all_factors(trains_of(count, layout, memory, false), threshold, threads, body);
+    });
 }
+EXPORT(merge);
 
-void merge_backward(long count, const long* layout, float* const* pointers, float threshold, int threads) {
-    const std::vector<Chain> chains = chains_of(count, layout, pointers, true);
-    const std::vector<Task> tasks = tasks_of(chains);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (const Task& task : tasks) {
-        const Chain& chain = *task.chain;
-        const Half half = chain.half(task.first, threshold);
-        if (!(task.first ? chain.a : chain.b)) {
-            without_gradient(half);
-        } else if (task.first) {
-            through_a(half, chain.in_features, chain.a);
-        } else {
-            if (chain.bias) copy(chain.out_features, chain.b, chain.dbias);
-            through_b(half, chain.out_features, chain.b + (chain.bias ? chain.out_features : 0));
-        }
-    }
+int merge_backward(long count, const long* layout, float* const* memory, float threshold, int threads) {
+    return status([=] {
+        const auto body = [](const Train& train, const Side& side, bool left, Room room) {
+            if (!(left ? train.a : train.b)) return zero_gradients(side);
+            if (left) return through_a(side, train.in_features, train.a, room);
+            if (train.bias) copy(train.out_features, train.b, train.dbias);
+            through_b(side, train.out_features, train.b + (train.bias ? train.out_features : 0), room);
+        };
+        for_all_factors(trains_of(count, layout, memory, true), threshold, threads, body);
+    });
 }
+EXPORT(merge_backward);
 }

@@ -1,11 +1,9 @@
 // Products of small matrices in the caches: c (m, n) = or += a (m, k) b (k, n).
 //
-// b and c have their rows side by side, n numbers of them, a multiple of W; a has any strides. Six rows of c and two
-// vectors of each stay in registers: 12 sums, of which two are taken on in a cycle. Every k takes two loads of b and six
-// of single numbers of a, so that the loads keep up.
+// Rows of b and c are contiguous, n elements long, n a multiple of W; a has any strides. Six rows of c by two vectors stay
+// in registers: 12 sums, two of which the processor can advance per cycle. Each k loads two vectors of b and six single
+// elements of a, so the loads keep up.
 #pragma once
-
-#include <cstdlib>
 
 #include "vectors.h"
 
@@ -33,7 +31,7 @@ __attribute__((always_inline)) static inline void tile(long depth, Matrix a, con
 #pragma GCC unroll 2
         for (int j = 0; j < N; ++j) {
             float* const to = c + i * c_row + j * W;
-            store(to, add ? load(to) + sum[i][j] : sum[i][j]);  // last: sums of sums lose fewer digits than long ones
+            store(to, add ? load(to) + sum[i][j] : sum[i][j]);  // added last: sums of short sums lose fewer digits than long ones
         }
 }
 
@@ -58,7 +56,8 @@ static inline void product(long m, long n, long depth, Matrix a, const float* b,
 
 static inline long padded(long n, long to) { return (n + to - 1) / to * to; }
 
-// Of two rows of W x W numbers, `apart` from each other: blocks of `apart` numbers exchanged across the diagonal.
+// One step of the transposition of a W x W square: of two rows `apart` rows from each other, the blocks of `apart`
+// elements across the diagonal change places.
 template <int apart>
 static inline void exchange(Vec& a, Vec& b) {
     Vec first, second;
@@ -81,8 +80,8 @@ __attribute__((always_inline)) static inline void exchange_all(Vec* x) {
     if constexpr (apart > 1) exchange_all<apart / 2>(x);
 }
 
-__attribute__((always_inline)) static inline void turn_square(const float* from, long from_row, float* to,
-                                                              long to_row) {
+__attribute__((always_inline)) static inline void transpose_square(const float* from, long from_row, float* to,
+                                                                   long to_row) {
     Vec x[W];
 #pragma GCC unroll 16
     for (int k = 0; k < W; ++k) x[k] = load(from + k * from_row);
@@ -91,9 +90,9 @@ __attribute__((always_inline)) static inline void turn_square(const float* from,
     for (int k = 0; k < W; ++k) store(to + k * to_row, x[k]);
 }
 
-// Rows and columns exchanged: (rows, columns), its rows `from_row` numbers apart, to (columns, rows), `to_row` apart.
-// In squares of W x W, along the longer side, of which the last ones reach back over what is done.
-static inline void turn(long rows, long columns, const float* from, long from_row, float* to, long to_row) {
+// (rows, columns) with row stride `from_row`, transposed to (columns, rows) with row stride `to_row`: in W x W squares
+// along the longer side, the last of which overlap those before them.
+static inline void transpose(long rows, long columns, const float* from, long from_row, float* to, long to_row) {
     if (rows < W || columns < W) {
         for (long j = 0; j < columns; ++j)
             for (long i = 0; i < rows; ++i) to[j * to_row + i] = from[i * from_row + j];
@@ -105,21 +104,6 @@ static inline void turn(long rows, long columns, const float* from, long from_ro
         for (long q = 0; q < inner; q += W) {
             const long u = p + W < outer ? p : outer - W, v = q + W < inner ? q : inner - W;
             const long i = across ? u : v, j = across ? v : u;
-            turn_square(from + i * from_row + j, from_row, to + j * to_row + i, to_row);
+            transpose_square(from + i * from_row + j, from_row, to + j * to_row + i, to_row);
         }
 }
-
-// Memory of a thread, kept from call to call; its numbers are what the last call left.
-struct Scratch {
-    float* memory = nullptr;
-    long size = 0;
-    float* numbers(long count) {
-        if (count > size) {
-            std::free(memory);
-            memory = static_cast<float*>(std::aligned_alloc(64, padded(count, 16) * sizeof(float)));
-            size = count;
-        }
-        return memory;
-    }
-    ~Scratch() { std::free(memory); }
-};

@@ -1,32 +1,31 @@
-// Dropout, and the end of half a transformer block, each way in one pass over memory (nn/residual.py):
+// Dropout, and the layer norm of a residual sum after dropout, each direction in one pass over memory (ops/dropout.py):
 //
-//     s = x + f z,   y = (s - mean) rstd · weight + bias,   f = 0 where dropped, else `scale`;   mean, rstd: of a row
+//     s = x + f z,   y = (s - mean) rstd · weight + bias,   f = 0 where dropped, else `scale`;   mean, rstd per row
 //     n = (s - mean) rstd,   g = dy weight,   dx = rstd (g - mean(g) - n mean(g n)),   dz = f dx
-//     dweight = Σ dy n,   dbias = Σ dy       summed for each thread, then over threads in their order
+//     dweight = Σ dy n,   dbias = Σ dy       summed by each thread, then over threads in order
 //
-// f is drawn again wherever it is needed, from a seed and the place of an entry in the whole tensor (random.h): entry e
-// belongs to block e / 64, whatever the shape. A row stays in the L1 cache from its first pass to its last: one makes s
-// and its sum, one the squares about the mean, so that no digits cancel, one y.
+// f is drawn again wherever it is needed, from a seed and the position of an entry in the whole tensor (random.h): entry e
+// belongs to block e / 64, whatever the shape. A row stays in the L1 cache through its passes: one computes s and its sum,
+// one the squares about the mean, so that no digits cancel, one y.
 //
-// Rejected: masks in memory, a byte to write, keep and read for 0.3 ns of arithmetic; factors of a whole row before its
-// first pass, during which memory waits (a third slower).
-#include <omp.h>
-
+// Rejected: masks in memory, a byte to write, keep and read for 0.3 ns of arithmetic; drawing the factors of a whole row
+// before its first pass, during which memory idles (a third slower).
 #include <algorithm>
 #include <cmath>
 
+#include "exports.h"
 #include "products.h"
 #include "random.h"
+#include "scratch.h"
 
 namespace {
 
-constexpr long BLOCK = 64, PIECE = 16 * BLOCK;
+constexpr long BLOCK = 64, CHUNK = 16 * BLOCK;
 constexpr long ENTRIES = 1 << 14;  // fewer are not worth a thread
-constexpr int THREADS = 256;
 
 struct Drop {
-    const uint64_t* seed;
-    uint32_t dropped;  // in 2^-16; 0 for no dropout, and no seed
+    const int64_t* seed;
+    uint32_t dropped;  // of 2^16; 0 for no dropout, without a seed
     float scale;
 };
 
@@ -42,8 +41,8 @@ inline void store(float* to, Vec x, long count) {
     std::memcpy(to, &x, count * sizeof(float));
 }
 
-// body(c, count, k) for the vectors of a row: `count` entries from c on, W but at its end; k < 4 takes turns, for sums
-// that do not wait for each other.
+// body(c, count, k) for each vector of a row: `count` entries from c on, W of them but at the end; k < 4 alternates, for
+// sums that do not wait for each other.
 template <class Body>
 INLINE inline void over(long cols, Body body) {
     long c = 0;
@@ -53,7 +52,7 @@ INLINE inline void over(long cols, Body body) {
     for (; c < cols; c += W) body(c, std::min((long)W, cols - c), 0);
 }
 
-// The same with their factors, body(c, count, k, f), of entries from `at` on.
+// The same with dropout's factors, body(c, count, k, f), for the entries from `at` on.
 template <class Body>
 INLINE inline void over_dropped(Drop drop, long at, long cols, Body body) {
     if (!drop.dropped) return over(cols, [=](long c, long n, int k) INLINE { body(c, n, k, splat(1.0f)); });
@@ -80,44 +79,49 @@ struct Sums {
     }
 };
 
-int useful(int threads, long entries) { return (int)std::min({(long)threads, entries / ENTRIES + 1, (long)THREADS}); }
+int useful(int threads, long entries) { return (int)std::min((long)threads, entries / ENTRIES + 1); }
 
-thread_local Scratch own;
+thread_local Workspace sums_workspace;
 
 }  // namespace
 
 extern "C" {
 
-// words (4, 8): those of random.h, for its test
-void random_words(uint64_t seed, uint64_t block, uint32_t* words) {
+// words (4, 8): those of random.h, for its test.
+int random_words(long seed, long block, uint32_t* words) {
     Lanes word[4];
     threefry(seed, block, word);
     std::memcpy(words, word, sizeof word);
+    return 0;
 }
+EXPORT(random_words);
 
 // y = f x, both (count).
-void dropout(long count, const float* x, const Drop* drop, float* y, int threads) {
-    const Drop d = *drop;
+int dropout(long count, const float* x, const int64_t* seed, int dropped, float scale, float* y, int threads) {
+    const Drop drop = {seed, (uint32_t)dropped, scale};
 #pragma omp parallel for schedule(static) num_threads(useful(threads, count))
-    for (long at = 0; at < count; at += PIECE) {
+    for (long at = 0; at < count; at += CHUNK) {
         const float* const from = x + at;
         float* const to = y + at;
-        over_dropped(d, at, std::min(PIECE, count - at), [=](long c, long n, int, Vec f) INLINE {
+        over_dropped(drop, at, std::min(CHUNK, count - at), [=](long c, long n, int, Vec f) INLINE {
             store(to + c, load(from + c, n) * f, n);
         });
     }
+    return 0;
 }
+EXPORT(dropout);
 
 // z, x, y, s (rows, cols); weight, bias (cols) or null; mean, rstd (rows).
-void residual_norm(long rows, long cols, const float* z, const float* x, const float* weight, const float* bias,
-                   const Drop* drop, float eps, float* y, float* s, float* mean, float* rstd, int threads) {
-    const Drop d = *drop;
+int residual_norm(long rows, long cols, const float* z, const float* x, const float* weight, const float* bias,
+                  const int64_t* seed, int dropped, float scale, float eps, float* y, float* s, float* mean,
+                  float* rstd, int threads) {
+    const Drop drop = {seed, (uint32_t)dropped, scale};
 #pragma omp parallel for schedule(static) num_threads(useful(threads, rows * cols))
     for (long r = 0; r < rows; ++r) {
         const float *const zr = z + r * cols, *const xr = x + r * cols;
         float *const sr = s + r * cols, *const yr = y + r * cols;
         Sums sum, rest, squares;
-        over_dropped(d, r * cols, cols, [=, &sum](long c, long n, int k, Vec f) INLINE {
+        over_dropped(drop, r * cols, cols, [=, &sum](long c, long n, int k, Vec f) INLINE {
             const Vec v = load(zr + c, n) * f + load(xr + c, n);
             store(sr + c, v, n);
             sum.of[k] += v;
@@ -129,61 +133,65 @@ void residual_norm(long rows, long cols, const float* z, const float* x, const f
             squares.of[k] += v * v;
         });
         const float shift = rest.total() / cols;  // what rounding took from the mean
-        const float middle = about + shift, variance = squares.total() / cols - shift * shift;
+        const float center = about + shift, variance = squares.total() / cols - shift * shift;
         const float inverse = 1.0f / std::sqrt(variance + eps);
         over(cols, [=](long c, long n, int) INLINE {
-            Vec v = (load(sr + c, n) - middle) * inverse;
+            Vec v = (load(sr + c, n) - center) * inverse;
             if (weight) v *= load(weight + c, n);
             if (bias) v += load(bias + c, n);
             store(yr + c, v, n);
         });
-        mean[r] = middle, rstd[r] = inverse;
+        mean[r] = center, rstd[r] = inverse;
     }
+    return 0;
 }
+EXPORT(residual_norm);
 
-// dy, s, dx, dz (rows, cols), dz null without dropout; dweight, dbias (cols), null where not wanted.
-void residual_norm_backward(long rows, long cols, const float* dy, const float* s, const float* mean, const float* rstd,
-                            const float* weight, const Drop* drop, float* dx, float* dz, float* dweight, float* dbias,
-                            int threads) {
-    const Drop d = *drop;
-    const long width = padded(cols, W);
-    const float* sums[THREADS];
-#pragma omp parallel num_threads(useful(threads, rows * cols))
-    {
-        float *const dw = own.numbers(2 * width), *const db = dw + width;
-        std::fill(dw, db + width, 0.0f);
-        sums[omp_get_thread_num()] = dw;
+// dy, s, dx, dz (rows, cols), dz null without dropout; dweight, dbias (cols).
+int residual_norm_backward(long rows, long cols, const float* dy, const float* s, const float* mean, const float* rstd,
+                           const float* weight, const int64_t* seed, int dropped, float scale, float* dx, float* dz,
+                           float* dweight, float* dbias, int threads) {
+    return status([=, &workspace = sums_workspace] {
+        const Drop drop = {seed, (uint32_t)dropped, scale};
+        const long width = padded(cols, W);
+        const int team = useful(threads, rows * cols);
+        workspace.reserve(team, 2 * width);
+#pragma omp parallel num_threads(team)
+        {
+            float *const dw = workspace.own(), *const db = dw + width;
+            std::fill(dw, db + width, 0.0f);
 #pragma omp for schedule(static)
-        for (long r = 0; r < rows; ++r) {
-            const float *const dyr = dy + r * cols, *const sr = s + r * cols;
-            float *const dxr = dx + r * cols, *const dzr = dz ? dz + r * cols : nullptr;
-            const float middle = mean[r], inverse = rstd[r];
-            Sums sum, along;
-            over(cols, [=, &sum, &along](long c, long n, int k) INLINE {
-                const Vec out = load(dyr + c, n), v = (load(sr + c, n) - middle) * inverse;
-                const Vec g = weight ? out * load(weight + c, n) : out;
-                ::store(dw + c, ::load(dw + c) + out * v);
-                ::store(db + c, ::load(db + c) + out);
-                sum.of[k] += g;
-                along.of[k] += g * v;
-            });
-            const float base = sum.total() / cols, slope = along.total() / cols;
-            over_dropped(d, r * cols, cols, [=](long c, long n, int, Vec f) INLINE {
-                const Vec v = (load(sr + c, n) - middle) * inverse;
-                const Vec g = weight ? load(dyr + c, n) * load(weight + c, n) : load(dyr + c, n);
-                const Vec dv = (g - base - v * slope) * inverse;
-                store(dxr + c, dv, n);
-                if (dzr) store(dzr + c, dv * f, n);
-            });
-        }
-        const int count = omp_get_num_threads();
+            for (long r = 0; r < rows; ++r) {
+                const float *const dyr = dy + r * cols, *const sr = s + r * cols;
+                float *const dxr = dx + r * cols, *const dzr = dz ? dz + r * cols : nullptr;
+                const float center = mean[r], inverse = rstd[r];
+                Sums sum, along;
+                over(cols, [=, &sum, &along](long c, long n, int k) INLINE {
+                    const Vec out = load(dyr + c, n), v = (load(sr + c, n) - center) * inverse;
+                    const Vec g = weight ? out * load(weight + c, n) : out;
+                    ::store(dw + c, ::load(dw + c) + out * v);
+                    ::store(db + c, ::load(db + c) + out);
+                    sum.of[k] += g;
+                    along.of[k] += g * v;
+                });
+                const float base = sum.total() / cols, slope = along.total() / cols;
+                over_dropped(drop, r * cols, cols, [=](long c, long n, int, Vec f) INLINE {
+                    const Vec v = (load(sr + c, n) - center) * inverse;
+                    const Vec g = weight ? load(dyr + c, n) * load(weight + c, n) : load(dyr + c, n);
+                    const Vec dv = (g - base - v * slope) * inverse;
+                    store(dxr + c, dv, n);
+                    if (dzr) store(dzr + c, dv * f, n);
+                });
+            }
+            const int count = omp_get_num_threads();
 #pragma omp for schedule(static)
-        for (long c = 0; c < cols; ++c) {
-            float of_weight = 0.0f, of_bias = 0.0f;
-            for (int t = 0; t < count; ++t) of_weight += sums[t][c], of_bias += sums[t][width + c];
-            if (dweight) dweight[c] = of_weight;
-            if (dbias) dbias[c] = of_bias;
+            for (long c = 0; c < cols; ++c) {
+                float of_weight = 0.0f, of_bias = 0.0f;
+                for (int t = 0; t < count; ++t) of_weight += workspace.of(t)[c], of_bias += workspace.of(t)[width + c];
+                dweight[c] = of_weight, dbias[c] = of_bias;
+            }
         }
-    }
+    });
 }
+EXPORT(residual_norm_backward);
 }

@@ -1,5 +1,5 @@
-// Many tensors cut into pieces, of which each thread takes about as many numbers, in their order. Where the cuts are
-// does not depend on the threads.
+// Many tensors cut into tiles. Each thread takes about the same number of elements, in order; where the cuts are does not
+// depend on the number of threads.
 #pragma once
 
 #include <omp.h>
@@ -7,32 +7,32 @@
 #include <algorithm>
 #include <vector>
 
-struct Piece {
+struct Tile {
     long tensor, first, count;
-    long before;  // numbers in the pieces before it
+    long before;  // elements in all earlier tiles
 };
 
-struct Pieces {
-    static constexpr long MOST = 1 << 14;  // fewer numbers are not worth a thread
-    std::vector<Piece> all;
-    long numbers = 0;
+struct Tiles {
+    static constexpr long MOST = 1 << 14;  // fewer elements are not worth a thread
+    std::vector<Tile> all;
+    long elements = 0;
 
-    Pieces(long tensors, const long* counts) {
+    Tiles(long tensors, const long* counts) {
         all.reserve(tensors);
         for (long t = 0; t < tensors; ++t)
             for (long first = 0; first < counts[t]; first += MOST) {
-                all.push_back({t, first, std::min(MOST, counts[t] - first), numbers});
-                numbers += all.back().count;
+                all.push_back({t, first, std::min(MOST, counts[t] - first), elements});
+                elements += all.back().count;
             }
     }
 
-    int useful(int threads) const { return (int)std::min((long)threads, numbers / MOST + 1); }
+    int useful(int threads) const { return (int)std::min((long)threads, elements / MOST + 1); }
 
-    // body(k, piece) for those of this thread, within a parallel region.
+    // body(k, tile) for this thread's tiles; call it inside a parallel region.
     template <class Body>
     void own(Body body) const {
         const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        const long from = numbers * thread / threads, to = numbers * (thread + 1) / threads;
+        const long from = elements * thread / threads, to = elements * (thread + 1) / threads;
         for (size_t k = 0; k < all.size(); ++k)
             if (from <= all[k].before && all[k].before < to) body(k, all[k]);
     }

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the processor's, and the functions that activations and softmax are made of.
+// Vectors as long as the processor's, and the functions that activations and softmax consist of.
 #pragma once
 
 #include <cstdint>
@@ -21,17 +21,17 @@ static inline Vec load(const float* from) {
     return x;
 }
 static inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
-static inline Vec splat(float x) { return x - Vec{}; }  // x + 0 would be an addition, for the sake of -0
-// where x is no number, so is the result
+static inline Vec splat(float x) { return x - Vec{}; }  // not x + 0, which the compiler must keep because of -0
+// NaN where x is NaN
 static inline Vec smaller(Vec x, Vec y) { return y < x ? y : x; }
 static inline Vec larger(Vec x, Vec y) { return y > x ? y : x; }
 static inline Vec magnitude(Vec x) { return (Vec)((Int)x & 0x7fffffff); }
 
-// e^x = 2^n 2^f with n whole and |f| <= 1/2, 2^f fitted to 8e-8; 0 below -87.7. Exact to 1e-7 for x <= 0, which is where
-// it is used, but for gates of far negative numbers.
+// e^x = 2^n 2^f with integer n and |f| <= 1/2, 2^f fitted to 8e-8; 0 below -87.7. Exact to 1e-7 for x <= 0; all callers
+// stay there, except gates of large negative arguments.
 static inline Vec exponential(Vec x) {
     const Vec y = smaller(larger(x * 1.44269504f, splat(-127.0f)), splat(127.0f));
-    const Vec shift = splat(12582912.0f + 127.0f);  // 1.5 * 2^23 + bias: adding it rounds to a whole number, in low bits
+    const Vec shift = splat(12582912.0f + 127.0f);  // 1.5 * 2^23 + bias: adding it rounds to an integer in the low bits
     const Vec shifted = y + shift;
     const Vec f = y - (shifted - shift);
     Vec p = f * 0.00132673633f + 0.0096754678f;
@@ -42,9 +42,9 @@ static inline Vec exponential(Vec x) {
     return p * (Vec)((Int)shifted << 23);
 }
 
-// Normal distribution at y: exp(-y²/2), and what is beyond |y|, Φ(-|y|), to 2e-7 of itself. One exponential serves both:
+// The normal distribution at y: density exp(-y²/2) and tail Φ(-|y|), to a relative 2e-7. One exponential serves both:
 // erfc(x) = t P(t) exp(-x²), t = 1/(1 + 0.33 x), x >= 0, P fitted for x up to 9.5.
-static inline void normal(Vec y, Vec& density, Vec& beyond) {
+static inline void normal(Vec y, Vec& density, Vec& tail) {
     density = exponential(y * y * -0.5f);
     const Vec t = 1.0f / (magnitude(y) * (0.33f * 0.70710678f) + 1.0f);
     Vec p = t * -0.0681689084f + 0.232244728f;
@@ -54,5 +54,5 @@ static inline void normal(Vec y, Vec& density, Vec& beyond) {
     p = p * t + 0.10127228f;
     p = p * t + 0.0913635573f;
     p = p * t + 0.0931870789f;
-    beyond = p * t * density;
+    tail = p * t * density;
 }
