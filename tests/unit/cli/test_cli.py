@@ -72,13 +72,14 @@ def test_a_wrong_command_shows_its_usage(argv: list[str], capsys: pytest.Capture
 
 
 def field_docs(kind: type) -> Iterator[tuple[str, str]]:
-    """Names of a dataclass's fields, with the docstring under each."""
-    (body,) = (node.body for node in ast.walk(ast.parse(inspect.getsource(kind))) if isinstance(node, ast.ClassDef))
-    for node, following in pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            assert isinstance(following, ast.Expr), f"{kind.__name__}.{node.target.id} has no text under it"
-            assert isinstance(following.value, ast.Constant)
-            yield node.target.id, inspect.cleandoc(following.value.value)
+    """Names of a dataclass's fields, inherited ones included, with the docstring under each."""
+    for base in filter(dataclasses.is_dataclass, kind.__mro__):
+        (body,) = (n.body for n in ast.walk(ast.parse(inspect.getsource(base))) if isinstance(n, ast.ClassDef))
+        for node, following in pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                assert isinstance(following, ast.Expr), f"{base.__name__}.{node.target.id} has no docstring"
+                assert isinstance(following.value, ast.Constant)
+                yield node.target.id, inspect.cleandoc(following.value.value)
 
 
 def test_help_shows_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
