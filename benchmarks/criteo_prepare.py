@@ -24,8 +24,8 @@ from pathlib import Path
 import psutil
 from common import about, write
 
-from comera.recipes.dlrm.clicks import ClickLog
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
+from comera.recipes.dlrm.criteo.synthetic import ClickLog
 
 SYNTHETIC_ROWS = 250_000
 BATCH, READS = 10_000, 50

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from comera import load_pretrained
-from comera.cli.main import main, options
+from comera.cli import options
+from comera.cli.main import main
 from comera.nn.tensor_train import CompressedLayer
 from comera.rank.objective import EarlyStage
 from comera.recipes.bert import ModelConfig
@@ -199,7 +200,7 @@ def test_what_is_no_run_is_refused(code: Run, tmp_path: Path, capsys: pytest.Cap
     assert "found nothing" in refused(capsys, tmp_path / "nowhere", out, *to)
     (tmp_path / "file").write_text("")
     assert "found a file" in refused(capsys, tmp_path / "file", out, *to)
-    assert "found a folder of something else" in refused(capsys, tmp_path, out, *to)
+    assert "found another folder" in refused(capsys, tmp_path, out, *to)
     assert "with several (run)" in refused(capsys, code.folder.parent, out, *to)
     empty = shutil.copytree(code.folder, tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
     assert "expected checkpoints" in refused(capsys, empty, out, *to)
@@ -224,8 +225,8 @@ def test_an_unfinished_or_damaged_checkpoint_is_refused(damaged: Path, capsys: p
     trainer, weights = damaged / "trainer.json", damaged / "model.safetensors"
     whole = trainer.read_text()
     for text, said in [
-        (whole[:-9], "expected a whole trainer.json"),
-        ("{}", "expected a whole trainer.json"),
+        (whole[:-9], "expected a complete trainer.json"),
+        ("{}", "expected a complete trainer.json"),
         (whole.replace('"recipe": "code-lm"', '"recipe": "mine"'), "got one of 'mine'"),
     ]:
         trainer.write_text(text)

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from comera import __version__
-from comera.cli.options import RECIPES, first_line, parse, saved_config
+from comera.cli.options import first_line, parse, saved_config
 from comera.errors import ComeraError, ConfigError, TrainingError
+from comera.recipes.registry import RECIPES
 
 INTERRUPTED = 130  # exit code of a shell for SIGINT
 _ARGUMENTS = "arguments.json"  # of a comparison, in its folder
@@ -55,7 +55,7 @@ def train(argv: list[str]) -> int:
     if PartialState().is_main_process:
         from comera import report
 
-        runs = {name: folder for name, folder in _runs(config).items() if folder.exists()}
+        runs = {name: folder for name, folder in recipe.runs(config).items() if folder.exists()}
         for folder in runs.values():
             print(f"report: {report.render(folder)}", file=sys.stderr)
         if len(runs) > 1 and summary.finished:
@@ -80,8 +80,8 @@ def compare(argv: list[str]) -> int:
             own += ["--train.steps", "null", "--train.max_seconds", str(options.seconds)]
         commands[method] = [*shared, *own, "--out", str(out / method)]
     for method, arguments in commands.items():  # all mistakes come to light before the first run
-        _, config, _ = parse("compare", name, arguments)
-        runs.update(_runs(config))
+        recipe, config, _ = parse("compare", name, arguments)
+        runs.update(recipe.runs(config))
         if (out / method).exists() and not options.resume:
             raise ConfigError(
                 f"expected a new folder for the comparison, got {out}, which has runs: --resume goes on with them, "
@@ -260,17 +260,11 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _runs(config: Any) -> dict[str, Path]:
-    """The run folders that a recipe's run with `config` leaves, by name."""
-    from comera.recipes.stages import runs  # here: a mistaken command line need not wait for torch
-
-    return runs(config) if hasattr(config, "late_targets") else {config.method: config.folder}
-
-
 def _take_recipe(name: str, command: Callable[..., int], argv: list[str]) -> tuple[str, list[str]]:
     """The recipe's name and the arguments after it."""
     parser = argparse.ArgumentParser(
         f"comera {name}", description=first_line(command), epilog=f"`comera {name} RECIPE --help` lists all options."
     )
-    parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help=", ".join(sorted(RECIPES)))
+    known = "; ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items())
+    parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help=known)
     return parser.parse_args(argv[:1]).recipe, argv[1:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -14,23 +13,15 @@ from typing import Any, get_type_hints
 
 from comera.errors import ConfigError
 
-# A recipe is a module with preset(method) -> configuration, a dataclass with the fields `method` and `out` and the
-# property `folder` (further parameters of `preset` are fields that choose between presets, as `method` does);
-# run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}. One that trains more
-# than one run offers runs(configuration) -> {name: folder}.
-RECIPES = {
-    "code-lm": "comera.recipes.code_lm.recipe",
-    "mnli": "comera.recipes.mnli.recipe",
-    "dlrm": "comera.recipes.dlrm.recipe",
-}
-
 
 def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     """The recipe's module, its configuration (the chosen preset < --config file < options), and --resume.
 
     Raises ConfigError for unknown fields and values of a wrong type or out of range. SystemExit after --help.
     """
-    recipe = importlib.import_module(RECIPES[name])
+    from comera.recipes.interface import load_recipe  # loads torch
+
+    recipe = load_recipe(name)
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(_field_types(type(default)))

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from comera.baselines import has_own_layers
 from comera.errors import ConfigError
 from comera.export.write import Exported, export_compressed, export_dense, export_program
 from comera.recipes.trained import Trained
 
 TARGETS = ("safetensors", "dense", "program", "onnx")
-_OTHER_LAYERS = ("lte", "cola", "tensorly")  # methods with layers that neither the dense model nor this library has
 
 
 def export_run(trained: Trained, target: str, out: Path, *, overwrite: bool = False) -> Exported:
@@ -21,14 +21,14 @@ def export_run(trained: Trained, target: str, out: Path, *, overwrite: bool = Fa
 
     def as_trained(folder: Path) -> nn.Module:
         with torch.device("meta"):  # a dense table that is far larger than the file never exists
-            return form.build() if trained.config.method in _OTHER_LAYERS else form.plain(folder)
+            return form.build() if has_own_layers(trained.config.method) else form.dense(folder)
 
     if target == "safetensors":
         about = {"recipe": trained.recipe, "method": trained.config.method, "checkpoint": trained.checkpoint.name}
         metadata = {**about, **form.about}
         return export_compressed(model, form.inputs, out, as_trained, metadata=metadata, overwrite=overwrite)
     if target == "dense":
-        return export_dense(model, form.inputs, out, form.plain, overwrite=overwrite)
+        return export_dense(model, form.inputs, out, form.dense, overwrite=overwrite)
     if target == "program":
         return export_program(model, form.inputs, out, dynamic_shapes=form.dynamic, overwrite=overwrite)
     if target == "onnx":

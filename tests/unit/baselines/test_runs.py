@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from comera.baselines import LTE, METHODS, BaselineConfig, CoLA, GaLore, Method, Tensorly
-from comera.cli.main import main as cli
+from comera.baselines import BASELINES, LTE, BaselineConfig, CoLA, GaLore, Method, Tensorly, check_method
+from comera.cli import main as cli
 from comera.errors import ConfigError
-from comera.recipes.methods import check_method, estimates_by_method, follow
+from comera.recipes.methods import estimates_by_method
+from comera.recipes.task import follow
 from comera.report import compare, inspect, render
 from comera.report.layers import layer_table
 from comera.report.run import read_run
@@ -70,7 +71,7 @@ def end_state(run: Path) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for file in files for name, value in file.items()}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BASELINES)
 def test_a_stopped_run_resumes_to_the_bit(method: str, tmp_path: Path) -> None:
     config = replace(CONFIG, save_every=1)
     whole = fit(Toy(method), config, tmp_path / "whole")
@@ -83,7 +84,7 @@ def test_a_stopped_run_resumes_to_the_bit(method: str, tmp_path: Path) -> None:
     assert whole.method == method
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BASELINES)
 def test_training_learns(method: str, tmp_path: Path) -> None:
     task = Toy(method)
     task.model.eval()
@@ -157,5 +158,5 @@ def test_a_method_without_its_package_is_refused_before_anything_runs(
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, got 'x'"):
         check_method("x")
-    for method in METHODS:
+    for method in BASELINES:
         check_method(method)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from comera.errors import DataError
-from comera.recipes.dlrm import criteo_batches
-from comera.recipes.dlrm.clicks import ClickLog
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, RowEncoder, prepare
+from comera.recipes.dlrm.criteo import batches as criteo_batches
+from comera.recipes.dlrm.criteo.synthetic import ClickLog
 
 from ...helpers.click_rows import ROWS, lines_of, read, write
 
@@ -34,7 +34,7 @@ def data(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 def keys(batch: ClickBatch) -> list[bytes]:
-    """What tells a row from the others."""
+    """What identifies a row."""
     arrays = [batch.dense.numpy(), batch.ids.numpy().astype(np.int32), batch.labels.numpy()]
     return [b"".join(array[k].tobytes() for array in arrays) for k in range(len(batch.labels))]
 
@@ -130,7 +130,7 @@ def test_parts_in_batches(data: ClickData) -> None:
     for part, index in (("test", 6), ("test", -1), ("train", 65)):
         with pytest.raises(DataError, match=rf"{part}: expected a batch from 0 to \d+, got {index}"):
             data.batch(part, index, 20)
-    with pytest.raises(DataError, match="expected one of train, validation, test as part of the data, got 'dev'"):
+    with pytest.raises(DataError, match="expected a part of the data, one of train, validation, test, got 'dev'"):
         data.batch("dev", 0, 20)
 
 
@@ -172,11 +172,11 @@ def test_unknown_categories(path: Path, table_sizes: Any) -> None:
 
 def test_rows_without_labels(path: Path) -> None:
     data = read(path)
-    (batch,) = data.encode(["\t".join(row[1:]) for row in ROWS[:5]], labelled=False)
-    (labelled,) = data.encode(["\t".join(row) for row in ROWS[:5]])
+    (batch,) = data.encode(["\t".join(row[1:]) for row in ROWS[:5]], labeled=False)
+    (labeled,) = data.encode(["\t".join(row) for row in ROWS[:5]])
     assert torch.isnan(batch.labels).all()
-    assert torch.equal(batch.ids, labelled.ids)
-    assert torch.equal(batch.dense, labelled.dense)
+    assert torch.equal(batch.ids, labeled.ids)
+    assert torch.equal(batch.dense, labeled.dense)
 
 
 def test_a_bad_row_to_encode_names_its_line(path: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_bad_row_to_encode_names_its_line(path: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows, line 8: expected 40 fields between tabs, got 39"):
         list(data.encode([*rows[:7], rows[7].partition("\t")[2]], size=3))
     with pytest.raises(DataError, match=r"rows, line 1: expected 39 fields between tabs, got 40"):
-        list(data.encode(rows, labelled=False))
+        list(data.encode(rows, labeled=False))
     with pytest.raises(DataError, match=r"later\.txt, line 10: expected 0 or 1 as label, got '5'"):
         list(data.encode(write(tmp_path / "later.txt", [*ROWS[:9], ["5", *ROWS[9][1:]]])))
     (tmp_path / "later.gz").write_bytes(gzip.compress(lines_of(ROWS))[:-100])
@@ -213,7 +213,7 @@ def test_a_synthetic_log(tmp_path: Path, source: str | None, capsys: pytest.Capt
     planted = data.manifest["planted"]
     assert planted["seed"] == 3
     assert all(0.3 < planted["loss"][part] < 0.6 for part in criteo_batches.PARTS)
-    assert f"the least there are: {planted['loss']['train']:.4f} train, " in capsys.readouterr().err
+    assert f"of the planted model: {planted['loss']['train']:.4f} train, " in capsys.readouterr().err
     assert data.click_rate == pytest.approx(0.256, abs=0.03)
     assert written.manifest["planted"] is None
 

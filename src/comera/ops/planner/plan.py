@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,7 +182,12 @@ def choose_projection(
 
 # arithmetic on a spec and a bucket: torch.compile has nothing to trace
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose(merged: bool, kind: type[Problem], spec: Spec, *settings: object) -> tuple[Strategy, Groups]:
+def _choose(*problem: Any) -> tuple[Strategy, Groups]:
+    return _chosen(*problem)
+
+
+@lru_cache(maxsize=4096)
+def _chosen(merged: bool, kind: type[Problem], spec: Spec, *settings: object) -> tuple[Strategy, Groups]:
     plan = make_plan(kind(spec, *settings))  # type: ignore[arg-type]
     chosen = plan.chosen
     if merged:

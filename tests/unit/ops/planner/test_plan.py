@@ -75,7 +75,8 @@ def test_evaluation_takes_the_plan_of_training():
     "spec", [BERT, LONG, tt((6,), (4, 3, 2), 5), tt((5, 4, 3, 2, 2), (7, 3), 6), tt((9,), (8,), 4)], ids=str
 )
 @pytest.mark.parametrize("batch", [1, 16])
-def test_planned_flops_are_the_measured_ones(spec, batch, strategy):
+def test_planned_flops_are_the_measured_ones(spec, batch, strategy, monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", "none")  # the C++ merge computes partial products again in its backward
     plan = plan_linear(spec, batch).using(strategy)
     assert plan.flops == measured_flops(lambda *a: tt_linear(*a, plan=plan), spec, batch, spec.in_features)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from comera.recipes.dlrm import clicks
-from comera.recipes.dlrm.clicks import CLICK_RATE, TABLES, ClickLog, Clicks
-from comera.recipes.dlrm.criteo_parse import parse
+from comera.recipes.dlrm.criteo import synthetic
+from comera.recipes.dlrm.criteo.parse import parse
+from comera.recipes.dlrm.criteo.synthetic import CLICK_RATE, TABLES, ClickLog, Clicks
 
 
 def log_of(rows: int, seed: int = 0) -> Clicks:
@@ -87,7 +87,7 @@ def test_categories_follow_a_power_law(log: Clicks) -> None:
 
 
 def test_integers_are_missing_negative_and_large(log: Clicks) -> None:
-    missing = log.integers == clicks.NO_INTEGER
+    missing = log.integers == synthetic.NO_INTEGER
     assert missing.any()
     assert not missing.all(axis=1).any()
     assert (log.integers[~missing] < 0).any()

@@ -1,10 +1,12 @@
-"""A click log without data: rows of Criteo's form whose clicks follow a planted model, so the least loss is known.
+"""A synthetic click log: rows in Criteo's format whose clicks follow a planted model, so the lowest loss is known.
 
     logit = bias + Σ_i w_i log(1 + x_i) + Σ_f a_f[c_f] + Σ_{f < 13} ⟨u_f[c_f], u_{f+13}[c_{f+13}]⟩,    click ~ Bernoulli
 
-x_i: integers, log-normal, some missing or negative. c_f: categories by a power law, the k-th one about 1/k as often as
-the first, some missing (these add nothing). So a model needs the integers, the categories and products of their
-embeddings, which is what DLRM has. A longer log begins with the shorter one of the same seed.  R rows of a chunk.
+x_i: integers, log-normal, some missing or negative. c_f: categories, distributed by a power law, the k-th about 1/k as
+frequent as the first, some missing (these add nothing). A model thus needs the integers, the categories and products of
+their embeddings, exactly what DLRM has. A longer log starts with the shorter one of the same seed.
+
+R rows of a chunk.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from comera.recipes.dlrm.criteo_ids import MISSING
-from comera.recipes.dlrm.criteo_parse import CATEGORIES, INTEGERS, Array, log_integers
+from comera.recipes.dlrm.criteo.ids import MISSING
+from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, Array, log_integers
 
-CHUNK = 32_768  # rows with a random generator of their own
-# Categories of each feature, spread like those of the real data: from a handful to many that occur once.
+CHUNK = 32_768  # rows drawn from one random generator
+# Categories of each feature, distributed like the real data: from a handful to many that occur once.
 # fmt: off
 TABLES = (
     1460, 583, 250000, 120000, 305, 24, 12517, 633, 3, 30000, 5683, 200000, 3194, 27, 14992, 150000, 10, 5652, 2173, 4,
@@ -28,18 +30,18 @@ TABLES = (
 )
 # fmt: on
 FACTORS = 4  # of the planted embeddings
-DEVIATIONS = {"integers": 0.7, "categories": 0.9, "products": 0.8}  # of the parts of the logit
+DEVIATIONS = {"integers": 0.7, "categories": 0.9, "products": 0.8}  # standard deviations of the terms of the logit
 CLICK_RATE = 0.2562  # of the Kaggle data
-NO_INTEGER = np.iinfo(np.int32).min  # stands for an empty field
-CALIBRATION = 2**32 - 1  # number of the chunk that sets the bias, beyond those of any log
+NO_INTEGER = np.iinfo(np.int32).min  # marks an empty field
+CALIBRATION = 2**32 - 1  # index of the chunk that sets the bias; no log reaches it
 
 
 @dataclass(frozen=True)
 class Clicks:
     """Rows of the log.
 
-    labels: (R,) uint8. integers: (13, R) int32, NO_INTEGER where missing. values: (26, R) uint32, 0 where missing.
-    probabilities: (R,), of the planted model.
+    labels: (R,) uint8. integers: (13, R) int32, NO_INTEGER if missing. values: (26, R) uint32, 0 if missing.
+    probabilities: (R,) of the planted model.
     """
 
     labels: Array
@@ -48,16 +50,16 @@ class Clicks:
     probabilities: Array
 
     def dense(self) -> Array:
-        """log(1 + x), 0 for missing and negative ones: (13, R) float32."""
+        """log(1 + x), 0 for missing and negative x: (13, R) float32."""
         return log_integers(self.integers)
 
     def losses(self) -> Array:
-        """Log loss of the planted probabilities in each row: no model does better on average."""
+        """Log loss of the planted probabilities in each row: no model can do better on average."""
         losses: Array = -np.log(np.where(self.labels, self.probabilities, 1 - self.probabilities))
         return losses
 
     def text(self) -> str:
-        """The rows in Criteo's form, one a line."""
+        """The rows in Criteo's format, one per line."""
         columns = [[str(x) for x in self.labels.tolist()]]
         columns += [["" if x == NO_INTEGER else str(x) for x in column] for column in self.integers.tolist()]
         columns += [["" if x == MISSING else f"{x:08x}" for x in column] for column in self.values.tolist()]
@@ -65,7 +67,7 @@ class Clicks:
 
 
 class ClickLog:
-    """The planted model of a seed, and its rows."""
+    """The planted model of a seed, and the rows drawn from it."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -76,14 +78,14 @@ class ClickLog:
         self._weights *= DEVIATIONS["integers"] / np.linalg.norm(self._weights * self._shapes[:, 1])
         main = DEVIATIONS["categories"] / math.sqrt(CATEGORIES)
         factor = math.sqrt(DEVIATIONS["products"]) / (CATEGORIES / 2 * FACTORS) ** 0.25
-        # a_f, then u_f, for each category; the last row, for a missing one, is 0
+        # a_f, then u_f, for each category; the last row stands for a missing one and is 0
         scales = np.array([main, *[factor] * FACTORS])
         self._effects = [np.vstack([rng.standard_normal((size, 1 + FACTORS)) * scales, 0 * scales]) for size in TABLES]
         self._bias = 0.0
         self._bias = _bias_for(CLICK_RATE, self._chunk(CALIBRATION)[0])
 
     def chunks(self, rows: int) -> Iterator[Clicks]:
-        """The first `rows` rows, some at a time."""
+        """The first `rows` rows, in chunks."""
         for first in range(0, rows, CHUNK):
             logits, integers, values, draws = self._chunk(first // CHUNK)
             probabilities = 1 / (1 + np.exp(-logits))
@@ -92,7 +94,7 @@ class ClickLog:
             yield Clicks(labels[part], integers[:, part], values[:, part], probabilities[part])
 
     def write(self, path: Path, rows: int) -> Path:
-        """Write the log in Criteo's form; returns `path`."""
+        """Write the log in Criteo's format; returns `path`."""
         with open(path, "w", encoding="ascii", newline="\n") as file:
             for clicks in self.chunks(rows):
                 file.write(clicks.text())
@@ -122,7 +124,7 @@ class ClickLog:
 
 
 def _scramble(feature: int, ranks: Array) -> Array:
-    """A value above 0 for each category of each feature: a permutation of 32-bit numbers (the end of MurmurHash3)."""
+    """A value above 0 for each category of each feature: a permutation of 32-bit integers (MurmurHash3's finalizer)."""
     mixed: Array = (ranks + (feature << 20) + 1).astype(np.uint32)
     mixed ^= mixed >> np.uint32(16)
     mixed *= np.uint32(0x85EBCA6B)
@@ -133,7 +135,7 @@ def _scramble(feature: int, ranks: Array) -> Array:
 
 
 def _bias_for(rate: float, logits: Array) -> float:
-    """What to add to the logits for this mean probability."""
+    """The bias that gives the logits this mean probability."""
     low, high = -30.0, 30.0
     for _ in range(50):
         middle = (low + high) / 2

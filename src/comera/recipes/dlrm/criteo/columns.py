@@ -1,9 +1,9 @@
-"""Criteo's rows as columns on disk: parsed by several processes, written in their order, and resumed where it stopped.
+"""Criteo's rows as columns on disk: parsed by several processes, written in order, resumable.
 
     blocks of text -> parsing processes -> label.bin (N,) uint8, dense.bin (N, 13) float32, C01.raw, … (N,) uint32
 
-The columns grow as rows come; state.json says now and then how far they are good, so that a preparation that was killed
-goes on from there.
+The columns grow as rows arrive; state.json regularly records how far they are good, and a killed preparation resumes
+there.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import numpy as np
 
 from comera.errors import ComeraError, DataError
 from comera.files import replace_file
-from comera.recipes.dlrm import criteo_parse
-from comera.recipes.dlrm.criteo_files import BLOCK, END_MISSING, START, Block, Place, read_blocks
-from comera.recipes.dlrm.criteo_ids import IDS
-from comera.recipes.dlrm.criteo_parse import (
+from comera.recipes.dlrm.criteo import parse as parsing
+from comera.recipes.dlrm.criteo.files import BLOCK, END_MISSING, START, Block, Place, read_blocks
+from comera.recipes.dlrm.criteo.ids import IDS
+from comera.recipes.dlrm.criteo.parse import (
     CATEGORIES,
     CUT_SHORT,
     INTEGERS,
@@ -45,11 +45,11 @@ from comera.recipes.dlrm.criteo_parse import (
 FEATURES = tuple(f"C{k:02}" for k in range(1, CATEGORIES + 1))
 LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
 ROW_BYTES = {LABELS: 1, DENSE: 4 * INTEGERS, **{f"{name}.{RAW}": 4 for name in FEATURES}}
-CHECKPOINT = 100  # blocks between two notes of how far the columns are good
-BLOCKS_EACH = 4  # for a process to be worth its start
-SHOWN = 3  # bad rows that are kept for people, of each kind
-# A process that parses keeps the memory of its arrays (glibc): fresh pages for each block took a third of its time.
-FILTER = {
+CHECKPOINT = 100  # blocks between two saves of the state
+BLOCKS_EACH = 4  # that make a process worth starting
+SHOWN = 3  # bad rows of each kind to show
+# Parsing processes keep freed memory (glibc): fresh pages for each block took a third of their time.
+ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1000000000",
     "MALLOC_TRIM_THRESHOLD_": "1000000000",
     "OMP_NUM_THREADS": "1",
@@ -61,7 +61,7 @@ FILTER = {
 class State:
     """How far the columns are good.
 
-    rows: in them. bad: bad rows by kind. shown: the first few of each kind, as file, line and what is wrong.
+    rows: good rows written. bad: bad rows by kind. shown: the first few of each kind, with file, line and mistake.
     """
 
     place: Place = START
@@ -71,12 +71,12 @@ class State:
     complete: bool = False
 
     def save(self, folder: Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the state as JSON, atomically."""
         replace_file(folder / STATE, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, folder: Path) -> State | None:
-        """The state of unfinished columns, None where there are none or they are damaged."""
+        """The state of unfinished columns; None if there are none or they are damaged."""
         try:
             values = json.loads((folder / STATE).read_text("utf-8"))
             state = cls(**{**values, "place": Place(*values["place"])})
@@ -87,18 +87,18 @@ class State:
 
     @property
     def bad_rows(self) -> int:
-        """Rows that were left out."""
+        """Rows skipped."""
         return sum(self.bad.values())
 
 
 def _column(folder: Path, name: str) -> Path:
-    """The file of a column: where its ids are made, they took the place of the values."""
+    """The file of a column: the ids, once they have replaced the values."""
     ids = folder / f"{name.split('.')[0]}.{IDS}"
     return ids if ids.exists() else folder / name
 
 
 class Columns:
-    """The files of the columns, open to append to; what stands behind the first `rows` rows is cut off."""
+    """The files of the columns, open for appending; anything after the first `rows` rows is cut off."""
 
     def __init__(self, folder: Path, rows: int = 0) -> None:
         self._files: dict[str, IO[bytes]] = {}
@@ -131,10 +131,10 @@ def read_columns(
     max_bad_rows: int,
     tick: Callable[[int, int], object],
 ) -> State:
-    """Parse the files into columns in `folder`, from where an earlier call stopped; returns the state, complete.
+    """Parse the files into columns in `folder`, from where an earlier call stopped; returns the complete state.
 
-    workers: processes that parse. max_rows: good rows to read, None all. tick(bytes read, rows): called now and then.
-    Raises DataError, with file and line, for the first bad row above max_bad_rows, and for files that cannot be read.
+    workers: processes that parse. max_rows: good rows to read, None for all. tick(bytes read, rows): called regularly.
+    Raises DataError, with file and line, for the first bad row beyond max_bad_rows, and for unreadable files.
     """
     state = State.load(folder)
     if state is None:
@@ -173,7 +173,7 @@ def _first(rows: Rows, count: int | None) -> Rows:
 
 
 def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, limit: int) -> None:
-    """Count the bad rows of a block; raises DataError for the first one above the limit."""
+    """Count the bad rows of a block; raises DataError for the first one beyond the limit."""
     found = [(line, KINDS[kind]) for line, kind in zip(rows.bad_lines.tolist(), rows.bad_kinds.tolist(), strict=True)]
     if block.cut_short:
         found.append((0, CUT_SHORT))
@@ -187,10 +187,10 @@ def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, lim
             what = END_MISSING if kind == CUT_SHORT else explain(lines[line])
             shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
             if over:
-                too_many_bad(state.bad, shown[-1], limit)
+                raise_too_many_bad(state.bad, shown[-1], limit)
 
 
-def too_many_bad(bad: dict[str, int], last: str, limit: int) -> NoReturn:
+def raise_too_many_bad(bad: dict[str, int], last: str, limit: int) -> NoReturn:
     """Raise DataError: more bad rows than allowed. last: one of them, with file and line."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in bad.items())
     raise DataError(
@@ -200,7 +200,7 @@ def too_many_bad(bad: dict[str, int], last: str, limit: int) -> NoReturn:
 
 
 def parsed(blocks: Iterable[Block], workers: int) -> Generator[tuple[Block, Rows], None, None]:
-    """Blocks with their rows, in order; as many processes parse, with few blocks on the way. Below 2: in this one."""
+    """Blocks with their rows, in order, parsed by `workers` processes (in this one if below 2), a few at a time."""
     if workers < 2:
         for block in blocks:
             yield block, parse(block.text)
@@ -217,12 +217,12 @@ def parsed(blocks: Iterable[Block], workers: int) -> Generator[tuple[Block, Rows
 
 
 class Parsers:
-    """Processes that parse blocks; each ends with this one, however that ends."""
+    """Processes that parse blocks; they end with this process, however it ends."""
 
     def __init__(self, count: int) -> None:
-        # not as a script: its folder would go before the standard library
+        # not run as a script: its folder would shadow the standard library
         run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-        command = [sys.executable, "-c", run, criteo_parse.__file__]
+        command = [sys.executable, "-c", run, parsing.__file__]
         self._all: list[subprocess.Popen[bytes]] = []
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         for _ in range(count):
@@ -230,14 +230,14 @@ class Parsers:
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, **FILTER},
-                start_new_session=True,  # an interrupt from the keyboard is for this process to handle
+                env={**os.environ, **ENVIRONMENT},
+                start_new_session=True,  # this process handles keyboard interrupts
             )
             self._all.append(process)
             self._idle.put(process)
 
     def parse(self, text: bytes) -> Rows:
-        """The rows of a block, from whichever process is idle; raises ComeraError when that has died."""
+        """The rows of a block, parsed by an idle process; raises ComeraError if that has died."""
         process = self._idle.get()
         stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         try:

@@ -1,8 +1,10 @@
-"""Prepared clicks: memory-mapped columns, their batches, and later rows encoded in the same way.
+"""Prepared clicks: memory-mapped columns, their batches, and new rows encoded the same way.
 
-An epoch goes through the training rows in their order in time, or shuffled so that reading stays local: the rows form
-runs, the runs are shuffled, some tens of them make a pool, and the rows of a pool are shuffled. A batch is then read
-from a few places of every column, whatever the number of rows.  B batch.
+An epoch visits the training rows in time order, or shuffled in a way that keeps reading local: rows form runs, the
+runs are shuffled, some tens of runs make a pool, and the rows of a pool are shuffled. A batch then reads from a few
+places of every column, however many rows there are.
+
+B batch, F features.
 """
 
 from __future__ import annotations
@@ -20,18 +22,16 @@ import torch
 from torch import Tensor
 
 from comera.errors import DataError
-from comera.recipes.dlrm.criteo_columns import DENSE, FEATURES, LABELS
-from comera.recipes.dlrm.criteo_files import END_MISSING, find_files, read_blocks
-from comera.recipes.dlrm.criteo_ids import IDS, Lookup
-from comera.recipes.dlrm.criteo_parse import INTEGERS, Array, Rows, explain, parse
+from comera.recipes.dlrm.criteo.columns import DENSE, FEATURES, LABELS
+from comera.recipes.dlrm.criteo.files import END_MISSING, find_files, read_blocks
+from comera.recipes.dlrm.criteo.ids import IDS, Lookup
+from comera.recipes.dlrm.criteo.parse import INTEGERS, Array, Rows, explain, parse
 
 PARTS = ("train", "validation", "test")
 MANIFEST = "manifest.json"
-HASHED, NUMBERED = "hashed", "numbered"  # how the ids were made
+HASHED, NUMBERED = "hashed", "numbered"  # how ids are made
 RUN = 2048  # rows that stay together: 8 KB of a column
-POOL = (
-    32  # runs whose rows are shuffled together: with more, a batch would pass through more memory than the caches have
-)
+POOL = 32  # runs whose rows are shuffled together; with more, a batch would touch more memory than the caches hold
 
 
 class ClickBatch(NamedTuple):
@@ -45,10 +45,10 @@ class ClickBatch(NamedTuple):
 class ClickData:
     """Prepared clicks in time order, memory-mapped.
 
-    table_sizes: rows of each feature's embedding table. train, validation, test: the ranges of their rows.
-    click_rate: of the training rows. bad: rows that were left out, by kind. manifest: all that is known of the data.
-    shuffle: whether training goes through the rows in a random order, or in that of time.
-    Raises OSError, ValueError or KeyError when the columns are damaged.
+    table_sizes: rows of each feature's embedding table. train, validation, test: their ranges of rows.
+    click_rate: of the training rows. bad: skipped rows by kind. manifest: everything known about the data.
+    shuffle: whether training visits the rows in random order rather than in time order.
+    Raises OSError, ValueError or KeyError if the columns are damaged.
     """
 
     def __init__(self, folder: Path, *, shuffle: bool = True) -> None:
@@ -67,13 +67,13 @@ class ClickData:
         return self.rows
 
     def steps_per_epoch(self, size: int, processes: int = 1) -> int:
-        """Steps that see every training row, when `processes` batches of `size` rows make one step."""
+        """Steps that cover all training rows, with `processes` batches of `size` rows per step."""
         return -(-len(self.train) // (size * processes))
 
     def train_batch(self, index: int, size: int, seed: int) -> ClickBatch:
         """The `index`-th batch, counted over all epochs: a pure function of its arguments.
 
-        Every epoch has each training row once, and the next one begins in the batch in which it ends.
+        Each epoch contains every training row once; the next one begins within the batch in which it ends.
         """
         first = index * size
         if self.shuffle:
@@ -84,11 +84,11 @@ class ClickData:
         return self._read(np.arange(first, first + size) % len(self.train))
 
     def batch_count(self, part: str, size: int) -> int:
-        """Batches of `size` rows in "train", "validation" or "test"; the last one may be smaller."""
+        """Batches of `size` rows in "train", "validation" or "test"; the last may be smaller."""
         return -(-len(self._part(part)) // size)
 
     def batch(self, part: str, index: int, size: int) -> ClickBatch:
-        """The `index`-th batch of a part, in time order; raises DataError for a part or batch that is not there."""
+        """The `index`-th batch of a part, in time order; raises DataError for an unknown part or batch."""
         count = self.batch_count(part, size)
         if not 0 <= index < count:
             raise DataError(f"{part}: expected a batch from 0 to {count - 1}, got {index}")
@@ -100,12 +100,12 @@ class ClickData:
         return (self.batch(part, index, size) for index in range(self.batch_count(part, size)))
 
     def encode(self, source: str | os.PathLike[str] | Iterable[str | bytes], **options: Any) -> Iterator[ClickBatch]:
-        """Rows of a file, a folder, or lines, as batches with the ids of these tables; see `RowEncoder.encode`."""
+        """Rows of a file, a folder or lines as batches with the ids of these tables; see `RowEncoder.encode`."""
         return RowEncoder(self.folder).encode(source, **options)
 
     def _part(self, part: str) -> range:
         if part not in PARTS:
-            raise DataError(f"expected one of {', '.join(PARTS)} as part of the data, got {part!r}")
+            raise DataError(f"expected a part of the data, one of {', '.join(PARTS)}, got {part!r}")
         rows: range = getattr(self, part)
         return rows
 
@@ -119,10 +119,10 @@ class ClickData:
 
 
 class RowEncoder:
-    """Turns rows of the original form into batches, with the dictionaries or hashing of a prepared folder.
+    """Turns rows in Criteo's format into batches, with the dictionaries or the hashing of a prepared folder.
 
-    hashed_sizes: of the tables into which categories are hashed; then there are no dictionaries and no folder is read.
-    Raises DataError when the folder has no complete prepared data.
+    hashed_sizes: sizes of the tables to hash categories into; hashing needs no dictionaries, so the folder is not read.
+    Raises DataError if the folder has no complete prepared data.
     """
 
     def __init__(self, folder: Path, *, hashed_sizes: Sequence[int] | None = None) -> None:
@@ -142,12 +142,12 @@ class RowEncoder:
             ) from error
 
     def encode(
-        self, source: str | os.PathLike[str] | Iterable[str | bytes], *, size: int = 4096, labelled: bool = True
+        self, source: str | os.PathLike[str] | Iterable[str | bytes], *, size: int = 4096, labeled: bool = True
     ) -> Iterator[ClickBatch]:
-        """Batches of at most `size` rows, in order, from a path or from lines; a category not known has the id 0.
+        """Batches of at most `size` rows, in order, from a path or from lines; unknown categories get id 0.
 
-        labelled: whether rows begin with a label, as those of the training file do; without, labels are NaN.
-        Raises DataError, with file and line, for the first bad row: scores have to stand beside their rows.
+        labeled: whether rows begin with a label, as in the training file; otherwise labels are NaN.
+        Raises DataError, with file and line, for the first bad row: scores must match their rows.
         """
         if isinstance(source, str | os.PathLike):
             files = find_files(os.fspath(source))
@@ -155,29 +155,29 @@ class RowEncoder:
                 file, line = files[block.begin.file], block.begin.line
                 if block.cut_short:
                     raise DataError(f"{file}, line {line + 1}: {END_MISSING}: fetch it again")
-                yield from self._batches(block.text, str(file), line, size, labelled)
+                yield from self._batches(block.text, str(file), line, size, labeled)
         else:
             lines = (line.encode() if isinstance(line, str) else line for line in source)
             for first, chunk in enumerate(iter(partial(_take, lines, size), [])):
                 text = b"".join(line.rstrip(b"\r\n") + b"\n" for line in chunk)
-                yield from self._batches(text, "rows", first * size, size, labelled)
+                yield from self._batches(text, "rows", first * size, size, labeled)
 
-    def _batches(self, text: bytes, where: str, line: int, size: int, labelled: bool) -> Iterator[ClickBatch]:
-        rows = parse(text, labelled)
+    def _batches(self, text: bytes, where: str, line: int, size: int, labeled: bool) -> Iterator[ClickBatch]:
+        rows = parse(text, labeled)
         if len(rows.bad_lines):
             bad = int(rows.bad_lines[0])
-            raise DataError(f"{where}, line {line + bad + 1}: {explain(text.split(bytes([10]))[bad], labelled)}")
+            raise DataError(f"{where}, line {line + bad + 1}: {explain(text.split(bytes([10]))[bad], labeled)}")
         for first in range(0, len(rows.labels), size):
-            yield self.encode_rows(rows, slice(first, first + size), labelled)
+            yield self.encode_rows(rows, slice(first, first + size), labeled)
 
-    def encode_rows(self, rows: Rows, part: slice, labelled: bool) -> ClickBatch:
-        """A part of the good rows of a parsed block; without `labelled`, their labels are NaN."""
+    def encode_rows(self, rows: Rows, part: slice, labeled: bool) -> ClickBatch:
+        """Some of the good rows of a parsed block; without `labeled`, their labels are NaN."""
         labels_B = rows.labels[part].astype(np.float32)
         ids_FB = np.stack([find(values[part]) for find, values in zip(self._lookups, rows.values, strict=True)])
         return ClickBatch(
             torch.from_numpy(np.ascontiguousarray(rows.dense[:, part].T)),
             torch.from_numpy(ids_FB.astype(np.int64)).t(),
-            torch.from_numpy(labels_B if labelled else np.full_like(labels_B, np.nan)),
+            torch.from_numpy(labels_B if labeled else np.full_like(labels_B, np.nan)),
         )
 
 
@@ -200,7 +200,7 @@ def _column(file: Path, dtype: type[np.generic], *shape: int) -> Array:
 
 
 def _shuffled(rows: int, first: int, count: int, seed: int) -> Array:
-    """Rows at the places `first` to `first + count` of an endless sequence of shuffled epochs, sorted for reading."""
+    """Rows `first` to `first + count` of an endless sequence of shuffled epochs, sorted for reading."""
     taken = []
     while count:
         epoch, place = divmod(first, rows)
@@ -214,14 +214,14 @@ def _shuffled(rows: int, first: int, count: int, seed: int) -> Array:
 
 
 def _run_bounds(rows: int) -> Array:
-    """Where runs of near-equal length begin, then the end."""
+    """Starts of runs of near-equal length, then the end of the last."""
     runs = -(-rows // RUN)
     return np.arange(runs + 1) * rows // runs
 
 
 @lru_cache(maxsize=4)
 def _epoch(rows: int, seed: int, epoch: int) -> tuple[Array, Array]:
-    """The runs in the order of an epoch, and the place at which each pool begins."""
+    """The runs in the order of an epoch, and where each pool begins."""
     lengths = np.diff(_run_bounds(rows))
     runs = np.random.default_rng([seed, epoch]).permutation(len(lengths))
     starts = np.concatenate([[0], np.cumsum(lengths[runs])])[:-1:POOL]

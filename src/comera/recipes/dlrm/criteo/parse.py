@@ -1,15 +1,17 @@
-"""Rows of Criteo's click log from bytes to numbers, thousands at a time and without a loop over rows.
+"""Parses rows of Criteo's click log, thousands at a time and without a loop over rows.
 
     label \\t 13 integers \\t 26 hexadecimal categories \\n
 
-A row is known by its separators: 40 fields between 39 tabs, or it is bad and left out. The value of a field is then
-read from the eight bytes that end with it, as one 64-bit word whose lanes are folded in pairs: 8 × 1 digit, 4 × 2,
-2 × 4, 1 × 8. So a column takes some twenty operations on vectors, however long its fields are.
+A good row has 40 fields between 39 tabs; any other is bad and skipped. The value of a field is read from the eight
+bytes that end with it, as one 64-bit word whose lanes are folded in pairs: 8 × 1 digit, 4 × 2, 2 × 4, 1 × 8. A column
+thus takes about twenty vector operations, however long its fields are.
 
-As in the published DLRM: a missing or negative integer is 0, an integer x becomes log(1 + x), a missing category is 0.
-As these are many short operations, threads would wait for one another most of the time. So this file is also a program,
-which parses blocks from its standard input: as a process of its own it starts in the time that numpy takes to load,
-without torch, and without the caller's script, which `multiprocessing` would run once more.
+As in the published DLRM, a missing or negative integer is 0, an integer x becomes log(1 + x), a missing category is 0.
+
+Threads would spend most of their time waiting for one another, as the operations are many and short. So this file is
+also a program that parses blocks from its standard input: as a separate process it starts as fast as numpy loads,
+without torch, and without running the caller's script again, as `multiprocessing` would.
+
 B bytes of a block, R good rows, F fields.
 """
 
@@ -29,7 +31,7 @@ TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY = KINDS = (
     "unparsable integer",
     "category that is not hexadecimal",
 )
-CUT_SHORT = "file cut short"  # the end of a compressed file is missing, and with it part of its last row
+CUT_SHORT = "file cut short"  # a compressed file lacks its end, and part of its last row
 FORMS = (rb"[01]", rb"(-?[0-9]{1,10})?", rb"[0-9a-fA-F]{0,8}")  # of a label, an integer (32 bits) and a category
 WORD = 8  # bytes
 
@@ -37,11 +39,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Rows(NamedTuple):
-    """The good rows of a block, and where the bad ones stood.
+    """The good rows of a block, and the places of the bad ones.
 
     labels: (R,) uint8; dense: (13, R) float32, log(1 + x); values: (26, R) uint32, 0 where missing.
-    lines: how many the block has. bad_lines: number of each bad line in the block, from 0, int64; bad_kinds: of its
-    first mistake, uint8, an index into KINDS.
+    lines: in the block. bad_lines: int64 indices, from 0, of the bad lines; bad_kinds: uint8 indices into KINDS
+    of their first mistakes.
     """
 
     labels: Array
@@ -52,17 +54,17 @@ class Rows(NamedTuple):
     bad_kinds: Array
 
 
-def parse(block: bytes, labelled: bool = True) -> Rows:
-    """Read a block of whole lines, each ended by a newline (a carriage return before it is ignored).
+def parse(block: bytes, labeled: bool = True) -> Rows:
+    """Parse a block of whole lines, each ended by a newline (a carriage return before it is ignored).
 
-    labelled: whether rows begin with a label; without, their labels are 0.
+    labeled: whether rows begin with a label; otherwise labels are 0.
     """
-    bytes_B = np.zeros(WORD + len(block), np.uint8)  # so that a word ends at every field, the first one too
+    bytes_B = np.zeros(WORD + len(block), np.uint8)  # room for the word that ends with the first field
     bytes_B[WORD:] = np.frombuffer(block, np.uint8)
-    separators = np.flatnonzero(bytes_B - np.uint8(ord("\t")) < 2)  # tab and newline are neighbours
+    separators = np.flatnonzero(bytes_B - np.uint8(ord("\t")) < 2)  # tab and newline are adjacent codes
     last = np.flatnonzero(bytes_B[separators] == ord("\n"))  # of each line
     fields = np.diff(last, prepend=-1)
-    expected = labelled + INTEGERS + CATEGORIES
+    expected = labeled + INTEGERS + CATEGORIES
     whole = fields == expected
     lines = np.flatnonzero(whole)
 
@@ -72,20 +74,20 @@ def parse(block: bytes, labelled: bool = True) -> Rows:
     reader = _Reader(bytes_B, begins, ends_FR)
 
     kinds = np.full(len(lines), len(KINDS), np.uint8)  # of the first mistake in each row
-    if labelled:
-        labels, right = reader.labels()
-        kinds[~right] = KINDS.index(LABEL)
+    if labeled:
+        labels, valid = reader.labels()
+        kinds[~valid] = KINDS.index(LABEL)
     else:
         labels = np.zeros(len(lines), np.uint8)
     dense = np.empty((INTEGERS, len(lines)), np.float32)
     for k in range(INTEGERS):
-        integers, right = reader.integers(labelled + k)
+        integers, valid = reader.integers(labeled + k)
         dense[k] = log_integers(integers)
-        kinds[~right] = np.minimum(kinds[~right], KINDS.index(INTEGER))
+        kinds[~valid] = np.minimum(kinds[~valid], KINDS.index(INTEGER))
     values = np.empty((CATEGORIES, len(lines)), np.uint32)
     for k in range(CATEGORIES):
-        values[k], right = reader.categories(labelled + INTEGERS + k)
-        kinds[~right] = np.minimum(kinds[~right], KINDS.index(CATEGORY))
+        values[k], valid = reader.categories(labeled + INTEGERS + k)
+        kinds[~valid] = np.minimum(kinds[~valid], KINDS.index(CATEGORY))
 
     good = kinds == len(KINDS)
     bad_lines = np.concatenate([np.flatnonzero(~whole), lines[~good]])
@@ -98,17 +100,17 @@ def parse(block: bytes, labelled: bool = True) -> Rows:
 
 
 def log_integers(integers: Array) -> Array:
-    """log(1 + x), 0 for negative ones, rounded once from double precision: float32."""
+    """log(1 + x), 0 for negative x, rounded once from double precision: float32."""
     return np.log1p(np.maximum(integers, 0), dtype=np.float64).astype(np.float32)
 
 
-def explain(line: bytes, labelled: bool = True) -> str:
-    """What is wrong with a bad line, for people: the field, what was expected and what came."""
+def explain(line: bytes, labeled: bool = True) -> str:
+    """What is wrong with a bad line: the field, what was expected and what came."""
     fields = line.rstrip(b"\n").removesuffix(b"\r").split(b"\t")
-    expected = labelled + INTEGERS + CATEGORIES
+    expected = labeled + INTEGERS + CATEGORIES
     if len(fields) != expected:
         return f"expected {expected} fields between tabs, got {len(fields)} ({_quote(line)})"
-    names = ["label"] * labelled + [f"integer {k + 1}" for k in range(INTEGERS)]
+    names = ["label"] * labeled + [f"integer {k + 1}" for k in range(INTEGERS)]
     names += [f"category {k + 1}" for k in range(CATEGORIES)]
     wanted = {"label": "0 or 1", "integer": "a decimal integer of 32 bits", "category": "up to 8 hexadecimal digits"}
     for name, field in zip(names, fields, strict=True):
@@ -129,19 +131,19 @@ def _lanes(byte: int) -> np.uint64:
     return word
 
 
-# A word of n characters, the last one highest, keeps its upper n lanes; the others read as "0".
+# A word of n characters, the last one highest, keeps its upper n lanes; the rest are filled with "0".
 KEEP = np.array([(2**64 - 1) << 8 * (WORD - n) & (2**64 - 1) for n in range(WORD + 1)], np.uint64)
 FILL = ~KEEP & _lanes(ord("0"))
-HIGH_BITS, HIGH_HALVES, LOW_HALVES = _lanes(0x80), _lanes(0xF0), _lanes(0x0F)
+HIGH_BITS, HIGH_NIBBLES, LOW_NIBBLES = _lanes(0x80), _lanes(0xF0), _lanes(0x0F)
 PAIRS, QUADS, OCTET = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFFFFFF)
 
 
 class _Reader:
-    """Fields of the rows of a block. ends_FR: place of the separator behind each field; begins: of each row."""
+    """Reads the fields of a block. ends_FR: place of the separator after each field; begins: start of each row."""
 
     def __init__(self, bytes_B: Array, begins: Array, ends_FR: Array) -> None:
         self.bytes_B, self.begins, self.ends_FR = bytes_B, begins, ends_FR
-        # the word that ends before each place: overlapping, so every place has one
+        # overlapping words, one ending before each place
         self.words = np.ndarray((len(bytes_B) - WORD + 1,), "<u8", bytes_B.data, strides=(1,))
 
     def _field(self, index: int) -> tuple[Array, Array, Array]:
@@ -150,7 +152,7 @@ class _Reader:
         return begins, ends, ends - begins
 
     def _word(self, ends: Array, lengths: Array) -> Array:
-        """The last characters before `ends`, at most 8, with zeros in front."""
+        """The last characters before `ends`, at most 8, padded with zeros in front."""
         word: Array = self.words[ends - WORD]
         word &= KEEP[lengths]
         word |= FILL[lengths]
@@ -162,53 +164,53 @@ class _Reader:
         return labels, (lengths == 1) & (labels < 2)
 
     def integers(self, index: int) -> tuple[Array, Array]:
-        """Values, int64, and whether each is right."""
+        """Values, int64, and whether each is valid."""
         begins, ends, lengths = self._field(index)
         negative = self.bytes_B[begins] == ord("-")
         digits = lengths - negative
-        values, right = _decimals(self._word(ends, np.minimum(digits, WORD)))
+        values, valid = _decimals(self._word(ends, np.minimum(digits, WORD)))
         long = np.flatnonzero(digits > WORD)
         if len(long):
             upper = np.minimum(digits[long] - WORD, WORD)
-            above, right_above = _decimals(self._word(ends[long] - WORD, upper))
+            above, valid_above = _decimals(self._word(ends[long] - WORD, upper))
             values[long] += above * 10**WORD
-            right[long] &= right_above & (digits[long] <= 10) & (values[long] < 2**31 + negative[long])
-        right &= (digits > 0) | (lengths == 0)
-        return np.where(negative, -values, values), right
+            valid[long] &= valid_above & (digits[long] <= 10) & (values[long] < 2**31 + negative[long])
+        valid &= (digits > 0) | (lengths == 0)
+        return np.where(negative, -values, values), valid
 
     def categories(self, index: int) -> tuple[Array, Array]:
-        """Values, uint64 below 2³², and whether each is right."""
+        """Values, uint64 below 2³², and whether each is valid."""
         _, ends, lengths = self._field(index)
-        values, right = _hexadecimals(self._word(ends, np.minimum(lengths, WORD)))
-        return values, right & (lengths <= WORD)
+        values, valid = _hexadecimals(self._word(ends, np.minimum(lengths, WORD)))
+        return values, valid & (lengths <= WORD)
 
 
 def _decimals(words: Array) -> tuple[Array, Array]:
-    """Eight decimal digits to their number, int64, and whether they are digits."""
+    """The number, int64, that eight decimal digits stand for, and whether they are digits."""
     lanes = words ^ _lanes(ord("0"))
-    right = ((lanes | (lanes + _lanes(6))) & HIGH_HALVES) == 0  # 10 + 6 reaches the upper half
+    valid = ((lanes | (lanes + _lanes(6))) & HIGH_NIBBLES) == 0  # 10 + 6 reaches the upper nibble
     for scale, mask in ((10, PAIRS), (100, QUADS), (10_000, OCTET)):
         lanes = (lanes * np.uint64(scale) + (lanes >> np.uint64(8 * (scale.bit_length() // 3)))) & mask
-    return lanes.astype(np.int64), right
+    return lanes.astype(np.int64), valid
 
 
 def _hexadecimals(words: Array) -> tuple[Array, Array]:
-    """Eight hexadecimal digits to their number, uint64, and whether they are digits."""
+    """The number, uint64, that eight hexadecimal digits stand for, and whether they are digits."""
     letters = words | _lanes(0x20)  # lower case
     digit = (words + _lanes(0x80 - ord("0"))) & ~(words + _lanes(0x80 - ord("9") - 1))
     letter = (letters + _lanes(0x80 - ord("a"))) & ~(letters + _lanes(0x80 - ord("f") - 1))
-    right = ((digit | letter) & ~words & HIGH_BITS) == HIGH_BITS
-    lanes = (words & LOW_HALVES) + ((words >> np.uint64(6)) & _lanes(1)) * np.uint64(9)
+    valid = ((digit | letter) & ~words & HIGH_BITS) == HIGH_BITS
+    lanes = (words & LOW_NIBBLES) + ((words >> np.uint64(6)) & _lanes(1)) * np.uint64(9)
     for bits, mask in ((4, PAIRS), (8, QUADS), (16, OCTET)):
         lanes = ((lanes << np.uint64(bits)) | (lanes >> np.uint64(8 if bits == 4 else 2 * bits))) & mask
-    return lanes, right
+    return lanes, valid
 
 
-# The program: a block after its length in, the counts and the arrays of its rows out, until the input ends.
+# The program: reads each block after its length and writes the counts and arrays of its rows, until the input ends.
 
 
 def send(stream: BinaryIO, rows: Rows) -> None:
-    """Write rows as `receive` reads them."""
+    """Write rows in the form that `receive` reads."""
     stream.write(np.array([len(rows.labels), rows.lines, len(rows.bad_lines)], np.int64).tobytes())
     for array in (rows.labels, rows.dense, rows.values, rows.bad_lines, rows.bad_kinds):
         stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -216,7 +218,7 @@ def send(stream: BinaryIO, rows: Rows) -> None:
 
 
 def receive(stream: BinaryIO) -> Rows:
-    """Read rows; raises EOFError when the other side has ended."""
+    """Read rows; raises EOFError if the other process has ended."""
 
     def read(dtype: type[np.generic], *shape: int) -> Array:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -232,7 +234,7 @@ def receive(stream: BinaryIO) -> Rows:
 
 
 def main() -> None:
-    """Parse blocks from the standard input until it ends."""
+    """Parse blocks from standard input until it ends."""
     while size := sys.stdin.buffer.read(8):
         send(sys.stdout.buffer, parse(sys.stdin.buffer.read(int.from_bytes(size, "little"))))
 

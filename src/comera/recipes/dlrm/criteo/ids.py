@@ -1,9 +1,9 @@
-"""From a feature's 32-bit values to the rows of its embedding table, a column at a time and in bounded memory.
+"""Maps a feature's 32-bit values to rows of its embedding table, a column at a time and in bounded memory.
 
-    numbered: values in order of appearance get 1, 2, …; those rarer than min_count, and unknown ones, share 0
+    numbered: 1, 2, … in order of appearance; values rarer than min_count, and unknown ones, share 0
     hashed:   0 for a missing value, else 1 + value mod (size - 1)
 
-The order is that of the rows, so the ids depend on nothing but the data. R rows of a piece.
+Appearance follows the order of the rows, so the ids depend on the data alone.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-MISSING = 0  # the value of an empty field, in both; it is never rare
-UNKNOWN = 0  # the id of values that are rare or were not there when the ids were made
-PIECE = 2**18  # rows at a time
-GOLDEN = np.uint32(2_654_435_769)  # 2³² / golden ratio: spreads neighbouring values over the slots
-# What a finished column leaves, after the name of its feature: ids of the rows; the values that have one, and theirs.
+MISSING = 0  # the value of an empty field; it never counts as rare
+UNKNOWN = 0  # the id of values that are rare or were absent when the ids were made
+CHUNK = 2**18  # rows at a time
+GOLDEN = np.uint32(2_654_435_769)  # 2³² / golden ratio: spreads neighboring values over the slots
+# Files of a finished column, after the feature's name: ids of the rows; the known values (sorted); their ids.
 IDS, VALUES, TABLE = "ids.bin", "values.npy", "table.npy"
 
 
-class Numbers:
-    """Numbers 1, 2, … of 32-bit values in order of appearance: a hash table with open addressing.
+class Numbering:
+    """Numbers 32-bit values 1, 2, … in order of appearance: a hash table with open addressing.
 
-    A slot holds value · 2³² + number, 0 when it is free; a value lies in the first slot, from where its hash points,
-    that was free.
+    A slot holds value · 2³² + number, or 0 if free; a value lies in the first free slot from its hash on.
     """
 
     def __init__(self) -> None:
         self._bits = 12
         self._slots = np.zeros(1 << self._bits, np.uint64)
-        self._values = np.empty(0, np.uint32)  # of the numbers, with room to grow
+        self._values = np.empty(0, np.uint32)  # by number, with room to grow
         self._count = 0
 
     def __len__(self) -> int:
@@ -42,26 +41,26 @@ class Numbers:
 
     @property
     def values(self) -> Array:
-        """The values by their numbers, from number 1 on: uint32."""
+        """The values by number, starting with number 1: uint32."""
         return self._values[: self._count]
 
     def find(self, values: Array) -> Array:
-        """Numbers of `values`, 0 for those without one: int32."""
+        """Numbers of `values`, 0 for unknown ones: int32."""
         places = self._places(values)
         slots = self._slots[places]
         pending = np.flatnonzero((slots >> np.uint64(32) != values) & (slots != 0))
-        while len(pending):  # their slot is another value's: the next one
+        while len(pending):  # another value has their slot: try the next
             places[pending] = (places[pending] + 1) & (len(self._slots) - 1)
             slots[pending] = self._slots[places[pending]]
             pending = pending[(slots[pending] >> np.uint64(32) != values[pending]) & (slots[pending] != 0)]
         return slots.astype(np.uint32).view(np.int32)
 
     def add(self, values: Array) -> Array:
-        """Numbers of `values`, new ones for those without one: int32."""
+        """Numbers of `values`, new ones for values not seen before: int32."""
         numbers = self.find(values)
         unknown = np.flatnonzero(numbers == 0)
         if len(unknown):
-            # sorted by value, then by place: one sort of plain integers, several times faster than an argsort
+            # sorts by value, then by place, as plain integers: several times faster than an argsort
             pairs = np.sort(_pack(values[unknown], 0))
             heads = np.flatnonzero(np.diff(pairs >> np.uint64(32), prepend=np.uint64(2**33)))
             first = np.sort(pairs[heads].astype(np.uint32))
@@ -79,17 +78,17 @@ class Numbers:
                 self._bits += 1
             self._slots = np.zeros(1 << self._bits, np.uint64)
             first = 0
-        for piece in range(first, self._count, PIECE):
-            self._place(piece, min(piece + PIECE, self._count))
+        for start in range(first, self._count, CHUNK):
+            self._place(start, min(start + CHUNK, self._count))
 
     def _place(self, first: int, end: int) -> None:
-        """Give each of these values, which have none, a slot."""
+        """Give each of these values, which have none yet, a slot."""
         values = self._values[first:end]
         entries = _pack(values, first + 1)
         places, pending = self._places(values), np.arange(len(values))
         while len(pending):
             free = pending[self._slots[places[pending]] == 0]
-            self._slots[places[free]] = entries[free]  # of several that meet, the last one stays
+            self._slots[places[free]] = entries[free]  # if several collide, the last stays
             pending = pending[self._slots[places[pending]] != entries[pending]]
             places[pending] = (places[pending] + 1) & (len(self._slots) - 1)
 
@@ -99,23 +98,23 @@ class Numbers:
 
 
 def _pack(values: Array, first: int) -> Array:
-    """Values in the upper halves of words, numbers from `first` on in the lower ones: uint64."""
+    """Values in the upper 32 bits, numbers from `first` on in the lower: uint64."""
     numbers = np.arange(first, first + len(values), dtype=np.uint64)
     numbers |= values.astype(np.uint64) << np.uint64(32)
     return numbers
 
 
 def hashed(values: Array, size: int) -> Array:
-    """Ids of values in a table of `size` rows, one of them for what is missing: int32."""
+    """Ids of values in a table of `size` rows, one of which is for missing values: int32."""
     if size == 1:
         return np.zeros(len(values), np.int32)
     return np.where(values == MISSING, 0, 1 + values % np.uint32(size - 1)).astype(np.int32)
 
 
 class Lookup:
-    """The ids that a prepared column was given, for rows that come later.
+    """Ids for new rows, as in a prepared column.
 
-    folder, name: of the prepared data, and of the feature. size: of the table. hashing: as the column was made.
+    folder: of the prepared data. name: of the feature. size: rows of its table. hashing: whether ids are hashed.
     """
 
     def __init__(self, folder: Path, name: str, size: int, hashing: bool) -> None:
@@ -125,7 +124,7 @@ class Lookup:
             self._ids = np.load(folder / f"{name}.{TABLE}", mmap_mode="r")
 
     def __call__(self, values: Array) -> Array:
-        """Ids of uint32 values: int32; UNKNOWN for those that are not in the table."""
+        """Ids of uint32 values: int32, UNKNOWN for values not in the dictionary."""
         if self.hashing:
             return hashed(values, self.size)
         if not len(self._values):
@@ -136,15 +135,15 @@ class Lookup:
 
 
 def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count: int) -> int:
-    """Make NAME.ids.bin, int32, of a column of uint32 values, and the size of its table, which is returned.
+    """Write NAME.ids.bin, int32, from a column of uint32 values; returns the size of its table.
 
-    size: of the table to hash into; None numbers the values, and leaves them (sorted, NAME.values.npy) with their ids
-    (NAME.table.npy). The ids take their name when all is complete.
+    size: of the table to hash into; None numbers the values, and also writes them (sorted, NAME.values.npy) and their
+    ids (NAME.table.npy). The ids get their final name once everything is complete.
     """
     partial = folder / f"{name}.partial"
-    numbers, counts = Numbers(), np.zeros(1, np.int64)
+    numbers, counts = Numbering(), np.zeros(1, np.int64)
     with open(raw, "rb") as source, open(partial, "wb") as target:
-        while len(values := np.fromfile(source, np.uint32, PIECE)):
+        while len(values := np.fromfile(source, np.uint32, CHUNK)):
             if size is None:
                 ids = numbers.add(values)
                 if min_count > 1:
@@ -159,7 +158,7 @@ def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count:
             kept = (counts[1:] >= min_count) | (numbers.values == MISSING)
             _renumber(partial, np.concatenate([[UNKNOWN], np.where(kept, np.cumsum(kept), UNKNOWN)]).astype(np.int32))
         values = numbers.values[kept]
-        del numbers  # what follows takes as much memory
+        del numbers  # the following needs as much memory
         order = np.argsort(values)
         np.save(folder / f"{name}.{VALUES}", values[order])
         np.save(folder / f"{name}.{TABLE}", (order + 1).astype(np.int32))
@@ -171,6 +170,6 @@ def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count:
 def _renumber(path: Path, ids_of: Array) -> None:
     """Replace each number in a file by its id."""
     with open(path, "r+b") as file:
-        while len(numbers := np.fromfile(file, np.int32, PIECE)):
+        while len(numbers := np.fromfile(file, np.int32, CHUNK)):
             file.seek(-numbers.nbytes, os.SEEK_CUR)
             ids_of[numbers].tofile(file)

@@ -1,6 +1,6 @@
-"""Where Criteo's click log lies, and its text as blocks of whole lines, in bounded memory.
+"""Finds the files of Criteo's click log and reads them as blocks of whole lines, in bounded memory.
 
-The Kaggle data are one file, train.txt, in time order; the larger sets are one file a day. Either may be compressed.
+The Kaggle data is one file, train.txt, in time order; the larger sets have one file a day. Either may be gzipped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from comera.errors import DataError
 TRAIN = ("train.txt", "train.txt.gz")  # as published, in a folder with a test file that has no labels
 DAY = re.compile(r"day_?(\d+)(\.txt|\.tsv)?(\.gz)?")
 GZIP = b"\x1f\x8b"
-BLOCK = 2 * 2**20  # bytes of text at a time: small enough for the caches, large enough to make up for the calls
+BLOCK = 2 * 2**20  # bytes of text at a time: fits the caches, yet large enough to amortize the calls
 END_MISSING = "the compressed file ends here, cut short"
-STAMP = 2**20  # bytes at either end of a file that tell it from another of its size and time
+STAMP = 2**20  # bytes at either end that identify a file, besides its size and time
 
 
 class Place(NamedTuple):
-    """Where reading goes on: number of the file, bytes of its text read, lines read."""
+    """Where reading resumes: index of the file, bytes of its text read, lines read."""
 
     file: int = 0
     offset: int = 0
@@ -36,8 +36,8 @@ START = Place()
 class Block(NamedTuple):
     """Whole lines of a file, each ended by a newline.
 
-    begin, end: where they stand. read: bytes of all files read so far, compressed as they are, for a progress bar.
-    cut_short: the file, which is compressed, ends in the middle of what follows.
+    begin, end: their places. read: bytes of all files read so far (compressed bytes, for a progress bar).
+    cut_short: the file is compressed and ends in the middle of what follows.
     """
 
     text: bytes
@@ -48,10 +48,9 @@ class Block(NamedTuple):
 
 
 def find_files(path: str) -> list[Path]:
-    """The file `path`; or in the folder `path` its train.txt, or else its files day_0, day_1, … in that order.
+    """The file `path`; for a folder, its train.txt, or else its files day_0, day_1, … in that order.
 
-    Any may be compressed by gzip. Raises DataError when there is none, and for one that is empty, an archive, or named
-    .gz and no gzip.
+    Files may be gzipped. Raises DataError if there are none, or one is empty, an archive, or named .gz but not gzip.
     """
     root = Path(path).expanduser()
     if root.is_dir():
@@ -73,7 +72,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def stamp(file: Path) -> list[object]:
-    """What tells a file from others without reading all of it: size, time of change, digest of both ends."""
+    """Identifies a file without reading all of it: size, modification time, digest of both ends."""
     status = file.stat()
     with open(file, "rb") as raw:
         ends = raw.read(STAMP)
@@ -83,9 +82,9 @@ def stamp(file: Path) -> list[object]:
 
 
 def read_blocks(files: Sequence[Path], place: Place = START) -> Iterator[Block]:
-    """The text of all files from `place` on, some megabytes at a time; a last line without newline gets one.
+    """The text of all files from `place` on, a few megabytes at a time; adds a missing newline at the end of a file.
 
-    Raises DataError, with file and line, for what cannot be read, lines without end and a file without lines.
+    Raises DataError, with file and line, for unreadable files, endless lines and files without lines.
     """
     before = sum(file.stat().st_size for file in files[: place.file])
     for number in range(place.file, len(files)):
@@ -96,7 +95,7 @@ def read_blocks(files: Sequence[Path], place: Place = START) -> Iterator[Block]:
 
 def _days(root: Path) -> list[Path]:
     days = {int(match[1]): file for file in sorted(root.iterdir(), reverse=True) if (match := DAY.fullmatch(file.name))}
-    return [days[day] for day in sorted(days)]  # of a day both plain and compressed, the plain one
+    return [days[day] for day in sorted(days)]  # if a day is both plain and compressed, the plain file
 
 
 def _check(file: Path) -> None:
@@ -108,9 +107,9 @@ def _check(file: Path) -> None:
     if not start:
         raise DataError(f"{file}: expected rows of a click log, got an empty file: fetch it again")
     if file.name.endswith((".tar.gz", ".tgz", ".tar", ".zip")):
-        raise DataError(f"{file}: expected the rows themselves, got an archive: unpack it and name the file in it")
+        raise DataError(f"{file}: expected the rows themselves, got an archive: unpack it and name the file inside")
     if file.suffix == ".gz" and start != GZIP:
-        raise DataError(f"{file}: expected gzip, as its name says, got other data: rename it, or fetch it again")
+        raise DataError(f"{file}: expected gzip, as the name says, got other data: rename it or fetch it again")
 
 
 def _read_file(file: Path, place: Place, before: int) -> Iterator[Block]:
@@ -121,7 +120,7 @@ def _read_file(file: Path, place: Place, before: int) -> Iterator[Block]:
             raw.seek(0 if compressed else place.offset)
             seen = 0 if compressed else place.offset
             for chunk in _inflate(raw) if compressed else iter(lambda: raw.read(BLOCK), b""):
-                skipped = min(max(0, place.offset - seen), len(chunk))  # a compressed text has no other way there
+                skipped = min(max(0, place.offset - seen), len(chunk))  # gzip cannot seek: read and drop
                 seen += len(chunk)
                 text = rest + chunk[skipped:]
                 cut = text.rfind(b"\n") + 1
@@ -133,11 +132,11 @@ def _read_file(file: Path, place: Place, before: int) -> Iterator[Block]:
                 if len(rest) > BLOCK:
                     raise DataError(
                         f"{file}, line {place.line + 1}: expected lines of 40 fields, got {len(rest):,} bytes without "
-                        "a line's end: is this Criteo's click log? Check data.path"
+                        "a newline: is this Criteo's click log? Check data.path"
                     )
             whole = True
     except EOFError:
-        pass  # the rows up to here are good, and the caller decides
+        pass  # the rows so far are good; the caller decides
     except (OSError, zlib.error) as error:
         raise DataError(
             f"{file}, line {place.line + 1}: cannot be read ({error}): is the file complete? Fetch it again"
@@ -152,9 +151,9 @@ def _read_file(file: Path, place: Place, before: int) -> Iterator[Block]:
 
 
 def _inflate(raw: BinaryIO) -> Iterator[bytes]:
-    """The text of a gzip file, however many members it has; raises EOFError where the last one is cut short.
+    """The text of a gzip file with any number of members; raises EOFError if the last is cut short.
 
-    At most BLOCK bytes at a time, as a few compressed ones can stand for any number.
+    Yields at most BLOCK bytes at a time, since a few compressed bytes can expand to any number.
     """
     decoder, data = zlib.decompressobj(zlib.MAX_WBITS | 16), b""  # | 16: gzip, with its checksum
     while True:
@@ -162,7 +161,7 @@ def _inflate(raw: BinaryIO) -> Iterator[bytes]:
         if decoder.eof:
             if not data:
                 return
-            data = data.lstrip(b"\0")  # padding behind a member
+            data = data.lstrip(b"\0")  # padding after a member
             if data:
                 decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
             continue
