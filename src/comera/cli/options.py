@@ -1,4 +1,4 @@
-"""A recipe's configuration from a command line: its fields are the options, the text under a field is its help."""
+"""Parses a recipe's configuration: each field is an option, the docstring under a field is its help text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from comera.errors import ConfigError
 
 
 def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
-    """The recipe's module, its configuration (the chosen preset < --config file < options), and --resume.
+    """The recipe's module, its configuration (selected preset < --config file < options), and --resume.
 
-    Raises ConfigError for unknown fields and values of a wrong type or out of range. SystemExit after --help.
+    Raises ConfigError for unknown fields and for values of the wrong type or out of range; SystemExit after --help.
     """
     from comera.recipes.interface import load_recipe  # loads torch
 
@@ -30,7 +30,7 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     try:
         chosen = parser.parse_args(inlined)
         choice = {name: chosen[name] for name in inspect.signature(recipe.preset).parameters}
-        if any(value != getattr(default, name) for name, value in choice.items()):  # once more, on top of that preset
+        if any(value != getattr(default, name) for name, value in choice.items()):  # parse again over that preset
             parser.set_defaults(dict(_leaves(dataclasses.asdict(recipe.preset(**choice)))))
         values = parser.instantiate(parser.parse_args(inlined))
     except argparse.ArgumentError as error:
@@ -38,7 +38,7 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     config = type(default)(**{field.name: values[field.name] for field in dataclasses.fields(default)})
     saved = config.folder / "config.yaml"
     resume = command == "train" and values.resume
-    if resume and saved.is_file() and str(saved) not in argv:  # a resumed run goes on with what it was begun with
+    if resume and saved.is_file() and str(saved) not in argv:  # resume with what the run started with
         return parse(command, name, ["--config", str(saved), *argv, "--out", str(config.folder)])
     return recipe, config, resume
 
@@ -49,7 +49,7 @@ def saved_config(recipe: str, file: Path) -> Any:
 
 
 def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
-    """A jsonargparse parser with an option for each field of the configuration, nested ones by dotted names."""
+    """A jsonargparse parser with one option per field; nested fields have dotted names."""
     from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -58,27 +58,27 @@ def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
         prog=prog, usage=usage, description=first_line(type(default)), exit_on_error=False, print_config=None
     )
     parser.add_argument(
-        "--config", action=ActionConfigFile, help="YAML file of settings; a run's config.yaml repeats it"
+        "--config", action=ActionConfigFile, help="YAML file of settings; a run's config.yaml repeats that run"
     )
     if resumes:
-        parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the run's folder")
+        parser.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
     parser.add_class_arguments(type(default), as_group=False)
     parser.set_defaults(dict(_leaves(dataclasses.asdict(default))))
     return parser
 
 
 def _check_fields(argv: list[str], known: set[str], prog: str) -> None:
-    """Raise ConfigError for an option, or a key of a --config file, that is no field, naming those that are near."""
+    """Raise ConfigError for an option or a key of a --config file that is not a field; suggests similar fields."""
     names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
-    came = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
+    given = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
     for _, path in _config_files(argv):
-        came += [(f"{key!r} in {path}", key) for key, _ in _leaves(_read_yaml(path))]
-    for shown, name in came:
+        given += [(f"{key!r} in {path}", key) for key, _ in _leaves(_read_yaml(path))]
+    for shown, name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.75) or [
+            similar = difflib.get_close_matches(name, known, n=3, cutoff=0.75) or [
                 field for field in sorted(known) if field.rpartition(".")[2] == name.rpartition(".")[2]
             ]
-            hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it."
+            hint = f"did you mean {' or '.join(similar)}?" if similar else "no field is similar."
             raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help` lists all")
 
 
@@ -112,9 +112,9 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"expected a YAML file at --config {path}, got: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"expected fields and values in --config {path}, got {type(content).__name__} {content!r}")
+        raise ConfigError(f"expected a mapping of fields in --config {path}, got {type(content).__name__} {content!r}")
     if isinstance(content.get("train"), dict):
         content["train"] = upgrade_names(content["train"])
     return content
@@ -130,7 +130,7 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and types of a configuration's fields, groups included."""
+    """Dotted names and types of a configuration's fields, nested configurations included."""
     for name, hint in get_type_hints(kind).items():
         yield prefix + name, hint
         if dataclasses.is_dataclass(hint):
@@ -138,13 +138,13 @@ def _field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _explain(message: str, hints: dict[str, Any]) -> str:
-    """What jsonargparse says of a value of a wrong type in one line: the field, what it takes, what came."""
-    found = re.search(r'Parser key "(?P<field>[^"]+)":.*value: (?P<came>.*)', message, re.DOTALL)
+    """jsonargparse's message about a value of the wrong type in one line: the field, its type, the value."""
+    found = re.search(r'Parser key "(?P<field>[^"]+)":.*value: (?P<value>.*)', message, re.DOTALL)
     if not found or found["field"] not in hints:
         return " ".join(message.split())
-    return f"{found['field']}: expected {inspect.formatannotation(hints[found['field']])}, got {found['came'].strip()}"
+    return f"{found['field']}: expected {inspect.formatannotation(hints[found['field']])}, got {found['value'].strip()}"
 
 
 def first_line(documented: Any) -> str:
-    """First line of a docstring."""
+    """First line of an object's docstring."""
     return str(documented.__doc__).partition("\n")[0]

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from comera.kernels.select import TRITON, asked
+from comera.kernels.tracing import constant_when_traced
 from comera.ops.activations import ACTIVATIONS
 from comera.ops.dtypes import without_autocast
 
@@ -39,7 +40,7 @@ def available() -> bool:
     return find_spec("triton") is not None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def enabled(kernel: str, device: torch.device | str) -> bool:
     """Whether `kernel` ("low_rank" or "rows") takes the work on this device: measured faster there, or asked for.
 

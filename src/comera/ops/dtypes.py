@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.kernels.tracing import constant_when_traced
+
 
 def merge_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that small cores are merged in: float32 for half precision, else their own.
@@ -57,7 +59,7 @@ def _is_slow(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype.itemsize == 2 and not _half_units(dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _half_units(dtype: torch.dtype) -> bool:
     ops = torch.ops.mkldnn
     return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())

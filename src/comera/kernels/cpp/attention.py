@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from comera.kernels.cpp.build import library
 from comera.kernels.cpp.library import define, pointer
 from comera.kernels.cpp.memory import empty
 from comera.kernels.cpp.residual_norm import rounded
+from comera.kernels.flops import flop_formula
 
 
 class _View(Structure):
@@ -144,14 +144,14 @@ attention_backward = define(
 """The gradients of q, k and v from that of O, and O and norms themselves."""
 
 
-@register_flop_formula(torch.ops.comera.attention)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.attention)
 def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Q Kᵀ and P V."""
     batch, heads, queries, width = q
     return int(2 * batch * heads * queries * k[2] * (width + v[3]))
 
 
-@register_flop_formula(torch.ops.comera.attention_backward)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.attention_backward)
 def _flops_backward(
     do: Any, o: Any, norms: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from comera.kernels.flops import register_formulas
+
 _LIBRARY = torch.library.Library("comera", "FRAGMENT")
 
 
@@ -26,7 +28,10 @@ def define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
     operation: Callable[..., Any] = getattr(torch.ops.comera, name).default
 
     def call(*operands: Any) -> Any:
-        return (operation if _seen() else run)(*operands)
+        if not _seen():
+            return run(*operands)
+        register_formulas()
+        return operation(*operands)
 
     return call
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from comera.kernels.cpp.build import library
 from comera.kernels.cpp.library import define, pointer
 from comera.kernels.cpp.memory import empty
+from comera.kernels.flops import flop_formula
 from comera.kernels.select import supports
 
 # Beside torch's products, forward and backward together, 768 features, two cores of an AMD EPYC 7003: at rank 30 1.4
@@ -137,17 +137,17 @@ low_rank_backward = define(
 """dx, then ∂A_k, then [∂bias_k; ∂B_k] of those k that have a dy_k, as far as they are wanted."""
 
 
-@register_flop_formula(torch.ops.comera.low_rank)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.low_rank)
 def _flops(x: Any, a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return int(2 * x[0] * (sum(r * i for r, i in a) + sum(s * o for s, o in b)))
 
 
-@register_flop_formula(torch.ops.comera.low_rank_output)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.low_rank_output)
 def _flops_wide(p: Any, ranks: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return int(2 * p[0] * sum(s * o for s, o in b))
 
 
-@register_flop_formula(torch.ops.comera.low_rank_backward)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.low_rank_backward)
 def _flops_backward(
     x: Any, p: Any, dy: Any, a: Any, b: Any, dx: bool, da: bool, db: bool, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:

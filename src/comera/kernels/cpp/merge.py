@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from comera.kernels.cpp.build import library
 from comera.kernels.cpp.library import define, integers
+from comera.kernels.flops import flop_formula
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -100,12 +100,12 @@ def _products(layout: Sequence[int]) -> Iterator[list[int]]:
             yield flops
 
 
-@register_flop_formula(torch.ops.comera.merge)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.merge)
 def _flops(numbers: Any, biases: Any, layout: Sequence[int], *_: Any, out_shape: Any = None, **__: Any) -> int:
     return sum(sum(flops) for flops in _products(layout))
 
 
-@register_flop_formula(torch.ops.comera.merge_backward)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.merge_backward)
 def _flops_backward(
     dhalves: Any, numbers: Any, biases: Any, layout: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
 ) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from comera.kernels.cpp.build import library
 from comera.kernels.cpp.library import define, pointer
 from comera.kernels.cpp.low_rank import width
 from comera.kernels.cpp.memory import empty
+from comera.kernels.flops import flop_formula
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")  # in the order of the C++ code
 
@@ -115,13 +115,13 @@ mlp_backward = define(
 """dx where it is wanted, then ∂A and ∂B of each weight in turn."""
 
 
-@register_flop_formula(torch.ops.comera.mlp)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.mlp)
 def _flops(x: Any, a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """P_k, Y_k, Q and z."""
     return int(2 * x[0] * sum(r * i + s * o for (r, i), (s, o) in zip(a, b, strict=True)))
 
 
-@register_flop_formula(torch.ops.comera.mlp_backward)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.comera.mlp_backward)
 def _flops_backward(
     x: Any, p: Any, q: Any, dz: Any, a: Any, b: Any, act: str, dx: bool, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:

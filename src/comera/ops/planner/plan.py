@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from comera.kernels.tracing import constant_when_traced
 from comera.ops.planner.groups import Groups
 from comera.ops.planner.problem import (
     LinearProblem,
@@ -181,7 +181,7 @@ def choose_projection(
 
 
 # arithmetic on a spec and a bucket: torch.compile has nothing to trace
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _choose(*problem: Any) -> tuple[Strategy, Groups]:
     return _chosen(*problem)
 
