@@ -1,4 +1,4 @@
-"""The replay of a block: everything is drawn once, whatever draws it, and a block that changes its mind is told."""
+"""The replay of a block: everything is drawn once, whatever draws it, and a block that changes raises an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +70,7 @@ def test_whatever_is_drawn_is_drawn_once(draw: Callable[[Tensor], Tensor]) -> No
 
 
 class Piecewise(torch.autograd.Function):
-    """x times the sum of a hundred draws, which it says to make once."""
+    """x times the sum of a hundred draws, which it marks as made once."""
 
     calls = 0
 

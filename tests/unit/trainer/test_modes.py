@@ -110,9 +110,9 @@ def test_a_run_from_graphs_is_the_eager_run_and_resumes_as_such(tmp_path: Path, 
     assert learned(tmp_path / "graph") == learned(tmp_path / "eager")
     assert (summary.mode, summary.held_out_loss, summary.parameters) == ("graph", eager.held_out_loss, eager.parameters)
     assert tapes.replays > 10
-    told = records(tmp_path / "graph", "mode")
-    assert {line["mode"] for line in told} == {"graph"}
-    assert [line["built"] for line in told] == list(range(tapes.captures + 1))
+    logged = records(tmp_path / "graph", "mode")
+    assert {line["mode"] for line in logged} == {"graph"}
+    assert [line["built"] for line in logged] == list(range(tapes.captures + 1))
 
     assert fit(Tiny(ends=16), graph, tmp_path / "halves").stopped == "interrupted"
     assert fit(Tiny(), graph, tmp_path / "halves", resume=True).mode == "graph"
