@@ -39,22 +39,14 @@ class Converter:
     refusal: Callable[[Any], str | None] = lambda layer: None
 
 
-def _refuse_options(layer: nn.Embedding | nn.EmbeddingBag, options: tuple[str, ...]) -> str | None:
-    for option in options:
-        if getattr(layer, option):
-            return f"{option} works on rows of a dense table"
-    return None
-
-
-def _refuse_embedding(layer: nn.Embedding) -> str | None:
-    return _refuse_options(layer, ("max_norm", "scale_grad_by_freq", "sparse"))
-
-
-def _refuse_bag(layer: nn.EmbeddingBag) -> str | None:
-    """Sparse gradients are no obstacle: they serve tables too large for dense ones, which a tensor train is not."""
-    if layer.mode == "max":
+def _refuse_table(layer: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    options = ["max_norm", "scale_grad_by_freq"]
+    if not isinstance(layer, nn.EmbeddingBag):
+        options.append("sparse")  # no obstacle in a bag: it serves tables too large for dense gradients
+    elif layer.mode == "max":
         return "mode 'max' takes the largest of dense rows"
-    return _refuse_options(layer, ("max_norm", "scale_grad_by_freq"))
+    used = next((option for option in options if getattr(layer, option)), None)
+    return f"{used} works on rows of a dense table" if used else None
 
 
 def _dense_bag(layer: Any) -> nn.EmbeddingBag:
@@ -77,9 +69,9 @@ EMBEDDING = Converter(
     std=lambda layer: 1.0,
     build=lambda layer: nn.Embedding(layer.num_embeddings, layer.embedding_dim, padding_idx=layer.padding_idx),
     table=TTMEmbedding,
-    refusal=_refuse_embedding,
+    refusal=_refuse_table,
 )
-EMBEDDING_BAG = replace(EMBEDDING, build=_dense_bag, table=TTMEmbeddingBag, refusal=_refuse_bag)
+EMBEDDING_BAG = replace(EMBEDDING, build=_dense_bag, table=TTMEmbeddingBag)
 _CONV1D = Converter(
     shape=lambda layer: (layer.nx, layer.nf),
     std=lambda layer: 0.02,

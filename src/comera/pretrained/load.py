@@ -121,15 +121,12 @@ class _Placement:
 
 
 class _Plan:
-    """What loading will do to a model; `apply` changes it once everything else has been checked.
-
-    problems: what cannot be loaded at all. unmatched: what only the file or only the model holds.
-    """
+    """What loading will do to a model; `apply` changes it once everything else has been checked."""
 
     def __init__(self, model: nn.Module, stored: Mapping[str, Tensor], transient: set[str]) -> None:
         self.model, self.stored, self._transient = model, stored, transient
-        self.problems: list[str] = []
-        self.unmatched: list[str] = []
+        self.problems: list[str] = []  # what cannot be loaded at all
+        self.unmatched: list[str] = []  # what only the file or only the model holds
         self.placements: list[_Placement] = []
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._train_names = train_names(model)
@@ -230,15 +227,9 @@ class _Plan:
                 continue
             like = next((tt.cores[0] for tt in placement.held), None)
             like = placement.dense[0].get_parameter("weight") if like is None else like
-            tt = TensorTrain.from_tensors(
-                saved.spec,
-                cores,
-                gates,
-                init_std=saved.init_std,
-                threshold=saved.threshold,
-                dtype=like.dtype,
-                device="cpu" if like.is_meta else like.device,
-            )
+            constants = {"init_std": saved.init_std, "threshold": saved.threshold}
+            device = "cpu" if like.is_meta else like.device
+            tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=like.dtype, device=device)
             tt.requires_grad_(like.requires_grad)
             new |= dict.fromkeys(placement.dense, tt)
             for module, attribute in placement.holders:

@@ -80,15 +80,10 @@ class SizeTable:
         self._end = like.new_zeros(1)
         self._one = torch.ones(1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         self._sizes_C = self._one.new_tensor([size for spec in specs for size in spec.sizes])
-        self._left_C, self._right_C, self._core_before_K, self._core_after_K = (
-            torch.tensor(index, dtype=torch.long, device=like.device)
-            for index in (
-                [left for left, _ in ends],
-                [right for _, right in ends],
-                [core for core, (_, right) in enumerate(ends) if right >= 0],
-                [core for core, (left, _) in enumerate(ends) if left >= 0],
-            )
-        )
+        left_C, right_C = torch.tensor(ends, dtype=torch.long).T.contiguous()
+        self._left_C, self._right_C = left_C.to(like.device), right_C.to(like.device)
+        self._core_before_K = (right_C >= 0).nonzero().flatten().to(like.device)
+        self._core_after_K = (left_C >= 0).nonzero().flatten().to(like.device)
         self._padded_KR = padded_KR.to(like.device)
         self._vector_E = torch.repeat_interleave(ranks_K).to(like.device)
 
@@ -206,9 +201,7 @@ def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize
 
 
 def _ratio(dense: int, stored: int) -> float:
-    if stored:
-        return dense / stored
-    return float("inf") if dense else 1.0
+    return dense / stored if stored else float("inf") if dense else 1.0
 
 
 def _representative(train: TensorTrain) -> Tensor:
