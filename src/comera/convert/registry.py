@@ -22,13 +22,11 @@ from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMTable
 class Converter:
     """How one type of dense layer is read and rebuilt; its parameters are `weight` and, optionally, `bias`.
 
-    shape: layer -> (in_features, out_features), or (num_embeddings, embedding_dim).
-    std: layer -> standard deviation that its own initialization gives the weight.
-    build: compressed layer -> dense layer of the same sizes; called under `torch.device("meta")`.
-    table: for a table whose rows are looked up by id (with a `padding_idx`), the type of layer that replaces it; None
-        for a linear map.
-    in_first: whether a linear map stores its weight as (in, out); `nn.Linear` has (out, in).
-    refusal: layer -> why this one cannot be converted, or None.
+    shape: layer -> (in_features, out_features), or (num_embeddings, embedding_dim). std: layer -> standard deviation
+    that its own initialization gives the weight. build: compressed layer -> dense layer of the same sizes; called under
+    `torch.device("meta")`. table: for a table whose rows are looked up by id (with a `padding_idx`), the type of layer
+    that replaces it; None for a linear map. in_first: whether a linear map stores its weight as (in, out); `nn.Linear`
+    has (out, in). refusal: layer -> why this one cannot be converted, or None.
     """
 
     shape: Callable[[Any], tuple[int, int]]
@@ -50,13 +48,8 @@ def _refuse_table(layer: nn.Embedding | nn.EmbeddingBag) -> str | None:
 
 
 def _dense_bag(layer: Any) -> nn.EmbeddingBag:
-    return nn.EmbeddingBag(
-        layer.num_embeddings,
-        layer.embedding_dim,
-        mode=layer.mode,
-        padding_idx=layer.padding_idx,
-        include_last_offset=layer.include_last_offset,
-    )
+    options = {name: getattr(layer, name) for name in ("mode", "padding_idx", "include_last_offset")}
+    return nn.EmbeddingBag(layer.num_embeddings, layer.embedding_dim, **options)
 
 
 LINEAR = Converter(

@@ -26,9 +26,10 @@ class _TTMLayer(CompressedLayer):
     def __init__(
         self,
         tt: TensorTrain | TTMSpec,
-        padding_idx: int | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        padding_idx: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if isinstance(tt, TTMSpec):
@@ -94,16 +95,6 @@ class TTMEmbedding(TTMTable):
     def like(cls, dense: Any, tt: TensorTrain) -> TTMEmbedding:
         return cls(tt, dense.padding_idx)
 
-    def __init__(
-        self,
-        tt: TensorTrain | TTMSpec,
-        padding_idx: int | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(tt, padding_idx, dtype, device)
-
     def forward(self, input: Tensor) -> Tensor:
         cores, gates = list(self.tt.cores), self.tt.gates()
         return ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
@@ -135,7 +126,7 @@ class TTMEmbeddingBag(TTMTable):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(tt, padding_idx, dtype, device)
+        super().__init__(tt, padding_idx, dtype=dtype, device=device)
         if mode not in ("sum", "mean"):
             raise ValueError(f"expected mode 'sum' or 'mean', got {mode!r}: a maximum needs the dense rows")
         self.mode: Literal["sum", "mean"] = mode
@@ -179,7 +170,7 @@ class TTMProjection(_TTMLayer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(tt, padding_idx, dtype, device)
+        super().__init__(tt, padding_idx, dtype=dtype, device=device)
         self._add_bias(bias, self.spec.num_embeddings)
 
     @property

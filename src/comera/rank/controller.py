@@ -194,7 +194,7 @@ class RankController:
         """After a step: start the late stage if it is due; by sensitivity, zero gates at intervals."""
         state = self._state
         measured = self._by_sensitivity()  # in this step; False if this step starts the stage
-        self._start_late_if(self.late.due(steps=state.steps))
+        self._start_late_if_due(steps=state.steps)
         passed = state.steps - state.switch_step
         if measured and passed and passed % _ZERO_EVERY == 0:
             self._zero_gates(passed)
@@ -209,7 +209,7 @@ class RankController:
     def epoch_ended(self) -> None:
         """Count an epoch, for `LateStage.start_epoch`."""
         self._state.epochs += 1
-        self._start_late_if(self.late.due(epochs=self._state.epochs))
+        self._start_late_if_due(epochs=self._state.epochs)
 
     def evaluated(self, held_out_loss: float) -> None:
         """Record a held-out loss, for `LateStage.plateau`."""
@@ -218,7 +218,7 @@ class RankController:
             state.best_held_out, state.evaluations_since = held_out_loss, 0
         else:
             state.evaluations_since += 1
-        self._start_late_if(self.late.due(evaluations=state.evaluations_since))
+        self._start_late_if_due(evaluations=state.evaluations_since)
 
     def start_late(self) -> None:
         """Start the late stage now, between two steps: fix S0 from the present size and L0 from the last losses.
@@ -282,8 +282,8 @@ class RankController:
     def _mean_loss(self) -> float | None:
         return self._state.loss if self._loss is None else float(self._loss)
 
-    def _start_late_if(self, due: bool) -> None:
-        if due and self.stage == "early":
+    def _start_late_if_due(self, **counts: int) -> None:
+        if self.stage == "early" and self.late.due(**counts):
             self.start_late()
 
     def _current_tables(self) -> list[SizeTable]:

@@ -49,13 +49,11 @@ def _core_size(spec: Spec, inner_ranks: Sequence[int]) -> int:
 
 
 class SizeTable:
-    """Index tables over several tensor trains, so that Ŝ and ∂Ŝ/∂d of a whole model take a handful of operations.
+    """Index tables over tensor trains of one device, dtype and threshold (`size_tables` groups those of a model), so
+    that Ŝ and ∂Ŝ/∂d of a whole model take a handful of operations.
 
     Building the table copies a few indices to the device; `size`, `surrogate` and `surrogate_grads` never synchronize.
     A table holds for the ranks of the moment: build a new one when `fits` returns False.
-
-    Args:
-        trains: tensor trains of one device, dtype and threshold (`size_tables` groups those of a model).
 
     Shapes: C cores, K gate vectors (one per inner rank), E gates of all vectors concatenated, R largest inner rank.
     """
@@ -135,9 +133,8 @@ def size_tables(trains: Iterable[TensorTrain]) -> list[SizeTable]:
 class ModelSize:
     """Parameters that a model stores, beside those of its dense original. Printing it gives one line.
 
-    total: all parameters, tied ones once. tensorized: those of them in tensor trains (cores and gates).
-    dense_total, dense_tensorized: the same with every tensor train replaced by the dense weight that it represents;
-        biases are not part of a tensor train.
+    total: all parameters, tied ones once. tensorized: those of them in tensor trains (cores and gates; no biases).
+    dense_total, dense_tensorized: the same with every tensor train replaced by the dense weight that it represents.
     bytes: storage of all parameters, in their own dtypes.
     """
 
@@ -189,15 +186,11 @@ def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize
     trains = [train for _, train in named_trains(model)]
     total = sum(p.numel() for p in parameters)
     tensorized = sum(p.numel() for p in {p for train in trains for p in train.parameters()})
+    others = total - tensorized
     if dense_total is None:
-        dense_total = total - tensorized + sum(train.spec.dense_numel for train in trains)
-    return ModelSize(
-        total=total,
-        tensorized=tensorized,
-        dense_total=dense_total,
-        dense_tensorized=dense_total - (total - tensorized),
-        bytes=sum(p.numel() * p.element_size() for p in parameters),
-    )
+        dense_total = others + sum(train.spec.dense_numel for train in trains)
+    stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    return ModelSize(total, tensorized, dense_total, dense_total - others, stored_bytes)
 
 
 def _ratio(dense: int, stored: int) -> float:

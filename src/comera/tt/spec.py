@@ -130,8 +130,7 @@ class TTSpec(_Format):
     modes for given features; build a spec directly for full control.
 
     Args:
-        in_features: size of the input's last axis.
-        out_features: size of the output's last axis.
+        in_features, out_features: sizes of the last axes of input and output.
         in_modes: factors of the input features; where their product is larger, inputs are padded with zeros.
         out_modes: factors of the output features; where their product is larger, outputs are sliced.
         ranks: ``len(in_modes) + len(out_modes) + 1`` ranks, ones at both ends, inner ranks >= 0. Each is at most the
@@ -201,8 +200,7 @@ class TTMSpec(_Format):
     product of the slices is the row. `ttm_spec` chooses balanced modes for a given table.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: columns of the table.
+        num_embeddings, embedding_dim: rows and columns of the table.
         row_modes: factors of the rows, one for each core; rows beyond `num_embeddings` are padding that no id reaches.
         col_modes: factors of the columns, one for each core; columns beyond `embedding_dim` are sliced away.
         ranks: ``order + 1`` ranks, ones at both ends, inner ranks >= 0. Each is at most the product of all modes on
