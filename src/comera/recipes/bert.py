@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import BertConfig
 
 from comera.convert import TT, TTM
 from comera.errors import CheckpointError, ConfigError
-from comera.pretrained import WEIGHTS, read_manifest
+from comera.pretrained import read_manifest, tensor_headers
 from comera.recipes.interface import Architecture
 
 __all__ = ["BertFormats", "ModelConfig", "bert_architecture", "check_length", "example_ids", "stored_rows"]
@@ -123,9 +122,8 @@ def stored_rows(checkpoint: Path, layer: str) -> int:
         if f"{layer}.tt" in entry["names"]:
             return int(entry["spec"]["num_embeddings"])
     try:
-        with safe_open(checkpoint / WEIGHTS, framework="pt") as file:
-            return int(file.get_slice(f"{layer}.weight").get_shape()[0])
-    except SafetensorError as error:
+        return tensor_headers(checkpoint)[f"{layer}.weight"][0][0]
+    except KeyError as error:
         raise CheckpointError(f"{checkpoint}: expected the weight of {layer}, found none ({error})") from error
 
 
