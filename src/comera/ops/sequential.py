@@ -1,6 +1,6 @@
 """y = x W + bias for a tensor train in groups of cores: each group is merged first, then x absorbs one after another.
 
-Groups and the order in which their cores merge come from the plan (planner/groups.py). Two special cases: one group for
+Groups and the order in which their cores merge come from the plan (ops/planner/groups.py). Two special cases: one group for
 the input cores and one for the output cores give the factors of (x A) B; a single group gives the dense weight. No
 group needs to end between input and output cores.
 
