@@ -96,4 +96,5 @@ class _LookupRows(torch.autograd.Function):
     def backward(ctx: Any, drows_UD: Tensor) -> tuple[Tensor | None, ...]:
         from comera.kernels import triton as kernels
 
-        return None, *kernels.lookup_rows_backward(*ctx.saved_tensors, drows_UD)
+        ids_U, left_MNR, right_MRN = ctx.saved_tensors
+        return None, *kernels.lookup_rows_backward(ids_U, left_MNR, right_MRN, drows_UD)

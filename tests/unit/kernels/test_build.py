@@ -117,6 +117,38 @@ def test_the_same_with_and_without(monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("change", [{"clip": "l p p d p"}, {"low_rank": "l l p l w8 l i"}, {"no_kernel": "i"}], ids=str)
+def test_a_library_with_other_signatures_is_refused(change, monkeypatch):
+    assert select.unavailable_reason() is None
+    monkeypatch.setattr(library, "SIGNATURES", library.SIGNATURES | change)
+    library._functions.cache_clear()
+    reason = select.unavailable_reason()
+    monkeypatch.undo()
+    library._functions.cache_clear()
+    assert f"expected {next(iter(change))} ({next(iter(change.values()))})" in reason
+    assert "\n" not in reason
+
+
+@needs_compiler
+def test_a_function_missing_from_the_table_is_refused(monkeypatch):
+    assert select.unavailable_reason() is None
+    monkeypatch.delitem(library.SIGNATURES, "mlp")
+    library._functions.cache_clear()
+    reason, supported = select.unavailable_reason(), select.supports("merge", torch.zeros(1))
+    monkeypatch.undo()
+    library._functions.cache_clear()
+    assert "expected mlp (absent)" in reason
+    assert not supported
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_refused(anew, monkeypatch):
+    monkeypatch.setattr(build, "_compile", lambda compiler, path: path.write_bytes(b"no library"))
+    assert "could not be loaded" in select.unavailable_reason()
+    assert not select.supports("mlp", torch.zeros(1))
+
+
+@needs_compiler
 def test_threads_are_those_of_torch():
     code = (
         "import torch, os; from comera.kernels import select; assert select.unavailable_reason() is None;"

@@ -1,5 +1,8 @@
 """FLOP counters see the kernels as the torch products that they stand for."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -110,3 +113,12 @@ def test_merging_makes_its_partial_products_twice(monkeypatch):
     ours, torchs = (counted(merging, setting, monkeypatch) for setting in ("merge", "none"))
     spec = tt_spec(24, 30, order=6, rank=4)
     assert 1 < ours / torchs < 4 / 3, spec
+
+
+@pytest.mark.parametrize("first", ["torch.utils.flop_counter", "comera.kernels.cpp.low_rank"])
+def test_formulas_are_registered_whatever_is_imported_first(first):
+    code = (
+        f"import {first}, comera.kernels.cpp.low_rank, torch.utils.flop_counter as counter;"
+        "import torch; assert torch.ops.comera.low_rank in counter.flop_registry"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

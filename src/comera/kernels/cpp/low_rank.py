@@ -59,7 +59,8 @@ def low_rank(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SO: Sequence[Tensor]) -> 
     weights = [checked_factors(a, b, features) for a, b in zip(as_RI, bs_SO, strict=True)]
     columns = sum(w.width for w in weights)
     p_BS, ys_BO = empty(batch, columns), [empty(batch, w.out_features) for w in weights]
-    flat, at = [], p_BS.data_ptr()
+    flat: list[int] = []
+    at = p_BS.data_ptr()
     for (a, b, rank, rows, outputs, size), y in zip(weights, ys_BO, strict=True):
         flat += (rank, rows, outputs, a.data_ptr(), b.data_ptr(), at, y.data_ptr(), 0, 0)
         at += 4 * size
@@ -77,7 +78,9 @@ def low_rank_output(p_BS: Tensor, ranks: Sequence[int], bs_SO: Sequence[Tensor])
     batch = p_BS.shape[0]
     columns = sum(width(rank, b.shape[0]) for rank, b in zip(ranks, bs_SO, strict=True))
     p_BS, bs_SO = checked("P", p_BS, batch, columns), [floats("b", b) for b in bs_SO]
-    ys_BO, flat, at = [], [], p_BS.data_ptr()
+    ys_BO: list[Tensor] = []
+    flat: list[int] = []
+    at = p_BS.data_ptr()
     for rank, b in zip(ranks, bs_SO, strict=True):
         rows, outputs = b.shape
         if not 0 <= rows - rank <= 1:
@@ -126,7 +129,8 @@ def low_rank_backward(
     dx_BI = empty(batch, features) if wants_x else None
     das_RI: list[Tensor] = []
     dbs_SO: list[Tensor] = []
-    flat, kept, at = [], [], p_BS.data_ptr()
+    flat: list[int] = []
+    kept, at = [], p_BS.data_ptr()
     for (a, b, rank, rows, outputs, size), dy in zip(weights, dys_BO, strict=True):
         if dy is not None:
             dy = checked("dy", dy, batch, outputs)

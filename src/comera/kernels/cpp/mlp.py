@@ -31,7 +31,8 @@ def _checked(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SF: Sequence[Tensor]) -> 
 
 def _words(weights: Sequence[Factors], p_BS: Tensor, q_BS: Tensor, z_BO: Tensor, grads: Sequence[Tensor] = ()) -> bytes:
     """The weights as low_rank.h has them. grads: ∂A and ∂b of each in turn."""
-    flat, at, last = [], p_BS.data_ptr(), len(weights) - 1
+    flat: list[int] = []
+    at, last = p_BS.data_ptr(), len(weights) - 1
     for k, (a, b, rank, rows, outputs, size) in enumerate(weights):
         p, y = (q_BS.data_ptr(), z_BO.data_ptr()) if k == last else (at, 0)
         da, db = (grads[2 * k].data_ptr(), grads[2 * k + 1].data_ptr()) if grads else (0, 0)
