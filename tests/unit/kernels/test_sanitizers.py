@@ -10,7 +10,7 @@ import pytest
 from comera.kernels.cpp import build
 
 ROOT = Path(__file__).parents[3]
-FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 RUN = (
     f"from comera.kernels.cpp import build, library; build.FLAGS = (*build.FLAGS, *{FLAGS});"
     "import runpy; reason = library.unavailable_reason(); assert reason is None, reason;"
