@@ -39,22 +39,18 @@ class CoLA(Baseline):
 
 
 def cola_(model: nn.Module, rank: int | None = None, skip: Sequence[str] = ()) -> tuple[LayerRow, ...]:
-    """Replace linear layers in place; returns what became of each.
-
-    rank: width of the bottleneck, clipped to the layer's smaller dimension; None takes a quarter of that.
-    skip: glob patterns of names to leave dense. Raises ConversionError if there is nothing to replace.
-    """
+    """Replace linear layers in place; returns what became of each. rank: width of the bottleneck, clipped to the
+    layer's smaller dimension; None takes a quarter of that. skip: glob patterns of names to leave dense. Raises
+    ConversionError if there is nothing to replace."""
     return convert_linear_(
         model, skip, lambda layer: CoLALinear.like(layer, rank), lambda layer: f"bottleneck {layer.rank}"
     )
 
 
 class CoLALinear(nn.Module):
-    """y = B · silu(A x) + bias.
-
-    Input (..., in_features) -> output (..., out_features). down: A (r, in_features), up: B (out_features, r); drawn so
-    that the entries of B A have variance 1 / (in + out), as in the published code. bias: an existing one, or None.
-    """
+    """y = B · silu(A x) + bias. Input (..., in_features) -> output (..., out_features). down: A (r, in_features), up: B
+    (out_features, r); drawn so that the entries of B A have variance 1 / (in + out), as in the published code. bias: an
+    existing one, or None."""
 
     bias: nn.Parameter | None
 

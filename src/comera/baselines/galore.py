@@ -102,11 +102,9 @@ class GaLore(Baseline):
 
 @cache
 def galore_adamw() -> Callable[..., Optimizer]:
-    """GaLore's AdamW with a state of tensors and numbers alone, so a run can be saved and resumed.
-
-    The package keeps an object in the state of each projected weight. Between steps, its only changing member, the
-    basis, takes the object's place as a tensor. Raises ConfigError if the package cannot be used.
-    """
+    """GaLore's AdamW with a state of tensors and numbers alone, so a run can be saved and resumed. The package keeps an
+    object in the state of each projected weight. Between steps, its only changing member, the basis, takes the object's
+    place as a tensor. Raises ConfigError if the package cannot be used."""
     base, projector = library()
 
     class GaLoreAdamW(base):  # type: ignore[misc, valid-type]
@@ -133,11 +131,9 @@ def galore_adamw() -> Callable[..., Optimizer]:
 
 
 def library() -> tuple[Any, Any]:
-    """The package's plain AdamW and its projector. Raises ConfigError if they cannot be imported.
-
-    The package imports bitsandbytes for an 8-bit variant, unused here, that many machines cannot run. So the modules
-    are imported from its folder under an otherwise empty package of another name.
-    """
+    """The package's plain AdamW and its projector. Raises ConfigError if they cannot be imported. The package imports
+    bitsandbytes for an 8-bit variant, unused here, that many machines cannot run. So the modules are imported from its
+    folder under an otherwise empty package of another name."""
     _PACKAGE.check()
     found = importlib.util.find_spec("galore_torch")
     alias = ModuleType(_ALIAS)

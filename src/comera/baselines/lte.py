@@ -67,11 +67,9 @@ class LTE(Baseline):
 def lte_(
     model: nn.Module, heads: int = 32, rank: int = 32, alpha: float = 4096.0, skip: Sequence[str] = ()
 ) -> tuple[LayerRow, ...]:
-    """Add heads to linear layers and freeze their weights, in place; returns what became of each layer.
-
-    The model's outputs are unchanged at first. Call `merge_` every T steps. skip: glob patterns of names to leave as
-    they are. Raises ConversionError if there is nothing to replace.
-    """
+    """Add heads to linear layers and freeze their weights, in place; returns what became of each layer. The model's
+    outputs are unchanged at first. Call `merge_` every T steps. skip: glob patterns of names to leave as they are.
+    Raises ConversionError if there is nothing to replace."""
     return convert_linear_(
         model,
         skip,
@@ -88,11 +86,9 @@ def merge_(model: nn.Module) -> None:
 
 
 class LTELinear(nn.Module):
-    """A linear layer with parallel low-rank heads; see the top of this file.
-
-    Keeps the weight (frozen) and the bias of `layer`. down: A (N, R, I) with orthogonal rows of length √(I/R), as in
-    the published code; up: B (N, O, R), zero. Input (B, ..., I) -> output (B, ..., O); an input (I,) is one example.
-    """
+    """A linear layer with parallel low-rank heads; see the top of this file. Keeps the weight (frozen) and the bias of
+    `layer`. down: A (N, R, I) with orthogonal rows of length √(I/R), as in the published code; up: B (N, O, R), zero.
+    Input (B, ..., I) -> output (B, ..., O); an input (I,) is one example."""
 
     bias: nn.Parameter | None
 
@@ -159,11 +155,9 @@ class LTELinear(nn.Module):
 
 
 def parts(examples: int, heads: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """The example in each slot of each head (N, S), and its weight there (N, S).
-
-    Parts are contiguous and as equal as possible. The weights of an example sum to 1 over the heads that see it; empty
-    slots have weight 0. Needs at least one example.
-    """
+    """The example in each slot of each head (N, S), and its weight there (N, S). Parts are contiguous and as equal as
+    possible. The weights of an example sum to 1 over the heads that see it; empty slots have weight 0. Needs at least
+    one example."""
     head_N1 = torch.arange(heads, device=device)[:, None]
     start_N1, end_N1 = head_N1 * examples // heads, (head_N1 + 1) * examples // heads
     slot_S = torch.arange(-(-examples // heads), device=device)

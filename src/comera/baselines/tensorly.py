@@ -64,12 +64,10 @@ def tensorly_(
     implementation: Literal["factorized", "reconstructed"] = "factorized",
     skip: Sequence[str] = (),
 ) -> tuple[LayerRow, ...]:
-    """Replace linear layers in place by `tltorch.FactorizedLinear`; returns what became of each.
-
-    Biases are kept; random cores preserve the weight's standard deviation. Modes are balanced, and their product is
-    exact. skip: glob patterns of names to leave dense.
-    Raises ConversionError if there is nothing to replace, ConfigError if the library is not installed.
-    """
+    """Replace linear layers in place by `tltorch.FactorizedLinear`; returns what became of each. Biases are kept;
+    random cores preserve the weight's standard deviation. Modes are balanced, and their product is exact. skip: glob
+    patterns of names to leave dense. Raises ConversionError if there is nothing to replace, ConfigError if the library
+    is not installed."""
     library()
     return convert_linear_(model, skip, lambda layer: _layer(layer, rank, order // 2, implementation), _note)
 

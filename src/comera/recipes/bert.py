@@ -101,11 +101,9 @@ def check_length(field: str, length: int, model: ModelConfig) -> None:
 def bert_architecture(
     model_class: Any, build: Callable[[], nn.Module], inputs: dict[str, Tensor], model: ModelConfig, **sizes: int
 ) -> Architecture:
-    """How to rebuild a BERT.
-
-    model_class: of transformers, for the dense model. build: makes the method's model. inputs: an example batch (B, T)
-    by argument of forward; both dimensions are dynamic. sizes: those that the data decides.
-    """
+    """How to rebuild a BERT. model_class: of transformers, for the dense model. build: makes the method's model.
+    inputs: an example batch (B, T) by argument of forward; both dimensions are dynamic. sizes: those that the data
+    decides."""
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=model.max_positions)
     dynamic = {name: {0: batch, 1: length} for name in inputs}
     about = {**sizes, "model": asdict(model)}

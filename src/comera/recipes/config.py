@@ -9,10 +9,8 @@ from comera.errors import ConfigError
 
 
 def check_fields(settings: object, group: str, checks: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise ConfigError for the first field out of range.
-
-    group: the name of `settings` on the command line, such as "data". checks: field -> (it is valid, what is expected).
-    """
+    """Raise ConfigError for the first field out of range. group: the name of `settings` on the command line, such as
+    "data". checks: field -> (it is valid, what is expected)."""
     for name, (valid, expected) in checks.items():
         if not valid:
             raise ConfigError(f"{group}.{name}: expected {expected}, got {getattr(settings, name)!r}")

@@ -17,11 +17,8 @@ __all__ = ["estimates_by_method"]
 def estimates_by_method(
     build: Callable[[Method], tuple[nn.Module, Conversion, Callable[[], Tensor]]],
 ) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step for every installed method.
-
-    build: makes a method's model, the report of its conversion, and a closure that returns the loss; it is called on
-    the meta device.
-    """
+    """Memory and FLOPs of a training step for every installed method. build: makes a method's model, the report of its
+    conversion, and a closure that returns the loss; it is called on the meta device."""
     estimates: dict[str, MemoryEstimate] = {}
     for method in filter(installed, METHODS):
         with torch.device("meta"):

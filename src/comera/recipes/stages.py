@@ -118,12 +118,10 @@ def fit_stages(
     resume: bool,
     finish: Callable[[Summary, T, Path], Summary] = lambda summary, task, folder: summary,
 ) -> Summary:
-    """Train the runs of `config`; returns the summary of the last run that was started.
-
-    make_task: makes the task of a run, from the number of steps that other runs trained before it. resume: keep
-    finished runs and continue an interrupted one. finish: called after each run.
-    An interruption ends the current run and skips the rest. Raises what `fit` raises.
-    """
+    """Train the runs of `config`; returns the summary of the last run that was started. make_task: makes the task of a
+    run, from the number of steps that other runs trained before it. resume: keep finished runs and continue an
+    interrupted one. finish: called after each run. An interruption ends the current run and skips the rest. Raises what
+    `fit` raises."""
     folders, main, settings = runs(config), is_main(config.train), resolved(config)
     task = make_task(0)  # before anything is written: it may fail
     if config.method != "comera":

@@ -15,11 +15,9 @@ __all__ = ["RecipeTask", "follow"]
 
 
 class RecipeTask(Task):
-    """A task for `comera.trainer.loop.fit`, from a recipe's configuration, its prepared data and its model.
-
-    config: with the fields `method`, `train`, `model`, `compress`. report: of the model's conversion. first: steps that
-    earlier runs trained. Keyword arguments: further entries of the identity, by dotted name.
-    """
+    """A task for `comera.trainer.loop.fit`, from a recipe's configuration, its prepared data and its model. config:
+    with the fields `method`, `train`, `model`, `compress`. report: of the model's conversion. first: steps that earlier
+    runs trained. Keyword arguments: further entries of the identity, by dotted name."""
 
     def __init__(
         self, config: Any, data: Any, model: nn.Module, report: Conversion, first: int = 0, **identity: Any

@@ -25,11 +25,8 @@ __all__ = ["Trained", "open_trained"]
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's trained model, in evaluation mode on the CPU.
-
-    recipe: its name. config: the recipe's configuration. identity: what a resumed run must match, including the name of
-    the prepared data.
-    """
+    """A run's trained model, in evaluation mode on the CPU. recipe: its name. config: the recipe's configuration.
+    identity: what a resumed run must match, including the name of the prepared data."""
 
     recipe: str
     config: Any
@@ -40,12 +37,9 @@ class Trained:
 
 
 def open_trained(path: Path, read_config: Callable[[str, Path], Any]) -> Trained:
-    """The model of a run (its last checkpoint) or of one of its checkpoints.
-
-    path: folder of the run or of the checkpoint. read_config: (recipe's name, config.yaml) -> the recipe's
-    configuration.
-    Raises CheckpointError for any other folder, and for an unfinished or truncated checkpoint.
-    """
+    """The model of a run (its last checkpoint) or of one of its checkpoints. path: folder of the run or of the
+    checkpoint. read_config: (recipe's name, config.yaml) -> the recipe's configuration. Raises CheckpointError for any
+    other folder, and for an unfinished or truncated checkpoint."""
     checkpoint = _find(Path(path))
     file = checkpoint.parents[1] / "config.yaml"
     if not file.is_file():

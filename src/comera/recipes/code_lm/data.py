@@ -103,10 +103,8 @@ class Source(NamedTuple):
 
 
 class CodeData:
-    """Prepared source code: training and held-out blocks, memory-mapped, and their tokenizer.
-
-    train, held_out: (blocks, T) arrays of token ids. manifest: where they come from.
-    """
+    """Prepared source code: training and held-out blocks, memory-mapped, and their tokenizer. train, held_out: (blocks,
+    T) arrays of token ids. manifest: where they come from."""
 
     def __init__(self, folder: Path, config: CodeDataConfig) -> None:
         self.config = config
@@ -148,11 +146,9 @@ class CodeData:
         return self._mask(self.train[rows], count, np.random.default_rng([seed, 1, index]))
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
-        """The held-out part in batches of `size` blocks, or one smaller batch if there are fewer.
-
-        Blocks that do not fill the last batch are dropped, so the mean over batches is the mean over blocks. Blocks and
-        masks depend on the data alone, not on the seed, the method or the batch size.
-        """
+        """The held-out part in batches of `size` blocks, or one smaller batch if there are fewer. Blocks that do not
+        fill the last batch are dropped, so the mean over batches is the mean over blocks. Blocks and masks depend on
+        the data alone, not on the seed, the method or the batch size."""
         width = self.config.block_size
         order = _permutation(len(self.held_out), HELD_OUT_SEED, 0)
         count = max(1, round(self.config.mask_share * width))
@@ -184,10 +180,8 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
 
 def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
     """Read, tokenize and cache the source code that `config` names; a second call with the same files opens the cache.
-
-    One process prepares while the others wait; a killed one leaves nothing that looks complete.
-    Raises DataError for a missing folder, or one without enough code.
-    """
+    One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for a
+    missing folder, or one without enough code."""
     root = Path(config.path or sysconfig.get_paths()["stdlib"]).expanduser()
     sources, skipped = find_sources(root, config)
     parts = dict(zip(("train", "held_out"), split_sources(sources, config.held_out), strict=True))
@@ -201,11 +195,9 @@ def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
 
 
 def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
-    """The source files below `root`, sorted by path, and how many were skipped, by reason.
-
-    Skipped: hidden folders, folders of installed packages, and files that are unreadable, empty, not UTF-8 or copies
-    of another one (a held-out copy would have been seen in training).
-    """
+    """The source files below `root`, sorted by path, and how many were skipped, by reason. Skipped: hidden folders,
+    folders of installed packages, and files that are unreadable, empty, not UTF-8 or copies of another one (a held-out
+    copy would have been seen in training)."""
     if not root.is_dir():
         raise DataError(f"expected a folder of source code, got {root}, which {_what_is(root)}: check data.path")
     skipped = {"unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0}

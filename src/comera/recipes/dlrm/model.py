@@ -46,12 +46,9 @@ class DLRMConfig:
 
 
 class DLRM(nn.Module):
-    """Logits of clicks.
-
-    table_sizes: rows of each categorical feature's table; integers: number of numerical features.
+    """Logits of clicks. table_sizes: rows of each categorical feature's table; integers: number of numerical features.
     dense (B, I) float32, ids (B, F) int64 -> logits (B,). On the meta device it allocates nothing and can be
-    compressed; `to_empty` and `reset_parameters` then materialize it without ever allocating the dense tables.
-    """
+    compressed; `to_empty` and `reset_parameters` then materialize it without ever allocating the dense tables."""
 
     def __init__(self, config: DLRMConfig, table_sizes: Sequence[int], integers: int = 13) -> None:
         super().__init__()

@@ -172,10 +172,8 @@ def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConf
 
 
 def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLRM, TensorizeReport | None]:
-    """A DLRM, seeded by train.seed and compressed for the method comera, and the report of that.
-
-    Compressed tables never exist in dense form: they are converted on the meta device.
-    """
+    """A DLRM, seeded by train.seed and compressed for the method comera, and the report of that. Compressed tables
+    never exist in dense form: they are converted on the meta device."""
     torch.manual_seed(config.train.seed)
     report = None
     if config.method == "comera":
@@ -199,10 +197,8 @@ def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
 
 
 class DLRMTask(RecipeTask):
-    """Click prediction, as a task for `comera.trainer.loop.fit`.
-
-    first: steps that earlier runs trained. part: of the data to evaluate on.
-    """
+    """Click prediction, as a task for `comera.trainer.loop.fit`. first: steps that earlier runs trained. part: of the
+    data to evaluate on."""
 
     name = NAME
     counted = "samples"
@@ -256,13 +252,10 @@ class DLRMTask(RecipeTask):
 
 
 def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
-    """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one.
-
-    Each finished run also writes test.json: the metrics of its last model on the test rows.
-    resume: keep finished runs and continue an interrupted one. An interruption ends the current run and skips the rest.
-    Raises ConfigError if a run exists already and `resume` is not set, or the budget is too small, and what `prepare`
-    and `fit` raise.
-    """
+    """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one. Each
+    finished run also writes test.json: the metrics of its last model on the test rows. resume: keep finished runs and
+    continue an interrupted one. An interruption ends the current run and skips the rest. Raises ConfigError if a run
+    exists already and `resume` is not set, or the budget is too small, and what `prepare` and `fit` raise."""
     main = is_main(config.train)
     if not resume:
         refuse_existing(config)

@@ -73,11 +73,9 @@ def score(
 
     file: rows in Criteo's format, with or without a label in front, plain or gzipped. max_bad_rows: bad rows to skip
     before giving up. overwrite: replace existing scores in `out`. The model is in evaluation mode, in the precision of
-    its training.
-    Raises ConfigError for a run of another recipe, and if `out` exists (with `overwrite`: and holds anything but
-    scores). Raises DataError, with file and line, for too many bad rows or a file that is cut short, and if the
-    prepared data with the run's dictionaries is gone (hashed categories need none).
-    """
+    its training. Raises ConfigError for a run of another recipe, and if `out` exists (with `overwrite`: and holds
+    anything but scores). Raises DataError, with file and line, for too many bad rows or a file that is cut short, and
+    if the prepared data with the run's dictionaries is gone (hashed categories need none)."""
     if trained.recipe != "dlrm":
         raise ConfigError(
             f"expected a run of dlrm, whose input is a file of rows, got one of {trained.recipe}, "

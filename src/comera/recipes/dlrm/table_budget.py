@@ -24,11 +24,9 @@ def fit_tables(
     sizes: Sequence[int], dim: int, *, ratio: float, min_rows: int, order: int | None = None
 ) -> list[TTMSpec | None]:
     """The TT-matrix of each table, or None if it stays dense; together they store at most 1/ratio of the parameters.
-
     sizes: rows of the tables, each `dim` wide. min_rows: smaller tables stay dense, and so do larger ones that fit into
-    their share. order: cores of every TT-matrix; None chooses for each table.
-    Raises ConfigError if no TT-matrix fits the budget.
-    """
+    their share. order: cores of every TT-matrix; None chooses for each table. Raises ConfigError if no TT-matrix fits
+    the budget."""
     specs: list[TTMSpec | None] = [None] * len(sizes)
     left = int(dim * sum(sizes) / ratio) - dim * sum(rows for rows in sizes if rows < min_rows)
     large = sorted((rows, table) for table, rows in enumerate(sizes) if rows >= min_rows)

@@ -79,11 +79,9 @@ class MNLIDataConfig:
 
 
 class MNLIData:
-    """Prepared MNLI: training and matched development pairs, memory-mapped.
-
-    train, dev: the arrays. folder: where they lie, named after everything they depend on. manifest: where they come
-    from. label_names: names of the labels 0, 1, 2. skipped: skipped pairs of both parts, by reason.
-    """
+    """Prepared MNLI: training and matched development pairs, memory-mapped. train, dev: the arrays. folder: where they
+    lie, named after everything they depend on. manifest: where they come from. label_names: names of the labels 0, 1,
+    2. skipped: skipped pairs of both parts, by reason."""
 
     def __init__(self, folder: Path, config: MNLIDataConfig) -> None:
         self.config = config
@@ -118,11 +116,8 @@ class MNLIData:
         return -(-self.train.batches_per_epoch(batch_size) // processes)
 
     def train_batch(self, index: int, batch_size: int, seed: int) -> PairBatch:
-        """The `index`-th batch, counted over all epochs: a pure function of its arguments.
-
-        Each epoch contains every pair once, in a new order; its last batch may be smaller. The pairs of a batch have
-        near-equal length.
-        """
+        """The `index`-th batch, counted over all epochs: a pure function of its arguments. Each epoch contains every
+        pair once, in a new order; its last batch may be smaller. The pairs of a batch have near-equal length."""
         return self.train.shuffled(index, batch_size, seed)
 
     def dev_batches(self, batch_size: int) -> Iterator[PairBatch]:
@@ -131,11 +126,9 @@ class MNLIData:
 
 
 def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
-    """Read and tokenize the pairs that `config` names; a second call with the same files opens what the first made.
-
-    One process prepares while the others wait; a killed one leaves nothing that looks complete.
-    Raises DataError for missing or malformed data or vocabulary, and for data without a single usable pair.
-    """
+    """Read and tokenize the pairs that `config` names; a second call with the same files opens what the first made. One
+    process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for
+    missing or malformed data or vocabulary, and for data without a single usable pair."""
     source = find_source(config.path)
     vocabulary = find_vocabulary(config)
     try:
@@ -186,10 +179,8 @@ def parse_vocabulary(words: bytes, file: Path) -> dict[str, int]:
 
 
 def build_tokenizer(vocab: dict[str, int], max_length: int) -> Tokenizer:
-    """BERT's lower-case WordPiece tokenizer for pairs, truncating longest-first.
-
-    It recognizes no special tokens in text: a "[SEP]" in a sentence is ordinary text.
-    """
+    """BERT's lower-case WordPiece tokenizer for pairs, truncating longest-first. It recognizes no special tokens in
+    text: a "[SEP]" in a sentence is ordinary text."""
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -222,10 +213,8 @@ def _write(
 
 
 def _tokenize(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) -> tuple[PairWriter, dict[str, int]]:
-    """The pairs of a part, at most `limit`, as token ids, and how many were skipped, by reason.
-
-    Raises DataError if none remains.
-    """
+    """The pairs of a part, at most `limit`, as token ids, and how many were skipped, by reason. Raises DataError if
+    none remains."""
     writer, skipped = PairWriter(), dict.fromkeys(SKIPS, 0)
     with Progress(quiet) as progress:
         progress.start("preparing MNLI", None, "pairs")

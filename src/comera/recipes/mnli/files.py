@@ -57,10 +57,8 @@ class Source(NamedTuple):
 
 
 def find_source(path: str) -> Source:
-    """The pairs in the folder `path`, or in the data set of this name on the hub; nothing is parsed yet.
-
-    Raises DataError for a file, a folder without MNLI, and a path that cannot name a data set.
-    """
+    """The pairs in the folder `path`, or in the data set of this name on the hub; nothing is parsed yet. Raises
+    DataError for a file, a folder without MNLI, and a path that cannot name a data set."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return _saved(folder) if (folder / DATASETS_MARK).is_file() else _published(folder)
@@ -72,10 +70,8 @@ def find_source(path: str) -> Source:
 
 
 def read_pairs(part: Part, skipped: dict[str, int]) -> Iterator[Pair]:
-    """The pairs of a part in order; those without a label or text are counted in `skipped`, by reason.
-
-    Raises DataError, with file and line, for unreadable rows, missing fields and unknown labels.
-    """
+    """The pairs of a part in order; those without a label or text are counted in `skipped`, by reason. Raises
+    DataError, with file and line, for unreadable rows, missing fields and unknown labels."""
     for row in part.rows():
         where = f"{part.name}, line {row.line}"
         premise, hypothesis = _text(row.premise, "premise", where), _text(row.hypothesis, "hypothesis", where)

@@ -58,13 +58,7 @@ class CompressConfig(BertFormats):
 
 # docs/method.md §9: AdamW without weight decay, batches of 32 to 128, ranks shrunk by the size's surrogate.
 _PUBLISHED = TrainConfig(
-    epochs=6,
-    batch_size=64,
-    lr=5e-5,
-    core_lr=1e-4,
-    rank_lr=1e-3,
-    prune_every=100,
-    late=LateStage(shrink="surrogate"),
+    epochs=6, batch_size=64, lr=5e-5, core_lr=1e-4, rank_lr=1e-3, prune_every=100, late=LateStage(shrink="surrogate")
 )
 # The token embedding's cores at ten times the rate of the other cores: it learns far faster (docs/LOG.md).
 _TUNED = replace(_PUBLISHED, table_lr=1e-3, late=LateStage())
@@ -212,10 +206,8 @@ class MNLITask(RecipeTask):
 
 def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
     """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one.
-
     resume: keep finished runs and continue an interrupted one. An interruption ends the current run and skips the rest.
-    Raises ConfigError if a run exists already and `resume` is not set, and what `prepare` and `fit` raise.
-    """
+    Raises ConfigError if a run exists already and `resume` is not set, and what `prepare` and `fit` raise."""
     main = is_main(config.train)
     if not resume:
         refuse_existing(config)

@@ -43,13 +43,10 @@ class ClickBatch(NamedTuple):
 
 
 class ClickData:
-    """Prepared clicks in time order, memory-mapped.
-
-    table_sizes: rows of each feature's embedding table. train, validation, test: their ranges of rows.
-    click_rate: of the training rows. bad: skipped rows by kind. manifest: everything known about the data.
-    shuffle: whether training visits the rows in random order rather than in time order.
-    Raises OSError, ValueError or KeyError if the columns are damaged.
-    """
+    """Prepared clicks in time order, memory-mapped. table_sizes: rows of each feature's embedding table. train,
+    validation, test: their ranges of rows. click_rate: of the training rows. bad: skipped rows by kind. manifest:
+    everything known about the data. shuffle: whether training visits the rows in random order rather than in time
+    order. Raises OSError, ValueError or KeyError if the columns are damaged."""
 
     def __init__(self, folder: Path, *, shuffle: bool = True) -> None:
         self.folder, self.shuffle = folder, shuffle
@@ -71,10 +68,8 @@ class ClickData:
         return -(-len(self.train) // (size * processes))
 
     def train_batch(self, index: int, size: int, seed: int) -> ClickBatch:
-        """The `index`-th batch, counted over all epochs: a pure function of its arguments.
-
-        Each epoch contains every training row once; the next one begins within the batch in which it ends.
-        """
+        """The `index`-th batch, counted over all epochs: a pure function of its arguments. Each epoch contains every
+        training row once; the next one begins within the batch in which it ends."""
         first = index * size
         if self.shuffle:
             return self._read(_shuffled(len(self.train), first, size, seed))
@@ -120,10 +115,8 @@ class ClickData:
 
 class RowEncoder:
     """Turns rows in Criteo's format into batches, with the dictionaries or the hashing of a prepared folder.
-
     hashed_sizes: sizes of the tables to hash categories into; hashing needs no dictionaries, so the folder is not read.
-    Raises DataError if the folder has no complete prepared data.
-    """
+    Raises DataError if the folder has no complete prepared data."""
 
     def __init__(self, folder: Path, *, hashed_sizes: Sequence[int] | None = None) -> None:
         hashing, sizes = hashed_sizes is not None, hashed_sizes
@@ -144,11 +137,9 @@ class RowEncoder:
     def encode(
         self, source: str | os.PathLike[str] | Iterable[str | bytes], *, size: int = 4096, labeled: bool = True
     ) -> Iterator[ClickBatch]:
-        """Batches of at most `size` rows, in order, from a path or from lines; unknown categories get id 0.
-
-        labeled: whether rows begin with a label, as in the training file; otherwise labels are NaN.
-        Raises DataError, with file and line, for the first bad row: scores must match their rows.
-        """
+        """Batches of at most `size` rows, in order, from a path or from lines; unknown categories get id 0. labeled:
+        whether rows begin with a label, as in the training file; otherwise labels are NaN. Raises DataError, with file
+        and line, for the first bad row: scores must match their rows."""
         if isinstance(source, str | os.PathLike):
             files = find_files(os.fspath(source))
             for block in read_blocks(files):

@@ -59,10 +59,8 @@ ENVIRONMENT = {
 
 @dataclass
 class State:
-    """How far the columns are good.
-
-    rows: good rows written. bad: bad rows by kind. shown: the first few of each kind, with file, line and mistake.
-    """
+    """How far the columns are good. rows: good rows written. bad: bad rows by kind. shown: the first few of each kind,
+    with file, line and mistake."""
 
     place: Place = START
     rows: int = 0
@@ -132,10 +130,8 @@ def read_columns(
     tick: Callable[[int, int], object],
 ) -> State:
     """Parse the files into columns in `folder`, from where an earlier call stopped; returns the complete state.
-
     workers: processes that parse. max_rows: good rows to read, None for all. tick(bytes read, rows): called regularly.
-    Raises DataError, with file and line, for the first bad row beyond max_bad_rows, and for unreadable files.
-    """
+    Raises DataError, with file and line, for the first bad row beyond max_bad_rows, and for unreadable files."""
     state = State.load(folder)
     if state is None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -39,12 +39,9 @@ Array = np.ndarray[Any, Any]
 
 
 class Rows(NamedTuple):
-    """The good rows of a block, and the places of the bad ones.
-
-    labels: (R,) uint8; dense: (13, R) float32, log(1 + x); values: (26, R) uint32, 0 where missing.
-    lines: in the block. bad_lines: int64 indices, from 0, of the bad lines; bad_kinds: uint8 indices into KINDS
-    of their first mistakes.
-    """
+    """The good rows of a block, and the places of the bad ones. labels: (R,) uint8; dense: (13, R) float32, log(1 + x);
+    values: (26, R) uint32, 0 where missing. lines: in the block. bad_lines: int64 indices, from 0, of the bad lines;
+    bad_kinds: uint8 indices into KINDS of their first mistakes."""
 
     labels: Array
     dense: Array
@@ -55,10 +52,8 @@ class Rows(NamedTuple):
 
 
 def parse(block: bytes, labeled: bool = True) -> Rows:
-    """Parse a block of whole lines, each ended by a newline (a carriage return before it is ignored).
-
-    labeled: whether rows begin with a label; otherwise labels are 0.
-    """
+    """Parse a block of whole lines, each ended by a newline (a carriage return before it is ignored). labeled: whether
+    rows begin with a label; otherwise labels are 0."""
     bytes_B = np.zeros(WORD + len(block), np.uint8)  # room for the word that ends with the first field
     bytes_B[WORD:] = np.frombuffer(block, np.uint8)
     separators = np.flatnonzero(bytes_B - np.uint8(ord("\t")) < 2)  # tab and newline are adjacent codes

@@ -44,12 +44,9 @@ _FORMAT = 2  # of the cache folder; raise it when its contents, or how they are 
 
 def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
     """Read the clicks that `config` names; a second call with the same files and settings opens what the first made.
-
     One process prepares while the others wait; a killed one leaves nothing that looks complete, and the next call
-    continues where it was.
-    Raises DataError for missing or unreadable files, for more than max_bad_rows bad rows, and for fewer than 14 good
-    ones.
-    """
+    continues where it was. Raises DataError for missing or unreadable files, for more than max_bad_rows bad rows, and
+    for fewer than 14 good ones."""
     synthetic = config.path in (None, SYNTHETIC)
     files = [] if config.path is None or synthetic else find_files(config.path)
     source = [config.synthetic_rows, config.synthetic_seed] if synthetic else [stamp(file) for file in files]

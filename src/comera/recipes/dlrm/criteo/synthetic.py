@@ -38,11 +38,8 @@ CALIBRATION = 2**32 - 1  # index of the chunk that sets the bias; no log reaches
 
 @dataclass(frozen=True)
 class Clicks:
-    """Rows of the log.
-
-    labels: (R,) uint8. integers: (13, R) int32, NO_INTEGER if missing. values: (26, R) uint32, 0 if missing.
-    probabilities: (R,) of the planted model.
-    """
+    """Rows of the log. labels: (R,) uint8. integers: (13, R) int32, NO_INTEGER if missing. values: (26, R) uint32, 0 if
+    missing. probabilities: (R,) of the planted model."""
 
     labels: Array
     integers: Array
