@@ -19,8 +19,6 @@ from comera.errors import CheckpointError, ConfigError
 from comera.pretrained import WEIGHTS, read_manifest
 from comera.recipes.interface import Architecture
 
-__all__ = ["BertFormats", "ModelConfig", "bert_architecture", "check_length", "example_ids", "stored_rows"]
-
 _ROWS, _TOKENS = 4, 64  # of an example batch
 
 

@@ -15,8 +15,6 @@ from comera.recipes.registry import RECIPES
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
 
-__all__ = ["Architecture", "Recipe", "load_recipe"]
-
 
 @dataclass(frozen=True)
 class Architecture:

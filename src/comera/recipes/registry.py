@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["RECIPES", "RecipeEntry"]
-
 
 class RecipeEntry(NamedTuple):
     """Where a recipe lives, and what it does, in a few words."""

@@ -20,8 +20,6 @@ from comera.recipes.interface import Architecture, load_recipe
 from comera.recipes.registry import RECIPES
 from comera.trainer.checkpoint import checkpoints, find_checkpoint
 
-__all__ = ["Trained", "open_trained"]
-
 
 @dataclass(frozen=True)
 class Trained:

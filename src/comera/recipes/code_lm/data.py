@@ -107,12 +107,10 @@ class CodeData:
     T) arrays of token ids. manifest: where they come from."""
 
     def __init__(self, folder: Path, config: CodeDataConfig) -> None:
-        self.config = config
-        self.folder = folder
+        self.config, self.folder = config, folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self.vocab_size: int = self.manifest["vocab_size"]
-        self.train = self._blocks("train")
-        self.held_out = self._blocks("held_out")
+        self.train, self.held_out = self._blocks("train"), self._blocks("held_out")
 
     def _blocks(self, part: str) -> np.ndarray[Any, Any]:
         tokens, width = self.manifest[part]["tokens"], self.config.block_size
@@ -184,14 +182,14 @@ def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
     missing folder, or one without enough code."""
     root = Path(config.path or sysconfig.get_paths()["stdlib"]).expanduser()
     sources, skipped = find_sources(root, config)
-    parts = dict(zip(("train", "held_out"), split_sources(sources, config.held_out), strict=True))
+    train, held_out = split_sources(sources, config.held_out)
     digest = settings_digest([FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out, sources])
 
-    def write(folder: Path) -> None:
-        _write(folder, root, parts, skipped, config, quiet)
-
-    folder = cache_folder(config.cache) / f"code-{digest}"
-    return open_or_make(folder, lambda folder: CodeData(folder, config), write)
+    return open_or_make(
+        cache_folder(config.cache) / f"code-{digest}",
+        lambda folder: CodeData(folder, config),
+        lambda folder: _write(folder, root, {"train": train, "held_out": held_out}, skipped, config, quiet),
+    )
 
 
 def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
@@ -199,7 +197,8 @@ def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict
     folders of installed packages, and files that are unreadable, empty, not UTF-8 or copies of another one (a held-out
     copy would have been seen in training)."""
     if not root.is_dir():
-        raise DataError(f"expected a folder of source code, got {root}, which {_what_is(root)}: check data.path")
+        state = "is a file" if root.exists() else "does not exist"
+        raise DataError(f"expected a folder of source code, got {root}, which {state}: check data.path")
     skipped = {"unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0}
     chosen: dict[str, Source] = {}
     left = float("inf") if config.max_bytes is None else config.max_bytes
@@ -254,10 +253,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _what_is(path: Path) -> str:
-    return "is a file" if path.exists() else "does not exist"
-
-
 def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     """Paths of the source files, relative to `root`, with forward slashes."""
     for folder, below, files in os.walk(root):
@@ -290,12 +285,7 @@ def _sample(root: Path, sources: Sequence[Source], limit: int) -> Iterator[str]:
 
 
 def _write(
-    folder: Path,
-    root: Path,
-    parts: dict[str, list[Source]],
-    skipped: dict[str, int],
-    config: CodeDataConfig,
-    quiet: bool,
+    folder: Path, root: Path, parts: dict[str, list[Source]], skipped: object, config: CodeDataConfig, quiet: bool
 ) -> None:
     """Write tokenizer.json, train.bin, held_out.bin and manifest.json."""
     with Progress(quiet) as progress:
@@ -331,12 +321,10 @@ def _write(
 def _chunks(sources: Iterable[Source]) -> Iterator[list[Source]]:
     """Groups of consecutive files of about ENCODE_BYTES: bounds memory, and keeps all cores busy."""
     chunk: list[Source] = []
-    size = 0
     for source in sources:
         chunk.append(source)
-        size += source.size
-        if size >= ENCODE_BYTES:
+        if sum(each.size for each in chunk) >= ENCODE_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
     if chunk:
         yield chunk

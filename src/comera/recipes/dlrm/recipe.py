@@ -7,7 +7,7 @@ B batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -228,7 +228,6 @@ class DLRMTask(RecipeTask):
         return self.data.batches(self.part, self.config.train.batch_size)
 
     def loss(self, model: nn.Module, batch: ClickBatch) -> Tensor:
-        """The batch's mean loss."""
         return click_loss(model, batch)
 
     def evaluate(self, model: nn.Module, batch: ClickBatch) -> tuple[dict[str, Tensor], int, Tensor]:
@@ -243,7 +242,6 @@ class DLRMTask(RecipeTask):
         return click_metrics(*rows.unbind(1))
 
     def examples(self, batch: ClickBatch) -> int:
-        """Rows in a batch."""
         return len(batch.labels)
 
     def tokens(self, batch: ClickBatch) -> int:
@@ -263,7 +261,10 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
     steps = estimate(config, ("dense", config.method))  # before anything is written: the budget may be too small
     check_memory(steps[config.method], config.train.device, f"method={config.method}")
     if main:
-        _save_estimates(runs(config).values(), steps)
+        content = to_json({method: step.parts for method, step in steps.items()}) + "\n"
+        for folder in runs(config).values():  # for the report: estimated bytes by method and part
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / "memory.json", content)
     return fit_stages(config, partial(DLRMTask, config, data), resume=resume, finish=_tested)
 
 
@@ -282,13 +283,6 @@ def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
         log(accelerator.is_main_process, NAME, f"test: {metrics}")
         accelerator.wait_for_everyone()
     return summary
-
-
-def _save_estimates(folders: Iterable[Path], steps: dict[str, MemoryEstimate]) -> None:
-    """Write memory.json to each folder, for the report: estimated bytes by method and part."""
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "memory.json", to_json({method: step.parts for method, step in steps.items()}) + "\n")
 
 
 def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dict[str, MemoryEstimate]:

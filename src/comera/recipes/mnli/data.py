@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,6 @@ from comera.recipes.mnli.files import (
     NO_PREMISE,
     PARTS,
     SKIPS,
-    Pair,
     Part,
     Source,
     find_source,
@@ -37,8 +36,6 @@ from comera.recipes.mnli.files import (
 )
 from comera.recipes.mnli.pairs import PairBatch, Pairs, PairWriter
 from comera.recipes.progress import Progress
-
-__all__ = ["MNLIData", "MNLIDataConfig", "PairBatch", "find_vocabulary", "parse_vocabulary", "prepare"]
 
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
 SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
@@ -84,8 +81,7 @@ class MNLIData:
     2. skipped: skipped pairs of both parts, by reason."""
 
     def __init__(self, folder: Path, config: MNLIDataConfig) -> None:
-        self.config = config
-        self.folder = folder
+        self.config, self.folder = config, folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self.vocab_size: int = self.manifest["vocab_size"]
         self.label_names: tuple[str, ...] = tuple(self.manifest["label_names"])
@@ -139,10 +135,11 @@ def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
         [FORMAT, source.digest, hashlib.blake2b(words).hexdigest(), config.max_length, config.max_examples]
     )
 
-    def write(folder: Path) -> None:
-        _write(folder, source, parse_vocabulary(words, vocabulary), config, digest, quiet)
-
-    return open_or_make(cache_folder(config.cache) / f"mnli-{digest}", lambda folder: MNLIData(folder, config), write)
+    return open_or_make(
+        cache_folder(config.cache) / f"mnli-{digest}",
+        lambda folder: MNLIData(folder, config),
+        lambda folder: _write(folder, source, parse_vocabulary(words, vocabulary), config, digest, quiet),
+    )
 
 
 def find_vocabulary(config: MNLIDataConfig) -> Path:
@@ -218,7 +215,8 @@ def _tokenize(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) 
     writer, skipped = PairWriter(), dict.fromkeys(SKIPS, 0)
     with Progress(quiet) as progress:
         progress.start("preparing MNLI", None, "pairs")
-        for chunk in _chunks(islice(read_pairs(part, skipped), limit)):
+        pairs = islice(read_pairs(part, skipped), limit)
+        while chunk := list(islice(pairs, ENCODE_PAIRS)):
             encodings = tokenizer.encode_batch_fast([(pair.premise, pair.hypothesis) for pair in chunk])
             for pair, encoding in zip(chunk, encodings, strict=True):
                 ids, boundary = encoding.ids, encoding.type_ids.index(1)
@@ -232,9 +230,3 @@ def _tokenize(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) 
     if not len(writer):
         raise DataError(f"{part.name}: expected labeled sentence pairs, got none (skipped: {skipped}): check data.path")
     return writer, skipped
-
-
-def _chunks(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    rest = iter(pairs)
-    while chunk := list(islice(rest, ENCODE_PAIRS)):
-        yield chunk

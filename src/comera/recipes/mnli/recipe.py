@@ -26,11 +26,11 @@ from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
 from comera.recipes.config import runs_folder
 from comera.recipes.interface import Architecture
-from comera.recipes.methods import estimates_by_method
-from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, PairBatch, find_vocabulary, parse_vocabulary, prepare
+from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare
+from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
 from comera.recipes.stages import runs as runs
-from comera.recipes.task import RecipeTask
+from comera.recipes.task import RecipeTask, estimates_by_method
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
@@ -186,7 +186,6 @@ class MNLITask(RecipeTask):
         return iter(batches)
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
-        """The batch's mean loss."""
         return pair_loss(model, batch)
 
     def evaluate(self, model: nn.Module, batch: PairBatch) -> tuple[dict[str, Tensor], int]:
@@ -196,7 +195,6 @@ class MNLITask(RecipeTask):
         return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": correct.mean()}, len(batch.labels)
 
     def examples(self, batch: PairBatch) -> int:
-        """Pairs in a batch."""
         return len(batch.labels)
 
     def tokens(self, batch: PairBatch) -> int:

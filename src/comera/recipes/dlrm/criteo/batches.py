@@ -10,10 +10,8 @@ B batch, F features.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +21,8 @@ from torch import Tensor
 
 from comera.errors import DataError
 from comera.recipes.dlrm.criteo.columns import DENSE, FEATURES, LABELS
-from comera.recipes.dlrm.criteo.files import END_MISSING, find_files, read_blocks
 from comera.recipes.dlrm.criteo.ids import IDS, Lookup
-from comera.recipes.dlrm.criteo.parse import INTEGERS, Array, Rows, explain, parse
+from comera.recipes.dlrm.criteo.parse import INTEGERS, Array, Rows
 
 PARTS = ("train", "validation", "test")
 MANIFEST = "manifest.json"
@@ -94,10 +91,6 @@ class ClickData:
         """All rows of a part, in time order."""
         return (self.batch(part, index, size) for index in range(self.batch_count(part, size)))
 
-    def encode(self, source: str | os.PathLike[str] | Iterable[str | bytes], **options: Any) -> Iterator[ClickBatch]:
-        """Rows of a file, a folder or lines as batches with the ids of these tables; see `RowEncoder.encode`."""
-        return RowEncoder(self.folder).encode(source, **options)
-
     def _part(self, part: str) -> range:
         if part not in PARTS:
             raise DataError(f"expected a part of the data, one of {', '.join(PARTS)}, got {part!r}")
@@ -134,33 +127,6 @@ class RowEncoder:
                 "the same settings first"
             ) from error
 
-    def encode(
-        self, source: str | os.PathLike[str] | Iterable[str | bytes], *, size: int = 4096, labeled: bool = True
-    ) -> Iterator[ClickBatch]:
-        """Batches of at most `size` rows, in order, from a path or from lines; unknown categories get id 0. labeled:
-        whether rows begin with a label, as in the training file; otherwise labels are NaN. Raises DataError, with file
-        and line, for the first bad row: scores must match their rows."""
-        if isinstance(source, str | os.PathLike):
-            files = find_files(os.fspath(source))
-            for block in read_blocks(files):
-                file, line = files[block.begin.file], block.begin.line
-                if block.cut_short:
-                    raise DataError(f"{file}, line {line + 1}: {END_MISSING}: fetch it again")
-                yield from self._batches(block.text, str(file), line, size, labeled)
-        else:
-            lines = (line.encode() if isinstance(line, str) else line for line in source)
-            for first, chunk in enumerate(iter(partial(_take, lines, size), [])):
-                text = b"".join(line.rstrip(b"\r\n") + b"\n" for line in chunk)
-                yield from self._batches(text, "rows", first * size, size, labeled)
-
-    def _batches(self, text: bytes, where: str, line: int, size: int, labeled: bool) -> Iterator[ClickBatch]:
-        rows = parse(text, labeled)
-        if len(rows.bad_lines):
-            bad = int(rows.bad_lines[0])
-            raise DataError(f"{where}, line {line + bad + 1}: {explain(text.split(bytes([10]))[bad], labeled)}")
-        for first in range(0, len(rows.labels), size):
-            yield self.encode_rows(rows, slice(first, first + size), labeled)
-
     def encode_rows(self, rows: Rows, part: slice, labeled: bool) -> ClickBatch:
         """Some of the good rows of a parsed block; without `labeled`, their labels are NaN."""
         labels_B = rows.labels[part].astype(np.float32)
@@ -175,10 +141,6 @@ class RowEncoder:
 def _rows_of(column: Array, rows: slice | Array) -> Array:
     """A copy of some rows of a column."""
     return np.array(column[rows]) if isinstance(rows, slice) else column.take(rows, 0)
-
-
-def _take(lines: Iterator[bytes], count: int) -> list[bytes]:
-    return list(islice(lines, count))
 
 
 def _column(file: Path, dtype: type[np.generic], *shape: int) -> Array:

@@ -16,12 +16,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
-from typing import IO, BinaryIO, NoReturn, cast
+from typing import BinaryIO, NoReturn, cast
 
 import numpy as np
 
@@ -30,17 +29,7 @@ from comera.files import replace_file
 from comera.recipes.dlrm.criteo import parse as parsing
 from comera.recipes.dlrm.criteo.files import BLOCK, END_MISSING, START, Block, Place, read_blocks
 from comera.recipes.dlrm.criteo.ids import IDS
-from comera.recipes.dlrm.criteo.parse import (
-    CATEGORIES,
-    CUT_SHORT,
-    INTEGERS,
-    KINDS,
-    Array,
-    Rows,
-    explain,
-    parse,
-    receive,
-)
+from comera.recipes.dlrm.criteo.parse import CATEGORIES, CUT_SHORT, INTEGERS, KINDS, Array, Rows
 
 FEATURES = tuple(f"C{k:02}" for k in range(1, CATEGORIES + 1))
 LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
@@ -49,12 +38,8 @@ CHECKPOINT = 100  # blocks between two saves of the state
 BLOCKS_EACH = 4  # that make a process worth starting
 SHOWN = 3  # bad rows of each kind to show
 # Parsing processes keep freed memory (glibc): fresh pages for each block took a third of their time.
-ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": "1000000000",
-    "MALLOC_TRIM_THRESHOLD_": "1000000000",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+ENVIRONMENT = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "1000000000")
+ENVIRONMENT |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 @dataclass
@@ -95,29 +80,21 @@ def _column(folder: Path, name: str) -> Path:
     return ids if ids.exists() else folder / name
 
 
-class Columns:
+class Columns(ExitStack):
     """The files of the columns, open for appending; anything after the first `rows` rows is cut off."""
 
     def __init__(self, folder: Path, rows: int = 0) -> None:
-        self._files: dict[str, IO[bytes]] = {}
-        for name, size in ROW_BYTES.items():
-            file = self._files[name] = open(folder / name, "ab", buffering=0)  # noqa: SIM115, closed in __exit__
+        super().__init__()
+        self._files = [self.enter_context(open(folder / name, "ab", buffering=0)) for name in ROW_BYTES]  # noqa: SIM115
+        for file, size in zip(self._files, ROW_BYTES.values(), strict=True):
             file.truncate(rows * size)
 
     def append(self, labels: Array, dense: Array, values: Array) -> None:
         """Add rows: labels (R,), dense (13, R), values (26, R)."""
-        arrays = [labels, dense.T, *values]
-        for file, array in zip(self._files.values(), arrays, strict=True):
+        for file, array in zip(self._files, [labels, dense.T, *values], strict=True):
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             while data:
                 data = data[file.write(data) :]
-
-    def __enter__(self) -> Columns:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in self._files.values():
-            file.close()
 
 
 def read_columns(
@@ -132,8 +109,7 @@ def read_columns(
     """Parse the files into columns in `folder`, from where an earlier call stopped; returns the complete state.
     workers: processes that parse. max_rows: good rows to read, None for all. tick(bytes read, rows): called regularly.
     Raises DataError, with file and line, for the first bad row beyond max_bad_rows, and for unreadable files."""
-    state = State.load(folder)
-    if state is None:
+    if (state := State.load(folder)) is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         state = State()
@@ -143,7 +119,8 @@ def read_columns(
     workers = min(workers, size // (BLOCK * BLOCKS_EACH))
     with Columns(folder, state.rows) as columns, closing(parsed(read_blocks(files, state.place), workers)) as blocks:
         for number, (block, rows) in enumerate(blocks, 1):
-            rows = _first(rows, None if max_rows is None else max_rows - state.rows)
+            if max_rows is not None and len(rows.labels) > max_rows - state.rows:
+                rows = _first(rows, max_rows - state.rows)
             _note_bad(state, files, block, rows, max_bad_rows)
             columns.append(rows.labels, rows.dense, rows.values)
             state.rows += len(rows.labels)
@@ -158,10 +135,8 @@ def read_columns(
     return state
 
 
-def _first(rows: Rows, count: int | None) -> Rows:
+def _first(rows: Rows, count: int) -> Rows:
     """The first `count` good rows, with the bad ones between them."""
-    if count is None or len(rows.labels) <= count:
-        return rows
     end = int(np.delete(np.arange(rows.lines), rows.bad_lines)[count - 1]) + 1
     bad = rows.bad_lines < end
     good = (rows.labels[:count], rows.dense[:, :count], rows.values[:, :count])
@@ -180,7 +155,7 @@ def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, lim
         over = state.bad_rows > limit
         if over or len(shown) < SHOWN:
             lines = lines or block.text.split(b"\n")
-            what = END_MISSING if kind == CUT_SHORT else explain(lines[line])
+            what = END_MISSING if kind == CUT_SHORT else parsing.explain(lines[line])
             shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
             if over:
                 raise_too_many_bad(state.bad, shown[-1], limit)
@@ -199,7 +174,7 @@ def parsed(blocks: Iterable[Block], workers: int) -> Generator[tuple[Block, Rows
     """Blocks with their rows, in order, parsed by `workers` processes (in this one if below 2), a few at a time."""
     if workers < 2:
         for block in blocks:
-            yield block, parse(block.text)
+            yield block, parsing.parse(block.text)
         return
     waiting: deque[tuple[Block, Future[Rows]]] = deque()
     with Parsers(workers) as parsers, ThreadPoolExecutor(workers) as pool:
@@ -208,27 +183,25 @@ def parsed(blocks: Iterable[Block], workers: int) -> Generator[tuple[Block, Rows
             if len(waiting) > 2 * workers:
                 block, rows = waiting.popleft()
                 yield block, rows.result()
-        for block, rows in waiting:
-            yield block, rows.result()
+        yield from ((block, rows.result()) for block, rows in waiting)
 
 
-class Parsers:
+class Parsers(ExitStack):
     """Processes that parse blocks; they end with this process, however it ends."""
 
     def __init__(self, count: int) -> None:
+        super().__init__()
         # not run as a script: its folder would shadow the standard library
         run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-        command = [sys.executable, "-c", run, parsing.__file__]
+        command, pipe = [sys.executable, "-c", run, parsing.__file__], subprocess.PIPE
+        environment = {**os.environ, **ENVIRONMENT}
         self._all: list[subprocess.Popen[bytes]] = []
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         for _ in range(count):
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,  # this process handles keyboard interrupts
-            )
+            # in a new session, as this process handles keyboard interrupts
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+            self.enter_context(process)
+            self.callback(process.kill)
             self._all.append(process)
             self._idle.put(process)
 
@@ -240,7 +213,7 @@ class Parsers:
             stdin.write(len(text).to_bytes(8, "little"))
             stdin.write(text)
             stdin.flush()
-            return receive(stdout)
+            return parsing.receive(stdout)
         except (OSError, EOFError) as error:
             raise ComeraError(
                 f"a process that parses the click log ended with exit code {process.wait()}: is there enough memory? "
@@ -248,12 +221,3 @@ class Parsers:
             ) from error
         finally:
             self._idle.put(process)
-
-    def __enter__(self) -> Parsers:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for process in self._all:
-            process.kill()
-            with process:
-                pass

@@ -17,6 +17,7 @@ B bytes of a block, R good rows, F fields.
 
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 from typing import Any, BinaryIO, NamedTuple
@@ -32,7 +33,7 @@ TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY = KINDS = (
     "category that is not hexadecimal",
 )
 CUT_SHORT = "file cut short"  # a compressed file lacks its end, and part of its last row
-FORMS = (rb"[01]", rb"(-?[0-9]{1,10})?", rb"[0-9a-fA-F]{0,8}")  # of a label, an integer (32 bits) and a category
+FORMS = {"label": rb"[01]", "integer": rb"(-?[0-9]{1,10})?", "category": rb"[0-9a-fA-F]{0,8}"}
 WORD = 8  # bytes
 
 Array = np.ndarray[Any, Any]
@@ -105,13 +106,12 @@ def explain(line: bytes, labeled: bool = True) -> str:
     expected = labeled + INTEGERS + CATEGORIES
     if len(fields) != expected:
         return f"expected {expected} fields between tabs, got {len(fields)} ({_quote(line)})"
-    names = ["label"] * labeled + [f"integer {k + 1}" for k in range(INTEGERS)]
-    names += [f"category {k + 1}" for k in range(CATEGORIES)]
+    counts = {"integer": INTEGERS, "category": CATEGORIES}
+    names = ["label"] * labeled + [f"{kind} {k + 1}" for kind, count in counts.items() for k in range(count)]
     wanted = {"label": "0 or 1", "integer": "a decimal integer of 32 bits", "category": "up to 8 hexadecimal digits"}
     for name, field in zip(names, fields, strict=True):
         kind = name.split()[0]
-        form = FORMS[list(wanted).index(kind)]
-        if not re.fullmatch(form, field) or (kind == "integer" and field and not -(2**31) <= int(field) < 2**31):
+        if not re.fullmatch(FORMS[kind], field) or (kind == "integer" and field and not -(2**31) <= int(field) < 2**31):
             return f"expected {wanted[kind]} as {name}, got {_quote(field)}"
     raise AssertionError(f"a good line: {line!r}")
 
@@ -154,6 +154,7 @@ class _Reader:
         return word
 
     def labels(self) -> tuple[Array, Array]:
+        """Values, uint8, and whether each is valid."""
         begins, _, lengths = self._field(0)
         labels = self.bytes_B[begins] - np.uint8(ord("0"))
         return labels, (lengths == 1) & (labels < 2)
@@ -201,31 +202,21 @@ def _hexadecimals(words: Array) -> tuple[Array, Array]:
     return lanes, valid
 
 
-# The program: reads each block after its length and writes the counts and arrays of its rows, until the input ends.
+# The program: reads each block after its length and writes its rows, until the input ends.
 
 
 def send(stream: BinaryIO, rows: Rows) -> None:
     """Write rows in the form that `receive` reads."""
-    stream.write(np.array([len(rows.labels), rows.lines, len(rows.bad_lines)], np.int64).tobytes())
-    for array in (rows.labels, rows.dense, rows.values, rows.bad_lines, rows.bad_kinds):
-        stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    pickle.dump(tuple(rows), stream, protocol=5)
     stream.flush()
 
 
 def receive(stream: BinaryIO) -> Rows:
     """Read rows; raises EOFError if the other process has ended."""
-
-    def read(dtype: type[np.generic], *shape: int) -> Array:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        data = stream.read(size)
-        if len(data) < size:
-            raise EOFError
-        return np.frombuffer(data, dtype).reshape(shape)
-
-    count, lines, bad = read(np.int64, 3).tolist()
-    labels, dense = read(np.uint8, count), read(np.float32, INTEGERS, count)
-    values = read(np.uint32, CATEGORIES, count)
-    return Rows(labels, dense, values, lines, read(np.int64, bad), read(np.uint8, bad))
+    try:
+        return Rows(*pickle.load(stream))
+    except pickle.UnpicklingError as error:  # cut short
+        raise EOFError from error
 
 
 def main() -> None:
