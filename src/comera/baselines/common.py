@@ -1,7 +1,5 @@
 """What the baselines share: the layers they convert, the report, optimizers, and packages they need."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -51,10 +49,6 @@ class Package:
         )
 
 
-def _nothing(step: int) -> None:
-    """The default after a step."""
-
-
 @dataclass(frozen=True)
 class Applied:
     """What a run needs of a method once the model is converted. rows: what became of each layer. dense_total:
@@ -64,7 +58,7 @@ class Applied:
     rows: tuple[LayerRow, ...]
     dense_total: int
     optimizer: Callable[[TrainConfig], Optimizer]
-    after_step: Callable[[int], object] = _nothing
+    after_step: Callable[[int], object] = lambda step: None
     state_bytes: int | None = None
 
     def estimate(self, model: nn.Module, loss: Callable[[], Tensor]) -> MemoryEstimate:

@@ -8,8 +8,6 @@ The model stays dense; the optimizer is that of the package galore-torch, with i
 Its moments have shape (m, r) instead of (m, n); it also stores P. Gradients and weights keep their full size.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
@@ -64,7 +62,8 @@ class GaLore(Baseline):
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         """Select the weights to project, except those that match `skip`. Errors: see `linear_layers`."""
         layers = linear_layers(model, skip)
-        ranks = {name: self._rank(layer) for name, layer in layers.items()}
+        smaller = {name: min(layer.weight.shape) for name, layer in layers.items()}
+        ranks = {name: min(self.rank, n) if self.rank else max(1, min(128, n // 4)) for name, n in smaller.items()}
         projected = {layer.get_parameter("weight"): ranks[name] for name, layer in layers.items()}
 
         def optimizer(config: TrainConfig) -> Optimizer:
@@ -85,19 +84,13 @@ class GaLore(Baseline):
             layer_row(name, layer, sizes[name], sizes[name], f"gradient projected to rank {ranks[name]}")
             for name, layer in layers.items()
         )
-        state = sum(self._state_bytes(p, projected.get(p)) for p in model.parameters() if p.requires_grad)
+        state = 0  # two moments, plus the basis of a projected weight
+        for p in model.parameters():
+            if p.requires_grad:
+                rank = projected.get(p)
+                stored = 2 * p.numel() if rank is None else (2 * max(p.shape) + min(p.shape)) * rank
+                state += stored * p.element_size()
         return Applied(rows, elements(model.parameters()), optimizer, state_bytes=state)
-
-    def _rank(self, layer: nn.Linear) -> int:
-        smaller = min(layer.weight.shape)
-        return min(self.rank, smaller) if self.rank else max(1, min(128, smaller // 4))
-
-    def _state_bytes(self, parameter: nn.Parameter, rank: int | None) -> int:
-        """Two moments, plus the basis of a projected weight."""
-        if rank is None:
-            return 2 * parameter.numel() * parameter.element_size()
-        smaller, larger = sorted(parameter.shape)
-        return (2 * larger + smaller) * rank * parameter.element_size()
 
 
 @cache

@@ -17,8 +17,6 @@ B examples (leading axis of the input), N heads, S slots for examples in a head'
 (tokens), P parts of the batch, I in, O out, R rank, F flattened axis.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

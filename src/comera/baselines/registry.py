@@ -4,8 +4,6 @@ A new baseline needs a module with its settings (see `Baseline`), a name in `Met
 command line, recipes, estimates and reports follow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args

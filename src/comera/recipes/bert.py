@@ -1,8 +1,6 @@
 """The transformer of the recipes code-lm and mnli: a stock Hugging Face BERT with post-norm encoders, GELU and learned
 positions; its sizes, its formats, and how to rebuild it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Prepared data, made once and reused: a cache folder that exists is complete."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

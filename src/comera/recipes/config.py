@@ -1,7 +1,5 @@
 """What the recipes' configurations share: checks of their fields, and the folder of a recipe's runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

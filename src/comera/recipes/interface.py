@@ -1,7 +1,5 @@
 """What a recipe's module offers to the command line, to export and to reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module

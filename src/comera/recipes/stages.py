@@ -12,8 +12,6 @@ If late stages follow, the early stage holds its learning rates after the warm-u
 pruned ranks recover at full rates only, and rates that have decayed twice waste the steps in between (docs/LOG.md).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace

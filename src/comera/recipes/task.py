@@ -1,7 +1,5 @@
 """What the recipes share: tasks with a sequence of batches and all that decides what a run learns, and estimates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any

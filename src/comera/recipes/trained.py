@@ -3,8 +3,6 @@
 The run's config.yaml and the checkpoint hold everything that the recipe's model needs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ ones.
 B batch, T block size, P masked positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ Masked language modeling on packed blocks. The loss covers the masked positions 
 B batch, T block size, P masked positions, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -3,8 +3,6 @@
 R rows.
 """
 
-from __future__ import annotations
-
 from math import log, nan
 
 import torch

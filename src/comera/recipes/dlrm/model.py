@@ -5,8 +5,6 @@
 B batch, I integers, F categorical features, V = 1 + F vectors, D their width, P products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

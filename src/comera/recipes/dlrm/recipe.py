@@ -5,8 +5,6 @@ Runs in stages, see `comera.recipes.stages`.
 B batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -202,25 +200,18 @@ class DLRMTask(RecipeTask):
 
     name = NAME
     counted = "samples"
+    part: Literal["validation", "test"] = "validation"
     config: DLRMTaskConfig
     data: ClickData
 
-    def __init__(
-        self,
-        config: DLRMTaskConfig,
-        data: ClickData,
-        first: int = 0,
-        part: Literal["validation", "test"] = "validation",
-    ) -> None:
+    def __init__(self, config: DLRMTaskConfig, data: ClickData, first: int = 0) -> None:
         model, report = build_model(config, data.table_sizes)
         settings = {"shuffle": data.shuffle, "first_step": first, "table_sizes": list(data.table_sizes)}
-        super().__init__(
-            config, data, model, report, first, **{f"data.{name}": value for name, value in settings.items()}
-        )
-        self.part, self.steps_per_epoch = part, self.epoch_length()
+        identity = {f"data.{name}": value for name, value in settings.items()}
+        super().__init__(config, data, model, report, first, **identity)
+        self.steps_per_epoch = self.epoch_length()
 
     def optimizer(self, train: TrainConfig) -> Optimizer:
-        """The configured optimizer, over all parameters."""
         return named_optimizer(self.config.optimizer, self.model, train)
 
     def eval_batches(self) -> Iterator[ClickBatch]:
@@ -245,7 +236,6 @@ class DLRMTask(RecipeTask):
         return len(batch.labels)
 
     def tokens(self, batch: ClickBatch) -> int:
-        """The recipe counts rows as its input."""
         return len(batch.labels)
 
 

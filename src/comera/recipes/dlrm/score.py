@@ -8,8 +8,6 @@ mistaken for another's.
 B batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

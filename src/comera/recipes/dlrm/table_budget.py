@@ -6,8 +6,6 @@ table takes the fewest cores that allow LEAST_RANK (two give the most accurate t
 the largest rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import sqrt
 

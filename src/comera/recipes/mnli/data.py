@@ -6,8 +6,6 @@ The arrays lie in a cache folder named by a digest of the files, the vocabulary 
 functions of their place in the run, so a resumed run sees the same ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -23,17 +21,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from comera.errors import DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.config import check_fields
-from comera.recipes.mnli.files import (
-    LABELS,
-    NO_HYPOTHESIS,
-    NO_PREMISE,
-    PARTS,
-    SKIPS,
-    Part,
-    Source,
-    find_source,
-    read_pairs,
-)
+from comera.recipes.mnli.files import LABELS, PARTS, SKIPS, Part, Source, find_source, read_pairs
 from comera.recipes.mnli.pairs import PairBatch, Pairs, PairWriter
 from comera.recipes.progress import Progress
 
@@ -42,6 +30,7 @@ SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MA
 SHORTEST = 5  # [CLS] a [SEP] b [SEP]
 VOCABULARY = "vocab.txt"
 USUAL_VOCABULARY = Path("vocab", "bert-base-uncased", VOCABULARY)  # beside the data's folder
+_, NO_PREMISE, NO_HYPOTHESIS = SKIPS
 ENCODE_PAIRS = 4096  # per call of the tokenizer: bounds memory, and keeps all cores busy
 
 

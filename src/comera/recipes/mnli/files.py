@@ -1,7 +1,5 @@
 """Reads MNLI's sentence pairs from its published files or through Hugging Face `datasets`."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -87,13 +85,13 @@ def read_pairs(part: Part, skipped: dict[str, int]) -> Iterator[Pair]:
 
 
 def _text(value: object, name: str, where: str) -> str:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can encode
-            raise DataError(f"{where}: expected text as {name}, got {value[:80]!r} ({error.reason})") from error
-        return value
-    raise DataError(f"{where}: expected text as {name}, got {value!r}: check the file, or remove this line")
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text as {name}, got {value!r}: check the file, or remove this line")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can encode
+        raise DataError(f"{where}: expected text as {name}, got {value[:80]!r} ({error.reason})") from error
+    return value
 
 
 def _label(value: object, where: str) -> int | None:

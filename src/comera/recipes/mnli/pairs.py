@@ -7,8 +7,6 @@ Every batch is padded to a bucket, one of a few lengths, so that few shapes occu
 B batch, T tokens of a padded pair, N pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path

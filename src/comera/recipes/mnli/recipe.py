@@ -5,8 +5,6 @@ Runs in stages, see `comera.recipes.stages`.
 B batch, T tokens of the longest pair in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -7,8 +7,6 @@ places of every column, however many rows there are.
 B batch, F features.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

@@ -14,22 +14,24 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO, NoReturn, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from comera.errors import ComeraError, DataError
 from comera.files import replace_file
 from comera.recipes.dlrm.criteo import parse as parsing
+from comera.recipes.dlrm.criteo.config import CriteoConfig
 from comera.recipes.dlrm.criteo.files import BLOCK, END_MISSING, START, Block, Place, read_blocks
 from comera.recipes.dlrm.criteo.ids import IDS
 from comera.recipes.dlrm.criteo.parse import CATEGORIES, CUT_SHORT, INTEGERS, KINDS, Array, Rows
+from comera.recipes.progress import Progress
 
 FEATURES = tuple(f"C{k:02}" for k in range(1, CATEGORIES + 1))
 LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
@@ -54,7 +56,6 @@ class State:
     complete: bool = False
 
     def save(self, folder: Path) -> None:
-        """Write the state as JSON, atomically."""
         replace_file(folder / STATE, json.dumps(asdict(self)))
 
     @classmethod
@@ -70,7 +71,6 @@ class State:
 
     @property
     def bad_rows(self) -> int:
-        """Rows skipped."""
         return sum(self.bad.values())
 
 
@@ -97,35 +97,27 @@ class Columns(ExitStack):
                 data = data[file.write(data) :]
 
 
-def read_columns(
-    files: Sequence[Path],
-    folder: Path,
-    *,
-    workers: int,
-    max_rows: int | None,
-    max_bad_rows: int,
-    tick: Callable[[int, int], object],
-) -> State:
-    """Parse the files into columns in `folder`, from where an earlier call stopped; returns the complete state.
-    workers: processes that parse. max_rows: good rows to read, None for all. tick(bytes read, rows): called regularly.
-    Raises DataError, with file and line, for the first bad row beyond max_bad_rows, and for unreadable files."""
+def read_columns(files: Sequence[Path], folder: Path, config: CriteoConfig, progress: Progress) -> State:
+    """Parse the files into columns in `folder`, from where an earlier call stopped; returns the complete state. Raises
+    DataError, with file and line, for the first bad row beyond max_bad_rows, and for unreadable files."""
     if (state := State.load(folder)) is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         state = State()
     if state.complete:
         return state
-    size = sum(file.stat().st_size for file in files)
-    workers = min(workers, size // (BLOCK * BLOCKS_EACH))
+    size, max_rows = sum(file.stat().st_size for file in files), config.max_rows
+    progress.start("reading the click log", size, "rows")
+    workers = min(config.processes, size // (BLOCK * BLOCKS_EACH))
     with Columns(folder, state.rows) as columns, closing(parsed(read_blocks(files, state.place), workers)) as blocks:
         for number, (block, rows) in enumerate(blocks, 1):
             if max_rows is not None and len(rows.labels) > max_rows - state.rows:
                 rows = _first(rows, max_rows - state.rows)
-            _note_bad(state, files, block, rows, max_bad_rows)
+            _note_bad(state, files, block, rows, config.max_bad_rows)
             columns.append(rows.labels, rows.dense, rows.values)
             state.rows += len(rows.labels)
             state.place = block.end
-            tick(block.read, state.rows)
+            progress.to(block.read, state.rows)
             if state.rows == max_rows:
                 break
             if number % CHECKPOINT == 0:
@@ -158,13 +150,13 @@ def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, lim
             what = END_MISSING if kind == CUT_SHORT else parsing.explain(lines[line])
             shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
             if over:
-                raise_too_many_bad(state.bad, shown[-1], limit)
+                raise too_many_bad(state.bad, shown[-1], limit)
 
 
-def raise_too_many_bad(bad: dict[str, int], last: str, limit: int) -> NoReturn:
-    """Raise DataError: more bad rows than allowed. last: one of them, with file and line."""
+def too_many_bad(bad: dict[str, int], last: str, limit: int) -> DataError:
+    """The error for more bad rows than allowed; last: one of them, with file and line."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in bad.items())
-    raise DataError(
+    return DataError(
         f"{last}; that makes {sum(bad.values()):,} bad rows ({kinds}), and data.max_bad_rows allows {limit:,}: is this "
         "Criteo's click log, and complete? Repair the file, or raise data.max_bad_rows to skip such rows"
     )

@@ -3,8 +3,6 @@
 The Kaggle data is one file, train.txt, in time order; the larger sets have one file a day. Either may be gzipped.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import zlib

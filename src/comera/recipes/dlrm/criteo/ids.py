@@ -6,8 +6,6 @@
 Appearance follows the order of the rows, so the ids depend on the data alone.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

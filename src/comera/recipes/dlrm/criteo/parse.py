@@ -15,8 +15,6 @@ without torch, and without running the caller's script again, as `multiprocessin
 B bytes of a block, R good rows, F fields.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys

@@ -7,8 +7,6 @@ it was when called again. Memory does not grow with the number of rows: each pro
 numbering the ids adds the dictionaries of as many features as there are processes (30 to 60 bytes per category).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -22,16 +20,7 @@ import numpy as np
 from comera.errors import ConfigError, DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.dlrm.criteo.batches import HASHED, MANIFEST, NUMBERED, PARTS, ClickData
-from comera.recipes.dlrm.criteo.columns import (
-    DENSE,
-    FEATURES,
-    LABELS,
-    RAW,
-    Columns,
-    State,
-    raise_too_many_bad,
-    read_columns,
-)
+from comera.recipes.dlrm.criteo.columns import DENSE, FEATURES, LABELS, RAW, Columns, State, read_columns, too_many_bad
 from comera.recipes.dlrm.criteo.config import HELD_OUT, LEAST_ROWS, SYNTHETIC, CriteoConfig
 from comera.recipes.dlrm.criteo.files import find_files, stamp
 from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, make_ids
@@ -75,7 +64,7 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
     folder = cache_folder(config.cache) / f"criteo-{digest}"
     data = open_or_make(folder, lambda folder: ClickData(folder, shuffle=config.shuffle), write)
     if sum(data.bad.values()) > config.max_bad_rows:
-        raise_too_many_bad(data.bad, next(iter(data.manifest["bad_rows"].values()))[0], config.max_bad_rows)
+        raise too_many_bad(data.bad, next(iter(data.manifest["bad_rows"].values()))[0], config.max_bad_rows)
     return data
 
 
@@ -83,15 +72,7 @@ def _write(parts: Path, files: list[Path], config: CriteoConfig, progress: Progr
     """Make the columns and their ids in `parts`; returns the manifest."""
     planted = None
     if files:
-        progress.start("reading the click log", sum(file.stat().st_size for file in files), "rows")
-        state = read_columns(
-            files,
-            parts,
-            workers=config.processes,
-            max_rows=config.max_rows,
-            max_bad_rows=config.max_bad_rows,
-            tick=progress.to,
-        )
+        state = read_columns(files, parts, config, progress)
         if state.rows < LEAST_ROWS:
             raise DataError(
                 f"expected at least {LEAST_ROWS} good rows, for training, validation and test, got {state.rows} in "

@@ -9,8 +9,6 @@ their embeddings, exactly what DLRM has. A longer log starts with the shorter on
 R rows of a chunk.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
