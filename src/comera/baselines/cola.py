@@ -2,8 +2,7 @@
 
     W x  →  B · silu(A x),   A (r, in), B (out, r)
 
-This is an architecture of its own: it keeps nothing of a dense weight, and cannot be turned into one.
-"""
+This is an architecture of its own: it keeps nothing of a dense weight, and cannot be turned into one."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ The model stays dense; the optimizer is that of the package galore-torch, with i
     G (m, n), m >= n:  P = right singular vectors (r, n) of G every `update_proj_gap` steps
                        W ← W - lr · scale · Adam(G Pᵀ) P            (from the other side if m < n)
 
-Its moments have shape (m, r) instead of (m, n); it also stores P. Gradients and weights keep their full size.
-"""
+Its moments have shape (m, r) instead of (m, n); it also stores P. Gradients and weights keep their full size."""
 
 import importlib
 import importlib.util
@@ -105,7 +104,6 @@ def galore_adamw() -> Callable[..., Optimizer]:
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> Any:
-            """Take a step."""
             projected = [(p, group) for group in self.param_groups if "rank" in group for p in group["params"]]
             for p, group in projected:
                 state = self.state[p]

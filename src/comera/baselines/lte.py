@@ -12,10 +12,8 @@ Where the paper leaves a choice: a merge keeps A_n and the optimizer's moments; 
 workers would average, train as usual. Evaluation uses the average, W + s/N Σ_n B_n A_n, so a merge never changes it.
 If the batch has fewer examples than heads, several heads see each example and their mean counts: with one example this
 is the paper's multi-head LoRA. If the sizes do not divide, parts differ by one. All heads take two batched products.
-
 B examples (leading axis of the input), N heads, S slots for examples in a head's part, T remaining axes of the input
-(tokens), P parts of the batch, I in, O out, R rank, F flattened axis.
-"""
+(tokens), P parts of the batch, I in, O out, R rank, F flattened axis."""
 
 import math
 from collections.abc import Sequence

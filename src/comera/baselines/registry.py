@@ -1,8 +1,7 @@
 """The one list of methods: CoMERA, the dense baseline, and what a user would otherwise pick.
 
 A new baseline needs a module with its settings (see `Baseline`), a name in `Method` and a field in `BaselineConfig`;
-command line, recipes, estimates and reports follow.
-"""
+command line, recipes, estimates and reports follow."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace

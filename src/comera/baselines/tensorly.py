@@ -3,8 +3,7 @@
 Its only tensor-train format of a linear layer is "blocktt", a TT-matrix: one core (r_{k-1}, out_k, in_k, r_k) per pair
 of an input and an output mode. It gets the same modes and rank as ours; ranks do not adapt, and embeddings stay dense.
 Its product is one `torch.einsum` over all cores, whose contraction order is good only if opt_einsum is installed:
-without it, a layer takes several times as long.
-"""
+without it, a layer takes several times as long."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """The one list of recipes.
 
 A new recipe needs a line here and a folder whose module satisfies `comera.recipes.interface.Recipe`. This file imports
-nothing, so that a mistyped command line does not wait for torch.
-"""
+nothing, so that a mistyped command line does not wait for torch."""
 
 from typing import NamedTuple
 

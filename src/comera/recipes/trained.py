@@ -1,7 +1,6 @@
 """Rebuilds a trained model from a run's folder, without its data and its optimizer.
 
-The run's config.yaml and the checkpoint hold everything that the recipe's model needs.
-"""
+The run's config.yaml and the checkpoint hold everything that the recipe's model needs."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -5,9 +5,7 @@
 Preparation is deterministic and happens once: tokens and tokenizer stay in a cache folder named by a digest of the
 files' contents and the settings. Batches are pure functions of their place in the run, so a resumed run sees the same
 ones.
-
-B batch, T block size, P masked positions, V vocabulary.
-"""
+B batch, T block size, P masked positions, V vocabulary."""
 
 import hashlib
 import json

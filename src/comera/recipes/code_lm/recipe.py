@@ -2,9 +2,7 @@
 
 Masked language modeling on packed blocks. The loss covers the masked positions only, so the output head is computed for
 15 % of the tokens.
-
-B batch, T block size, P masked positions, H hidden, V vocabulary.
-"""
+B batch, T block size, P masked positions, H hidden, V vocabulary."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

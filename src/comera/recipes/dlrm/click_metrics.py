@@ -1,7 +1,6 @@
 """How well scores separate clicks from the rest, over all rows at once: none of these is a mean over batches.
 
-R rows.
-"""
+R rows."""
 
 from math import log, nan
 

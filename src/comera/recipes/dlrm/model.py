@@ -2,8 +2,7 @@
 
     x = bottom(integers),   e_f = table_f[id_f],   logit = top([x, ⟨v_i, v_j⟩ for i > j]),   v = (x, e_1, …, e_F)
 
-B batch, I integers, F categorical features, V = 1 + F vectors, D their width, P products.
-"""
+B batch, I integers, F categorical features, V = 1 + F vectors, D their width, P products."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
 """Click prediction: DLRM on Criteo's click log, with its large embedding tables compressed or not.
 
 Runs in stages, see `comera.recipes.stages`.
-
-B batch.
-"""
+B batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -4,9 +4,7 @@
 
 Memory does not grow with the file. An unreadable row gets no score; every score comes with its line number, so none is
 mistaken for another's.
-
-B batch.
-"""
+B batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,7 @@
     files -> pairs -> [CLS] premise [SEP] hypothesis [SEP], truncated longest-first -> arrays and a manifest -> batches
 
 The arrays lie in a cache folder named by a digest of the files, the vocabulary and the settings. Batches are pure
-functions of their place in the run, so a resumed run sees the same ones.
-"""
+functions of their place in the run, so a resumed run sees the same ones."""
 
 import hashlib
 import json
@@ -77,6 +76,7 @@ class MNLIData:
         self.skipped: dict[str, int] = {w: sum(self.manifest[part]["skipped"][w] for part in PARTS) for w in SKIPS}
         pad = self.manifest["special_tokens"][PAD]
         self.train, self.dev = (Pairs(folder, part, config.max_length, config.buckets, pad) for part in PARTS)
+        self.train_size, self.dev_size = len(self.train), len(self.dev)
 
     @property
     def label_counts(self) -> dict[str, dict[str, int]]:
@@ -85,16 +85,6 @@ class MNLIData:
         return {
             part: dict(zip(self.label_names, c.tolist(), strict=True)) for part, c in zip(PARTS, counts, strict=True)
         }
-
-    @property
-    def train_size(self) -> int:
-        """Number of training pairs."""
-        return len(self.train)
-
-    @property
-    def dev_size(self) -> int:
-        """Number of development pairs."""
-        return len(self.dev)
 
     def steps_per_epoch(self, batch_size: int, processes: int = 1) -> int:
         """Steps that cover all training pairs, with `processes` batches per step."""

@@ -105,9 +105,6 @@ def _label(value: object, where: str) -> int | None:
     raise DataError(f"{where}: expected as label {expected}, or '-' or -1 for none, got {value!r}: check the file")
 
 
-# The published files.
-
-
 def _published(folder: Path) -> Source:
     """The first of FORMS whose two files both exist, plain or gzipped."""
     for names, read in FORMS:
@@ -198,9 +195,6 @@ def _digest(chunks: Iterable[bytes]) -> str:
     for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
-
-
-# Hugging Face datasets.
 
 
 def _saved(folder: Path) -> Source:

@@ -3,9 +3,7 @@
     epoch: shuffle -> pools of many batches -> sort each pool by length -> cut into batches -> shuffle the batches
 
 Every batch is padded to a bucket, one of a few lengths, so that few shapes occur.
-
-B batch, T tokens of a padded pair, N pairs.
-"""
+B batch, T tokens of a padded pair, N pairs."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

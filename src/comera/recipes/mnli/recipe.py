@@ -1,9 +1,7 @@
 """Natural-language inference on MNLI: trains the published six-encoder transformer from scratch, compressed or not.
 
 Runs in stages, see `comera.recipes.stages`.
-
-B batch, T tokens of the longest pair in it.
-"""
+B batch, T tokens of the longest pair in it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

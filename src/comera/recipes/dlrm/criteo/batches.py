@@ -3,9 +3,7 @@
 An epoch visits the training rows in time order, or shuffled in a way that keeps reading local: rows form runs, the
 runs are shuffled, some tens of runs make a pool, and the rows of a pool are shuffled. A batch then reads from a few
 places of every column, however many rows there are.
-
-B batch, F features.
-"""
+B batch, F features."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -145,9 +143,6 @@ def _column(file: Path, dtype: type[np.generic], *shape: int) -> Array:
     if file.stat().st_size != np.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{file} does not have {shape[0]:,} rows")
     return np.asarray(np.memmap(file, dtype, mode="r", shape=shape))
-
-
-# The order of an epoch.
 
 
 def _shuffled(rows: int, first: int, count: int, seed: int) -> Array:

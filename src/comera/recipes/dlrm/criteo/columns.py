@@ -3,8 +3,7 @@
     blocks of text -> parsing processes -> label.bin (N,) uint8, dense.bin (N, 13) float32, C01.raw, … (N,) uint32
 
 The columns grow as rows arrive; state.json regularly records how far they are good, and a killed preparation resumes
-there.
-"""
+there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Finds the files of Criteo's click log and reads them as blocks of whole lines, in bounded memory.
 
-The Kaggle data is one file, train.txt, in time order; the larger sets have one file a day. Either may be gzipped.
-"""
+The Kaggle data is one file, train.txt, in time order; the larger sets have one file a day. Either may be gzipped."""
 
 import hashlib
 import re
@@ -47,12 +46,13 @@ def find_files(path: str) -> list[Path]:
     gzipped. Raises DataError if there are none, or one is empty, an archive, or named .gz but not gzip."""
     root = Path(path).expanduser()
     if root.is_dir():
-        files = [file for file in map(root.joinpath, TRAIN) if file.is_file()][:1] or _days(root)
+        present = sorted(root.iterdir(), reverse=True)  # if a day is both plain and compressed, the plain file counts
+        days = {int(match[1]): file for file in present if (match := DAY.fullmatch(file.name))}
+        train = [file for file in map(root.joinpath, TRAIN) if file.is_file()][:1]
+        files = train or [days[day] for day in sorted(days)]
         if not files:
-            present = ", ".join(sorted(file.name for file in root.iterdir())[:10]) or "nothing"
-            raise DataError(
-                f"expected {' or '.join(TRAIN)} or day_0, day_1, … in {root}, got {present}: check data.path"
-            )
+            names = ", ".join(file.name for file in present[::-1][:10]) or "nothing"
+            raise DataError(f"expected {' or '.join(TRAIN)} or day_0, day_1, … in {root}, got {names}: check data.path")
     elif root.exists():
         files = [root]
     else:
@@ -82,11 +82,6 @@ def read_blocks(files: Sequence[Path], place: Place = START) -> Iterator[Block]:
         file = files[number]
         yield from _read_file(file, place if place.file == number else Place(number), before)
         before += file.stat().st_size
-
-
-def _days(root: Path) -> list[Path]:
-    days = {int(match[1]): file for file in sorted(root.iterdir(), reverse=True) if (match := DAY.fullmatch(file.name))}
-    return [days[day] for day in sorted(days)]  # if a day is both plain and compressed, the plain file
 
 
 def _check(file: Path) -> None:

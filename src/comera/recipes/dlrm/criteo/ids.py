@@ -3,8 +3,7 @@
     numbered: 1, 2, … in order of appearance; values rarer than min_count, and unknown ones, share 0
     hashed:   0 for a missing value, else 1 + value mod (size - 1)
 
-Appearance follows the order of the rows, so the ids depend on the data alone.
-"""
+Appearance follows the order of the rows, so the ids depend on the data alone."""
 
 import os
 from pathlib import Path

@@ -5,15 +5,11 @@
 A good row has 40 fields between 39 tabs; any other is bad and skipped. The value of a field is read from the eight
 bytes that end with it, as one 64-bit word whose lanes are folded in pairs: 8 × 1 digit, 4 × 2, 2 × 4, 1 × 8. A column
 thus takes about twenty vector operations, however long its fields are.
-
 As in the published DLRM, a missing or negative integer is 0, an integer x becomes log(1 + x), a missing category is 0.
-
 Threads would spend most of their time waiting for one another, as the operations are many and short. So this file is
 also a program that parses blocks from its standard input: as a separate process it starts as fast as numpy loads,
 without torch, and without running the caller's script again, as `multiprocessing` would.
-
-B bytes of a block, R good rows, F fields.
-"""
+B bytes of a block, R good rows, F fields."""
 
 import pickle
 import re
@@ -200,9 +196,6 @@ def _hexadecimals(words: Array) -> tuple[Array, Array]:
     return lanes, valid
 
 
-# The program: reads each block after its length and writes its rows, until the input ends.
-
-
 def send(stream: BinaryIO, rows: Rows) -> None:
     """Write rows in the form that `receive` reads."""
     pickle.dump(tuple(rows), stream, protocol=5)
@@ -218,7 +211,7 @@ def receive(stream: BinaryIO) -> Rows:
 
 
 def main() -> None:
-    """Parse blocks from standard input until it ends."""
+    """Read blocks from standard input, each after its length, and write their rows, until the input ends."""
     while size := sys.stdin.buffer.read(8):
         send(sys.stdout.buffer, parse(sys.stdin.buffer.read(int.from_bytes(size, "little"))))
 

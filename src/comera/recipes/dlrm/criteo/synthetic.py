@@ -5,9 +5,7 @@
 x_i: integers, log-normal, some missing or negative. c_f: categories, distributed by a power law, the k-th about 1/k as
 frequent as the first, some missing (these add nothing). A model thus needs the integers, the categories and products of
 their embeddings, exactly what DLRM has. A longer log starts with the shorter one of the same seed.
-
-R rows of a chunk.
-"""
+R rows of a chunk."""
 
 import math
 from collections.abc import Iterator
