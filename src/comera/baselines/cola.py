@@ -30,7 +30,6 @@ class CoLA(Baseline):
         require(self.rank is None or is_integer(self.rank), "cola.rank", "an integer >= 1 or nothing", self.rank)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
-        """Convert a dense model in place, except layers that match `skip`. Errors: see `linear_layers`."""
         dense_total = elements(model.parameters())
         rows = cola_(model, rank=self.rank, skip=skip)
         factors = [p for layer in model.modules() if isinstance(layer, CoLALinear) for p in (layer.down, layer.up)]

@@ -48,7 +48,6 @@ class LTE(Baseline):
         require(0 < self.alpha < float("inf"), "lte.alpha", "a number > 0", self.alpha)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
-        """Convert a dense model in place, except layers that match `skip`. Errors: see `linear_layers`."""
         dense_total = elements(model.parameters())
         rows = lte_(model, heads=self.heads, rank=self.rank, alpha=self.alpha, skip=skip)
         heads = [p for layer in model.modules() if isinstance(layer, LTELinear) for p in (layer.down, layer.up)]

@@ -46,7 +46,6 @@ class Tensorly(Baseline):
         require(way in ways, "tensorly.implementation", f"one of {', '.join(ways)}", way)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
-        """Convert a dense model in place, except layers that match `skip`. Errors: see `tensorly_`."""
         dense_total = elements(model.parameters())
         rows = tensorly_(model, self.rank, order=self.order, implementation=self.implementation, skip=skip)
         kind = library().FactorizedLinear

@@ -3,7 +3,6 @@ positions; its sizes, its formats, and how to rebuild it."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,12 @@ def bert_architecture(
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=model.max_positions)
     dynamic = {name: {0: batch, 1: length} for name in inputs}
     about = {**sizes, "model": asdict(model)}
-    return Architecture(build, partial(_from_config, model_class), inputs, dynamic, about)
+
+    def dense(folder: Path) -> nn.Module:
+        model: nn.Module = model_class(model_class.config_class.from_pretrained(folder))
+        return model
+
+    return Architecture(build, dense, inputs, dynamic, about)
 
 
 def example_ids(vocab_size: int, longest: int) -> Tensor:
@@ -121,9 +125,3 @@ def stored_rows(checkpoint: Path, layer: str) -> int:
             return int(file.get_slice(f"{layer}.weight").get_shape()[0])
     except SafetensorError as error:
         raise CheckpointError(f"{checkpoint}: expected the weight of {layer}, found none ({error})") from error
-
-
-def _from_config(model_class: Any, folder: Path) -> nn.Module:
-    """A new model of transformers, as described by the config.json of a folder."""
-    model: nn.Module = model_class(model_class.config_class.from_pretrained(folder))
-    return model

@@ -59,7 +59,6 @@ def open_trained(path: Path, read_config: Callable[[str, Path], Any]) -> Trained
 
 
 def _find(path: Path) -> Path:
-    """The checkpoint that a path means."""
     path = path.expanduser().resolve()
     if (path / "trainer.json").is_file() or (path / WEIGHTS).is_file():
         if path in checkpoints(path.parent.parent):

@@ -283,7 +283,6 @@ def _sample(root: Path, sources: Sequence[Source], limit: int) -> Iterator[str]:
 def _write(
     folder: Path, root: Path, parts: dict[str, list[Source]], skipped: object, config: CodeDataConfig, quiet: bool
 ) -> None:
-    """Write tokenizer.json, train.bin, held_out.bin and manifest.json."""
     with Progress(quiet) as progress:
         progress.start("training the tokenizer", None)
         tokenizer = train_tokenizer(_sample(root, parts["train"], config.tokenizer_bytes), config.vocab_size)

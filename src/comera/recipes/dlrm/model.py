@@ -91,7 +91,6 @@ class DLRM(nn.Module):
 
 
 def _mlp(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -99,6 +98,5 @@ def _mlp(widths: Sequence[int]) -> nn.Sequential:
 
 
 def _draw(layer: CompressedLayer, std: float) -> None:
-    """Draw new cores for a weight of this standard deviation."""
     layer.tt.init_std = std
     layer.tt.reset_parameters()

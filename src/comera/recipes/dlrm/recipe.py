@@ -153,11 +153,6 @@ class DLRMTaskConfig:
         """The folder of all runs."""
         return runs_folder(self.out, NAME, self.method)
 
-    @property
-    def sparse(self) -> bool:
-        """Whether the gradients of dense tables are sparse."""
-        return self.optimizer in _SPARSE
-
 
 def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConfig:
     """The defaults for a method; methods differ in their learning rates."""
@@ -183,7 +178,7 @@ def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLR
         model = DLRM(config.model, table_sizes, INTEGERS)
     for table in model.tables:
         if isinstance(table, nn.EmbeddingBag):
-            table.sparse = config.sparse
+            table.sparse = config.optimizer in _SPARSE
     return model, report
 
 

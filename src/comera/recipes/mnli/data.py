@@ -168,7 +168,6 @@ def build_tokenizer(vocab: dict[str, int], max_length: int) -> Tokenizer:
 def _write(
     folder: Path, source: Source, vocab: dict[str, int], config: MNLIDataConfig, digest: str, quiet: bool
 ) -> None:
-    """Write the arrays of both parts and manifest.json."""
     tokenizer = build_tokenizer(vocab, config.max_length)
     limits = dict(zip(PARTS, (config.max_examples, None), strict=True))
     parts = {name: _tokenize(tokenizer, source.parts[name], limits[name], quiet) for name in PARTS}

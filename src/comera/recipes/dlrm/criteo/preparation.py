@@ -45,7 +45,8 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
         try:
             with Progress(quiet) as progress:
                 manifest = {"format": _FORMAT, "digest": digest, **_write(parts, files, config, progress)}
-            for file in _files(config):
+            kinds = (IDS,) if config.hashed_sizes else (IDS, VALUES, TABLE)
+            for file in (LABELS, DENSE, *(f"{name}.{kind}" for name in FEATURES for kind in kinds)):
                 (parts / file).rename(folder / file)
         except OSError as error:
             raise ConfigError(
@@ -68,7 +69,6 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
 
 
 def _write(parts: Path, files: list[Path], config: CriteoConfig, progress: Progress) -> dict[str, Any]:
-    """Make the columns and their ids in `parts`; returns the manifest."""
     planted = None
     if files:
         state = read_columns(files, parts, config, progress)
@@ -131,12 +131,6 @@ def _make_ids(parts: Path, config: CriteoConfig, progress: Progress) -> list[int
 
     with ThreadPoolExecutor(config.processes) as pool:
         return list(pool.map(make, FEATURES, sizes))
-
-
-def _files(config: CriteoConfig) -> list[str]:
-    """The files of a complete folder, besides its manifest."""
-    kinds = (IDS,) if config.hashed_sizes else (IDS, VALUES, TABLE)
-    return [LABELS, DENSE, *(f"{name}.{kind}" for name in FEATURES for kind in kinds)]
 
 
 def _cuts(rows: int) -> dict[str, tuple[int, int]]:
