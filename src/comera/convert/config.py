@@ -1,7 +1,5 @@
 """What `tensorize_` makes of a model: formats for its layers, by kind and by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -4,8 +4,6 @@
 have become tensor trains. This module works on the attributes alone; it does not import transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

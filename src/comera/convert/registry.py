@@ -4,8 +4,6 @@ A subclass is never treated as its base: what it changed is unknown, and its par
 `nn.MultiheadAttention` does with its `out_proj`). If you know that it is safe, register it.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A weight that several layers hold (a tied weight) is one decision: its users sha
 are untied on request.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@
 leaves the model as it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """A drop-in for `nn.Dropout` with cheaper masks on a CPU (ops/dropout.py)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

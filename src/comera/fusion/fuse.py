@@ -4,8 +4,6 @@ Once products are ten times smaller, the masks of dropout, the scores of attenti
 time and the memory of a step. `fuse_` replaces them in place; parameters, their names and the results stay.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ One write escapes this: a change through `.data` between two calls of *parts* of
 backward in between. Under `torch.compile` layers merge their own cores, which the compiler can see through.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence

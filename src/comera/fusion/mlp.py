@@ -1,7 +1,5 @@
 """The MLP of a transformer block as one operation that never holds its hidden activation (ops/mlp.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

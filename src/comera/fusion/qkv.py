@@ -1,7 +1,5 @@
 """Queries, keys and values of an attention module from one product with their input (ops/low_rank.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

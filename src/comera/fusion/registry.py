@@ -1,7 +1,5 @@
 """The blocks that `fuse_` knows: one registry, by exact type of module, of what it can replace in them."""
 
-from __future__ import annotations
-
 import sys
 from abc import ABC, abstractmethod
 from inspect import Parameter, Signature, signature

@@ -1,7 +1,5 @@
 """The end of half a post-norm block, LayerNorm(dropout(z) + x), in one pass over memory (ops/residual_norm.py)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Modules are named by where they are defined, so that transformers is never impor
 add its modules to the table and the family to the tests in tests/unit/fusion.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

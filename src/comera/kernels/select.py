@@ -5,8 +5,6 @@ COMERA_KERNELS overrides the choice: "all", "none", or names of kernels separate
 Shapes: B batch, I in features; M/N rows and columns, R rank of the left and right factor of a table.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Marks that torch.compile reads while it traces, set without importing it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -22,8 +22,6 @@ table; in the lookup kernels L/N are the columns of the left and the right facto
 # triton compiles the jitted functions and has its own kinds of arguments, so mypy checks no annotations of theirs
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -1,7 +1,5 @@
 """TTLinear: a linear layer whose weight is a tensor train."""
 
-from __future__ import annotations
-
 import math
 
 import torch

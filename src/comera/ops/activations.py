@@ -1,7 +1,5 @@
 """Activations by name, each with its backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -12,8 +12,6 @@ the kernel.
 Shapes: B batch, H heads, T queries, S keys, D width of a head; C samples and heads of a chunk, flattened.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: N ids, B bags.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

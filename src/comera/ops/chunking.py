@@ -1,7 +1,5 @@
 """A batch in chunks whose intermediate results stay in the caches, and padding of modes."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -8,8 +8,6 @@ so no mask is saved; without the kernel a draw of 64 bits serves four elements, 
 multiples of 2⁻¹⁶ and the scale follows the rounded one: the mean stays exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """The dtype an operation computes in: autocast's, that of its operands, or float32 where half precision is slow."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

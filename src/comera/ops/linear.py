@@ -9,8 +9,6 @@ Three ways, planned by the size of the batch (docs/method.md §4):
 Shapes: B flattened batch, I/O in/out features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

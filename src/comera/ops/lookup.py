@@ -9,8 +9,6 @@ Shapes: N ids, U different ids, B bags, P ids besides the padding, V rows and D 
 the two parts; L (M, X, r) and R (M, Y, r) as in lookup_rows.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

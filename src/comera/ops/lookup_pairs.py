@@ -9,8 +9,6 @@ Shapes: U pairs, P pairs of a chunk, M rows of a table, X and Y columns of the l
 them (`lookup_rows.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -20,8 +20,6 @@ Shapes: N uses, B bags, G blocks of n slots each, S slots, M rows of a table, R 
 rank between two parts, X = R · columns of the left part, Y = columns · Q of the right part, Z = n·X.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple

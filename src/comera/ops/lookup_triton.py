@@ -5,8 +5,6 @@
 Shapes: U ids, M/N rows and columns of the left (L) and right (R) part, R the rank between them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

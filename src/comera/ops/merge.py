@@ -16,8 +16,6 @@ Shapes: K trains, R/S left/right rank (the largest among the trains), N mode, I/
 full, never as -1: ranks may be 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod

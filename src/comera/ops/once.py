@@ -4,8 +4,6 @@ A replay decides operation by operation what to keep. Code that knows better, be
 intermediates or from many random numbers, says so with `made_once`. Without a replay it is just the call.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

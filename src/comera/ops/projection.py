@@ -4,8 +4,6 @@ Shapes: B flattened batch, I/O in/out features (the modes' product where padded)
 (L) or right (R) part of the cores, R the rank between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

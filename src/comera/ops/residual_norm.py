@@ -8,8 +8,6 @@ of which reads and writes whole hidden tensors, take as long as the compressed l
 its statistics, and a seed in place of a mask. The kernel: kernels/cpp/csrc/residual_norm.cpp.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ Shapes: B flattened batch, I/O in/out features, R/S left/right rank, N mode(s), 
 never as -1: ranks may be 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

@@ -1,7 +1,5 @@
 """`load_pretrained`: everything is planned and checked before anything is changed."""
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`save_pretrained`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -13,8 +13,6 @@ different inner ranks of one train overlap. What remains of the budget is spent 
 Shapes: C trains of equal order, K inner ranks of each, R and S candidates for inner ranks k and k+1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from math import exp, inf, log

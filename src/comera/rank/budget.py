@@ -7,8 +7,6 @@ scale again. The weight w per train can express how important it is to the loss;
 allocate.py then decides which ranks to keep. See docs/method.md §3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

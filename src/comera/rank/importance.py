@@ -10,8 +10,6 @@ The running mean lives in the optimizer's state of d. So pruning cuts it, roundi
 it with the other moments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The optimizer state of parameters whose ranks change: cut with them, zeroed, or reset."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

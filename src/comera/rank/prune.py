@@ -7,8 +7,6 @@ is the masked one restricted to what was kept. A tensor train without an unprune
 weight: all of its inner ranks become 0, its cores become empty, and the layer becomes its constant bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise, starmap
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """What pruning or rounding did to the ranks of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

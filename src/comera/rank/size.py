@@ -12,8 +12,6 @@ cutting it out changes none of the three. The formulas hold for a train in which
 its other cores count, and go on shrinking, until `prune_` empties the train. For a train of order 1, S is constant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What rank adaptation does between `backward()` and the optimizer's step: it scales and adds to gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

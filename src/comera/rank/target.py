@@ -1,7 +1,5 @@
 """The size that a user asks for: a fraction of the present one, a number of parameters, or bytes."""
 
-from __future__ import annotations
-
 import re
 
 from torch import nn

@@ -15,8 +15,6 @@ so that training starts from balanced cores.
 Shapes: R/S left/right rank, N mode(s).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod, sqrt

@@ -5,8 +5,6 @@
 Shapes: R/S left/right rank, N mode(s).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Random cores whose dense weight has a given standard deviation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from math import isfinite, prod, sqrt

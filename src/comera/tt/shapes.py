@@ -4,8 +4,6 @@ The number of parameters grows with the sum of the modes, so the modes are balan
 balanced (a prime number of features), features are padded, at a price: padding is chosen only where it pays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product

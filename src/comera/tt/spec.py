@@ -14,8 +14,6 @@ Tensor-train matrix (TTM), for an embedding table of V rows and D columns ([CoME
 the features: the tail is padding, which is sliced away and which no input reaches. docs/method.md §1.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, replace

@@ -1,7 +1,5 @@
 """The step of adamw.cpp, outside of torch's dispatcher, which would convert thousands of small tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import is_
 

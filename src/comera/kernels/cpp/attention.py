@@ -3,8 +3,6 @@
 Shapes: B batch, H heads, G heads of keys and values, T queries, S keys, D width of queries and keys, E of values.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ One compiler command, without torch's headers: it takes a few seconds and does n
 library is kept in $XDG_CACHE_HOME/comera (~/.cache/comera), or in a folder of this process where that is not writable.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

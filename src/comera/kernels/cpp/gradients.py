@@ -1,7 +1,5 @@
 """Gradient clipping by gradients.cpp, outside of torch's dispatcher, which would convert hundreds of small tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 

@@ -4,8 +4,6 @@ Operations are what profilers, FLOP counters and recomputation see. Lengths are 
 passed on: they raise RuntimeError with what was expected and what was given.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from array import array

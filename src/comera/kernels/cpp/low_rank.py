@@ -3,8 +3,6 @@
 Shapes: B batch, I/O in/out features, R rank, S rows of b: the rank, and one more with a bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple

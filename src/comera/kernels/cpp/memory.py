@@ -1,7 +1,5 @@
 """Memory for large tensors on a CPU: memory.cpp keeps it when they are freed and hands it whole to the next ones."""
 
-from __future__ import annotations
-
 from ctypes import byref, c_char_p, c_int64, c_void_p, py_object, pythonapi
 from math import prod
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The operations of merge.cpp, on the parameters of many tensor trains in a row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod

@@ -3,8 +3,6 @@
 Shapes: B batch, I/O in/out features, F hidden features, R rank, S rows of b: the rank, and one more with a bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The operations of residual_norm.cpp: dropout from a seed, and layer norm of a residual sum, forward and backward."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ The kinds are
     LookupProblem      rows of E     E a tensor-train matrix
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

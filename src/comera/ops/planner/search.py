@@ -11,8 +11,6 @@ The cores of a group are merged in their cheapest order, which is the matrix-cha
     merge(a, b) = min over c of  merge(a, c) + merge(c, b) + product
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
