@@ -66,8 +66,8 @@ def test_entries_follow_the_words_in_the_order_of_memory() -> None:
     dropped, scale = kernels.rounded(p)
     for block in range(4):
         call("random_words", -5, block, words)
-        halves = np.array(words, np.uint32).view(np.int16).reshape(4, 8, 2).transpose(0, 2, 1).reshape(64)
-        exact = torch.from_numpy(np.where(halves.astype(int) >= dropped - 2**15, scale, 0)).float()
+        bits16 = np.array(words, np.uint32).view(np.int16).reshape(4, 8, 2).transpose(0, 2, 1).reshape(64)
+        exact = torch.from_numpy(np.where(bits16.astype(int) >= dropped - 2**15, scale, 0)).float()
         assert torch.equal(found[block], exact)
 
 

@@ -62,9 +62,9 @@ def plain(z: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, f: T
 @pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, True), (False, False)])
 def test_values_and_gradients(shape: tuple[int, ...], p: float, weight: bool, bias: bool) -> None:
     *single, dy = given(shape, weight, bias)
-    wide = [None if t is None else t.double().requires_grad_() for t in single]
-    exact = plain(*wide, factors(shape, p))
-    grads = iter(torch.autograd.grad(exact, [t for t in wide if t is not None], dy.double()))
+    doubles = [None if t is None else t.double().requires_grad_() for t in single]
+    exact = plain(*doubles, factors(shape, p))
+    grads = iter(torch.autograd.grad(exact, [t for t in doubles if t is not None], dy.double()))
     drawn = seed() if p else None
     y, s, mean, rstd = kernels.residual_norm(*single, drawn, p, 1e-5)
     assert (mean.shape, rstd.shape) == (shape[:-1], shape[:-1])
@@ -297,11 +297,11 @@ def test_copies_and_pickles_run_on_their_own_weights() -> None:
     made = model()
     fuse_residual_norms_(made)
     before = trained(made)
-    twin, other = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+    copied, other = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(0.5)
-    assert_same(trained(twin), before)
+    assert_same(trained(copied), before)
     assert len(fuse_residual_norms_(other)) == 4
     assert_same(trained(other), before)
 
