@@ -1,24 +1,25 @@
-# Every target does its own set-up on a fresh machine: a virtual environment with pinned dependencies.
+# Every target sets itself up on a fresh machine: a virtual environment with pinned dependencies.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# wall-clock seconds of training that the demo gives to each method
+# wall-clock seconds of training per method in the demo
 SECONDS_EACH ?= 110
-# a new folder each time: nothing that was there is lost
+# a new folder each time, so no earlier run is lost
 DEMO_OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
-# Criteo's train.txt, plain or .gz, for bench-dlrm (without it: synthetic clicks, whose quality says nothing)
+# Criteo's train.txt, plain or .gz, for bench-dlrm (default: synthetic clicks, whose quality figures mean nothing)
 CRITEO ?=
 
 .PHONY: help install demo test check bench bench-dlrm gpu format clean
 
 help:
-	@echo "make demo    train the code model dense and compressed, the same time each, and compare (8 minutes)"
+	@echo "make demo    train the code model dense and compressed for the same time and compare them (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
-	@echo "make check   lint, format and types"
-	@echo "make bench   measure steps, memory and look-ups on this CPU, write docs/benchmarks.md (15 minutes)"
-	@echo "make bench-dlrm CRITEO=train.txt.gz   DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
-	@echo "make gpu     run the tests and benchmarks that need a GPU, with this Python's own PyTorch (9 minutes)"
-	@echo "make format  rewrite the code in the project's format"
+	@echo "make check   check lint, format and types"
+	@echo "make bench   measure steps, memory and lookups on this CPU, write docs/benchmarks.md (15 minutes)"
+	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
+	@echo "make gpu     run the tests and benchmarks that need a GPU with the PyTorch of PYTHON (9 minutes)"
+	@echo "make format  apply lint fixes and the formatter"
+	@echo "make clean   remove the virtual environment and caches"
 
 install: $(VENV)/.installed
 
@@ -27,7 +28,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	@# galore-torch asks for a GPU library that its plain optimizer does not use
+	@# galore-torch depends on a GPU library that its plain optimizer does not use
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps galore-torch==1.0
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -41,8 +42,8 @@ test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
 check: install
-	@$(BIN)/ruff check src tests
-	@$(BIN)/ruff format --check src tests
+	@$(BIN)/ruff check src tests benchmarks
+	@$(BIN)/ruff format --check src tests benchmarks
 	@$(BIN)/mypy
 
 bench: install
@@ -65,8 +66,8 @@ gpu:
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_step.py
 
 format: install
-	@$(BIN)/ruff check --fix src tests
-	@$(BIN)/ruff format src tests
+	@$(BIN)/ruff check --fix src tests benchmarks
+	@$(BIN)/ruff format src tests benchmarks
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

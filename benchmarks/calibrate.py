@@ -1,9 +1,9 @@
-"""Measure the constants of the plans' cost model (contract/cost.py) on this machine and print the ones to set.
+"""Measure the constants of the planner's cost model (ops/planner/cost.py) on this machine and print the line to set.
 
     python benchmarks/calibrate.py [--device cuda] [--threads 1] [--seconds 0.3]
 
-Products of the sizes that plans weigh, from a few hundred operations to a layer's, are run under autograd, forward and
-both gradients, as the model counts them; the formula's constants are the least squares of the relative errors.
+Products of the sizes that plans compare, from a few hundred operations to a whole layer, run under autograd, forward
+and both gradients, as the cost model counts them. The constants minimize the squared relative errors of its formula.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = [
 
 
 def seconds(run: Callable[[], object], device: str, budget: float) -> float:
-    """The 20th percentile of the times of `run` over about `budget` seconds: others on the machine only add to them."""
+    """The 20th percentile of the times of `run` over about `budget` seconds: other load only adds to them."""
     times: list[float] = []
     run()
     while sum(times) < budget or len(times) < 5:
@@ -41,10 +41,10 @@ def seconds(run: Callable[[], object], device: str, budget: float) -> float:
 
 
 def measured(dtype: torch.dtype, device: str, budget: float) -> list[float]:
-    """Seconds of one of the three products of each size."""
+    """Seconds of one of the three products, for each size."""
     found = []
     for m, k, n in SIZES:
-        copies = range(4)  # in one backward, whose own start is no part of a product
+        copies = range(4)  # in one backward, so that its fixed cost is not counted as a product's
         a, b, dy = ([torch.randn(s, device=device).to(dtype) for _ in copies] for s in ((m, k), (k, n), (m, n)))
         leaves = [leaf.requires_grad_() for leaf in (*a, *b)]
 
@@ -56,7 +56,7 @@ def measured(dtype: torch.dtype, device: str, budget: float) -> list[float]:
 
 
 def fit(columns: list[list[float]], times: list[float]) -> list[float]:
-    """Non-negative coefficients of the columns with the least squares of the relative errors of their sum."""
+    """Non-negative coefficients of the columns that minimize the squared relative errors of their sum."""
     rows = torch.tensor(columns, dtype=torch.float64).t() / torch.tensor(times, dtype=torch.float64)[:, None]
     active = list(range(len(columns)))
     while True:
@@ -74,34 +74,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of measuring for each size and dtype")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of measuring, per size and dtype")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
     flops = [2.0 * m * k * n for m, k, n in SIZES]
-    numbers = [float(m * k + k * n + m * n) for m, k, n in SIZES]
+    elements = [float(m * k + k * n + m * n) for m, k, n in SIZES]
     single = measured(torch.float32, options.device, options.seconds)
-    call, per_flop, per_number = fit([[1.0] * len(SIZES), flops, numbers], single)
+    call, per_flop, per_element = fit([[1.0] * len(SIZES), flops, elements], single)
     print(f"{'m × k × n':>18}{'µs':>10}{'formula':>10}")
-    for (m, k, n), found, f, x in zip(SIZES, single, flops, numbers, strict=True):
-        print(f"{f'{m} × {k} × {n}':>18}{found * 1e6:>10.1f}{(call + f * per_flop + x * per_number) * 1e6:>10.1f}")
+    for (m, k, n), found, f, x in zip(SIZES, single, flops, elements, strict=True):
+        print(f"{f'{m} × {k} × {n}':>18}{found * 1e6:>10.1f}{(call + f * per_flop + x * per_element) * 1e6:>10.1f}")
 
     rows = [{"dtype": "float32", "flops_per_second": 1 / per_flop, "bytes_per_number": 4.0}]
     for dtype in (torch.bfloat16, torch.float64):
         times = measured(dtype, options.device, options.seconds)
         beyond_call = [max(t - call, 0.1 * t) for t in times]
-        f, x = fit([flops, numbers], beyond_call)
-        width = x / per_number * 4 if per_number else float("nan")
+        f, x = fit([flops, elements], beyond_call)
+        width = x / per_element * 4 if per_element else float("nan")
         rows.append(
             {"dtype": str(dtype)[6:], "flops_per_second": 1 / f if f else float("inf"), "bytes_per_number": width}
         )
     rate = {row["dtype"]: row["flops_per_second"] for row in rows}
     print(
         f"Machine(single={rate['float32']:.2g}, half={rate['bfloat16']:.2g}, double={rate['float64']:.2g}, "
-        f"bytes={4 / per_number if per_number else float('inf'):.2g}, call={call:.2g}, "
-        f"half_bytes={rows[1]['bytes_per_number']:.1f})  # float64: {rows[2]['bytes_per_number']:.1f} bytes a number"
+        f"bytes={4 / per_element if per_element else float('inf'):.2g}, call={call:.2g}, "
+        f"half_bytes={rows[1]['bytes_per_number']:.1f})  # float64: {rows[2]['bytes_per_number']:.1f} bytes per element"
     )
-    write("calibrate", [{**row, "bytes_per_second": 4 / per_number, "call_seconds": call, **about()} for row in rows])
+    write("calibrate", [{**row, "bytes_per_second": 4 / per_element, "call_seconds": call, **about()} for row in rows])
 
 
 if __name__ == "__main__":

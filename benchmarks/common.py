@@ -1,4 +1,4 @@
-"""What every row of a results file names besides its figures, and how rows are written."""
+"""What every row of a results file states besides its figures, and how rows are written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def about() -> dict[str, str]:
 
 
 def write(name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Replace results/NAME.csv by `rows`, all with the same keys; returns its path."""
+    """Write `rows`, all with the same keys, to results/NAME.csv in place of what it held; return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -44,9 +44,9 @@ def write(name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def update(name: str, rows: Sequence[Mapping[str, Any]], key: Sequence[str]) -> Path:
-    """Put `rows` into results/NAME.csv, in the place of those that are equal in the columns `key`; returns its path.
+    """Put `rows` into results/NAME.csv, replacing those with the same values in the columns `key`; return its path.
 
-    So a script can write as it measures, and measure a part of its cases. Rows of other columns than now are dropped.
+    A script can thus write as it measures, or measure only some of its cases. Rows with other columns are dropped.
     """
     path = RESULTS / f"{name}.csv"
     kept: dict[tuple[str, ...], Mapping[str, Any]] = {}
@@ -66,11 +66,11 @@ def in_turns(
     visit: int = 1,
     wait: Callable[[], object] = int,
 ) -> dict[str, list[float]]:
-    """Seconds of each side's calls, which alternate; the first ones make plans, state and memory and are not counted.
+    """Seconds of each side's calls, in turns; the first calls make plans, state and memory and are not counted.
 
-    visit: calls of a side in a row; of several, the first is not counted: it finds the caches full of another side's
-        numbers, which is no part of a training in which step follows step.
-    wait: called before the clock is read, for a device that works asynchronously.
+    visit: consecutive calls of a side. If there are several, the first is not counted: it finds the caches full of
+        another side's data, which never happens in training, where step follows step.
+    wait: called before the clock is read; synchronizes a device that works asynchronously.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + warm_ups):

@@ -1,9 +1,9 @@
 """Preparing Criteo's click log: rows per second, and whether memory grows with the rows.
 
-The rows of a file (the synthetic log without one) are repeated to a small and a large number of rows, plain and
-compressed, and prepared with numbered categories. Memory: proportional set size of this process and those that parse,
-sampled every 20 ms, beyond what this process has before. CPU: of all of them, which a busy machine changes less than
-the rows per second. Then batches of 10,000 rows are read.
+The rows of a file (default: the synthetic log) are repeated to a small and a large number of rows, plain and
+compressed, and prepared with numbered categories. Memory: proportional set size of this process and its parsers,
+sampled every 20 ms, beyond what this process had before. CPU time: of all of them; a busy machine changes it less
+than the rows per second. Then batches of 10,000 rows are read.
 
     python benchmarks/criteo_prepare.py [--path train.txt.gz] [--rows 500000 4000000]      two minutes, 2 GB of disk
 """
@@ -18,20 +18,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 from common import about, write
 
-from comera.recipes.dlrm.clicks import ClickLog
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
+from comera.recipes.dlrm.criteo.synthetic import ClickLog
 
 SYNTHETIC_ROWS = 250_000
 BATCH, READS = 10_000, 50
 
 
 class PeakMemory:
-    """Bytes of this process and its children at their highest, beyond those at the start."""
+    """Peak bytes of this process and its children, beyond those at the start."""
 
     def __enter__(self) -> PeakMemory:
         self.peak = 0
@@ -54,13 +55,13 @@ class PeakMemory:
         for process in (self._process, *self._process.children()):
             try:
                 total += process.memory_full_info().pss
-            except psutil.NoSuchProcess:  # a process that parses has ended
+            except psutil.NoSuchProcess:  # a parser has ended
                 continue
         return total
 
 
 def repeated(source: Path, target: Path, rows: int) -> Path:
-    """The rows of `source`, as often as it takes for `rows` of them; compressed where the target's name ends in .gz."""
+    """Repeat the rows of `source` until there are at least `rows`; compressed if the name of `target` ends in .gz."""
     opened = gzip.open if source.suffix == ".gz" else open
     with opened(source, "rb") as file:
         text = file.read()
@@ -73,12 +74,13 @@ def repeated(source: Path, target: Path, rows: int) -> Path:
 
 
 def cpu_seconds() -> float:
-    """Of this process and those of its children that have ended."""
+    """CPU seconds of this process and of its children that have ended."""
     times = psutil.Process().cpu_times()
     return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def median_ms(read: Callable[[int], object]) -> float:
+    """Median milliseconds of READS calls of `read`."""
     times = []
     for index in range(READS):
         start = time.perf_counter()
@@ -91,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, help="Criteo's file, plain or .gz (default: the synthetic log)")
     parser.add_argument("--rows", type=int, nargs="+", default=[500_000, 4_000_000])
-    parser.add_argument("--workers", type=int, help="processes that parse (default: one for each core)")
+    parser.add_argument("--workers", type=int, help="parser processes (default: one per core)")
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as name:
@@ -106,9 +108,9 @@ def main() -> None:
                     data = prepare(config, quiet=True)
                     seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
                 data.train_batch(0, BATCH, 0)
-                shuffled = median_ms(lambda index, data=data: data.train_batch(index, BATCH, 0))
+                shuffled = median_ms(partial(data.train_batch, size=BATCH, seed=0))
                 ordered = ClickData(data.folder, shuffle=False)
-                in_order = median_ms(lambda index, data=ordered: data.train_batch(index, BATCH, 0))
+                in_order = median_ms(partial(ordered.train_batch, size=BATCH, seed=0))
                 results.append(
                     {
                         "data": "criteo" if arguments.path else "synthetic",

@@ -1,15 +1,15 @@
-"""DLRM with compressed tables against its dense twin, at the table sizes of the full Kaggle data.
+"""DLRM with compressed tables against the dense baseline, at the table sizes of the full Kaggle data.
 
-size      numbers of the model and of its tables at each width, counted without allocating them.
+size      parameters of the model and of its tables at each width, counted without allocating them.
 memory    what a model, its gradients, the optimizer and a few steps add to an interpreter with its libraries: the peak
-          of a fresh process for each side. Dense at the largest width does not fit and is estimated.
-quality   held-out normalised cross-entropy after one pass over the rows, over the last seventh of them, validation and
-          test together; a late stage too, and other seeds.
-speed     training samples per second; steps of two sides alternate in one process.
+          of a fresh process per side. Dense at the largest width does not fit and is estimated.
+quality   held-out normalized cross-entropy on the last seventh of the rows, validation and test together, after one
+          pass over the others; with a late stage, and over several seeds.
+speed     training samples per second; steps of the sides alternate in one process.
 
     python benchmarks/dlrm.py [--part size memory quality speed] [--path train.txt.gz]
 
-Without --path, clicks are synthetic, whose quality says nothing of real ones. Dense at D = 16 takes 4 to 9 GB.
+Without --path, clicks are synthetic and the quality figures mean nothing. Dense at D = 16 takes 4 to 9 GB.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it when they are first used: it belongs to the libraries
+import torch._dynamo  # optimizers import it at first use: counted as part of the libraries
 from common import about, in_turns, update
 
 from comera.baselines import Method
+from comera.pretrained import load_pretrained
 from comera.rank.size import model_size
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickData, prepare
-from comera.recipes.dlrm.recipe import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.recipes.dlrm.model import DLRMConfig
+from comera.recipes.dlrm.recipe import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.recipes.stages import runs
-from comera.pretrained import load_pretrained
+from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.optimizer import OptimizerName, named_optimizer
-from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.step import TrainStep
 
 PARTS = ("size", "memory", "quality", "speed")
@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 def row(part: str, figure: str, value: float, method: str, dim: int, **others: Any) -> Row:
-    """A figure; goal: what it should come to, note: how it was had."""
+    """A figure; goal: what it should reach, note: how it was obtained."""
     named = {"part": part, "figure": figure, "method": method, "optimizer": "", "dim": dim, "seed": ""}
     return {**named, "value": f"{value:.5g}", "goal": "", "note": "", **others}
 
@@ -67,7 +67,7 @@ def configuration(options: argparse.Namespace, method: Method, dim: int, optimiz
 
 
 def size(options: argparse.Namespace) -> Iterator[Row]:
-    """Numbers stored, and how many times fewer than dense."""
+    """Parameters stored, and how many times fewer than dense."""
     for dim in DIMS:
         with torch.device("meta"):
             model, report = build_model(configuration(options, "comera", dim, "adamw"), KAGGLE_TABLES)
@@ -90,11 +90,11 @@ def make_step(options: argparse.Namespace, config: DLRMTaskConfig, data: ClickDa
 
 
 def added(options: argparse.Namespace) -> None:
-    """Print the bytes that one side adds to this process, which is a fresh one."""
+    """Print the bytes that one side adds to this process, a fresh one."""
     method, optimizer, dim = options.added
     config = configuration(options, method, int(dim), optimizer)
     data = prepare(config.data, quiet=True)
-    data.train_batch(0, options.batch, 0)  # its columns are mapped, and no part of training
+    data.train_batch(0, options.batch, 0)  # maps its columns, which are not part of training
     meter = MemoryMeter.start()
     step = make_step(options, config, data)
     for _ in range(STEPS):
@@ -103,7 +103,7 @@ def added(options: argparse.Namespace) -> None:
 
 
 def memory(options: argparse.Namespace) -> Iterator[Row]:
-    """Peak training memory, added to the interpreter's, with the same optimizer on both sides."""
+    """Peak training memory beyond the interpreter's, with the same optimizer on both sides."""
     for optimizer in ("adagrad", "adamw"):
         for dim in DIMS:
             estimated = dlrm.estimate(configuration(options, "dense", dim, optimizer))
@@ -128,7 +128,7 @@ def memory(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def held_out(config: DLRMTaskConfig, folder: Path) -> tuple[dict[str, float], int]:
-    """AUC and normalised cross-entropy of a finished run over the whole last seventh, and the numbers of its model."""
+    """AUC and normalized cross-entropy of a finished run over the whole last seventh, and its model's parameters."""
     data = prepare(config.data, quiet=True)
     model = load_pretrained(DLRMTask(config, data).model, find_checkpoint(folder)).eval()
     rows = []
@@ -139,10 +139,10 @@ def held_out(config: DLRMTaskConfig, folder: Path) -> tuple[dict[str, float], in
 
 
 def quality(options: argparse.Namespace) -> Iterator[Row]:
-    """As `comera train dlrm` trains them: the dense twin, and ours by the presets sample and kaggle, on the same rows.
+    """As `comera train dlrm` trains them: the dense baseline, and ours with the presets sample and kaggle; same rows.
 
-    The twin has a row for each category. In tables of the full sizes hardly two of the sample's categories would share
-    one, and AdamW, with which it learns best, would take seconds a step over 34 million rows.
+    The dense baseline has one row per category. In tables of the full sizes hardly two of the sample's categories would
+    share a row anyway, and AdamW, with which it learns best, would take seconds per step over 34 million rows.
     """
     sides: tuple[tuple[Method, dlrm.Preset], ...] = (("dense", "sample"), ("comera", "sample"), ("comera", "kaggle"))
     scores: dict[str, list[float]] = {}
@@ -156,10 +156,10 @@ def quality(options: argparse.Namespace) -> Iterator[Row]:
                 dlrm.run(config)
                 for stage, run in runs(config).items():
                     name = stage if method == "dense" else f"{stage}, {preset}"
-                    figures, numbers = held_out(config, run)
+                    figures, parameters = held_out(config, run)
                     scores.setdefault(name, []).append(figures["nce"])
                     for figure, value in figures.items():
-                        given = {"optimizer": config.optimizer, "seed": seed, "note": f"{numbers:,} numbers"}
+                        given = {"optimizer": config.optimizer, "seed": seed, "note": f"{parameters:,} parameters"}
                         yield row("quality", figure, value, name, 16, **given)
     dense = statistics.mean(scores["dense"])
     for name, values in scores.items():
@@ -169,8 +169,8 @@ def quality(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def speed(options: argparse.Namespace) -> Iterator[Row]:
-    """Samples per second: dense with sparse gradients and Adagrad, which alone is fast, against ours with that and with
-    AdamW; then dense with the dense gradients of AdamW."""
+    """Samples per second: dense with Adagrad on sparse gradients, its only fast way, against ours with Adagrad and
+    AdamW; then dense with AdamW and its dense gradients."""
     rounds: tuple[tuple[tuple[Method, OptimizerName], ...], ...] = (
         (("dense", "adagrad"), ("comera", "adagrad"), ("comera", "adamw")),
         (("dense", "adamw"), ("comera", "adamw")),
@@ -198,8 +198,8 @@ def main() -> None:
     parser.add_argument("--cache", help="folder for prepared data")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the part quality")
-    parser.add_argument("--repeats", type=int, default=9, help="steps of each side in the part speed")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds for the part quality")
+    parser.add_argument("--repeats", type=int, default=9, help="steps per side for the part speed")
     parser.add_argument("--added", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,8 +1,8 @@
-"""The Triton kernels beside torch's own products on a GPU: which of them to list in FASTER of kernels/select.py.
+"""The Triton kernels against torch's own products on a GPU: which of them to list in FASTER of kernels/select.py.
 
 Forward and backward of the six-encoder layers and tables, float32 and bfloat16, the two sides alternating in one
-process. A kernel counts as faster on this device when it is so in every case; the line to set is printed. Rows are
-written as they come; what does not fit into `--seconds` is left out, and then nothing counts as faster.
+process. A kernel counts as faster on this device when it is faster in every case; the line to set is printed. Rows are
+written as they come; cases that do not fit into `--seconds` are skipped, and then nothing counts as faster.
 
     python benchmarks/gpu_kernels.py [--seconds 60] [--dry]
 """
@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 from common import about, in_turns, update
@@ -23,7 +24,7 @@ from torch import Tensor
 PRODUCTS = [
     (rows, *layer) for rows in (128, 4096, 16384) for layer in ((768, 768, 30), (768, 3072, 30), (3072, 768, 30))
 ]
-# rows and columns of the left half, rank, rows and columns of the right half, ids
+# rows and columns of the left factor, rank, rows and columns of the right factor, ids
 TABLES = [(320, 16, 30, 100, 48, 4096), (320, 16, 30, 100, 48, 16384), (3163, 8, 32, 3163, 8, 100_000)]
 TINY_PRODUCTS, TINY_TABLES = [(33, 12, 20, 3)], [(6, 4, 3, 5, 4, 40)]
 
@@ -38,19 +39,25 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 
 
 def cases(device: str, dry: bool) -> Iterator[Case]:
-    """Kernel, dtype, what is computed, by the kernel, by torch."""
-    from comera.ops import triton_functions as kernels
-    from comera.ops.low_rank import Half, two_sided
-    from comera.ops.rows import pair_sums
+    """Kernel, dtype, description, the run with the kernel, the run with torch."""
+    from comera.kernels import select
+    from comera.ops.lookup_rows import pair_sums
+    from comera.ops.lookup_triton import triton_rows
+    from comera.ops.low_rank import LowRankFactors, low_rank
+
+    def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return low_rank(x, LowRankFactors(a, b).with_bias(bias))[0]
+
+    def product_by_triton(*operands: Tensor) -> Tensor:
+        with patch.object(select, "low_rank_backend", lambda *_: "triton"):
+            return product(*operands)
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if dry else 2]:
         for batch, features, out_features, rank in TINY_PRODUCTS if dry else PRODUCTS:
             shapes = ((batch, features), (rank, features), (rank, out_features), (out_features,))
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
-            ours = gradients(kernels.low_rank, operands)
-            torchs = gradients(lambda x, a, b, bias: two_sided(x, Half(a, b).with_bias(bias))[0], operands)
-            yield "low_rank", str(dtype)[6:], case, ours, torchs
+            yield "low_rank", str(dtype)[6:], case, gradients(product_by_triton, operands), gradients(product, operands)
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if dry else TABLES:
         ids = torch.randint(0, rows_l * rows_r, (count,), device=device)
         each = torch.arange(count, device=device)
@@ -58,7 +65,7 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
         right = torch.randn(rows_r, rank, cols_r, device=device).requires_grad_()
 
         def kernel(left: Tensor, right: Tensor, ids: Tensor = ids) -> Tensor:
-            return kernels.lookup_rows(ids, left, right)
+            return triton_rows(ids, left, right)
 
         def products(left: Tensor, right: Tensor, ids: Tensor = ids, each: Tensor = each) -> Tensor:
             rows = right.shape[0]
@@ -71,21 +78,21 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--dry", action="store_true", help="tiny cases on the CPU by Triton's interpreter; no file")
+    parser.add_argument("--dry", action="store_true", help="tiny cases in Triton's CPU interpreter; writes nothing")
     options = parser.parse_args()
     if options.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     elif not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, torch sees none: --dry runs tiny cases on the CPU")
-    os.environ["COMERA_KERNELS"] = "none"  # what is called by name runs, what dispatches takes torch's products
-    from comera.kernels import select
+    os.environ["COMERA_KERNELS"] = "none"  # kernels called by name still run; what dispatches uses torch's products
+    from comera.kernels.select import TRITON
 
     started = time.perf_counter()
-    faster, complete = set(select.TRITON), True
+    faster, complete = set(TRITON), True
     for kernel, dtype, case, ours, torchs in cases("cpu" if options.dry else "cuda", options.dry):
         if time.perf_counter() - started > options.seconds:
             complete = False
-            print(f"out of time: {kernel}, {dtype}, {case} and what follows is left out")
+            print(f"out of time: skipping {kernel}, {dtype}, {case} and the rest")
             break
         wait: Side = int if options.dry else torch.cuda.synchronize
         seconds = in_turns({"ours": ours, "torch": torchs}, 2 if options.dry else 50, warm_ups=3, wait=wait)

@@ -1,8 +1,8 @@
-"""The MNLI protocol on a GPU with the published preset: an early stage, late ones, and the dense twin, by seconds.
+"""The MNLI protocol on a GPU with the published preset: early stage, late stages and dense baseline, within seconds.
 
-Data: `--data`, else the variable COMERA_MNLI; nothing is fetched. Steps are timed first, then the epochs of each stage
-are set so that all runs fit into `--seconds`, in the proportion of the recipe (6 early : 2 late), at most as many as
-that; each run ends at its share of the seconds in any case. Steps run as CUDA graphs.
+Data: `--data`, or the variable COMERA_MNLI; nothing is downloaded. Steps are timed first. The epochs of each stage are
+then chosen to fit all runs into `--seconds`, in the recipe's proportion (6 early : 2 late) and never more than that; in
+any case each run ends at its share of the seconds. Steps run as CUDA graphs.
 
     python benchmarks/gpu_mnli.py --data FOLDER [--vocab FILE] [--seconds 120] [--precision bf16] [--dry]
 """
@@ -23,24 +23,24 @@ import torch
 from common import about, update
 
 from comera.baselines import Method
+from comera.recipes.bert import ModelConfig
 from comera.recipes.mnli import recipe as mnli
 from comera.recipes.mnli.data import prepare
-from comera.recipes.bert import ModelConfig
 from comera.recipes.stages import runs
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
 
 METHODS: tuple[Method, ...] = ("dense", "comera")
 EARLY, LATE = 6.0, 2.0  # epochs of the recipe
-PROBE = 60  # steps that are timed, captures included
+PROBE = 60  # timed steps, captures included
 TINY = ModelConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=os.environ.get("COMERA_MNLI"), help="folder of the pairs")
-    parser.add_argument("--vocab", help="vocab.txt; left out: where the recipe looks for it")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of training, all runs together")
+    parser.add_argument("--vocab", help="vocab.txt (default: where the recipe looks for it)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of training, over all runs")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--targets", type=float, nargs="+", default=[0.2])
     parser.add_argument("--dry", action="store_true", help="a tiny model and few pairs on the CPU; writes nothing")
@@ -62,10 +62,10 @@ def main() -> None:
 
 
 def measure(method: Method, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Train one method, and say how each of its runs ended."""
+    """Train one method; yield how each of its runs ended."""
     config = configure(method, options, folder)
     step, epoch = seconds_a_step(config, folder / f"probe-{method}")
-    stages = 1 + len(options.targets) * LATE / EARLY  # in early stages; the twin is as long as that and one late one
+    stages = 1 + len(options.targets) * LATE / EARLY  # early stages; dense: the early stage and one late one
     length = stages if method == "comera" else 1 + LATE / EARLY
     share = options.seconds / len(METHODS)
     early = min(EARLY, share / length / (step * epoch))
@@ -96,7 +96,7 @@ def measure(method: Method, options: argparse.Namespace, folder: Path) -> Iterat
 
 
 def configure(method: Method, options: argparse.Namespace, folder: Path) -> mnli.MNLIConfig:
-    """The published preset with these data."""
+    """The published preset with this data."""
     config = mnli.preset(method, "published")
     data = replace(config.data, path=options.data, vocab=options.vocab, cache=str(folder / "cache"))
     train = replace(config.train, precision=options.precision, mode="graph", progress=False, log_every=50, eval_every=0)
@@ -108,7 +108,7 @@ def configure(method: Method, options: argparse.Namespace, folder: Path) -> mnli
 
 
 def seconds_a_step(config: mnli.MNLIConfig, out: Path) -> tuple[float, int]:
-    """Seconds of a step in a short run, captures and all, and steps of an epoch."""
+    """Seconds of a step in a short run, captures included, and steps per epoch."""
     data = prepare(config.data)
     epoch = data.steps_per_epoch(config.train.batch_size)
     task = mnli.MNLITask(config, data)

@@ -1,13 +1,14 @@
 """One training step of the six-encoder transformer on a GPU: dense and compressed, in every mode of `TrainStep`.
 
-The model of METHOD §4 on N x 128 random ids, dropout 0.1, AdamW with fused kernels on both sides; dense attention is
-torch's SDPA. Sides: dense; comera, `fuse_`d; "comera, plain" without that; "comera, kernels" with the Triton kernels.
-Modes: eager, compile, graph (the whole step as a CUDA graph), "compile, graph" (a graph of a compiled step).
+The model of docs/method.md §10 on N x 128 random ids, dropout 0.1, AdamW with fused kernels on both sides; dense
+attention is torch's SDPA. Sides: dense; comera, with `fuse_`; "comera, plain" without it; "comera, kernels" with the
+Triton kernels. Modes: eager, compile, graph (the whole step as a CUDA graph), "compile, graph" (a graph of a compiled
+step).
 
-All sides and modes of a precision and batch in turns in one process, medians; `times_dense` is held against the fastest
-mode of dense. Memory: most that was allocated above what was before, from making the model on, first steps included;
-base of libraries and of other sides is not in it. Rows are written as they come, the most wanted first, until
-`--seconds` have gone by; compilation takes minutes and is left out in the second half of the time.
+All sides and modes of a precision and batch alternate in one process; medians. `times_dense` compares with the fastest
+mode of dense. Memory: the peak allocated on top of what was there before the model was made, first steps included;
+libraries and other sides are not in it. Rows are written as they come, the most important first, until `--seconds` are
+over; compilation takes minutes and is skipped in the second half of the time.
 
     python benchmarks/gpu_step.py [--precision bf16 ...] [--batch 128 ...] [--seconds 200] [--dry]
 """
@@ -26,18 +27,18 @@ from typing import Any, Literal, cast
 import torch
 from common import about, in_turns, update
 
-from comera.nn import fuse_
+from comera.fusion import fuse_
+from comera.optim.param_groups import param_groups
+from comera.recipes.bert import ModelConfig
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import CompressConfig, build_model, pair_loss, preset
-from comera.recipes.bert import ModelConfig
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.memory import MemoryMeter
-from comera.optim.param_groups import param_groups
 from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522
 TINY = ModelConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
-# precision, batch and the goal for the best mode of each side, the most wanted first
+# precision, batch, and the goal for the best mode; the most important first
 CASES: tuple[tuple[str, int, float | None], ...] = (
     ("bf16", 128, 2.5),
     ("tf32", 128, 3.0),
@@ -52,11 +53,11 @@ CASES: tuple[tuple[str, int, float | None], ...] = (
 PLAIN_MODES = (("dense", "eager"), ("comera", "eager"), ("dense", "graph"), ("comera", "graph"))
 OTHER_WAYS = (("comera, plain", "graph"), ("comera, kernels", "graph"))
 COMPILED = tuple((side, mode) for mode in ("compile", "compile, graph") for side in ("dense", "comera"))
-WARM_UPS = 5  # two visits of a shape before its capture, the capture, and replays
+WARM_UPS = 5  # two visits of a shape, its capture, and replays
 
 
 class Way:
-    """A side in a mode, on its own model. Making it takes the first steps; memory: bytes at most meanwhile."""
+    """A side in a mode, on its own model. The constructor takes the first steps; memory: peak bytes during them."""
 
     def __init__(self, side: str, mode: str, precision: str, samples: int, *, dry: bool) -> None:
         device = torch.device("cpu" if dry else "cuda")
@@ -72,12 +73,12 @@ class Way:
             fuse_(model)
         ids = torch.randint(words, (samples, 16 if dry else LENGTH), generator=torch.Generator().manual_seed(0))
         batch = PairBatch(ids, torch.zeros_like(ids), torch.ones(ids.shape, dtype=torch.bool), ids[:, 0] % 3)
-        self.batch = PairBatch(*(part.to(device) for part in batch))
+        self.batch = PairBatch(*(tensor.to(device) for tensor in batch))
         self.step = TrainStep(
             model.to(device).train(),
             CompiledLoss(pair_loss) if mode == "compile, graph" else pair_loss,
             torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True),
-            clip=1.0,
+            max_grad_norm=1.0,
             precision="bf16" if precision == "bf16" else "fp32",
             mode=cast(Literal["eager", "compile", "graph"], "graph" if mode == "compile, graph" else mode),
         )
@@ -92,7 +93,7 @@ class Way:
 
     @property
     def ran(self) -> str:
-        """The mode in which steps really run, and why."""
+        """The mode in which steps actually run, and why."""
         reason = getattr(self.step.loss, "reason", "")
         return f"{self.step.mode}{f', loss eager ({reason})' if reason else ''}"
 
@@ -100,7 +101,7 @@ class Way:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "tf32", "bf16"), default=["fp32", "tf32", "bf16"])
-    parser.add_argument("--batch", type=int, nargs="+", help="left out: 1, 8, 32, 128")
+    parser.add_argument("--batch", type=int, nargs="+", help="default: 1, 8, 32, 128")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU; writes nothing")
@@ -113,7 +114,7 @@ def main() -> None:
     for precision, samples, goal in wanted[:2] if options.dry else wanted:
         elapsed = time.perf_counter() - started
         if elapsed > options.seconds:
-            print(f"out of time: {precision}, batch {samples} and what follows is left out")
+            print(f"out of time: skipping {precision}, batch {samples} and the rest")
             break
         ways = [*PLAIN_MODES, *OTHER_WAYS]
         if not options.dry and not options.no_compile and elapsed < options.seconds / 2:
@@ -127,16 +128,16 @@ def main() -> None:
 def measure(
     precision: str, samples: int, goal: float | None, wanted: list[tuple[str, str]], *, dry: bool
 ) -> Iterator[dict[str, Any]]:
-    """All ways in turns; one that cannot be had says so and leaves the others as they are."""
+    """Time all ways in turns; one that fails is reported, and the others go on."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.compiler.reset()  # sizes of another batch would be compiled as variable ones
+    torch.compiler.reset()  # else the sizes of another batch would compile as dynamic shapes
     if not dry:
         torch.cuda.empty_cache()
     ways: dict[tuple[str, str], Way] = {}
     for side, mode in wanted:
         try:
             ways[side, mode] = Way(side, mode, precision, samples, dry=dry)
-        except (RuntimeError, ValueError) as error:  # out of memory, or what no machine has shown before
+        except (RuntimeError, ValueError) as error:  # out of memory, or something unforeseen
             if dry:
                 raise
             print(f"{precision}, batch {samples}, {side}, {mode}: {type(error).__name__}: {error}", flush=True)
@@ -145,8 +146,8 @@ def measure(
     seconds = in_turns(runs, 2 if dry else 20, warm_ups=1, wait=wait)
     median = {key: statistics.median(seconds[", ".join(key)]) for key in ways}
     dense, least = (
-        min((value for key, value in numbers.items() if key[0] == "dense"), default=float("nan"))
-        for numbers in (median, {key: float(way.memory) for key, way in ways.items()})
+        min((value for key, value in values.items() if key[0] == "dense"), default=float("nan"))
+        for values in (median, {key: float(way.memory) for key, way in ways.items()})
     )
     best = min((value for key, value in median.items() if key[0] != "dense"), default=float("nan"))
     for (side, mode), way in ways.items():

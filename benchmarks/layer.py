@@ -1,9 +1,9 @@
 """One encoder layer, dense and compressed: forward and backward, and a training step with fused AdamW.
 
-A layer of transformers' BERT with heads of 64, feed-forward of four times its width, no dropout, on N x 128 tokens;
-compressed at rank width/16, at most 64, and `fuse_`d. Dense attention is torch's SDPA. The sides alternate in one
-process; ratios are those of the medians. Without arithmetic for bf16 a processor is so slow in it that few shapes are
-measured there, of the slowest a single dense step; `ratio_to_fp32` holds such a row against dense in float32.
+A layer of transformers' BERT with heads of 64, a feed-forward block of four times its width, no dropout, on N x 128
+tokens; compressed at rank width/16, at most 64, with `fuse_`. Dense attention is torch's SDPA. The sides alternate in
+one process; ratios are those of the medians. Processors without bf16 arithmetic are so slow in bf16 that few shapes
+are measured there, the slowest with a single dense step; `ratio_to_fp32` compares such a row with dense in float32.
 
     python benchmarks/layer.py [--width 512 ...] [--precision fp32 bf16] [--seconds 8]      4 minutes
 """
@@ -21,25 +21,25 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 import comera
 from comera.convert import TT, TensorizeConfig
-from comera.nn import fuse_
-from comera.recipes.bert import ModelConfig
+from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.recipes.bert import ModelConfig
 from comera.trainer.step import autocast
 
 LENGTH = 128
-# width: samples a batch, as many as can be measured in the time
+# width: samples per batch, as many as fit into the time
 BATCHES: dict[str, dict[int, tuple[int, ...]]] = {
     "fp32": {512: (1, 8, 32), 1024: (1, 8, 32), 2048: (1, 8), 4096: (1, 8)},
     "bf16": {512: (1,), 1024: (1,), 2048: (1,), 4096: (1,)},
 }
-WIDE = (2048, 4096)  # widths whose dense step takes minutes in bf16 without arithmetic for it: only when asked for
-SLOW = 4.0  # seconds of a step from which on the first one counts
-FLOOR, WIDEST = 1.0, 8.0  # goals for the ratio: everywhere, and at width 4096 in float32
+LARGE = (2048, 4096)  # widths whose dense step takes minutes in emulated bf16: only on request
+SLOW = 4.0  # seconds; of steps slower than this the first one counts too
+FLOOR, WIDEST = 1.0, 8.0  # goals for the ratio: at every width, and at width 4096 in float32
 
 
 class Side:
-    """A layer with its optimizer; products, steps: seconds of forward and backward, and of those and the optimizer."""
+    """A layer with its optimizer; products: seconds of forward and backward, steps: with the optimizer."""
 
     def __init__(self, width: int, compressed: bool) -> None:
         torch.manual_seed(0)
@@ -74,11 +74,11 @@ def main() -> None:
     widths = sorted({width for batches in BATCHES.values() for width in batches})
     parser.add_argument("--width", type=int, nargs="+", choices=widths)
     parser.add_argument("--precision", nargs="+", choices=BATCHES, default=list(BATCHES))
-    parser.add_argument("--samples", type=int, nargs="+", help="samples a batch; left out: as the table above says")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of timed steps for each shape, two steps at least")
+    parser.add_argument("--samples", type=int, nargs="+", help="samples per batch (default: BATCHES in the script)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of timed steps per shape, at least two steps")
     options = parser.parse_args()
     for precision in options.precision:
-        for width in options.width or [w for w in widths if precision == "fp32" or not (w in WIDE and emulated())]:
+        for width in options.width or [w for w in widths if precision == "fp32" or not (w in LARGE and emulated())]:
             sides = {name: Side(width, name == "comera") for name in ("dense", "comera")}
             for samples in options.samples or BATCHES[precision][width]:
                 row = {**measure(sides, width, samples, precision, options.seconds), **about()}
@@ -87,12 +87,12 @@ def main() -> None:
 
 
 def emulated() -> bool:
-    """Whether this processor has no arithmetic for bf16."""
+    """Whether this processor has no bf16 arithmetic."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def measure(sides: dict[str, Side], width: int, samples: int, precision: str, seconds: float) -> dict[str, object]:
-    """Both sides in turns, on the same batch."""
+    """Time both sides in turns on the same batch."""
     x = torch.randn(samples, LENGTH, width, generator=torch.Generator().manual_seed(1))
     dy = torch.randn_like(x)
     dense, ours = sides["dense"], sides["comera"]

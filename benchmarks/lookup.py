@@ -1,13 +1,13 @@
-"""Looking up rows of a compressed table and summing them over bags, forward and backward, against three others.
+"""Lookup of rows in a compressed table and their sums over bags, forward and backward, against three alternatives.
 
     comera        TTMEmbeddingBag
     plain         every id gathers its slice of each core and multiplies them core by core, under autograd
-    dense         nn.EmbeddingBag with the gradient of the whole table
-    dense sparse  nn.EmbeddingBag(sparse=True), whose optimizer must know sparse gradients
+    dense         nn.EmbeddingBag with a gradient of the whole table
+    dense sparse  nn.EmbeddingBag(sparse=True), whose optimizer must support sparse gradients
 
-Tables of rank 32 and order 4, float32: 10 M rows of 64 in bags of 10 ids, and a large one of Criteo's Kaggle tables,
-one id a bag; ids uniform or by a power law (exponent 1.05). The sides take turns in one process, the slow ones less
-often. The added peak is what one step holds beyond the table and its ids, at most.
+Tables of rank 32 and order 4, float32: 10 M rows of 64 in bags of 10 ids, and one of Criteo's large Kaggle tables
+with one id per bag; ids uniform or by a power law (exponent 1.05). The sides alternate in one process, the slow ones
+less often. The added peak is the most that one step holds beyond the table and its ids.
 
     python benchmarks/lookup.py [--threads 2] [--seconds 2.5]      2 minutes, 12 GB
 """
@@ -31,13 +31,13 @@ from comera.tt.shapes import ttm_spec
 
 # rows, columns, bags, ids in a bag
 CASES = [(10_000_000, 64, 10_000, 10), (8_351_593, 16, 10_000, 1), (8_351_593, 128, 10_000, 1)]
-LEAST, MOST = 2, 21  # measured steps of a side
+LEAST, MOST = 2, 21  # measured steps per side
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=2.5, help="of measured steps of a side, about")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of measured steps per side, roughly")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = []
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def draw_ids(law: str, rows: int, shape: tuple[int, int]) -> Tensor:
-    """Ids of a table; by the power law in a random order of the rows, for what is frequent may lie anywhere."""
+    """Ids of a table; for the power law in a random order of the rows, because frequent rows may be anywhere."""
     if law == "uniform":
         return torch.randint(rows, shape)
     tail = 1 - 1.05
@@ -78,7 +78,7 @@ def draw_ids(law: str, rows: int, shape: tuple[int, int]) -> Tensor:
 
 
 def make_sides(rows: int, columns: int) -> dict[str, nn.Module]:
-    """The layers that are compared; the two dense ones share their table."""
+    """The layers to compare; the two dense ones share their table."""
     ours = TTMEmbeddingBag(ttm_spec(rows, columns, order=4, rank=32))
     table = torch.full((rows, columns), 0.1)
     sides: dict[str, nn.Module] = {"comera": ours, "plain": Plain(ours)}
@@ -88,7 +88,7 @@ def make_sides(rows: int, columns: int) -> dict[str, nn.Module]:
 
 
 class Plain(nn.Module):
-    """The chain multiplied core by core for every id."""
+    """The cores multiplied one after the other for every id."""
 
     def __init__(self, layer: TTMEmbeddingBag) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Plain(nn.Module):
 
 
 def step(layer: nn.Module, ids: Tensor, dsums: Tensor) -> Callable[[], None]:
-    """Forward and backward, which makes every gradient anew."""
+    """Forward and backward, with new gradients each time."""
 
     def run() -> None:
         layer.zero_grad()
@@ -118,7 +118,7 @@ def step(layer: nn.Module, ids: Tensor, dsums: Tensor) -> Callable[[], None]:
 
 
 def added_peak(layer: nn.Module, run: Callable[[], None]) -> int:
-    """Bytes that a step adds to the process at its peak, gradients included; the first one makes plans."""
+    """Peak bytes that a step adds to the process, gradients included; an untimed first step makes plans."""
     run()
     layer.zero_grad()
     gc.collect()
@@ -129,7 +129,7 @@ def added_peak(layer: nn.Module, run: Callable[[], None]) -> int:
 
 
 def in_turns(steps: dict[str, Callable[[], None]], seconds: float) -> dict[str, tuple[float, float]]:
-    """Fastest and median seconds of each side; every round runs those that are not done."""
+    """Fastest and median seconds of each side; every round runs the sides that are not done."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(MOST):
         for name, run in steps.items():

@@ -14,7 +14,7 @@ from common import RESULTS
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from comera.report.style import INK, ORANGE, TEAL, export, styled
+from comera.report.style import INK, ORANGE, TEAL, png_and_svg, styled
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 FIGURE = PAGE.with_suffix(".png")
@@ -25,27 +25,27 @@ Rows = list[dict[str, str]]
 _SECTIONS = {
     "step": (
         "One training step, six-encoder transformer",
-        "`times_dense` is dense time over this side's, medians of steps in turns.",
+        "`times_dense`: dense time over this side's; medians of alternating steps.",
     ),
     "recompute": ("Peak memory with recomputation", "`added`: beyond an interpreter with its libraries."),
     "roofline": (
         "How far the step is from the machine's limits",
         "`least_ms`: every operation at the speed of large products or of copies from memory, whichever is slower; "
-        "`best_ratio`: dense as measured over that.",
+        "`best_ratio`: measured dense time over that.",
     ),
     "peers": (
-        "Beside what one would pick instead",
+        "Against what one would pick instead",
         "`times_comera`: a side's step time or memory over CoMERA's in the same case.",
     ),
-    "layer": ("One encoder layer by width", "`ratio` of forward and backward, `step_ratio` with the optimizer."),
-    "shrunk_step": ("The step after all ranks are cut to 0.2 of the size", "`speed` against before."),
-    "lookup": ("Look-up of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),
-    "shrinkage": ("Ways of shrinking to 0.2, three seeds", "The lowest held-out loss became the default."),
-    "dlrm": ("DLRM at the table sizes of the full Kaggle data", "Each figure names what it was held against."),
-    "criteo_prepare": ("Preparation of click data", "`peak_mb` must not follow the number of rows."),
-    "gpu_step": ("One training step on a GPU", "All modes of both sides; `times_dense` against the fastest of dense."),
-    "gpu_kernels": ("Triton kernels on a GPU", "Kernels are used only where they measure faster."),
-    "calibrate": ("Speed of this machine as the plans see it", "The constants of `contract/cost.py`."),
+    "layer": ("One encoder layer by width", "`ratio`: forward and backward; `step_ratio`: with the optimizer."),
+    "shrunk_step": ("The step after all ranks are cut to 0.2 of the size", "`speed`: compared with before."),
+    "lookup": ("Lookup of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),
+    "shrinkage": ("Ways of shrinking to 0.2, three seeds", "The way with the lowest held-out loss became the default."),
+    "dlrm": ("DLRM at the table sizes of the full Kaggle data", "Notes name what a figure compares with."),
+    "criteo_prepare": ("Preparation of click data", "`peak_mb` must not grow with the number of rows."),
+    "gpu_step": ("One training step on a GPU", "`times_dense` compares with the fastest mode of dense."),
+    "gpu_kernels": ("Triton kernels on a GPU", "Kernels are used only where they measured faster."),
+    "calibrate": ("Speed of this machine as the planner sees it", "The constants of `ops/planner/cost.py`."),
 }
 
 
@@ -57,8 +57,8 @@ def main() -> None:
         "# Benchmarks",
         "",
         "Written by `python benchmarks/page.py` from `benchmarks/results/*.csv`; each script there reproduces its own",
-        "file. Shared, noisy machines: ratios are of medians, sides taken in turns within one process. Limit: the",
-        "figure if our step took what its operations need at this machine's ceilings (`least_ms`, see the roofline).",
+        "file. Machines are shared and noisy: ratios are of medians, and sides alternate within one process. Limit:",
+        "the figure if our step took only what its operations need at the machine's ceilings (`least_ms`, below).",
         "",
         "## Goals and figures",
         "",
@@ -66,7 +66,7 @@ def main() -> None:
         "|---|---|---|---|---|",
         *(_line(*goal, _limit(goal[0], tables)) for goal in goals),
         "",
-        f"![Each figure over its goal, on a logarithmic axis; right of the line is reached.]({FIGURE.name})",
+        f"![Each figure over its goal, on a logarithmic axis; bars to the right of the line reach it.]({FIGURE.name})",
     ]
     for name, (heading, reading) in _SECTIONS.items():
         if tables[name]:
@@ -79,7 +79,7 @@ Goal = tuple[str, str, float | None, float | None]  # what, the goal in words, t
 
 
 def _goals(tables: dict[str, Rows]) -> Iterator[Goal]:
-    """Every goal; what has no results file has no figure."""
+    """Every goal; without a results file it has no figure."""
     for what, name, goal, most, figure in _GOALS:
         value = None
         with suppress(LookupError, ValueError):  # no such file, or no such row in it
@@ -111,7 +111,7 @@ def _short(value: float) -> str:
 
 
 def _draw(goals: list[tuple[str, float]]) -> None:
-    """The figures over their goals as bars from the goal on."""
+    """The figures over their goals, as bars that start at the goal."""
     with styled():
         figure = Figure(figsize=(8, 0.8 + 0.24 * len(goals)))
         axes = figure.add_subplot()
@@ -126,11 +126,11 @@ def _draw(goals: list[tuple[str, float]]) -> None:
         axes.set_xticks([tick for tick in TICKS if min(*reached, 1) / 1.5 < tick < max(*reached, 1) * 1.5])
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
-        FIGURE.write_bytes(export(figure, "benchmarks", "Measured over goal")[0])
+        FIGURE.write_bytes(png_and_svg(figure, "benchmarks", "Measured over goal")[0])
 
 
 def _one(column: str, **wanted: str) -> Callable[[Rows], float]:
-    """The figure in `column` of the first row that has the wanted values."""
+    """The figure in `column` of the first row with the wanted values."""
     return lambda rows: [float(row[column]) for row in _where(rows, wanted) if row[column]][0]  # noqa: RUF015
 
 
@@ -145,7 +145,7 @@ def _where(rows: Rows, wanted: dict[str, str]) -> Rows:
     return found
 
 
-# what, results file, goal, whether the goal is the most it may be, how to find the figure
+# what, results file, goal, whether the goal is an upper bound, how to find the figure
 _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
     (
         "step, batch 32 × 128, float32: times dense",
@@ -210,7 +210,7 @@ _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
     ("encoder layer: least ratio, any width, bf16", "layer", 1, False, _least("ratio", precision="bf16")),
     ("encoder layer: width 4096, float32", "layer", 8, False, _least("ratio", precision="fp32", width="4096")),
     (
-        "look-up of 10 M × 64: times the plain one",
+        "lookup in 10 M × 64: times the plain one",
         "lookup",
         5,
         False,
@@ -288,7 +288,7 @@ _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
     ),
 ]
 
-# goal -> the case of roofline.csv, and the side of peers.csv whose step is held against ours in it
+# goal -> the case of roofline.csv, and the side of peers.csv whose step it compares with ours
 _AT_THE_ROOFLINE = {
     "step, batch 32 × 128, float32: times dense": ("batch 32", "dense"),
     "step, batch 1: times dense": ("batch 1", "dense"),

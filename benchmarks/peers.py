@@ -1,24 +1,23 @@
-"""One training step of the six-encoder transformer: CoMERA beside what one would pick instead.
+"""One training step of the six-encoder transformer: CoMERA against what one would pick instead.
 
-The model of METHOD §4 (stock BERT of transformers, SDPA, dropout 0.1, random ids), float32, for all sides:
+The model of docs/method.md §10 (stock BERT of transformers, SDPA, dropout 0.1, random ids), float32, for all sides:
 
     dense     AdamW                                      comera    tensorize_, fuse_, AdamW
     galore    galore-torch, its published settings       lte       32 heads of rank 32, merged every 10 steps
     cola      bottlenecks of a quarter of the width      tensorly  TT layers of tensorly-torch, modes and ranks of ours
 
-tensorly's products are one torch.einsum, which finds a good order with opt_einsum; "tensorly, plain" is without it.
+tensorly multiplies with one torch.einsum, which finds a good order through opt_einsum; "tensorly, plain" runs without.
 
-Time: all sides of a case in turns in one process, medians; with one sample, where steps are short, in visits of three,
-the first of which is not counted. What a method does only every so many steps (GaLore's singular value decompositions
-every 200, LTE's merge every 10) is timed as a step in which it happens, and counts by its share:
-((n - 1) · plain + with) / n.
+Time: all sides of a case alternate in one process; medians. With one sample, where steps are short, each visit is three
+steps, and the first is not counted. What a method does only every n steps (GaLore's singular value decompositions every
+200, LTE's merge every 10) is timed in a step of its own and counted by its share: ((n - 1) · plain + with) / n.
 
-Memory: a process of its own for each side. Base: its resident memory once the libraries are imported and a tiny model
-has been trained, so that they are in use. Then the model is made and what that has freed is given back; reported is the
-peak of three steps (two at batch 32) above the base: weights, gradients, optimizer state, activations, buffers. There
-glibc is told to give freed memory back at once, for every side: what it keeps to itself otherwise depends on its
-thresholds more than on the method. "comera, recompute" is comera with `recompute_`; tensorly's
-steps take too long to be measured. Ratios are a side's over comera's.
+Memory: one process per side. Base: its resident memory after the libraries are imported and a tiny model has been
+trained with them. Then the model is made, and freed memory is returned. The result is the peak of three steps (two at
+batch 32) above the base: weights, gradients, optimizer state, activations, buffers. glibc is told to return freed
+memory at once, for every side: otherwise what it keeps depends on its thresholds more than on the method. "comera,
+recompute" is comera with `recompute_`; tensorly's steps take too long to measure. Ratios are a side's figure over
+comera's.
 
     python benchmarks/peers.py [--case "batch 1" ...] [--side galore ...] [--fast]      5 minutes
 """
@@ -38,24 +37,24 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it when they are first used: it belongs to the libraries
+import torch._dynamo  # optimizers import it at first use: counted as part of the libraries
 from common import about, in_turns, update
 
 from comera.baselines import Applied
-from comera.nn import fuse_
+from comera.fusion import fuse_
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import build_model, pair_loss, preset
-from comera.optim.adamw import AdamW
-from comera.trainer.memory import MemoryMeter, reset_peak
-from comera.optim.param_groups import param_groups
 from comera.recompute.blocks import recompute_
+from comera.trainer.memory import MemoryMeter, reset_peak
 from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522
 Goals = dict[str, tuple[float | None, float | None]]
 OURS: Goals = {"comera": (None, None), "comera, recompute": (None, None)}
 SLOW = ("lte", "tensorly", "tensorly, plain")  # at batch 32 they warm up on two samples
-# case: samples, timed steps, sides with their goals: times as fast, times less memory
+# case: samples, timed steps, sides with their goals: their step time and their memory, over ours
 CASES: dict[str, tuple[int, int, Goals]] = {
     "batch 1": (1, 8, {**OURS, "dense": (5, None), "cola": (None, None), "galore": (10, 20)}),
     "batch 32": (
@@ -71,7 +70,7 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 class Side:
     """A method's training step on its own model.
 
-    take: one step. work: a step in which the method does what it does only every `period` steps, None if it has none.
+    take: one step. work: a step that includes what the method does only every `period` steps.
     """
 
     def __init__(self, name: str, samples: int, *, tiny: bool = False) -> None:
@@ -93,14 +92,14 @@ class Side:
             self.optimizer = self.applied.optimizer(replace(config.train, lr=1e-4))
         else:
             self.optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        self.step = TrainStep(model.train(), pair_loss, self.optimizer, clip=1.0)
+        self.step = TrainStep(model.train(), pair_loss, self.optimizer, max_grad_norm=1.0)
         self.einsum = variant != "plain"
         settings = config.baselines
         self.period = {"galore": settings.galore.update_proj_gap, "lte": settings.lte.merge_every}.get(method, 1)
 
     def warm_up(self) -> None:
         """A step on two samples at most."""
-        self.step([PairBatch(*(part[:2] for part in self.batch))])
+        self.step([PairBatch(*(tensor[:2] for tensor in self.batch))])
 
     def take(self) -> None:
         torch.backends.opt_einsum.enabled = self.einsum  # type: ignore[assignment]
@@ -109,7 +108,7 @@ class Side:
     def work(self) -> None:
         for group in self.optimizer.param_groups:
             for parameter in group["params"] if "update_proj_gap" in group else ():
-                self.optimizer.state[parameter]["step"] = self.period  # a multiple of it: time for new projections
+                self.optimizer.state[parameter]["step"] = self.period  # a multiple: new projections are due
         self.take()
         if self.applied:
             self.applied.after_step(self.period)
@@ -119,8 +118,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     sides = list(dict.fromkeys(side for _, _, goals in CASES.values() for side in (*goals, "tensorly, plain")))
-    parser.add_argument("--side", nargs="+", choices=sides, help="those of a case, beside comera itself")
-    parser.add_argument("--fast", action="store_true", help="one timed step of each side, no memory, no file")
+    parser.add_argument("--side", nargs="+", choices=sides, help="to compare with comera (default: those of the case)")
+    parser.add_argument("--fast", action="store_true", help="one timed step per side, no memory, no file")
     parser.add_argument("--memory", nargs=2, metavar=("SIDE", "SAMPLES"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
@@ -139,7 +138,7 @@ def main() -> None:
 
 
 def in_own_process(side: str, samples: int) -> int:
-    """What `measure_memory` gives in a fresh process."""
+    """`measure_memory` in a fresh process."""
     command = [sys.executable, __file__, "--memory", side, str(samples)]
     environment = os.environ | GIVE_BACK
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
@@ -158,19 +157,19 @@ def measure_memory(name: str, samples: int) -> int:
     side = Side(name, samples)
     give_back()
     reset_peak()
-    for _ in range(3 if samples == 1 else 2):  # the second has all of the optimizer's state
+    for _ in range(3 if samples == 1 else 2):  # from the second on, all of the optimizer's state exists
         side.take()
     return meter.added
 
 
 def give_back() -> None:
-    """Give what is free back to the system."""
+    """Return freed memory to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def compare(case: str, samples: int, goals: Goals, memory: dict[str, int], repeats: int) -> Iterator[dict[str, Any]]:
-    """Time all sides in turns; memory: of each side, if it was measured."""
+    """Time all sides in turns; memory: bytes of the sides that were measured."""
     sides = {name: Side(name, samples) for name in goals}
     for name, side in sides.items():
         if name in SLOW and samples > 1:

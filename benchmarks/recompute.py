@@ -1,9 +1,9 @@
 """Peak memory and time of a training step with low-rank recomputation: the six-encoder MNLI transformer.
 
-The same batch, optimizer (AdamW) and float32 for all sides. Times: steps of all sides alternate in one process.
-Memory: the peak of a process of its own for each side, in which nothing else happens; "added" is what its model, its
-gradients, the optimizer and the steps add to an interpreter with all libraries loaded. A side's time ratio is to the
-same side without recomputation, its memory ratio to dense.
+The same batch and optimizer (AdamW) for all sides, float32. Time: steps of all sides alternate in one process. Memory:
+the peak of one process per side that does nothing else; "added" is what model, gradients, optimizer and steps add to an
+interpreter with all libraries loaded. Time ratios compare with the same side without recomputation, memory ratios with
+dense.
 
     python benchmarks/recompute.py [--batch 32] [--length 128] [--repeats 7] [--threads 2]      2 minutes
 """
@@ -19,16 +19,16 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch._dynamo  # optimizers and modes import it when they are first used: it belongs to the libraries
+import torch._dynamo  # optimizers and modes import it at first use: counted as part of the libraries
 from common import about, write
 
-from comera.nn import fuse_
+from comera.fusion import fuse_
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.mnli.recipe import build_model, pair_loss, preset
-from comera.optim.adamw import AdamW
-from comera.trainer.memory import MemoryMeter
-from comera.optim.param_groups import param_groups
 from comera.recompute.blocks import recompute_
+from comera.trainer.memory import MemoryMeter
 from comera.trainer.step import TrainStep
 
 SIDES = ("dense", "fused", "fused, recompute")
@@ -49,12 +49,12 @@ def make_step(side: str, batch_size: int, length: int) -> Callable[[], object]:
     mask = torch.ones(batch_size, length, dtype=torch.bool)
     batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-    step = TrainStep(model.train(), pair_loss, optimizer, clip=1.0)
+    step = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0)
     return lambda: step([batch])
 
 
 def measure_memory(options: argparse.Namespace) -> None:
-    """Print peak and added bytes of three steps of one side; run in a process of its own."""
+    """Print peak and added bytes of three steps of one side, in a process of its own."""
     torch.set_num_threads(options.threads)
     meter = MemoryMeter.start()
     step = make_step(options.memory, options.batch, options.length)
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Measure all sides, and write the rows."""
+    """Measure all sides and write the rows."""
     torch.set_num_threads(options.threads)
     memory = {}
     for side in SIDES:

@@ -1,11 +1,10 @@
-"""How far a training step of the six-encoder transformer is from what this machine can do: its roofline.
+"""How far a training step of the six-encoder transformer is from this machine's limits: its roofline.
 
-Ceilings, measured: FLOP/s of a large float32 product, bytes/s of a copy that does not fit into the caches. Operations,
-counted below autograd over one whole step: for each its FLOPs and the bytes of its operands and results. An operation
-takes at least the larger of FLOPs/FLOP/s and, for the part of the bytes beyond the caches, bytes/bytes/s; the sum of
-that is the least time of the step as it is programmed. `products_ms` is what FLOPs alone would take.
-`best_ratio` is the ratio dense over fused that no tuning of single operations on our side can pass: dense's measured
-time over our least one.
+Ceilings, measured: FLOP/s of a large float32 product, bytes/s of a copy that does not fit into the caches. Operations
+are counted below autograd over one whole step: FLOPs, and bytes of operands and results. An operation takes at least
+the larger of FLOPs/(FLOP/s) and, if its bytes exceed the caches, bytes/(bytes/s). The sum is the least time of the
+step as it is programmed. `products_ms` is what the FLOPs alone would take. `best_ratio` is the ratio dense over fused
+that no tuning of single operations on our side can exceed: dense's measured time over our least time.
 
     python benchmarks/roofline.py [--repeats 5]      90 seconds
 """
@@ -29,11 +28,11 @@ from comera.recipes.mnli.pairs import PairBatch
 
 WANTED = ("batch 32", "batch 1")
 SIDES = ("dense", "fused")
-CACHE = 2**20  # bytes: operations on less are taken to run in the caches
+CACHE = 2**20  # bytes: operations on less are assumed to run in the caches
 
 
 class Counter(TorchDispatchMode):
-    """Least seconds of what runs inside; flops, bytes, operations: of that."""
+    """Least seconds of what runs inside, with its FLOPs, bytes and operations."""
 
     def __init__(self, flops_a_second: float, bytes_a_second: float) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class Counter(TorchDispatchMode):
             return out
         count = flop_registry.get(func._overloadpacket)
         flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
-        # each tensor once: what is written in place is an operand and the result
+        # each tensor once: one written in place is both operand and result
         tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
         nbytes = sum(_nbytes(tensor) for tensor in tensors.values())
         self.flops, self.bytes, self.operations = self.flops + flops, self.bytes + nbytes, self.operations + 1
@@ -57,15 +56,15 @@ class Counter(TorchDispatchMode):
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of memory behind it; what is expanded counts once."""
-    numbers = 1
+    """Bytes of memory behind a tensor; expanded dimensions count once."""
+    elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        numbers *= size if stride else 1
-    return numbers * tensor.element_size()
+        elements *= size if stride else 1
+    return elements * tensor.element_size()
 
 
 def ceilings() -> tuple[float, float]:
-    """FLOP/s of a product, bytes/s of a copy, read and write counted; the best of some tries."""
+    """FLOP/s of a product and bytes/s of a copy, counting reads and writes; the best of 15 tries."""
     size = 2048
     x, w, y = (torch.randn(size, size) for _ in range(3))
     source, target = torch.randn(2**25), torch.empty(2**25)

@@ -1,16 +1,17 @@
 """How ranks should fall: held-out loss at equal final size, for several ways, over several seeds.
 
-A small causal language model on the bytes of Python's standard library trains compressed: an early stage at full ranks,
-which all ways share, then a late stage in which each way brings the compressed layers to 0.2 of their
-size. Where a way has not met the target at 0.6 of the late stage, it is rounded to it there, so all heal equally long.
+A small causal language model on the bytes of Python's standard library trains compressed: an early stage at full
+ranks, shared by all ways, then a late stage in which each way brings the compressed layers to 0.2 of their size. A
+way that has not met the target at 0.6 of the late stage is rounded to it there, so that all recover for the same
+time.
 
-    sensitivity   the default: canonical form at the switch, then slices the loss leans on least, along a falling budget
+    sensitivity   the default: canonical form at the switch, then prune what matters least, along a falling budget
     surrogate     the paper's: Adam on d with the l1 surrogate, by the achievement rule; at two rates of d
     proximal      Adam on d with the loss alone, then a decoupled soft threshold with exact zeros
     canonical     a soft threshold on the singular values themselves, in canonical form, every 20 steps
     oneshot       SVD rounding at the switch, then training
-    small         ranks of that size from the first step on
-    full          no shrinking at all: what the size costs
+    small         ranks of the final size from the first step on
+    full          no shrinking at all: what the smaller size costs
 
     python benchmarks/shrinkage.py [--seeds 3] [--steps 600]      one thread, about 6 minutes a seed
 """
@@ -68,7 +69,8 @@ class Block(nn.Module):
         q, k, v = (layer(h).view(batch, length, HEADS, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
 
 
 class ByteLM(nn.Module):
@@ -83,7 +85,8 @@ class ByteLM(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.bytes(ids) + self.positions.weight)))
+        logits: Tensor = self.head(self.norm(self.blocks(self.bytes(ids) + self.positions.weight)))
+        return logits
 
 
 class Corpus:
@@ -108,7 +111,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Run:
-    """A model under training, with everything that its next step depends on."""
+    """A model in training, with everything that its next step depends on."""
 
     def __init__(self, corpus: Corpus, seed: int, steps: int, way: dict[str, Any]) -> None:
         torch.manual_seed(seed)
@@ -126,7 +129,7 @@ class Run:
         self.controller: RankController | None = None
 
     def late(self, way: dict[str, Any]) -> Run:
-        """A copy of this run that goes on in its own way."""
+        """A copy of this run that continues in its own way."""
         other = copy.deepcopy(self)
         other.way = way
         stage = LateStage(target_size=TARGET, shrink=way.get("shrink", "surrogate"), steps=int(0.4 * self.steps))
@@ -140,7 +143,7 @@ class Run:
         return other
 
     def train(self, steps: int) -> None:
-        """Take steps: the rates rise over 80 steps and fall along a cosine over both stages."""
+        """Take steps: rates rise over 80 steps and fall along a cosine over both stages."""
         trains = [train for _, train in named_trains(self.model)]
         first = sum(map(stored, trains))
         for passed in range(steps):
@@ -191,7 +194,7 @@ def soft_threshold_(trains: list[Any], rate: float) -> None:
 
 @torch.no_grad()
 def soft_threshold_singular_values_(trains: list[Any], rate: float, optimizer: torch.optim.Optimizer) -> None:
-    """σ ← max(σ − rate · slope / mean slope · mean σ, 0) on each bond in turn; the norm of the weight is kept."""
+    """σ ← max(σ − rate · slope / mean slope · mean σ, 0) on each inner rank in turn; keeps the norm of the weight."""
     slopes = iter(SizeTable(trains).surrogate_grads())
     means = [float(slope[0]) for slope in SizeTable(trains).surrogate_grads()]
     mean = sum(means) / len(means)
@@ -223,7 +226,7 @@ def soft_threshold_singular_values_(trains: list[Any], rate: float, optimizer: t
 
 
 def _right_norms(cores: list[Tensor]) -> Tensor:
-    """Norm of each row of the merged right part."""
+    """Norm of each row of the merged cores on the right."""
     gram = torch.ones(1, 1, dtype=cores[0].dtype)
     for core in reversed(cores):
         gram = torch.einsum("rns,st,qnt->rq", core, gram, core)
@@ -234,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600, help="of each stage")
-    parser.add_argument("--ways", default=";".join(WAYS), help="which of the ways, separated by semicolons")
+    parser.add_argument("--ways", default=";".join(WAYS), help="ways to run, separated by semicolons")
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in options.ways.split(";")}
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""What physical shrinking does to a step: the six-encoder MNLI transformer before and after a cut to a part of it.
+"""What a cut does to a step: the six-encoder MNLI transformer before and after rounding to a fraction of its size.
 
-The same batch (32 pairs of 48 tokens, about what MNLI's pairs take), the same optimizer, float32; steps of the two
-models alternate in one process, and the ratio is that of the medians.
+The same batch (32 pairs of 48 tokens, about the length of MNLI's pairs) and optimizer, float32; steps of the two models
+alternate in one process, and the ratio is that of the medians.
 
     python benchmarks/shrunk_step.py [--target 0.2] [--batch 32] [--length 48] [--repeats 15]      2 minutes
 """
@@ -18,14 +18,14 @@ import torch
 from common import about, write
 
 import comera
-from comera.nn import fuse_
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.trainer.step import TrainStep
 
-SETTINGS = ((1, 0.1), (8, 0.1), (1, 0.0))  # ranks at multiples of, dropout
+SETTINGS = ((1, 0.1), (8, 0.1), (1, 0.0))  # multiple of the ranks, dropout
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[
     for name, model in models.items():
         fuse_(model)
         optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        steps[name] = TrainStep(model.train(), pair_loss, optimizer, clip=1.0)
+        steps[name] = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(options.repeats + 2):
         for name, step in steps.items():

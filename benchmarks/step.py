@@ -1,12 +1,12 @@
-"""One training step of the six-encoder MNLI transformer: dense, compressed as it is, compressed and fused.
+"""One training step of the six-encoder MNLI transformer: dense, compressed, compressed and fused.
 
-The model of the recipe, the same batch and optimizer for all (AdamW of `comera.trainer`, on dense weights as fast as the
-fused one of torch); dense attention is torch's SDPA. Steps of the sides alternate in one process and ratios are those
-of the medians; with one sample, where steps are short, in visits of four, the first of which is not counted. Each case
-has a process of its own: the memory that other models have left behind makes short steps slower. `--compile` adds dense
-and fused under torch.compile (minutes of compilation on a CPU). Where the processor has no arithmetic for bf16 a dense
-step in it takes half a minute with one sample, so that its first one is timed, and none is with 32; "fused, bf16" is
-held against dense in float32 there.
+The recipe's model, the same batch and optimizer for all sides (`comera.optim.adamw.AdamW`, as fast on dense weights
+as torch's fused one); dense attention is torch's SDPA. Steps of the sides alternate in one process, and ratios are
+those of the medians. With one sample, where steps are short, each visit is four steps, and the first is not counted.
+Each case runs in its own process, because memory left behind by other models slows short steps down. `--compile` adds
+dense and fused under torch.compile (minutes of compilation on a CPU). Without bf16 arithmetic a dense bf16 step takes
+half a minute with one sample, so its first step is the one timed, and none is timed with 32; "fused, bf16" compares
+with dense in float32 there.
 
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
 """
@@ -19,15 +19,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from common import about, in_turns, update
 
-from comera.nn import fuse_
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.mnli.recipe import build_model, pair_loss, preset
 from comera.trainer.step import TrainStep
 
 # name: batch, length, dropout, precision, goal for the ratio dense / fused
@@ -50,9 +51,9 @@ def make_step(side: str, batch: PairBatch, dropout: float, precision: str) -> Ca
     if kind == "fused":
         fuse_(model)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-    mode = "compile" if "compiled" in ways else "eager"
+    mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"
     precision = "bf16" if "bf16" in ways else precision
-    step = TrainStep(model.train(), pair_loss, optimizer, clip=1.0, precision=precision, mode=mode)
+    step = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode)
     return lambda: step([batch])
 
 
@@ -72,7 +73,7 @@ def main() -> None:
     ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(batch_size, length, dtype=torch.bool)
     batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
-    sides = (*SIDES, *COMPILED) if options.compile else SIDES
+    sides: tuple[str, ...] = (*SIDES, *COMPILED) if options.compile else SIDES
     if name == "batch 32":
         sides += ("fused, bf16",)
     steps = {side: make_step(side, batch, dropout, precision) for side in sides}

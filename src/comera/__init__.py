@@ -1,31 +1,51 @@
-"""CoMERA for PyTorch: rank-adaptive tensor-compressed training."""
+"""CoMERA for PyTorch: rank-adaptive tensor-compressed training.
 
-__version__ = "0.1.0"
+Names are imported on first use (PEP 562), so that `comera --help` does not wait for torch; type checkers and editors
+read them in `__init__.pyi`.
+"""
 
-from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
-from comera.errors import ComeraError
-from comera.optim.param_groups import param_groups
-from comera.pretrained import load_pretrained, save_pretrained
-from comera.rank.budget import round_
-from comera.rank.controller import RankController
-from comera.rank.objective import EarlyStage, LateStage
-from comera.rank.size import model_size
-from comera.recompute.blocks import recompute_
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "TT",
-    "TTM",
-    "ComeraError",
-    "EarlyStage",
-    "LateStage",
-    "RankController",
-    "TensorizeConfig",
-    "load_pretrained",
-    "materialize_",
-    "model_size",
-    "param_groups",
-    "recompute_",
-    "round_",
-    "save_pretrained",
-    "tensorize_",
-]
+from comera._version import __version__ as __version__
+
+# public name -> module that defines it
+_HOMES = {
+    "TT": "convert",
+    "TTM": "convert",
+    "ComeraError": "errors",
+    "EarlyStage": "rank",
+    "LateStage": "rank",
+    "RankController": "rank",
+    "TTMSpec": "tt.spec",
+    "TTSpec": "tt.spec",
+    "TensorizeConfig": "convert",
+    "fuse_": "fusion",
+    "load_pretrained": "pretrained",
+    "materialize_": "convert",
+    "model_size": "rank",
+    "param_groups": "optim.param_groups",
+    "recompute_": "recompute.blocks",
+    "round_": "rank",
+    "save_pretrained": "pretrained",
+    "tensorize_": "convert",
+}
+# imported as attributes: comera.nn.TTLinear
+_ROOMS = frozenset({"convert", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(f"comera.{_HOMES[name]}"), name)
+    elif name in _ROOMS:
+        value = import_module(f"comera.{name}")
+    else:
+        raise AttributeError(f"module 'comera' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES, *_ROOMS]

@@ -1,4 +1,4 @@
-"""`python -m comera` is `comera`."""
+"""`python -m comera` runs the command line."""
 
 import sys
 

@@ -1,37 +1,37 @@
-"""The errors a user can meet. Each says what was expected, what came, where, and what to do."""
+"""The errors that users see. Each message says what was expected, what came, where, and what to do."""
 
 
 class ComeraError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base class of all errors that comera raises on purpose."""
 
 
 class SpecError(ComeraError, ValueError):
-    """Modes, ranks or features that do not fit together."""
+    """Modes, ranks and features do not fit together."""
 
 
 class ConversionError(ComeraError, ValueError):
-    """A model that cannot be converted as asked; the model is left as it was."""
+    """A model cannot be converted as requested; it is unchanged."""
 
 
 class ConfigError(ComeraError, ValueError):
-    """A configuration with an unknown field or a value out of range."""
+    """A configuration has an unknown field or a value out of range."""
 
 
 class DataError(ComeraError, ValueError):
-    """Input data that is missing, empty or malformed."""
+    """Input data is missing, empty or malformed."""
 
 
 class CheckpointError(ComeraError, ValueError):
-    """A checkpoint that is truncated, foreign or of other shapes; nothing was loaded."""
+    """A checkpoint is truncated, foreign or has other shapes; nothing was loaded."""
 
 
 class RankError(ComeraError, ValueError):
-    """A rank-adaptation request that cannot be carried out; nothing was changed."""
+    """Rank adaptation cannot do what was requested; nothing was changed."""
 
 
 class TrainingError(ComeraError, RuntimeError):
-    """Training had to stop (NaN loss, ...); the last good checkpoint was kept."""
+    """Training had to stop, for example at a NaN loss; the last good checkpoint was kept."""
 
 
 class IdError(ComeraError, IndexError):
-    """A row id outside the embedding table."""
+    """A row id is outside the embedding table."""

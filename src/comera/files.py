@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: str | bytes | Callable[[Path], object]) -> Path:
-    """Write a file beside its place, flush it to the disk and rename it; returns `path`.
+    """Write a temporary file in the same folder, flush it to disk and rename it to `path`; returns `path`.
 
-    content: text (UTF-8), bytes, or a function that writes the file it is given.
-    Readers see the old file or the new one, never a part; after any error the old one is still there.
+    Readers see the old file or the new one, never a mixture. After an error the old file is unchanged.
+    content: text (written as UTF-8), bytes, or a function that writes to the path it is given.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
@@ -28,7 +28,7 @@ def replace_file(path: Path, content: str | bytes | Callable[[Path], object]) ->
 
 
 def flush(path: Path) -> None:
-    """Flush a file or folder to the disk (Windows cannot open folders)."""
+    """Flush a file or a folder to disk (Windows cannot open folders)."""
     if path.is_dir() and os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)

@@ -22,6 +22,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.optimizer import lr_multiplier
 from comera.trainer.step import StepResult, TrainStep
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 pytestmark = [
@@ -57,7 +58,7 @@ def make_step(mode: str, *, late: LateStage = STAGES["early"], loss: Any = loss_
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, rank_lr=5e-2), betas=(0.9, 0.99), fused=True)
     controller = RankController(model, EarlyStage(size_weight=0.1), late).attach(optimizer)
     torch.manual_seed(0)
-    return TrainStep(model, loss, optimizer, controller=controller, clip=0.5, mode=mode)  # type: ignore[arg-type]
+    return TrainStep(model, loss, optimizer, controller=controller, max_grad_norm=0.5, mode=mode)  # type: ignore[arg-type]
 
 
 def batches_of(step: int) -> list[Tensor]:
@@ -115,7 +116,7 @@ def test_a_step_that_waits_for_the_device_runs_eager_and_says_where() -> None:
     expected = take(eager, 12)
     torch.manual_seed(0)
     assert_same(graph, eager, take(graph, 12), expected)
-    assert graph.mode.startswith("eager (the host waits for the device at ")
+    assert graph.mode.startswith("eager (the host synchronizes with the device at ")
     assert graph.built == 0
 
 
@@ -168,7 +169,7 @@ def test_a_compressed_transformer_trains_in_each_mode(mode: str, precision: str)
             masked_loss,
             optimizer,
             controller=controller,
-            clip=1.0,
+            max_grad_norm=1.0,
             precision=precision,
             mode=way,  # type: ignore[arg-type]
         )
@@ -182,7 +183,7 @@ def test_a_compressed_transformer_trains_in_each_mode(mode: str, precision: str)
     torch.testing.assert_close(losses[mode], losses["eager"], rtol=0.05 if precision == "bf16" else 1e-3, atol=1e-3)
 
 
-class Task:
+class Toy(Task):
     """Predicts the next token."""
 
     name = "tiny"
@@ -207,8 +208,8 @@ def test_a_run_trains_from_graphs(tmp_path: Path) -> None:
     late = replace(STAGES["sensitivity"], start_step=12, steps=10)
     rates = {"lr": 2**-7, "rank_lr": 2**-5, "schedule": "constant", "warmup": 0.0}  # exact in float32
     config = TrainConfig(steps=40, accumulation=1, late=late, prune_every=15, progress=False, mode="graph", **rates)
-    graph = fit(Task(), config, tmp_path / "graph")
-    eager = fit(Task(), replace(config, mode="eager"), tmp_path / "eager")
+    graph = fit(Toy(), config, tmp_path / "graph")
+    eager = fit(Toy(), replace(config, mode="eager"), tmp_path / "eager")
     assert (graph.mode, eager.mode) == ("graph", "eager")
     assert graph.tensorized == eager.tensorized
     assert graph.held_out_loss == pytest.approx(eager.held_out_loss, rel=1e-6)

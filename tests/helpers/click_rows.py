@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comera.recipes.dlrm import criteo_columns, criteo_files, criteo_ids
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
-from comera.recipes.dlrm.criteo_columns import FEATURES
-from comera.recipes.dlrm.criteo_parse import CATEGORY, INTEGER, LABEL, TOO_FEW, TOO_MANY
+from comera.recipes.dlrm.criteo import columns as criteo_columns
+from comera.recipes.dlrm.criteo import files as criteo_files
+from comera.recipes.dlrm.criteo import ids as criteo_ids
+from comera.recipes.dlrm.criteo.columns import FEATURES
+from comera.recipes.dlrm.criteo.parse import CATEGORY, INTEGER, LABEL, TOO_FEW, TOO_MANY
 
 INTEGERS, CATEGORIES = 13, 26
 BAD_FIELDS = {
@@ -96,24 +98,24 @@ def write(path: Path, rows: Sequence[Sequence[str]]) -> Path:
 Naive = tuple[int, list[float], list[int]]
 
 
-def naive(line: bytes, labelled: bool = True) -> str | Naive:
+def naive(line: bytes, labeled: bool = True) -> str | Naive:
     """What is wrong with a line, or its label, logarithms and values."""
     fields = line.decode("latin-1").removesuffix("\r").split("\t")
-    expected = 39 + labelled
+    expected = 39 + labeled
     if len(fields) != expected:
         return TOO_FEW if len(fields) < expected else TOO_MANY
-    if labelled and fields[0] not in ("0", "1"):
+    if labeled and fields[0] not in ("0", "1"):
         return LABEL
     dense, values = [], []
-    for field in fields[labelled : labelled + INTEGERS]:
+    for field in fields[labeled : labeled + INTEGERS]:
         if field and (not re.fullmatch(r"-?[0-9]{1,10}", field) or not -(2**31) <= int(field) < 2**31):
             return INTEGER
         dense.append(float(np.float32(math.log1p(max(0, int(field or 0))))))
-    for field in fields[labelled + INTEGERS :]:
+    for field in fields[labeled + INTEGERS :]:
         if not re.fullmatch(r"[0-9a-fA-F]{0,8}", field):
             return CATEGORY
         values.append(int(field or "0", 16))
-    return int(fields[0]) if labelled else 0, dense, values
+    return int(fields[0]) if labeled else 0, dense, values
 
 
 ROWS = good_rows(1500, kinds=30)
@@ -137,7 +139,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, size: int = 8192, checkpoint: 
     for module in (criteo_files, criteo_columns):
         monkeypatch.setattr(module, "BLOCK", size)
     monkeypatch.setattr(criteo_columns, "CHECKPOINT", checkpoint)
-    monkeypatch.setattr(criteo_ids, "PIECE", size // 8)
+    monkeypatch.setattr(criteo_ids, "CHUNK", size // 8)
 
 
 def assert_same_rows(left: ClickData, right: ClickData) -> None:

@@ -1,4 +1,4 @@
-"""Run folders for the tests of the report, as `fit` leaves them, and pages taken apart."""
+"""Run folders as `fit` writes them, and parsed pages, for the tests of the report."""
 
 import json
 import struct
@@ -12,16 +12,16 @@ from comera.tt.shapes import tt_spec, ttm_spec
 
 TT = tt_spec(64, 48, order=4, rank=6)
 TTM = ttm_spec(500, 64, order=3, rank=5)
-NUMBERS = TT.numel + TT.rank_numel + TTM.numel + TTM.rank_numel
+PARAMETERS = TT.numel + TT.rank_numel + TTM.numel + TTM.rank_numel
 DENSE = TT.dense_numel + TTM.dense_numel
 
 
 def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: bool = True, ended: bool = True) -> Path:
-    """A small run as `fit` leaves it: ranks of the first chain fall to half, one prune in the middle."""
+    """A small run as `fit` writes it: all ranks fall to half, one pruning in the middle."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"recipe: code-lm\nmethod: {method}\ntrain:\n  steps: {steps}\n")
-    chains = {"embed.tt": TTM, "blocks.0.up.tt": TT} if method == "comera" else {}
-    stored = NUMBERS if chains else DENSE
+    trains = {"embed.tt": TTM, "blocks.0.up.tt": TT} if method == "comera" else {}
+    stored = PARAMETERS if trains else DENSE
     rows: list[dict[str, Any]] = []
     for step in range(steps + 1):
         at = {"step": step, "time": 20.0 * step}
@@ -30,22 +30,22 @@ def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: b
             rows.append(
                 {"kind": "train", **at, "loss": loss, "tokens": tokens, "step_time": 20.0, "lr": {"dense": 0.1}}
             )
-        if step == steps // 2 and step and chains:
+        if step == steps // 2 and step and trains:
             rows.append({"kind": "prune", **at, "before": stored + 9, "after": stored})
         if evals and step % 20 == 0 and step:
             rows.append({"kind": "eval", **at, "loss": loss + 0.1, "tokens": tokens})
         if step % 20 == 0:
             ranks = {
-                name: [max(1, r - r * step // (2 * max(steps, 1))) for r in s.inner_ranks] for name, s in chains.items()
+                name: [max(1, r - r * step // (2 * max(steps, 1))) for r in s.inner_ranks] for name, s in trains.items()
             }
-            size = {"total": stored + 100, "tensorized": stored if chains else 0, "active": stored // 2}
+            size = {"total": stored + 100, "tensorized": stored if trains else 0, "active": stored // 2}
             rows.append({"kind": "size", **at, **size, "ratio": 7.5, "tensorized_ratio": 8.0, "ranks": ranks})
     (folder / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows))
     layers = [
         LayerRow(name.removesuffix(".tt"), "Linear", "TTLinear", s, s.dense_numel, s.numel + s.rank_numel, None, "")
-        for name, s in chains.items()
+        for name, s in trains.items()
     ]
-    if chains:
+    if trains:
         layers.append(LayerRow("head", "Linear", "TTMProjection", TTM, 0, 0, None, "tied to embed"))
         layers.append(LayerRow("position", "Embedding", "Embedding", None, 100, 100, None, "left dense by an override"))
     (folder / "layers.json").write_text(json.dumps([layer.to_dict() for layer in layers]))
@@ -56,14 +56,14 @@ def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: b
             steps=steps,
             time=20.0 * steps,
             tokens=1000 * steps,
-            step_time=0.25 if chains else 1.0,
+            step_time=0.25 if trains else 1.0,
             peak_memory=2**28,
             held_out_loss=4.5 if evals else None,
             best_held_out_loss=4.5 if evals else None,
             parameters=stored + 100,
             size_bytes=4 * (stored + 100),
-            tensorized=stored if chains else 0,
-            tensorized_ratio=8.0 if chains else 1.0,
+            tensorized=stored if trains else 0,
+            tensorized_ratio=8.0 if trains else 1.0,
             ratio=7.5,
             stopped="time",
         ).write(folder / "summary.json")
@@ -71,7 +71,7 @@ def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: b
 
 
 class Page(HTMLParser):
-    """What a page holds; raises on tags that do not match."""
+    """A parsed page; raises on tags that do not match."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -119,25 +119,27 @@ def png_size(path: Path) -> tuple[int, ...]:
 
 
 def late_run(folder: Path) -> Path:
-    """The small run with a late stage from step 40 on, accuracy, sizes in its steps, and a rounding at the end."""
+    """The small run with a late stage from step 40, accuracies, a size at every step, and a final rounding."""
     write_run(folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         late = row["step"] > 40
         if row["kind"] == "train":
             row |= {
-                "size": NUMBERS - (row["step"] - 40) * 20 if late else NUMBERS,
+                "size": PARAMETERS - (row["step"] - 40) * 20 if late else PARAMETERS,
                 "stage": "late" if late else "early",
             }
         if row["kind"] == "eval":
             row |= {"metrics": {"accuracy": 0.4 + row["step"] / 1000}, "epoch": row["step"] / 20}
         if row["kind"] == "size" and row["step"] == 60:
-            row |= {"total": NUMBERS // 2 + 100, "tensorized": NUMBERS // 2}
+            row |= {"total": PARAMETERS // 2 + 100, "tensorized": PARAMETERS // 2}
     at = {"step": 40, "time": 800.0}
     rows.append(
-        {"kind": "stage", **at, "stage": "late", "target_size": NUMBERS // 2, "target_loss": 4.6, "size": NUMBERS}
+        {"kind": "stage", **at, "stage": "late", "target_size": PARAMETERS // 2, "target_loss": 4.6, "size": PARAMETERS}
     )
     end = {"step": 60, "time": 1200.0}
-    rows.append({"kind": "round", **end, "before": NUMBERS - 400, "after": NUMBERS // 2, "error": 0.1, "target": 1})
+    rows.append(
+        {"kind": "round", **end, "before": PARAMETERS - 400, "after": PARAMETERS // 2, "error": 0.1, "target": 1}
+    )
     (folder / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows))
     return folder

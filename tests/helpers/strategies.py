@@ -12,11 +12,11 @@ from torch import Tensor
 
 from comera.tt.spec import Spec, TTMSpec, TTSpec, rank_limits
 
-# A busy machine makes single examples slow: what a property costs is no part of it.
+# A busy machine makes single examples slow, and a property says nothing about time.
 settings.register_profile("comera", deadline=None)
 settings.load_profile("comera")
 
-# Largest mode by order, so that the dense weight stays below some ten thousand numbers.
+# Largest mode by order, so that the dense weight stays below some ten thousand elements.
 _LARGEST_TT = {2: 12, 3: 9, 4: 6, 5: 5, 6: 4, 7: 3, 8: 3}
 _LARGEST_TTM = {1: 12, 2: 8, 3: 4, 4: 3, 5: 2, 6: 2}
 
@@ -52,7 +52,7 @@ def specs(*, min_rank: int = 0, max_rank: int = 6) -> st.SearchStrategy[Spec]:
 
 
 def random_cores(spec: Spec, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Gaussian cores whose materialised weight has entries of order one."""
+    """Gaussian cores whose dense weight has entries of order one."""
     generator = torch.Generator().manual_seed(seed)
     cores = [torch.randn(shape, generator=generator, dtype=dtype) for shape in spec.core_shapes]
     return [core / max(1, core.shape[0]) ** 0.5 for core in cores]
@@ -66,10 +66,10 @@ def _features(modes: Sequence[int]) -> st.SearchStrategy[int]:
 
 @st.composite
 def _ranks(draw: st.DrawFn, sizes: Sequence[int], smallest: int, largest: int) -> tuple[int, ...]:
-    # one zero empties the whole chain: at most one bond in a fifth of the examples is cut, not one in each
+    # one zero makes the whole weight zero: so a fifth of the examples has one, not every example
     limits = rank_limits(sizes)[1:-1]
     low = max(1, smallest)
-    bonds = [draw(st.integers(min(low, limit), min(largest, limit))) for limit in limits]
-    if bonds and smallest == 0 and draw(st.integers(0, 4)) == 4:
-        bonds[draw(st.integers(0, len(bonds) - 1))] = 0
-    return (1, *bonds, 1)
+    ranks = [draw(st.integers(min(low, limit), min(largest, limit))) for limit in limits]
+    if ranks and smallest == 0 and draw(st.integers(0, 4)) == 4:
+        ranks[draw(st.integers(0, len(ranks) - 1))] = 0
+    return (1, *ranks, 1)

@@ -1,4 +1,4 @@
-"""A recorder of graphs for the CPU: what a step does to tensors is written down, and done again without its Python."""
+"""A stand-in for CUDA graphs on the CPU: it records the operations of a step and runs them again without its Python."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,16 +12,16 @@ HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero
 
 
 class Tape(TorchDispatchMode):
-    """The operations of a step, with the memory that they read and write, as a CUDA graph knows it."""
+    """The operations of a step with the memory that they read and write, which is all that a CUDA graph knows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self.before: list[tuple[Tensor, Tensor]] = []  # what was written to, and what it held
+        self.before: list[tuple[Tensor, Tensor]] = []  # each tensor written, and its values before
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operation in HOST_READS:
-            raise RuntimeError(f"{operation} waits for the device\nmore lines")
+            raise RuntimeError(f"{operation} synchronizes with the device\nmore lines")
         args, kwargs = (memory(args), memory(kwargs or {}))
         self.before += [(t, t.clone()) for t in written(operation, args, kwargs)]
         result = operation(*args, **kwargs)
@@ -42,16 +42,16 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """Records steps on tapes; counts what it is asked for. against: what watched warm-ups find."""
+    """Records steps on tapes, and counts its calls. reason: what watched warm-ups return."""
 
-    def __init__(self, against: str = "") -> None:
+    def __init__(self, reason: str = "") -> None:
         self.warm_ups, self.watched, self.captures, self.replays = 0, 0, 0, 0
-        self.against = against
+        self.reason = reason
 
     def warm_up(self, step: Callable[[], Any], *, watch: bool) -> tuple[Any, str]:
         self.warm_ups += 1
         self.watched += watch
-        return step(), self.against if watch else ""
+        return step(), self.reason if watch else ""
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         random_state = torch.get_rng_state()
@@ -74,8 +74,9 @@ class TapeRecorder:
 
 
 def memory(value: Any) -> Any:
-    """The same tensors by their memory: what a Parameter is given later is other memory."""
-    return tree_map_only(Tensor, Tensor.detach, value)
+    """The same tensors by their memory alone: a Parameter may get other memory later, and a replay, as that of a CUDA
+    graph, leaves the versions of what it writes."""
+    return tree_map_only(Tensor, lambda tensor: tensor.data, value)
 
 
 def tensors(value: Any) -> list[Tensor]:

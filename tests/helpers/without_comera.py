@@ -1,4 +1,4 @@
-"""Runs a program of torch.export in a fresh Python that can import neither this library nor transformers."""
+"""Runs a torch.export program in a fresh process that can import neither comera nor transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(sorted(name for name in ("comera", "transformers") if name in sys.modules)
 
 
 def run_without_comera(program: Path, batches: Sequence[Sequence[Tensor] | Mapping[str, Tensor]]) -> list[Any]:
-    """What the program makes of each batch, a list of arguments or a mapping from their names."""
+    """The program's outputs for each batch, which is a list of arguments or a mapping from their names."""
     calls = [((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {}) for batch in batches]
     inputs, outputs = program.with_name("inputs.pt"), program.with_name("outputs.pt")
     torch.save(calls, inputs)

@@ -28,13 +28,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @st.composite
-def models(draw: st.DrawFn, *, inactive: bool = True) -> nn.ModuleList:
-    """One to three layers of either format, embeddings with a tied head; some rank parameters may be inactive."""
+def models(draw: st.DrawFn, *, pruned: bool = True) -> nn.ModuleList:
+    """One to three layers of either format, embeddings with a tied head; some gates may be pruned."""
     layers: list[nn.Module] = []
     for seed, spec in enumerate(draw(st.lists(specs(), min_size=1, max_size=3))):
-        entry = st.sampled_from([1.0, 0.4, 1.7] + inactive * [0.01, -0.3])
-        bonds = [draw(st.lists(entry, min_size=rank, max_size=rank)) for rank in spec.inner_ranks]
-        rank_params = [torch.tensor(bond, dtype=torch.float64) for bond in bonds]
+        entry = st.sampled_from([1.0, 0.4, 1.7] + pruned * [0.01, -0.3])
+        gates = [draw(st.lists(entry, min_size=rank, max_size=rank)) for rank in spec.inner_ranks]
+        rank_params = [torch.tensor(values, dtype=torch.float64) for values in gates]
         train = TensorTrain.from_tensors(spec, random_cores(spec, seed=seed), rank_params, init_std=1.0)
         layers += [TTLinear(train)] if isinstance(spec, TTSpec) else [TTMEmbedding(train), TTMProjection(train)]
     return nn.ModuleList(layers)
@@ -48,22 +48,22 @@ def target_of(data: st.DataObject, model: nn.Module, multiple: int = 1) -> int:
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
-    """The weight of each chain with its padding, an axis per core."""
+    """The weight of each tensor train with its padding, an axis per core."""
     return [merge(train.effective_cores()).detach().reshape(train.spec.sizes) for _, train in named_trains(model)]
 
 
 def unfoldings(weight: Tensor) -> list[Tensor]:
-    """The matrix at each inner bond."""
+    """The matrix at each inner rank."""
     return [weight.flatten(0, k).flatten(1) for k in range(weight.ndim - 1)]
 
 
 def usable(spec: Spec) -> tuple[int, ...]:
     """Ranks without what their neighbours cannot use."""
-    chain, sizes = list(spec.ranks), spec.sizes
+    ranks, sizes = list(spec.ranks), spec.sizes
     for _ in range(spec.order):
         for k in range(1, spec.order):
-            chain[k] = min(chain[k], chain[k - 1] * sizes[k - 1], sizes[k] * chain[k + 1])
-    return tuple(chain[1:-1])
+            ranks[k] = min(ranks[k], ranks[k - 1] * sizes[k - 1], sizes[k] * ranks[k + 1])
+    return tuple(ranks[1:-1])
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,7 +90,7 @@ def test_the_target_is_met_and_the_errors_are_those_of_the_weights(model: nn.Mod
             continue
         assert row.after == usable(train.spec)
         assert all(0 < after <= before for after, before in zip(row.after, row.before, strict=True))
-        # TT-SVD: no better than the best of one bond's rank, no worse than all bonds' losses together
+        # TT-SVD: no better than the best at one inner rank, no worse than the losses at all of them together
         tails = [
             float(torch.linalg.svdvals(matrix)[rank:].square().sum())
             for matrix, rank in zip(unfoldings(weight), row.after, strict=True)
@@ -116,8 +116,8 @@ def test_ranks_stay_at_multiples_or_at_what_can_be_used(
 
 
 @settings(max_examples=40, deadline=None)
-@given(model=models(inactive=False), data=st.data())
-def test_what_is_left_over_is_too_little_for_any_bond(model: nn.ModuleList, data: st.DataObject) -> None:
+@given(model=models(pruned=False), data=st.data())
+def test_what_is_left_over_is_too_little_for_any_rank(model: nn.ModuleList, data: st.DataObject) -> None:
     before = {name: train.spec for name, train in named_trains(model)}
     report = round_(model, target_of(data, model))
     for name, train in named_trains(model):
@@ -131,7 +131,7 @@ def test_what_is_left_over_is_too_little_for_any_bond(model: nn.ModuleList, data
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @settings(max_examples=20, deadline=None)
 @given(model=models(), data=st.data())
-def test_rounded_chains_lose_their_state_others_keep_it_and_steps_go_on(
+def test_rounded_trains_lose_their_state_others_keep_it_and_steps_go_on(
     kind: str, model: nn.ModuleList, data: st.DataObject
 ) -> None:
     target = target_of(data, model)
@@ -160,21 +160,21 @@ def test_rounded_chains_lose_their_state_others_keep_it_and_steps_go_on(
 
 @settings(max_examples=25, deadline=None)
 @given(model=models(), data=st.data(), bad=st.sampled_from([float("nan"), float("inf"), float("-inf")]))
-def test_numbers_that_are_not_finite_change_nothing(model: nn.ModuleList, data: st.DataObject, bad: float) -> None:
+def test_parameters_that_are_not_finite_change_nothing(model: nn.ModuleList, data: st.DataObject, bad: float) -> None:
     target = target_of(data, model)
     assume(target < model_size(model).tensorized)
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    chained = [p for _, train in named_trains(model) for p in train.parameters() if p.numel()]
+    compressed = [p for _, train in named_trains(model) for p in train.parameters() if p.numel()]
     with torch.no_grad():
-        data.draw(st.sampled_from(chained)).view(-1)[0] = bad
-    numbers, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+        data.draw(st.sampled_from(compressed)).view(-1)[0] = bad
+    values, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     specs_before = [train.spec for _, train in named_trains(model)]
     with pytest.raises(RankError, match=r"holds NaN or infinite values.*nothing was rounded"):
         round_(model, target, optimizers=[optimizer])
     assert [train.spec for _, train in named_trains(model)] == specs_before
     for key, value in model.state_dict().items():
-        torch.testing.assert_close(value, numbers[key], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(value, values[key], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Pruning against masking over random activity: the same function, the same next step, whole layers dying too."""
+"""Pruning against masking over random gates: the same function, the same next step, with whole layers pruned too."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from comera.nn.tensor_train import named_trains
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage
-from comera.rank.size import surrogate, unpruned_ranks, unpruned_size
+from comera.rank.size import SizeTable, unpruned_ranks, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": lambda groups: torch.optim.Adagrad(groups),
 }
 IDS = torch.tensor([[0, 3, 10, 3], [7, 1, 1, 9]])
-BONDS = [(3, 2), (3, 5, 2), (4,)]  # of the table, of the first and of the second linear layer
+INNER_RANKS = [(3, 2), (3, 5, 2), (4,)]  # of the table, of the first and of the second linear layer
 
 
 class Net(nn.Module):
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        table, first, second = ((1, *bonds, 1) for bonds in BONDS)
+        table, first, second = ((1, *inner, 1) for inner in INNER_RANKS)
         self.embedding = TTMEmbedding(TTMSpec(11, 6, (3, 2, 2), (2, 3, 1), table))
         self.first = TTLinear(TTSpec(6, 10, (3, 2), (5, 2), first))
         self.second = TTLinear(TTSpec(10, 6, (10,), (6,), second), bias=False)
@@ -50,11 +50,11 @@ class Net(nn.Module):
         return logits
 
 
-def activity() -> st.SearchStrategy[list[list[float]]]:
-    """Rank parameters of every bond: well above the threshold, at it or below it; now and then a whole bond dies."""
+def gate_values() -> st.SearchStrategy[list[list[float]]]:
+    """Gates of every inner rank, well above the threshold, at it or below; now and then all of one rank are pruned."""
     entry = st.sampled_from([1.0, 0.4, 1.7, 0.01, 0.0, -0.3])
-    bond = lambda rank: st.lists(entry, min_size=rank, max_size=rank) | st.just([0.0] * rank)  # noqa: E731
-    return st.tuples(*(bond(rank) for bonds in BONDS for rank in bonds)).map(list)
+    vector = lambda rank: st.lists(entry, min_size=rank, max_size=rank) | st.just([0.0] * rank)  # noqa: E731
+    return st.tuples(*(vector(rank) for inner in INNER_RANKS for rank in inner)).map(list)
 
 
 @cache
@@ -67,15 +67,15 @@ def warmed(optimizer: str, dtype: torch.dtype) -> tuple[Net, Any, float]:
         backward(net)
         optim.step()
         optim.zero_grad()
-    return net, optim, sum(surrogate(train).item() for _, train in named_trains(net))
+    return net, optim, sum(SizeTable([train]).surrogate().item() for _, train in named_trains(net))
 
 
 def trained(optimizer: str, dtype: torch.dtype, pattern: list[list[float]]) -> tuple[Net, Any, float]:
     """A warmed net of its own, with the rank parameters set to `pattern`."""
     net, optim, surrogate_0 = copy.deepcopy(warmed(optimizer, dtype))
-    bonds = [d for _, train in named_trains(net) for d in train.rank_params]
+    gates = [d for _, train in named_trains(net) for d in train.rank_params]
     with torch.no_grad():
-        for d, values in zip(bonds, pattern, strict=True):
+        for d, values in zip(gates, pattern, strict=True):
             d.copy_(torch.tensor(values))
     return net, optim, surrogate_0
 
@@ -87,15 +87,15 @@ def backward(net: Net) -> Tensor:
 
 
 def kept(net: Net, multiple: int = 1) -> dict[str, list[Tensor]]:
-    """Per chain the active entries of each bond with the boundaries, and up to a multiple the largest others; none at
-    all when a bond is dead."""
+    """Per tensor train the unpruned gates of each inner rank with the boundaries, and the largest others up to a
+    multiple; none at all if every gate of some rank is pruned."""
     found = {}
     for name, train in named_trains(net):
         keep = []
         for d, mask in zip(train.rank_params, train.unpruned(), strict=True):
             others = sorted((~mask).nonzero().flatten().tolist(), key=lambda j, d=d: (-float(d[j].detach()), j))
-            active = mask.nonzero().flatten().tolist()
-            keep.append(torch.tensor(sorted(active + others[: -len(active) % multiple]), dtype=torch.long))
+            unpruned = mask.nonzero().flatten().tolist()
+            keep.append(torch.tensor(sorted(unpruned + others[: -len(unpruned) % multiple]), dtype=torch.long))
         if any(k.numel() == 0 for k in keep):
             keep = [k[:0] for k in keep]
         found[name] = [torch.tensor([0]), *keep, torch.tensor([0])]
@@ -104,12 +104,12 @@ def kept(net: Net, multiple: int = 1) -> dict[str, list[Tensor]]:
 
 def restrict(name: str, tensor: Tensor, keep: dict[str, list[Tensor]]) -> Tensor:
     """The kept part of a tensor that has the shape of the parameter `name`."""
-    for train, bonds in keep.items():
+    for train, kept_gates in keep.items():
         if name.startswith(f"{train}.cores."):
             k = int(name.rsplit(".", 1)[1])
-            return tensor[bonds[k]][..., bonds[k + 1]]
+            return tensor[kept_gates[k]][..., kept_gates[k + 1]]
         if name.startswith(f"{train}.rank_params."):
-            return tensor[bonds[int(name.rsplit(".", 1)[1]) + 1]]
+            return tensor[kept_gates[int(name.rsplit(".", 1)[1]) + 1]]
     return tensor
 
 
@@ -126,7 +126,7 @@ def assert_same_step(masked: Net, masked_optim: Any, cut: Net, cut_optim: Any, k
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @settings(max_examples=10, deadline=None)
-@given(pattern=activity(), prune_first=st.booleans(), multiple=st.sampled_from([1, 1, 2, 4]))
+@given(pattern=gate_values(), prune_first=st.booleans(), multiple=st.sampled_from([1, 1, 2, 4]))
 def test_the_next_step_is_the_masked_one(
     optimizer: str, pattern: list[list[float]], prune_first: bool, multiple: int
 ) -> None:
@@ -163,13 +163,13 @@ def test_the_next_step_is_the_masked_one(
 
 
 @settings(max_examples=30, deadline=None)
-@given(pattern=activity(), dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_the_function_is_unchanged_and_the_model_holds_what_was_active(
+@given(pattern=gate_values(), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_the_function_is_unchanged_and_the_model_holds_what_was_unpruned(
     pattern: list[list[float]], dtype: torch.dtype
 ) -> None:
     net, _, _ = trained("sgd-momentum", dtype, pattern)
     before, keep = net(IDS).detach(), kept(net)
-    alive = {name: all(unpruned_ranks(train)) for name, train in named_trains(net)}
+    nonzero = {name: all(unpruned_ranks(train)) for name, train in named_trains(net)}
     sizes = {name: unpruned_size(train) for name, train in named_trains(net)}
     parameters = {name: restrict(name, p.detach(), keep).clone() for name, p in net.named_parameters()}
     report = RankController(net).prune_()
@@ -178,7 +178,7 @@ def test_the_function_is_unchanged_and_the_model_holds_what_was_active(
     for name, p in net.named_parameters():
         assert torch.equal(p.detach(), parameters[name]), name
     for name, train in named_trains(net):
-        assert train.spec.numel == unpruned_size(train) == (sizes[name] if alive[name] else 0)
+        assert train.spec.numel == unpruned_size(train) == (sizes[name] if nonzero[name] else 0)
         assert all(mask.all() for mask in train.unpruned())
     assert report.after == sum(p.numel() for _, train in named_trains(net) for p in train.parameters())
     assert report.changed == (report.after < report.before)

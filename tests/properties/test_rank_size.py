@@ -1,4 +1,4 @@
-"""S and Ŝ over random chains: one formula, whether masked, pruned or counted side by side."""
+"""S and Ŝ over random tensor trains: one formula, whether masked, pruned or counted in one table."""
 
 from math import prod
 
@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.size import SizeTable, surrogate_grads, unpruned_ranks, unpruned_size
+from comera.rank.size import SizeTable, unpruned_ranks, unpruned_size
 from comera.tt.spec import TTMSpec, clip_ranks
 
 
 @st.composite
 def trains(draw: st.DrawFn) -> TensorTrain:
-    """Tables of order 1 to 6 and ranks 0 to 5; rank parameters on both sides of the threshold."""
+    """Tables of order 1 to 6 and ranks 0 to 5; gates on both sides of the threshold."""
     modes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=6))
     rows, cols = tuple(m for m, _ in modes), tuple(n for _, n in modes)
     ranks = clip_ranks(draw(st.integers(0, 5)), [m * n for m, n in modes])
@@ -26,11 +26,11 @@ def trains(draw: st.DrawFn) -> TensorTrain:
 
 
 @settings(max_examples=30, deadline=None)
-@given(chains=st.lists(trains(), min_size=1, max_size=3))
-def test_the_gradient_is_that_of_the_surrogate_for_any_chains(chains: list[TensorTrain]) -> None:
-    table = SizeTable(chains)
+@given(drawn=st.lists(trains(), min_size=1, max_size=3))
+def test_the_gradient_is_that_of_the_surrogate_for_any_trains(drawn: list[TensorTrain]) -> None:
+    table = SizeTable(drawn)
     expected = [torch.zeros_like(d) for d in table.rank_params]
-    for train in chains:
+    for train in drawn:
         if len(train.rank_params):
             value = SizeTable([train]).surrogate()
             auto = iter(torch.autograd.grad(value, list(train.rank_params)))
@@ -42,13 +42,13 @@ def test_the_gradient_is_that_of_the_surrogate_for_any_chains(chains: list[Tenso
 
 @settings(max_examples=30, deadline=None)
 @given(train=trains())
-def test_with_active_entries_of_one_the_surrogate_is_the_size(train: TensorTrain) -> None:
+def test_with_unpruned_gates_of_one_the_surrogate_is_the_size(train: TensorTrain) -> None:
     with torch.no_grad():
-        for d, active in zip(train.rank_params, train.unpruned(), strict=True):
-            d[active] = 1.0
+        for d, unpruned in zip(train.rank_params, train.unpruned(), strict=True):
+            d[unpruned] = 1.0
     assert SizeTable([train]).surrogate().item() == unpruned_size(train)
     ranks = (1, *unpruned_ranks(train), 1)
     assert unpruned_size(train) == sum(ranks[k] * n * ranks[k + 1] for k, n in enumerate(train.spec.sizes))
-    for k, grad in enumerate(surrogate_grads(train)):
+    for k, grad in enumerate(SizeTable([train]).surrogate_grads()):
         slope = ranks[k] * train.spec.sizes[k] + train.spec.sizes[k + 1] * ranks[k + 2]
         assert set(grad.tolist()) <= {0.0, float(slope)}

@@ -24,7 +24,7 @@ def digits(index, modes):
 
 
 def entry(spec, cores, row, col):
-    """W[row, col] by METHOD §1: a product of one matrix per core."""
+    """W[row, col] by docs/method.md §1: a product of one matrix per core."""
     if isinstance(spec, TTMSpec):
         pairs = zip(cores, digits(row, spec.row_modes), digits(col, spec.col_modes), strict=True)
         matrices = [core[:, i, j] for core, i, j in pairs]
@@ -38,7 +38,7 @@ def entry(spec, cores, row, col):
 
 
 def unfoldings(spec, weight):
-    """Matrices of bonds 1 .. order-1, whose best low-rank errors bound the error of any chain."""
+    """Matrices at inner ranks 1 .. order-1, whose best low-rank errors bound the error of any train."""
     tensor = fold(spec, weight)
     return [tensor.reshape(prod(spec.sizes[:k]), -1) for k in range(1, spec.order)]
 
@@ -99,10 +99,10 @@ def test_tt_svd_is_quasi_optimal(spec, seed):
 
 
 @given(specs(), st.floats(0.01, 0.99), st.integers(0, 2**16))
-def test_tt_svd_keeps_a_wanted_error(spec, wanted, seed):
+def test_tt_svd_keeps_an_allowed_error(spec, allowed, seed):
     weight = torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    found = tt_svd(weight, spec.with_ranks(10**9), rel_error=wanted)
-    assert found.error <= wanted
+    found = tt_svd(weight, spec.with_ranks(10**9), rel_error=allowed)
+    assert found.error <= allowed
     assert all(found.spec.inner_ranks)
 
 
@@ -117,10 +117,10 @@ def test_rounding_makes_the_error_that_it_returns(spec, cap, seed):
 
 
 @given(specs(min_rank=1), st.floats(0.0, 0.9), st.integers(0, 2**16))
-def test_rounding_keeps_a_wanted_error_and_never_needs_more_ranks(spec, wanted, seed):
+def test_rounding_keeps_an_allowed_error_and_never_needs_more_ranks(spec, allowed, seed):
     cores = random_cores(spec, seed=seed)
     full = merge(cores)
     assume(float(full.norm()) > 1e-6)
-    found = round_cores(spec, cores, rel_error=wanted)
-    assert float((full - merge(found.cores)).norm()) <= (wanted + 1e-10) * float(full.norm())
+    found = round_cores(spec, cores, rel_error=allowed)
+    assert float((full - merge(found.cores)).norm()) <= (allowed + 1e-10) * float(full.norm())
     assert found.spec.numel <= spec.numel

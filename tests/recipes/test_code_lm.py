@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import BertForMaskedLM
 
-from comera.baselines import Method
+from comera.baselines import METHODS, Method
 from comera.errors import ConfigError, DataError
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import TTLinear
@@ -27,7 +27,6 @@ from comera.recipes.code_lm.recipe import (
     build_model,
     masked_loss,
 )
-from comera.recipes.methods import METHODS
 from comera.trainer.config import TrainConfig
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it

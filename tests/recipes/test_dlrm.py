@@ -16,8 +16,8 @@ import torch
 import yaml
 from torch import nn
 
-from comera.cli.main import main as cli
-from comera.cli.main import options
+from comera.cli import main as cli
+from comera.cli import options
 from comera.errors import ConfigError
 from comera.nn import TTMEmbeddingBag
 from comera.pretrained import load_pretrained
@@ -60,7 +60,7 @@ def data(data_config: CriteoConfig) -> ClickData:
 @pytest.fixture
 def config(data_config: CriteoConfig, tmp_path: Path) -> DLRMTaskConfig:
     train = TrainConfig(
-        epochs=1, batch_size=BATCH, lr=1e-3, core_lr=5e-3, clip=1.0, log_every=1, progress=False, device="cpu"
+        epochs=1, batch_size=BATCH, lr=1e-3, core_lr=5e-3, max_grad_norm=1.0, log_every=1, progress=False, device="cpu"
     )
     return DLRMTaskConfig(
         out=str(tmp_path / "run"),
@@ -175,7 +175,7 @@ def test_runs_meet_the_batches_of_one_sequence(config: DLRMTaskConfig, data: Cli
         assert same(task.train_batch(step, micro, rank, 2), data.train_batch(index, BATCH, seed=0))
 
 
-def test_the_dense_twin_is_as_long_as_the_early_stage_and_one_late_stage(config: DLRMTaskConfig) -> None:
+def test_the_dense_baseline_is_as_long_as_the_early_stage_and_one_late_stage(config: DLRMTaskConfig) -> None:
     dense = replace(config, method="dense")
     summary = dlrm.run(dense)
     assert (summary.steps, summary.tensorized) == (3 * EPOCH, 0)
@@ -307,7 +307,7 @@ def test_estimate_shows_the_dense_model_that_cannot_run() -> None:
     assert sparse.gradients < 2048 * 26 * (128 * 4 + 8) + 10**7
 
 
-def test_a_dense_twin_that_does_not_fit_is_refused_with_its_estimate(
+def test_a_dense_baseline_that_does_not_fit_is_refused_with_its_estimate(
     config: DLRMTaskConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need = dlrm.estimate(config)
@@ -326,18 +326,18 @@ def test_the_defaults_fit_the_synthetic_log(tmp_path: Path) -> None:
     sizes = prepare(replace(config.data, cache=str(tmp_path)), quiet=True).table_sizes
     with torch.device("meta"):
         model, _ = build_model(config, sizes)
-    chains = [table for table in model.tables if isinstance(table, TTMEmbeddingBag)]
-    assert len(chains) == sum(size >= config.compress.min_rows for size in sizes) >= 5
+    compressed = [table for table in model.tables if isinstance(table, TTMEmbeddingBag)]
+    assert len(compressed) == sum(size >= config.compress.min_rows for size in sizes) >= 5
     assert sum(p.numel() for p in model.tables.parameters()) <= config.model.dim * sum(sizes) / config.compress.ratio
 
 
 def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> None:
     train = dlrm.preset().train
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"method": "galore"}, "dlrm compares dense and comera, got 'galore'"),
+        ({"method": "galore"}, "dlrm supports dense and comera, got 'galore'"),
         ({"preset": "best"}, "preset must be one of sample, kaggle, got 'best'"),
         ({"optimizer": "lion"}, "optimizer must be one of adamw, adagrad, sgd, got 'lion'"),
-        ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
+        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
         ({"late_epochs": float("nan")}, "late_epochs must be a number > 0, got nan"),
         ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),
@@ -346,16 +346,16 @@ def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> N
         with pytest.raises(ConfigError, match=said):
             DLRMTaskConfig(**fields)
     out_of_range: list[tuple[dict[str, Any], str]] = [
-        ({"ratio": 1.0}, "compress.ratio must be a number above 1, got 1.0"),
-        ({"min_rows": 0}, "compress.min_rows must be at least 1"),
-        ({"order": 5}, "compress.order must be one of 2, 3, 4, or none, got 5"),
-        ({"mlp_rank": -1}, "compress.mlp_rank must be 0 or a number above"),
-        ({"mlp_order": 1}, "compress.mlp_order must be from 2 to 8"),
+        ({"ratio": 1.0}, "compress.ratio: expected a number > 1, got 1.0"),
+        ({"min_rows": 0}, "compress.min_rows: expected at least 1"),
+        ({"order": 5}, "compress.order: expected one of 2, 3, 4, or none, got 5"),
+        ({"mlp_rank": -1}, "compress.mlp_rank: expected a number >= 0"),
+        ({"mlp_order": 1}, "compress.mlp_order: expected from 2 to 8"),
     ]
     for fields, said in out_of_range:
         with pytest.raises(ConfigError, match=said):
             CompressConfig(**fields)
-    with pytest.raises(ConfigError, match=r"compress.ratio 1e\+06 leaves 0 numbers"):
+    with pytest.raises(ConfigError, match=r"compress.ratio 1e\+06 leaves 0 parameters"):
         dlrm.run(replace(config, compress=CompressConfig(ratio=1e6, min_rows=300)))
     assert not config.folder.exists()
 
@@ -380,4 +380,4 @@ def test_the_command_line_takes_presets_and_nested_fields(capsys: pytest.Capture
     assert (config.model.dim, config.model.top, config.optimizer, config.compress.order) == (128, (64,), "adagrad", 3)
     assert runs(config) == {"early": Path("o/early"), "late 0.5": Path("o/late-0.5")}
     assert cli.main(["train", "dlrm", "--method", "cola"]) == 2
-    assert "dlrm compares dense and comera" in capsys.readouterr().err
+    assert "dlrm supports dense and comera" in capsys.readouterr().err

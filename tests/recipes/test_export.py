@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from comera import load_pretrained
-from comera.cli.main import main, options
+from comera.cli import options
+from comera.cli.main import main
 from comera.nn.tensor_train import CompressedLayer
 from comera.rank.objective import EarlyStage
 from comera.recipes.bert import ModelConfig
@@ -133,7 +134,7 @@ def test_a_program_runs_without_this_library(run: Run, tmp_path: Path, capsys: p
     assert main(["export", str(run.folder), "--to", "program", "--out", str(out)]) == 0
     shown, named = capsys.readouterr().out, ", ".join(f"{name}=..." for name in run.inputs(2))
     assert shown.startswith(f"{out}: ")
-    assert f"to run it: torch.export.load('{out}').module()({named})" in shown
+    assert f"run it with torch.export.load('{out}').module()({named})" in shown
     batches = [run.inputs(rows) for rows in (1, 5)]
     with torch.no_grad():
         wanted = [run.logits(run.model, rows) for rows in (1, 5)]
@@ -181,7 +182,7 @@ def test_runs_of_other_methods_leave_in_the_forms_that_they_have(
     if method == "dense":
         assert main(["export", str(run), "--to", "dense", "--out", str(tmp_path / "dense")]) == 0
     else:
-        assert "no place in the dense" in refused(capsys, run, tmp_path / "dense", "--to", "dense")
+        assert "do not fit the dense" in refused(capsys, run, tmp_path / "dense", "--to", "dense")
 
 
 def refused(capsys: pytest.CaptureFixture[str], path: Path, out: Path, *options: str) -> str:
@@ -199,7 +200,7 @@ def test_what_is_no_run_is_refused(code: Run, tmp_path: Path, capsys: pytest.Cap
     assert "found nothing" in refused(capsys, tmp_path / "nowhere", out, *to)
     (tmp_path / "file").write_text("")
     assert "found a file" in refused(capsys, tmp_path / "file", out, *to)
-    assert "found a folder of something else" in refused(capsys, tmp_path, out, *to)
+    assert "found another folder" in refused(capsys, tmp_path, out, *to)
     assert "with several (run)" in refused(capsys, code.folder.parent, out, *to)
     empty = shutil.copytree(code.folder, tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
     assert "expected checkpoints" in refused(capsys, empty, out, *to)
@@ -224,8 +225,8 @@ def test_an_unfinished_or_damaged_checkpoint_is_refused(damaged: Path, capsys: p
     trainer, weights = damaged / "trainer.json", damaged / "model.safetensors"
     whole = trainer.read_text()
     for text, said in [
-        (whole[:-9], "expected a whole trainer.json"),
-        ("{}", "expected a whole trainer.json"),
+        (whole[:-9], "expected a complete trainer.json"),
+        ("{}", "expected a complete trainer.json"),
         (whole.replace('"recipe": "code-lm"', '"recipe": "mine"'), "got one of 'mine'"),
     ]:
         trainer.write_text(text)
@@ -244,10 +245,6 @@ def test_what_is_there_is_kept(code: Run, tmp_path: Path, capsys: pytest.Capture
     assert main(["export", str(code.folder), "--to", "dense", "--out", str(out), "--overwrite"]) == 0
     assert not (out / "comera.json").exists()
     assert "an earlier export to overwrite" in refused(capsys, code.folder, code.folder, "--to", "dense", "--overwrite")
-
-
-def test_onnx_names_the_package_that_it_takes(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "the package onnxscript" in refused(capsys, code.folder, tmp_path / "out", "--to", "onnx")
 
 
 def test_only_runs_of_dlrm_are_scored(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

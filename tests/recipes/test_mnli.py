@@ -1,4 +1,4 @@
-"""The MNLI recipe end to end, small: its model, its batches, the early stage and the late ones, its dense twin."""
+"""The MNLI recipe end to end, small: its model, its batches, the early and late stages, the dense baseline."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import pytest
 import torch
 import yaml
 
-from comera.baselines import Method
-from comera.cli.main import options
+from comera.baselines import METHODS, Method
+from comera.cli import options
 from comera.errors import ConfigError, DataError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import model_size
 from comera.recipes import stages
 from comera.recipes.bert import ModelConfig
-from comera.recipes.methods import METHODS
 from comera.recipes.mnli import recipe as mnli
 from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, PairBatch, prepare
 from comera.recipes.mnli.recipe import CompressConfig, MNLIConfig, MNLITask, build_model, pair_loss, scores
@@ -37,7 +36,7 @@ EPOCH = 8  # steps: the last batch has four pairs
 
 
 def rows(count: int) -> Iterator[dict[str, str]]:
-    """Pairs of sentences of several lengths, whose label one word tells; the labels in turn."""
+    """Sentence pairs of several lengths; one word determines the label, and labels alternate."""
     names = product(("a man", "the old woman", "a dog", "one of the children"), ("eats", "sees the red house", "runs"))
     for number, ((who, does), (word, label)) in enumerate(product(list(names) * 2, ANSWERS.items())):
         if number == count:
@@ -257,7 +256,7 @@ def test_late_stages_start_from_the_early_one_and_meet_their_targets(config: MNL
         assert yaml.safe_load((folder / "config.yaml").read_text())["out"] == str(config.folder)
 
 
-def test_the_dense_twin_is_as_long_as_the_early_stage_and_one_late_stage(config: MNLIConfig) -> None:
+def test_the_dense_baseline_is_as_long_as_the_early_stage_and_one_late_stage(config: MNLIConfig) -> None:
     dense = replace(config, method="dense")
     assert runs(dense) == {"dense": dense.folder}
     summary = mnli.run(dense)
@@ -329,7 +328,9 @@ def test_training_learns_to_answer(config: MNLIConfig, capsys: pytest.CaptureFix
     model = replace(TINY, dropout=0.0)
     summary = mnli.run(replace(config, late_targets=(), model=model, compress=ranks, train=train))
     shown = capsys.readouterr().err
-    assert "1 pairs skipped (no label: 1); always answering 'entailment' is right on 0.3636 of the 22 held-out" in shown
+    assert (
+        "1 pairs skipped (no label: 1); always answering 'entailment' is correct for 0.3636 of the 22 held-out" in shown
+    )
     assert summary.metrics["accuracy"] > 0.9
 
 
@@ -351,8 +352,8 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"method": "lora"}, "method must be one of comera, dense, galore, lte, cola, tensorly, got 'lora'"),
         ({"preset": "best"}, "preset must be one of tuned, published, short, small, got 'best'"),
-        ({"late_targets": (0.5, 1.0)}, "above 0 and below 1, got 1.0"),
-        ({"late_targets": (float("nan"),)}, "above 0 and below 1, got nan"),
+        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
+        ({"late_targets": (float("nan"),)}, "> 0 and < 1, got nan"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
         ({"late_epochs": 0.0}, "late_epochs must be a number > 0, got 0.0"),
         ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),

@@ -26,6 +26,7 @@ from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 VOCABULARY, LENGTH, BATCH = 13, 5, 4
@@ -52,7 +53,7 @@ STAGES = {
 }
 
 
-class Tiny:
+class Tiny(Task):
     """Predicts the next token through a compressed layer and dropout."""
 
     name = "tiny"

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from comera import load_pretrained
 from comera.cli.main import main
-from comera.recipes.dlrm import criteo_files
 from comera.recipes.dlrm import recipe as dlrm
-from comera.recipes.dlrm.clicks import ClickLog
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
+from comera.recipes.dlrm.criteo import files as criteo_files
+from comera.recipes.dlrm.criteo.synthetic import ClickLog
 from comera.recipes.dlrm.model import DLRMConfig
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
@@ -147,7 +147,7 @@ def test_bad_rows_are_left_out_up_to_the_limit_and_then_named(
         assert f"max_bad_rows ({limit}) allows" in said
         assert not list(tmp_path.glob("*scores*"))
     assert main(["score", *argv, "3"]) == 0
-    assert "297 rows scored, 3 bad rows left out" in capsys.readouterr().out
+    assert "297 rows scored, 3 bad rows skipped" in capsys.readouterr().out
     assert sorted({*range(1, ROWS + 1)} - set(table(out))) == [1, 100, 250]
 
 
@@ -171,11 +171,11 @@ def test_other_mistakes_are_one_line(
     assert "batch_size must be at least 1" in refused(capsys, [str(run), str(log), *out, "--batch_size", "0"])
     assert "max_bad_rows must be at least 0" in refused(capsys, [str(run), str(log), *out, "--max_bad_rows", "-1"])
     assert main(["score", str(run), str(log), *out]) == 0
-    assert "that is not there yet" in refused(capsys, [str(run), str(log), *out])
+    assert "expected a new file" in refused(capsys, [str(run), str(log), *out])
     assert main(["score", str(run), str(log), *out, "--overwrite"]) == 0
     (tmp_path / "taken").write_text("")
     under = ["--out", str(tmp_path / "taken" / "scores.csv")]
-    assert "expected a file that can be written" in refused(capsys, [str(run), str(log), *under])
+    assert "expected a writable file" in refused(capsys, [str(run), str(log), *under])
     moved = shutil.copytree(run, tmp_path / "moved")
     saved = moved / "config.yaml"
     saved.write_text(saved.read_text().replace(str(config.data.cache), str(tmp_path / "empty")))

@@ -33,5 +33,5 @@ def test_rates_fall_in_the_late_stages_alone_where_there_are_any(
 
     monkeypatch.setattr(stages, "fit", fit)
     config = replace(mnli.preset(), out=str(tmp_path), late_targets=targets)
-    stages.fit_stages(config, make_task, main=False, resume=False, resolved={})
+    stages.fit_stages(config, make_task, resume=False)
     assert begun == expected

@@ -1,4 +1,4 @@
-"""Mistakes of earlier implementations that conversion must not repeat (DESIGN §4)."""
+"""Mistakes of earlier implementations that conversion must not repeat."""
 
 import copy
 
@@ -38,7 +38,7 @@ def test_no_mask_is_written_into_parameters_by_a_forward() -> None:
     tensorize_(model, CONFIG)
     with torch.no_grad():
         for _, tt in named_trains(model):
-            tt.rank_params[0][1] = 5e-3  # inactive, but not zero
+            tt.rank_params[0][1] = 5e-3  # pruned, but not zero
     before = copy.deepcopy(model.state_dict())
     model(torch.tensor([1, 2])).sum().backward()
     model.eval()(torch.tensor([1, 2]))
@@ -46,7 +46,7 @@ def test_no_mask_is_written_into_parameters_by_a_forward() -> None:
 
 
 @pytest.mark.parametrize("order", [2, 4, 6, 8])
-def test_the_materialised_std_is_that_of_the_dense_layer(order: int) -> None:
+def test_the_materialized_std_is_that_of_the_dense_layer(order: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(512, 256), nn.Linear(256, 512))
     with torch.no_grad():

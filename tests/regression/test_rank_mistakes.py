@@ -1,4 +1,4 @@
-"""Mistakes of earlier implementations in rank adaptation, each held off by a test (DESIGN §4)."""
+"""Mistakes of earlier implementations in rank adaptation that must not come back."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage
 from comera.rank.prune import prune_
-from comera.rank.size import model_size, surrogate, unpruned_size
+from comera.rank.size import SizeTable, model_size, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 TT = TTSpec(6, 10, (3, 2), (5, 2), (1, 3, 5, 2, 1))
@@ -28,7 +28,7 @@ def test_a_forward_writes_no_mask_into_the_parameters() -> None:
 def test_the_size_of_a_table_counts_its_column_modes() -> None:
     table = TTMEmbedding(TTMSpec(12, 12, (3, 4), (6, 2), (1, 7, 1)))
     assert unpruned_size(table.tt) == 3 * 6 * 7 + 7 * 4 * 2 == sum(core.numel() for core in table.tt.cores)
-    assert surrogate(table.tt).item() == unpruned_size(table.tt)
+    assert SizeTable([table.tt]).surrogate().item() == unpruned_size(table.tt)
 
 
 def test_parameter_groups_do_not_depend_on_names() -> None:
@@ -75,7 +75,7 @@ def test_a_loss_that_is_still_held_does_not_break_the_backward_after_pruning() -
     assert [tuple(core.grad.shape) for core in layer.tt.cores] == list(layer.spec.core_shapes)
 
 
-def test_an_inactive_entry_is_not_pushed_by_the_size() -> None:
+def test_a_pruned_gate_is_not_pushed_by_the_size() -> None:
     layer = TTLinear(TT)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     RankController(layer, early=EarlyStage(size_weight=10.0)).attach(optimizer)

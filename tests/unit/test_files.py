@@ -1,4 +1,4 @@
-"""A file is replaced whole or not at all."""
+"""Files are replaced atomically."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from comera.files import replace_file
 
 
 def _fails(beside: Path) -> None:
-    beside.write_text("half")
+    beside.write_text("incomplete")
     raise RuntimeError("interrupted")
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.errors import CheckpointError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
@@ -38,7 +39,7 @@ class Net(nn.Module):
 
 
 def trained(config: TensorizeConfig | None = SMALL, tied: bool = True) -> Net:
-    """A model in evaluation mode whose numbers are all different from those of a fresh one; ranks are pruned."""
+    """A pruned model in evaluation mode, with values that all differ from those of a fresh one."""
     torch.manual_seed(1)
     model = Net(tied)
     if config is not None:
@@ -108,7 +109,7 @@ def test_parameters_of_a_converted_model_stay_the_same_objects(tmp_path: Path) -
     assert all(after[name] is before[name] for name in before)
 
 
-def test_a_model_on_the_meta_device_gets_numbers_without_a_dense_weight(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_gets_values_without_a_dense_weight(tmp_path: Path) -> None:
     model = trained()
     save_pretrained(model, tmp_path)
     for config in (None, SMALL):
@@ -168,7 +169,7 @@ def test_loading_leaves_the_random_state(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_loaded_numbers_are_memory_of_their_own(tmp_path: Path) -> None:
+def test_loaded_values_are_memory_of_their_own(tmp_path: Path) -> None:
     model = trained()
     save_pretrained(model, tmp_path)
     with torch.device("meta"):
@@ -238,3 +239,46 @@ def test_views_of_one_memory_are_stored_apart(tmp_path: Path) -> None:
     model = Views(torch.randn(3, 3))
     save_pretrained(model, tmp_path)
     assert_same_state(load_pretrained(Views(torch.zeros(3, 3)), tmp_path), state(model))
+
+
+def test_loading_in_place_resets_the_state_of_the_optimizers_it_is_given(tmp_path: Path) -> None:
+    save_pretrained(trained(), tmp_path)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(IDS).square().mean().backward()
+        optimizer.step()
+
+    model = fresh(config=SMALL)
+    optimizer, other = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, optimizer)
+    load_pretrained(model, tmp_path, optimizers=[optimizer, other])
+    assert not optimizer.state
+    expected = load_pretrained(fresh(), tmp_path)
+    step(model, optimizer)
+    step(expected, torch.optim.AdamW(expected.parameters(), lr=0.1))
+    assert_same_state(model, state(expected))
+
+
+@pytest.mark.parametrize("into", [None, TensorizeConfig(TT(order=3, rank=2), TTM(order=3, rank=2))])
+def test_an_optimizer_of_parameters_that_would_be_replaced_is_refused(
+    tmp_path: Path, into: TensorizeConfig | None
+) -> None:
+    save_pretrained(trained(), tmp_path)
+    model = fresh(config=into)
+    want, modules = state(model), list(model.modules())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match=r"this AdamW holds embed\..*Nothing was loaded: load first"):
+        load_pretrained(model, tmp_path, optimizers=[optimizer])
+    assert_same_state(model, want)
+    assert list(model.modules()) == modules
+    load_pretrained(model, tmp_path, optimizers=[torch.optim.AdamW(model.norm.parameters())])
+
+
+def test_loading_raises_the_version_of_every_parameter(tmp_path: Path) -> None:
+    save_pretrained(trained(), tmp_path)
+    model = fresh(config=SMALL)
+    before = {name: p._version for name, p in model.named_parameters()}
+    load_pretrained(model, tmp_path)
+    assert all(p._version > before[name] for name, p in model.named_parameters())

@@ -12,10 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from comera import pretrained as checkpoint
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError
-from comera.pretrained import load_pretrained, read_manifest, save_pretrained
+from comera.pretrained import load_pretrained, read_manifest, save, save_pretrained
 
 SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
 
@@ -82,8 +81,11 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], 
         (lambda t, m: t.update({"up.tt.cores.1": torch.zeros(1)}), r"up.tt.cores.1: expected .* got \(1,\)"),
         (lambda t, m: m["trains"][1].update(names={"over.tt": "TTLinear"}), r"over \(TTLinear\) is in the file only"),
         (lambda t, m: m["trains"][1].update(names={"norm.tt": "TTLinear"}), "norm: expected a layer that holds or can"),
-        (lambda t, m: m["trains"][0].update(names={"up.tt": "TTMEmbedding"}), "up: expected a chain for a .*Linear"),
-        (lambda t, m: m["trains"][0]["names"].update({"embed.tt": "TTLinear"}), "embed: expected a chain for a"),
+        (
+            lambda t, m: m["trains"][0].update(names={"up.tt": "TTMEmbedding"}),
+            "up: expected a tensor train for a .*Linear",
+        ),
+        (lambda t, m: m["trains"][0]["names"].update({"embed.tt": "TTLinear"}), "embed: expected a tensor train for a"),
         (lambda t, m: m["trains"][0]["spec"].update(row_modes=[1]), "manifest is damaged"),
         (lambda t, m: m.pop("trains"), "manifest is damaged"),
         (lambda t, m: m.update(tied={"x": "y"}), "manifest is damaged"),
@@ -112,16 +114,16 @@ def sparse() -> Net:
     ("model", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(2, 2)), r"embed \(TTMEmbedding\) is in the file only"),
-        (lambda: net(None, width=48), "up: expected a chain for a Linear 32 -> 48, got TTLinear with TT"),
-        (lambda: net(SMALL, width=48), "up: expected a chain for a TTLinear 32 x 48, got TTLinear with TT"),
+        (lambda: net(None, width=48), "up: expected a tensor train for a Linear 32 -> 48, got TTLinear with TT"),
+        (lambda: net(SMALL, width=48), "up: expected a tensor train for a TTLinear 32 x 48, got TTLinear with TT"),
         (sparse, "embed: expected a layer that can be converted .*sparse"),
         (
             lambda: net(TensorizeConfig(SMALL.linear, SMALL.embedding, tied="untie")),
-            "head: expected a chain for a TTLin",
+            "head: expected a tensor train for a TTLin",
         ),
         (
             lambda: net(TensorizeConfig(SMALL.linear, SMALL.embedding, {"head": None})),
-            "expected to share one chain",
+            "expected to share one tensor train",
         ),
     ],
 )
@@ -142,21 +144,21 @@ def test_weights_that_are_tied_in_the_model_only_must_be_equal(tmp_path: Path) -
     assert same(state(load_pretrained(net(None, 2, tied=False), tmp_path)), state(net(None, tied=False)))
 
 
-def test_chains_that_are_tied_in_the_file_only_are_refused(tmp_path: Path) -> None:
+def test_trains_that_are_tied_in_the_file_only_are_refused(tmp_path: Path) -> None:
     save_pretrained(net(), tmp_path)
     apart = TensorizeConfig(SMALL.linear, SMALL.embedding)
     model = net(None, tied=False)
     model.head = nn.Embedding(60, 32)
     tensorize_(model, apart)
     rewrite(tmp_path, lambda t, m: m["trains"][0]["names"].update({"head.tt": "TTMEmbedding"}))
-    assert_refused(model, tmp_path, "embed.tt, head.tt: expected to share one chain in the model as in the file")
+    assert_refused(model, tmp_path, "embed.tt, head.tt: expected to share one tensor train in the model as in the file")
 
 
-def test_numbers_that_no_file_holds_are_refused(saved: Path) -> None:
+def test_values_that_no_file_holds_are_refused(saved: Path) -> None:
     with torch.device("meta"):
         model = Net()
         model.register_buffer("positions", torch.arange(5), persistent=False)
-    with pytest.raises(CheckpointError, match=r"buffer positions is on the meta device and its numbers are not in the"):
+    with pytest.raises(CheckpointError, match=r"buffer positions is on the meta device and its values are not in the"):
         load_pretrained(model, saved)
     with torch.device("meta"):
         model = Net()
@@ -212,8 +214,8 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_named(saved: Path) -> N
     assert torch.equal(model.classes.weight, classes)
 
 
-def test_without_strict_other_shapes_and_strangers_are_still_refused(saved: Path) -> None:
-    assert_refused(net(None, width=48), saved, "up: expected a chain", strict=False)
+def test_without_strict_other_shapes_and_other_models_are_still_refused(saved: Path) -> None:
+    assert_refused(net(None, width=48), saved, "up: expected a tensor train", strict=False)
     assert_refused(nn.Sequential(nn.Linear(2, 2)), saved, "it has no tensor of that name", strict=False)
 
 
@@ -224,10 +226,10 @@ def test_a_save_that_fails_leaves_the_old_model(saved: Path, monkeypatch: pytest
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
 
     def torn(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-        path.write_bytes(b"half")
+        path.write_bytes(b"torn")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", torn)
+    monkeypatch.setattr(save, "save_file", torn)
     with pytest.raises(OSError, match="no space left"):
         save_pretrained(net(seed=5), saved)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before

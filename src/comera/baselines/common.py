@@ -1,13 +1,11 @@
-"""What the baselines share: which layers they take, how they report them, and what a run needs of them."""
-
-from __future__ import annotations
+"""What the baselines share: the layers they convert, the report, optimizers, and packages they need."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,45 +19,73 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
 
-# Method: module, package, how to install it. GaLore's plain AdamW needs torch and transformers, but no bitsandbytes.
-_PACKAGES = {
-    "galore": ("galore_torch", "galore-torch", "pip install --no-deps galore-torch"),
-    "tensorly": ("tltorch", "tensorly-torch", "pip install tensorly tensorly-torch opt_einsum"),
-}
+T = TypeVar("T", bound=nn.Module)
 
 
-def _nothing(step: int) -> None:
-    """What a method without periodic work does after a step."""
+@dataclass(frozen=True)
+class Package:
+    """A package that a method needs. method: its name. module: what is imported. name: of the distribution. install:
+    the command that installs it."""
+
+    method: str
+    module: str
+    name: str
+    install: str
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package is installed; imports nothing."""
+        return find_spec(self.module) is not None
+
+    def check(self) -> None:
+        """Raise ConfigError if the package is not installed; imports nothing."""
+        if not self.installed:
+            raise self.error("is not installed")
+
+    def error(self, cause: str) -> ConfigError:
+        """The error for a package that cannot be used."""
+        return ConfigError(
+            f"method {self.method} needs the package {self.name}, which {cause}: {self.install}, or take another method"
+        )
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What a run needs of a method once the model is converted.
-
-    rows: what became of each layer; dense_total: numbers of the dense original.
-    optimizer, after_step: the optional members of a task (`comera.trainer.task.Task`).
-    state_bytes: of the optimizer's state; None: two moments for each trained number.
-    """
+    """What a run needs of a method once the model is converted. rows: what became of each layer. dense_total:
+    parameters of the dense model. optimizer, after_step: members of a task (`comera.trainer.task.Task`). state_bytes:
+    size of the optimizer's state; None: two moments for each trained parameter."""
 
     rows: tuple[LayerRow, ...]
     dense_total: int
     optimizer: Callable[[TrainConfig], Optimizer]
-    after_step: Callable[[int], object] = _nothing
+    after_step: Callable[[int], object] = lambda step: None
     state_bytes: int | None = None
 
     def estimate(self, model: nn.Module, loss: Callable[[], Tensor]) -> MemoryEstimate:
-        """Memory and FLOPs of a step, as `comera.trainer.memory.estimate` with this method's optimizer."""
+        """Memory and FLOPs of a step: `comera.trainer.memory.estimate` with this method's optimizer."""
         estimate = estimate_step(model, loss)
         return estimate if self.state_bytes is None else replace(estimate, optimizer=self.state_bytes)
 
 
-def linears(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Linear]:
-    """The layers that a baseline changes, by their first name: linear ones whose weight is theirs alone.
+@dataclass(frozen=True)
+class Baseline:
+    """Base of the settings of a baseline. package: what must be installed. dense_layers: whether the model keeps its
+    dense layers. rate: of what replaces the linear weights, as a multiple of the dense learning rate; None: the
+    learning rates of comera."""
 
-    Those that share a weight (an output head tied to the embedding), subclasses of `nn.Linear` and those of other
-    projects' parametrisations stay as they are; skip: glob patterns of names to leave out.
-    Raises ConversionError when none is left.
-    """
+    package: ClassVar[Package | None] = None
+    dense_layers: ClassVar[bool] = False
+    rate: ClassVar[float | None] = None
+
+    def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
+        """Convert a dense model in place; skip: glob patterns of layers to leave as they are."""
+        raise NotImplementedError
+
+
+def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Linear]:
+    """The layers that a baseline converts, by name: linear layers with a weight of their own. Left as they are: layers
+    that share a weight (an output head tied to the embedding), subclasses of `nn.Linear`, other projects'
+    parametrizations, and names that match a glob pattern in `skip`. Raises ConversionError if none remains."""
     owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     found = {
         name: module
@@ -73,65 +99,63 @@ def linears(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Linear]:
     if not found:
         raise ConversionError(
             f"nothing to convert in {type(model).__name__}: expected layers inside it whose type is exactly nn.Linear "
-            f"and whose weight is tied to no other, got none besides those that are skipped ({', '.join(skip) or '-'})"
+            f"and whose weight is not tied, got none besides those that are skipped ({', '.join(skip) or '-'})"
         )
     return found
 
 
-def swap_(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Put new modules in the place of old ones, wherever they are registered; the train mode moves along."""
+def convert_linear_(
+    model: nn.Module, skip: Sequence[str], make: Callable[[nn.Linear], T], note: Callable[[T], str]
+) -> tuple[LayerRow, ...]:
+    """Replace linear layers in place, wherever they are registered; returns what became of each. make: the new layer,
+    which inherits the train mode. note: for the report. Layers and errors: see `linear_layers`."""
+    layers = linear_layers(model, skip)
+    new: dict[nn.Module, T] = {layer: make(layer) for layer in layers.values()}
     for module in list(model.modules()):
         for name, child in module._modules.items():
-            if child is not None and child in layers:
-                module._modules[name] = layers[child].train(child.training)
+            if child is not None and child in new:
+                module._modules[name] = new[child].train(child.training)
+    rows = []
+    for name, layer in layers.items():
+        stored = elements(p for key, p in new[layer].named_parameters() if key != "bias")
+        rows.append(layer_row(name, new[layer], stored, layer.weight.numel(), note(new[layer])))
+    return tuple(rows)
 
 
-def row(name: str, after: nn.Module, stored: int, dense: int, note: str) -> LayerRow:
-    """A line of the report on a linear layer that became `after`; stored, dense: numbers of its weight now, before."""
+def layer_row(name: str, after: nn.Module, stored: int, dense: int, note: str) -> LayerRow:
+    """The report's row for a linear layer that became `after`; stored, dense: elements of its weight now and before."""
     return LayerRow(name, nn.Linear.__name__, type(after).__name__, None, dense, stored, None, note)
 
 
-def numbers(parameters: Iterable[Tensor]) -> int:
-    """Numbers in tensors, each of them once."""
-    return sum(p.numel() for p in dict.fromkeys(parameters))
+def elements(tensors: Iterable[Tensor]) -> int:
+    """Elements of tensors, each tensor counted once."""
+    return sum(p.numel() for p in dict.fromkeys(tensors))
 
 
-def groups(model: nn.Module, own: Iterable[nn.Parameter], name: str, config: TrainConfig) -> list[dict[str, Any]]:
-    """Parameter groups: `own` as a group `name` with the rate `core_lr` (`lr` if left out), decayed, then the others
-    as in `param_groups`; parameters that are not trained are in none."""
+def split_groups(model: nn.Module, own: Iterable[nn.Parameter], name: str, config: TrainConfig) -> list[dict[str, Any]]:
+    """Parameter groups: first `own`, as the group `name` at `core_lr` (default: `lr`) with weight decay; then the other
+    parameters as in `param_groups`. Parameters that are not trained are in no group."""
     chosen = dict.fromkeys(p for p in own if p.requires_grad)
     rate = config.lr if config.core_lr is None else config.core_lr
-    made: list[dict[str, Any]] = [
+    groups: list[dict[str, Any]] = [
         {"name": name, "params": list(chosen), "lr": rate, "weight_decay": config.weight_decay}
     ]
     for group in param_groups(model, lr=config.lr, weight_decay=config.weight_decay):
-        made.append({**group, "params": [p for p in group["params"] if p not in chosen]})
-    return [group for group in made if group["params"]]
+        groups.append({**group, "params": [p for p in group["params"] if p not in chosen]})
+    return [group for group in groups if group["params"]]
 
 
-def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> Optimizer:
-    """Fused AdamW, as for the dense and the compressed model."""
-    return AdamW(groups, betas=config.betas, fused=True)
+def adamw(model: nn.Module, own: Iterable[nn.Parameter], name: str) -> Callable[[TrainConfig], Optimizer]:
+    """Makes fused AdamW, as for the dense and the compressed model, over `split_groups`."""
+    return lambda config: AdamW(split_groups(model, own, name, config), betas=config.betas, fused=True)
 
 
-def require(good: bool, field: str, expected: str, came: object) -> None:
+def require(valid: bool, field: str, expected: str, got: object) -> None:
     """Raise ConfigError for a setting out of range."""
-    if not good:
-        raise ConfigError(f"{field} must be {expected}, got {came!r}")
+    if not valid:
+        raise ConfigError(f"{field} must be {expected}, got {got!r}")
 
 
-def whole(value: object, least: int) -> bool:
+def is_integer(value: object, least: int = 1) -> bool:
     """Whether a setting is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_installed(method: str) -> None:
-    """Raise ConfigError for a method whose package is not installed; imports nothing."""
-    if method in _PACKAGES and find_spec(_PACKAGES[method][0]) is None:
-        raise missing(method, "is not installed")
-
-
-def missing(method: str, cause: str) -> ConfigError:
-    """The error for a method whose package cannot be used."""
-    _, package, install = _PACKAGES[method]
-    return ConfigError(f"method {method} needs the package {package}, which {cause}: {install}, or take another method")

@@ -1,24 +1,19 @@
 """LTE, "LoRA-the-Explorer": parallel low-rank heads beside a frozen weight (Huh et al., arXiv:2402.16828).
 
-N heads, each with A_n (r, in) and B_n (out, r), train as N workers would, each on its own part of the batch::
+N heads, each with A_n (r, in) and B_n (out, r), train like N workers, each on its own part of the batch::
 
     y = W x + s B_n A_n x   for x in part n,   s = alpha / r
 
-and every T steps what they have found is averaged into the weight, after which they begin anew::
+Every T steps their average is merged into the weight, and they start again::
 
     W ← W + s/N Σ_n B_n A_n,   B_n ← 0
 
-Where the paper leaves a choice: A_n and the moments of the optimizer are kept at a merge; biases, norms and embeddings,
-which the workers would average, are trained as usual. Evaluation sees the average, W + s/N Σ_n B_n A_n, so a merge
-never changes it. A batch that has fewer examples than there are heads is seen by several heads an example, which count
-by their mean: with one example it is the paper's multi-head LoRA. Sizes that do not divide give parts that differ by
-one. All heads are computed in two batched products.
-
-B examples (the leading axis of the input), N heads, S slots for examples in a head's part, T what is left of the input
-(tokens), P parts of the batch, I in, O out, R rank.
-"""
-
-from __future__ import annotations
+Where the paper leaves a choice: a merge keeps A_n and the optimizer's moments; biases, norms and embeddings, which the
+workers would average, train as usual. Evaluation uses the average, W + s/N Σ_n B_n A_n, so a merge never changes it.
+If the batch has fewer examples than heads, several heads see each example and their mean counts: with one example this
+is the paper's multi-head LoRA. If the sizes do not divide, parts differ by one. All heads take two batched products.
+B examples (leading axis of the input), N heads, S slots for examples in a head's part, T remaining axes of the input
+(tokens), P parts of the batch, I in, O out, R rank, F flattened axis."""
 
 import math
 from collections.abc import Sequence
@@ -28,77 +23,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines.common import Applied, adamw, groups, linears, numbers, require, row, swap_, whole
+from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements, is_integer, require
 from comera.convert import LayerRow
 
 
 @dataclass(frozen=True)
-class LTE:
-    """LTE: parallel low-rank heads beside frozen weights, merged every few steps; core_lr is the rate of the heads."""
+class LTE(Baseline):
+    """LTE: parallel low-rank heads beside frozen weights, merged every few steps; core_lr is their learning rate."""
+
+    rate = 0.1
 
     heads: int = 32
-    """Heads of a layer; each sees its own part of the batch."""
+    """Heads per layer; each sees its own part of the batch."""
     rank: int = 32
-    """Rank of a head, clipped to the layer's narrower side."""
+    """Rank of a head, clipped to the layer's smaller dimension."""
     alpha: float = 4096.0
-    """Scale of the heads, as alpha / rank."""
+    """Heads are scaled by alpha / rank."""
     merge_every: int = 10
     """Steps between merges of the heads into the weight."""
 
     def __post_init__(self) -> None:
         for name in ("heads", "rank", "merge_every"):
-            require(whole(getattr(self, name), 1), f"lte.{name}", "an integer >= 1", getattr(self, name))
+            require(is_integer(getattr(self, name)), f"lte.{name}", "an integer >= 1", getattr(self, name))
         require(0 < self.alpha < float("inf"), "lte.alpha", "a number > 0", self.alpha)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
-        """Convert a dense model in place, without the layers that match `skip`. Errors: see `linears`."""
-        dense_total = numbers(model.parameters())
+        dense_total = elements(model.parameters())
         rows = lte_(model, heads=self.heads, rank=self.rank, alpha=self.alpha, skip=skip)
-        own = [p for layer in model.modules() if isinstance(layer, LTELinear) for p in (layer.down, layer.up)]
+        heads = [p for layer in model.modules() if isinstance(layer, LTELinear) for p in (layer.down, layer.up)]
 
         def after_step(step: int) -> None:
             if step % self.merge_every == 0:
                 merge_(model)
 
-        return Applied(rows, dense_total, lambda config: adamw(groups(model, own, "heads", config), config), after_step)
+        return Applied(rows, dense_total, adamw(model, heads, "heads"), after_step)
 
 
 def lte_(
     model: nn.Module, heads: int = 32, rank: int = 32, alpha: float = 4096.0, skip: Sequence[str] = ()
 ) -> tuple[LayerRow, ...]:
-    """Put heads beside the weights of linear layers in place, and freeze those; returns what became of each layer.
-
-    The model computes the same at first. Call `merge_` every T steps. skip: glob patterns of names to leave as they
-    are. Raises ConversionError when there is nothing to replace.
-    """
-    layers = linears(model, skip)
-    new = {name: LTELinear(layer, heads, rank, alpha) for name, layer in layers.items()}
-    swap_(model, {layers[name]: layer for name, layer in new.items()})
-    return tuple(
-        row(
-            name,
-            layer,
-            layer.weight.numel() + layer.down.numel() + layer.up.numel(),
-            layer.weight.numel(),
-            f"{heads} heads of rank {layer.down.shape[1]} beside the weight, to be merged into it",
-        )
-        for name, layer in new.items()
+    """Add heads to linear layers and freeze their weights, in place; returns what became of each layer. The model's
+    outputs are unchanged at first. Call `merge_` every T steps. skip: glob patterns of names to leave as they are.
+    Raises ConversionError if there is nothing to replace."""
+    return convert_linear_(
+        model,
+        skip,
+        lambda layer: LTELinear(layer, heads, rank, alpha),
+        lambda layer: f"{heads} heads of rank {layer.down.shape[1]} beside the weight, merged into it",
     )
 
 
 def merge_(model: nn.Module) -> None:
-    """Average the heads of every LTELinear into its weight and let them begin anew, in place."""
+    """Merge the average of every LTELinear's heads into its weight and reset the heads, in place."""
     for layer in model.modules():
         if isinstance(layer, LTELinear):
             layer.merge_()
 
 
 class LTELinear(nn.Module):
-    """A linear layer with parallel low-rank heads; see the top of this file.
-
-    Takes over weight (frozen) and bias of `layer`. down: A (N, R, I), rows orthogonal and of length √(I/R), as in the
-    published code; up: B (N, O, R), zero. Input (B, ..., I) -> output (B, ..., O); an input (I,) is one example.
-    """
+    """A linear layer with parallel low-rank heads; see the top of this file. Keeps the weight (frozen) and the bias of
+    `layer`. down: A (N, R, I) with orthogonal rows of length √(I/R), as in the published code; up: B (N, O, R), zero.
+    Input (B, ..., I) -> output (B, ..., O); an input (I,) is one example."""
 
     bias: nn.Parameter | None
 
@@ -119,8 +104,8 @@ class LTELinear(nn.Module):
         """Number of heads."""
         return self.down.shape[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        x, y = input, F.linear(input, self.weight, self.bias)
         examples = x.shape[0] if x.ndim > 1 else 1
         if not x.numel():
             return y
@@ -129,28 +114,28 @@ class LTELinear(nn.Module):
         if examples % self.heads == 0 or self.heads % examples == 0:
             return self._add(y, x, min(examples, self.heads))
         example_NS, weight_NS = parts(examples, self.heads, x.device)
-        x_NFI = x.reshape(examples, -1, x.shape[-1])[example_NS].flatten(1, 2)  # F: slots and tokens
-        wide_NFO = torch.bmm(torch.bmm(x_NFI, self.down.mT), self.up.mT)
-        wide_FTO = wide_NFO.reshape(example_NS.numel(), -1, y.shape[-1])  # F: slots of all heads
-        wide_FTO = wide_FTO * (self.scale * weight_NS).to(wide_FTO.dtype).reshape(-1, 1, 1)
-        return y.view(examples, -1, y.shape[-1]).index_add(0, example_NS.flatten(), wide_FTO).view_as(y)
+        x_NFI = x.reshape(examples, -1, x.shape[-1])[example_NS].flatten(1, 2)  # slots, tokens
+        delta_NFO = torch.bmm(torch.bmm(x_NFI, self.down.mT), self.up.mT)
+        delta_FTO = delta_NFO.reshape(example_NS.numel(), -1, y.shape[-1])  # heads, slots
+        delta_FTO = delta_FTO * (self.scale * weight_NS).to(delta_FTO.dtype).reshape(-1, 1, 1)
+        return y.view(examples, -1, y.shape[-1]).index_add(0, example_NS.flatten(), delta_FTO).view_as(y)
 
     def _add(self, y: Tensor, x: Tensor, parts: int) -> Tensor:
-        """y and the mean over the heads of each part; parts: into how many the examples fall, a divisor of both."""
-        down_PFI, up_POF = self._joined(parts)
-        narrow = torch.bmm(x.reshape(parts, -1, x.shape[-1]), down_PFI.mT)
+        """y plus the mean over the heads of each part; parts: divides both the examples and the heads."""
+        down_PFI, up_POF = self._concatenated(parts)
+        hidden = torch.bmm(x.reshape(parts, -1, x.shape[-1]), down_PFI.mT)
         scale = self.scale * parts / self.heads
-        return torch.baddbmm(y.view(parts, -1, y.shape[-1]), narrow, up_POF.mT, alpha=scale).view_as(y)
+        return torch.baddbmm(y.view(parts, -1, y.shape[-1]), hidden, up_POF.mT, alpha=scale).view_as(y)
 
-    def _joined(self, parts: int) -> tuple[Tensor, Tensor]:
-        """The heads of each of P parts as one of their ranks together, F."""
+    def _concatenated(self, parts: int) -> tuple[Tensor, Tensor]:
+        """The heads of each of the P parts, concatenated along their ranks, F."""
         up_PKOR = self.up.unflatten(0, (parts, -1))
         return self.down.unflatten(0, (parts, -1)).flatten(1, 2), up_PKOR.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
     def delta(self) -> Tensor:
         """s/N Σ_n B_n A_n, (O, I): what a merge adds to the weight."""
-        down_1FI, up_1OF = self._joined(1)
+        down_1FI, up_1OF = self._concatenated(1)
         return up_1OF[0] @ down_1FI[0] * (self.scale / self.heads)
 
     @torch.no_grad()
@@ -165,11 +150,9 @@ class LTELinear(nn.Module):
 
 
 def parts(examples: int, heads: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Which example is in each slot of each head (N, S), and how much it counts there (N, S).
-
-    Contiguous parts as equal as can be. An example counts 1 over all heads that see it; slots that are left empty
-    count 0. At least one example.
-    """
+    """The example in each slot of each head (N, S), and its weight there (N, S). Parts are contiguous and as equal as
+    possible. The weights of an example sum to 1 over the heads that see it; empty slots have weight 0. Needs at least
+    one example."""
     head_N1 = torch.arange(heads, device=device)[:, None]
     start_N1, end_N1 = head_N1 * examples // heads, (head_N1 + 1) * examples // heads
     slot_S = torch.arange(-(-examples // heads), device=device)

@@ -1,1 +1,3 @@
-"""The command line."""
+"""The command line: `comera`, or `python -m comera`."""
+
+__all__: list[str] = []

@@ -1,11 +1,10 @@
-"""A recipe's configuration from a command line: its fields are the options, the text under a field is its help."""
+"""Parses a recipe's configuration: each field is an option, the docstring under a field is its help text."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -14,39 +13,32 @@ from typing import Any, get_type_hints
 
 from comera.errors import ConfigError
 
-# A recipe is a module with preset(method) -> configuration, a dataclass with the fields `method` and `out` and the
-# property `folder` (further parameters of `preset` are fields that choose between presets, as `method` does);
-# run(configuration, resume=...) -> Summary; estimate(configuration) -> {method: MemoryEstimate}. One that trains more
-# than one run offers runs(configuration) -> {name: folder}.
-RECIPES = {
-    "code-lm": "comera.recipes.code_lm.recipe",
-    "mnli": "comera.recipes.mnli.recipe",
-    "dlrm": "comera.recipes.dlrm.recipe",
-}
-
 
 def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
-    """The recipe's module, its configuration (the chosen preset < --config file < options), and --resume.
+    """The recipe's module, its configuration (selected preset < --config file < options), and --resume.
 
-    Raises ConfigError for unknown fields and values of a wrong type or out of range. SystemExit after --help.
+    Raises ConfigError for unknown fields and for values of the wrong type or out of range; SystemExit after --help.
     """
-    recipe = importlib.import_module(RECIPES[name])
+    from comera.recipes.interface import load_recipe  # loads torch
+
+    recipe = load_recipe(name)
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(_field_types(type(default)))
     _check_fields(argv, set(hints), f"comera {command} {name}")
+    inlined = _inlined(argv)
     try:
-        chosen = parser.parse_args(argv)
+        chosen = parser.parse_args(inlined)
         choice = {name: chosen[name] for name in inspect.signature(recipe.preset).parameters}
-        if any(value != getattr(default, name) for name, value in choice.items()):  # once more, on top of that preset
+        if any(value != getattr(default, name) for name, value in choice.items()):  # parse again over that preset
             parser.set_defaults(dict(_leaves(dataclasses.asdict(recipe.preset(**choice)))))
-        values = parser.instantiate(parser.parse_args(argv))
+        values = parser.instantiate(parser.parse_args(inlined))
     except argparse.ArgumentError as error:
         raise ConfigError(_explain(str(error), hints)) from None
     config = type(default)(**{field.name: values[field.name] for field in dataclasses.fields(default)})
     saved = config.folder / "config.yaml"
     resume = command == "train" and values.resume
-    if resume and saved.is_file() and str(saved) not in argv:  # a resumed run goes on with what it was begun with
+    if resume and saved.is_file() and str(saved) not in argv:  # resume with what the run started with
         return parse(command, name, ["--config", str(saved), *argv, "--out", str(config.folder)])
     return recipe, config, resume
 
@@ -57,7 +49,7 @@ def saved_config(recipe: str, file: Path) -> Any:
 
 
 def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
-    """A jsonargparse parser with an option for each field of the configuration, nested ones by dotted names."""
+    """A jsonargparse parser with one option per field; nested fields have dotted names."""
     from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -66,40 +58,53 @@ def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
         prog=prog, usage=usage, description=first_line(type(default)), exit_on_error=False, print_config=None
     )
     parser.add_argument(
-        "--config", action=ActionConfigFile, help="YAML file of settings; a run's config.yaml repeats it"
+        "--config", action=ActionConfigFile, help="YAML file of settings; a run's config.yaml repeats that run"
     )
     if resumes:
-        parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the run's folder")
+        parser.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
     parser.add_class_arguments(type(default), as_group=False)
     parser.set_defaults(dict(_leaves(dataclasses.asdict(default))))
     return parser
 
 
 def _check_fields(argv: list[str], known: set[str], prog: str) -> None:
-    """Raise ConfigError for an option, or a key of a --config file, that is no field, naming those that are near."""
+    """Raise ConfigError for an option or a key of a --config file that is not a field; suggests similar fields."""
     names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
-    came = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
-    for path in _config_files(argv):
-        came += [(f"{key!r} in {path}", key) for key, _ in _leaves(_read_yaml(path))]
-    for shown, name in came:
+    given = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
+    for _, path in _config_files(argv):
+        given += [(f"{key!r} in {path}", key) for key, _ in _leaves(_read_yaml(path))]
+    for shown, name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.75) or [
+            similar = difflib.get_close_matches(name, known, n=3, cutoff=0.75) or [
                 field for field in sorted(known) if field.rpartition(".")[2] == name.rpartition(".")[2]
             ]
-            hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it."
+            hint = f"did you mean {' or '.join(similar)}?" if similar else "no field is similar."
             raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help` lists all")
 
 
-def _config_files(argv: list[str]) -> Iterator[str]:
+def _config_files(argv: list[str]) -> Iterator[tuple[int, str]]:
+    """Where the arguments name --config files, and their paths."""
     for place, word in enumerate(argv):
-        if word == "--config":
-            yield from argv[place + 1 : place + 2]
+        if word == "--config" and place + 1 < len(argv):
+            yield place + 1, argv[place + 1]
         elif word.startswith("--config="):
-            yield word.partition("=")[2]
+            yield place, word.partition("=")[2]
+
+
+def _inlined(argv: list[str]) -> list[str]:
+    """The arguments, with the content of each --config file in place of its path."""
+    import yaml
+
+    inlined = list(argv)
+    for place, path in _config_files(argv):
+        inlined[place] = argv[place].removesuffix(path) + yaml.safe_dump(_read_yaml(path))
+    return inlined
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
     import yaml
+
+    from comera.trainer.config import upgrade_names
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -107,9 +112,11 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"expected a YAML file at --config {path}, got: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"expected fields and values in --config {path}, got {type(content).__name__} {content!r}")
+        raise ConfigError(f"expected a mapping of fields in --config {path}, got {type(content).__name__} {content!r}")
+    if isinstance(content.get("train"), dict):
+        content["train"] = upgrade_names(content["train"])
     return content
 
 
@@ -123,7 +130,7 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and types of a configuration's fields, groups included."""
+    """Dotted names and types of a configuration's fields, nested configurations included."""
     for name, hint in get_type_hints(kind).items():
         yield prefix + name, hint
         if dataclasses.is_dataclass(hint):
@@ -131,13 +138,13 @@ def _field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _explain(message: str, hints: dict[str, Any]) -> str:
-    """What jsonargparse says of a value of a wrong type in one line: the field, what it takes, what came."""
-    found = re.search(r'Parser key "(?P<field>[^"]+)":.*value: (?P<came>.*)', message, re.DOTALL)
+    """jsonargparse's message about a value of the wrong type in one line: the field, its type, the value."""
+    found = re.search(r'Parser key "(?P<field>[^"]+)":.*value: (?P<value>.*)', message, re.DOTALL)
     if not found or found["field"] not in hints:
         return " ".join(message.split())
-    return f"{found['field']}: expected {inspect.formatannotation(hints[found['field']])}, got {found['came'].strip()}"
+    return f"{found['field']}: expected {inspect.formatannotation(hints[found['field']])}, got {found['value'].strip()}"
 
 
 def first_line(documented: Any) -> str:
-    """First line of a docstring."""
+    """First line of an object's docstring."""
     return str(documented.__doc__).partition("\n")[0]

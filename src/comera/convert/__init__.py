@@ -1,4 +1,4 @@
-"""Conversion of any model, in place: dense layers become compressed ones, and back."""
+"""In-place conversion of any model: dense layers become compressed ones, and back."""
 
 from comera.convert.config import TT, TTM, TensorizeConfig
 from comera.convert.registry import EMBEDDING, EMBEDDING_BAG, LINEAR, Converter, register_converter

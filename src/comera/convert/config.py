@@ -1,4 +1,4 @@
-"""What to make of a model: formats for its layers, by kind and by name."""
+"""What `tensorize_` makes of a model: formats for its layers, by kind and by name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,24 @@ from comera.tt.spec import TTMSpec, TTSpec
 
 @dataclass(frozen=True)
 class TT:
-    """A tensor train for linear layers.
+    """Tensor-train format for linear layers (docs/method.md §1; [CoMERA] eq. 3).
 
-    order: number of cores; where both lists of modes are given, they tell it.
-    rank: one integer, clipped bond by bond to what the modes allow, or all ranks with the ones at both ends.
-    in_modes, out_modes: factored dimensions; chosen for each layer if left out.
-    Raises SpecError for values that no layer could have.
+    Args:
+        order: number of cores. If both lists of modes are given, they determine it.
+        rank: one integer, clipped at each inner rank to what the modes allow; or all order+1 ranks, with ones at both
+            ends.
+        in_modes, out_modes: factors of in_features and out_features (a product above them is padding). By default,
+            chosen for each layer.
+
+    Raises:
+        SpecError: values that fit no layer.
+
+    Example:
+        >>> import comera
+        >>> print(comera.TT(order=6, rank=30).spec(768, 3072))
+        TT 12·8·8 / 12·16·16 ranks 12-30-30-30-16
+        >>> print(comera.TT(rank=10, in_modes=(16, 48), out_modes=(64, 48)).spec(768, 3072))
+        TT 16·48 / 64·48 ranks 10-10-10
     """
 
     order: int = 6
@@ -27,23 +39,33 @@ class TT:
     out_modes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_chain(self, "in_modes", "out_modes", least_order=2)
+        _check_format(self, "in_modes", "out_modes", least_order=2)
 
     def spec(self, in_features: int, out_features: int) -> TTSpec:
-        """Modes and ranks for a layer of these sizes. Raises SpecError when they do not fit."""
-        modes = (self.in_modes, self.out_modes)
-        order = self.order if None in modes else sum(len(m) for m in modes if m)
-        return tt_spec(in_features, out_features, order=order, rank=self.rank, in_modes=modes[0], out_modes=modes[1])
+        """Modes and ranks for a layer of these sizes. Raises SpecError if they do not fit."""
+        ins, outs = self.in_modes, self.out_modes
+        order = len(ins) + len(outs) if ins and outs else self.order
+        return tt_spec(in_features, out_features, order=order, rank=self.rank, in_modes=ins, out_modes=outs)
 
 
 @dataclass(frozen=True)
 class TTM:
-    """A tensor-train matrix for embedding tables.
+    """Tensor-train-matrix format for embedding tables (docs/method.md §1; [CoMERA] eq. 4).
 
-    order: number of cores; a list of modes, where given, tells it.
-    rank: one integer, clipped bond by bond to what the modes allow, or all ranks with the ones at both ends.
-    row_modes, col_modes: factored dimensions; chosen for each table if left out.
-    Raises SpecError for values that no table could have.
+    Args:
+        order: number of cores. A list of modes, if given, determines it.
+        rank: one integer, clipped at each inner rank to what the modes allow; or all order+1 ranks, with ones at both
+            ends.
+        row_modes, col_modes: factors of num_embeddings and embedding_dim (a product above them is padding). By default,
+            chosen for each table.
+
+    Raises:
+        SpecError: values that fit no table.
+
+    Example:
+        >>> import comera
+        >>> print(comera.TTM(order=4, rank=32).spec(30522, 768))
+        TTM 14·12·13·14 × 8·4·4·6 ranks 32-32-32
     """
 
     order: int = 4
@@ -52,38 +74,32 @@ class TTM:
     col_modes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_chain(self, "row_modes", "col_modes", least_order=1)
+        _check_format(self, "row_modes", "col_modes", least_order=1)
 
     def spec(self, num_embeddings: int, embedding_dim: int) -> TTMSpec:
-        """Modes and ranks for a table of these sizes. Raises SpecError when they do not fit."""
-        modes = self.row_modes or self.col_modes
+        """Modes and ranks for a table of these sizes. Raises SpecError if they do not fit."""
+        rows, cols = self.row_modes, self.col_modes
+        modes = rows or cols
         order = len(modes) if modes else self.order
-        return ttm_spec(
-            num_embeddings,
-            embedding_dim,
-            order=order,
-            rank=self.rank,
-            row_modes=self.row_modes,
-            col_modes=self.col_modes,
-        )
+        return ttm_spec(num_embeddings, embedding_dim, order=order, rank=self.rank, row_modes=rows, col_modes=cols)
 
 
-def _check_chain(chain: TT | TTM, left: str, right: str, least_order: int) -> None:
-    """Validate and make tuples of what both formats have."""
+def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) -> None:
+    """Validate the fields that both formats have, and convert lists to tuples."""
 
-    def whole(value: object, least: int) -> bool:
+    def integer(value: object, least: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
-    kind = type(chain).__name__
-    if not whole(chain.order, least_order):
-        raise SpecError(f"{kind} needs an order of at least {least_order} (cores), got {chain.order!r}")
+    kind = type(format_).__name__
+    if not integer(format_.order, least_order):
+        raise SpecError(f"{kind} needs an order of at least {least_order} (cores), got {format_.order!r}")
     for name in ("rank", left, right):
-        value = getattr(chain, name)
+        value = getattr(format_, name)
         if isinstance(value, list | tuple):
             value = tuple(value)
-            object.__setattr__(chain, name, value)
-        single = value is None if name != "rank" else whole(value, 0)
-        if not single and not (isinstance(value, tuple) and value and all(whole(v, name != "rank") for v in value)):
+            object.__setattr__(format_, name, value)
+        single = value is None if name != "rank" else integer(value, 0)
+        if not single and not (isinstance(value, tuple) and value and all(integer(v, name != "rank") for v in value)):
             allowed = "an integer >= 0 or a tuple of them" if name == "rank" else "a tuple of positive integers or None"
             raise SpecError(f"{kind} needs {name} to be {allowed}, got {value!r}")
 
@@ -92,17 +108,30 @@ def _check_chain(chain: TT | TTM, left: str, right: str, least_order: int) -> No
 class TensorizeConfig:
     """What `tensorize_` makes of a model.
 
-    linear, embedding: format of linear layers and of embedding tables; None leaves them dense.
-    overrides: glob pattern on qualified module names ("encoder.*.query", "lm_head") -> a format, or None to leave
-        dense. Where several match, the last one written wins: write the general ones first.
-    tied: what becomes of layers that hold one and the same weight. "share": one chain for all of them, with an
-        embedding and an output head both on the embedding's TTM; "untie": a chain each.
-    init: "random" cores, or "decompose" the weight that is there (TT-SVD).
-    init_std: standard deviation of the materialised random weight; None takes that of the weight which is replaced,
-        or of its layer's own initialisation where the weight has none (meta device, constant).
-    min_ratio: a layer is left dense unless dense numbers / stored numbers is above it.
-    threshold: rank parameters at or below it are inactive (τ, METHOD §2).
-    Raises ConversionError for values of another kind or out of range.
+    Args:
+        linear, embedding: format of linear layers and of embedding tables; None leaves them dense.
+        overrides: glob pattern on qualified module names ("encoder.*.query", "lm_head") -> a format, or None to leave
+            the layer dense. If several match, the last one wins, so put general patterns first.
+        tied: what happens to layers that share one weight. "share": they share one tensor train (if an embedding is
+            among them, its TTM); "untie": each gets its own.
+        init: "random" cores, or "decompose" the present weight (TT-SVD).
+        init_std: standard deviation of the materialized random weight. None takes that of the weight it replaces, or
+            that of the layer's own initialization if the weight has none (meta device, constant).
+        min_ratio: a layer stays dense unless dense parameters / stored parameters exceeds it.
+        threshold: gates at or below it are pruned (τ, docs/method.md §2).
+
+    Raises:
+        ConversionError: values of another kind or out of range.
+
+    Example:
+        >>> import comera
+        >>> config = comera.TensorizeConfig(
+        ...     linear=comera.TT(order=6, rank=30),
+        ...     embedding=comera.TTM(order=4, rank=32),
+        ...     overrides={"encoder.*": comera.TT(rank=16), "encoder.0.*": None},
+        ... )
+        >>> config.overrides["encoder.*"].rank
+        16
     """
 
     linear: TT | None = field(default_factory=TT)

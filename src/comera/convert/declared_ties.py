@@ -1,7 +1,7 @@
-"""Ties that a Hugging Face model declares by name (`_tied_weights_keys`, target: source), kept true over a swap.
+"""Ties that a Hugging Face model declares by name (`_tied_weights_keys`, target: source), kept valid across a swap.
 
-`tie_weights()` and `save_pretrained()` of such a model read the declaration; one that names weights which have become
-chains would make them fail. Works on the attributes alone: transformers is not imported.
+`tie_weights()` and `save_pretrained()` of such a model read the declaration and would fail if it named weights that
+have become tensor trains. This module works on the attributes alone; it does not import transformers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from comera.nn.tensor_train import CompressedLayer
 
 
 class DeclaredTies(NamedTuple):
-    """What one (sub)model declares: pairs target -> source of full parameter names, and which layers get swapped."""
+    """Declaration of one model or submodel: pairs target -> source of full parameter names, and the swapped layers."""
 
     model: Any
     pairs: Mapping[str, str]
     swapped: frozenset[str]
 
     def layer_of(self, parameter: str) -> str | None:
-        """Path of the swapped layer whose weight, dense or in cores, the parameter is; None for any other one."""
+        """Path of the swapped layer that has this parameter as its weight, dense or in cores; None for any other."""
         for path in self.swapped:
             leaf = parameter.removeprefix(path + ".")
             if leaf != parameter and (leaf == "weight" or leaf.startswith("tt.")):
@@ -31,7 +31,7 @@ class DeclaredTies(NamedTuple):
 
 
 def read_ties(model: nn.Module, swapped: Mapping[nn.Module, nn.Module]) -> list[DeclaredTies]:
-    """The declarations of a model and its submodels, to be read before the swap."""
+    """The declarations of a model and its submodels. Call it before the swap."""
     found = []
     for module in model.modules():
         expand = getattr(module, "get_expanded_tied_weights_keys", None)
@@ -44,7 +44,7 @@ def read_ties(model: nn.Module, swapped: Mapping[nn.Module, nn.Module]) -> list[
 
 
 def rewrite_ties(model: nn.Module, declared: list[DeclaredTies]) -> None:
-    """Declare again after the swap: shared chains by the name of the chain, ties that were cut no more."""
+    """Declare the ties again after the swap: shared tensor trains under their names, without ties that were cut."""
     for ties in declared:
         pairs: dict[str, str] = {}
         for target, source in ties.pairs.items():
@@ -59,11 +59,10 @@ def rewrite_ties(model: nn.Module, declared: list[DeclaredTies]) -> None:
     if declared:
         for module in model.modules():
             if "all_tied_weights_keys" in vars(module):
-                module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(  # type: ignore[operator]
-                    all_submodels=True
-                )
+                expand: Any = module.get_expanded_tied_weights_keys
+                module.all_tied_weights_keys = expand(all_submodels=True)
 
 
 def _weight(layer: nn.Module) -> tuple[str, Any]:
-    """Name and object of what ties are made of: the chain of a compressed layer, the weight of a dense one."""
+    """Name and object that ties share: the tensor train of a compressed layer, the weight of a dense one."""
     return ("tt", layer.tt) if isinstance(layer, CompressedLayer) else ("weight", layer.weight)

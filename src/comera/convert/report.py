@@ -1,4 +1,4 @@
-"""The table of what became what."""
+"""What a conversion did to each layer, as a table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from comera.tt.spec import Spec, spec_from_dict
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer that was looked at.
+    """One layer of a type that can be converted, or of a subclass of one.
 
-    name: qualified name. before, after: type of layer; the same where it stays dense.
-    spec: modes and ranks, None for a dense layer.
-    dense, stored: numbers of the weight before and now, biases left out; a tied weight counts where it comes first.
-    error: relative Frobenius error of the decomposition, None for random cores.
-    note: why it stays dense, or what it is tied to.
+    before, after: type of layer; the same if it stays dense. spec: None for a dense layer. dense, stored: parameters of
+    the weight before and now, without biases; a tied weight counts at its first layer. error: relative Frobenius error
+    of the decomposition; None for random cores. note: why the layer stays dense, or what it is tied to.
     """
 
     name: str
@@ -33,7 +31,7 @@ class LayerRow:
 
     @property
     def ratio(self) -> float | None:
-        """Dense numbers per stored number; None where one of them is zero."""
+        """Dense parameters per stored parameter; None if either is zero."""
         return self.dense / self.stored if self.dense and self.stored else None
 
     @property
@@ -43,8 +41,7 @@ class LayerRow:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` reads it back."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"spec": self.spec.to_dict() if self.spec else None, "ratio": self.ratio}
+        return {**vars(self), "spec": self.spec.to_dict() if self.spec else None, "ratio": self.ratio}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerRow:
@@ -55,7 +52,8 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class TensorizeReport:
-    """What a conversion did: rows in the model's order; numbers of the whole model before (dense) and now (total)."""
+    """What a conversion did: a row per layer, in the model's order, and the parameters of the whole model, before and
+    now. Printing it gives a table."""
 
     rows: tuple[LayerRow, ...]
     dense_total: int
@@ -70,23 +68,18 @@ class TensorizeReport:
 
     @property
     def dense_tensorized(self) -> int:
-        """Numbers that the compressed layers' weights had."""
+        """Parameters that the weights of the compressed layers had."""
         return sum(row.dense for row in self.rows if row.compressed)
 
     @property
     def tensorized(self) -> int:
-        """Numbers that the compressed layers store in cores and rank parameters."""
+        """Parameters that the compressed layers store in cores and gates."""
         return sum(row.stored for row in self.rows if row.compressed)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: "rows", one object each, and the totals."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "dense_total": self.dense_total,
-            "total": self.total,
-            "dense_tensorized": self.dense_tensorized,
-            "tensorized": self.tensorized,
-        }
+        totals = ("dense_total", "total", "dense_tensorized", "tensorized")
+        return {"rows": [row.to_dict() for row in self.rows], **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
         with_errors = any(row.error is not None for row in self.rows)
@@ -95,11 +88,11 @@ class TensorizeReport:
         for row in self.rows:
             error = f"{row.error:.2g}" if row.error is not None else ""
             after, form = (row.after, str(row.spec)) if row.compressed else ("dense", "")
-            table.append((row.name, row.before, after, form, *_numbers(row.dense, row.stored), error, row.note))
+            table.append((row.name, row.before, after, form, *_sizes(row.dense, row.stored), error, row.note))
         count = sum(row.compressed for row in self.rows)
         compressed = f"{count} of {len(self.rows)} layers compressed"
-        table.append((compressed, "", "", "", *_numbers(self.dense_tensorized, self.tensorized), "", ""))
-        table.append(("whole model", "", "", "", *_numbers(self.dense_total, self.total), "", ""))
+        table.append((compressed, "", "", "", *_sizes(self.dense_tensorized, self.tensorized), "", ""))
+        table.append(("whole model", "", "", "", *_sizes(self.dense_total, self.total), "", ""))
 
         columns = [i for i, name in enumerate(head) if with_errors or name != "error"]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
@@ -112,6 +105,6 @@ class TensorizeReport:
         return "\n".join([lines[0], rule, *lines[1:-2], rule, *lines[-2:]])
 
 
-def _numbers(dense: int, stored: int) -> tuple[str, str, str]:
+def _sizes(dense: int, stored: int) -> tuple[str, str, str]:
     ratio = f"{dense / stored:.1f}x" if dense and stored else ""
     return f"{dense:,}" if dense else "-", f"{stored:,}" if stored else "-", ratio

@@ -1,7 +1,7 @@
-"""Which layers get compressed, which of them share a chain, and with what modes and ranks; changes nothing.
+"""Which layers are compressed, which of them share a tensor train, and with what modes and ranks; changes nothing.
 
-A weight that several layers hold (a tied weight) is one decision: its users share a chain, or all stay dense, or are
-untied on request.
+A weight that several layers hold (a tied weight) is one decision: its users share a tensor train, all stay dense, or
+are untied on request.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ from comera.tt.spec import Spec
 
 @dataclass
 class Site:
-    """A layer of a registered type: all its names, the format chosen for it, and what the report says about it.
+    """A layer of a registered type that may be converted."""
 
-    explicit: whether an override chose the format. refused: why the layer itself cannot be converted, or None.
-    """
-
-    names: list[str]
+    names: list[str]  # all that it is registered under
     layer: nn.Module
     converter: Converter
-    choice: TT | TTM | None
-    explicit: bool
-    refused: str | None
-    note: str = ""
+    choice: TT | TTM | None  # the format chosen for it; None leaves it dense
+    explicit: bool  # whether an override chose the format
+    refused: str | None  # why the layer itself cannot be converted
+    note: str = ""  # for the report
 
     @property
     def name(self) -> str:
@@ -42,7 +39,7 @@ class Site:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The dense weight; only layers that are not refused are sure to have one."""
+        """The dense weight; a refused layer may have none."""
         return self.layer.get_parameter("weight")
 
     def __str__(self) -> str:
@@ -52,7 +49,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Group:
-    """Sites that get one chain of this spec; `leader` is the one whose format it is."""
+    """Sites that share one tensor train of this spec; the format is that of `leader`."""
 
     sites: tuple[Site, ...]
     leader: Site
@@ -60,7 +57,7 @@ class Group:
 
 
 def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module once, in the model's order, with each name that it is registered under."""
+    """Every module once, in the model's order, with all names that it is registered under."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -74,13 +71,13 @@ def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> li
         converter = converters().get(type(layer))
         if converter is None:
             continue
-        choice = config.linear if converter.format == "tt" else config.embedding
+        choice = config.linear if converter.table is None else config.embedding
         matches = [p for p in config.overrides if _matches(p, own)]
         refused = refusal(layer, converter)
         site = Site(own, layer, converter, choice, bool(matches), refused, note=refused or "")
         if matches:
             site.choice = config.overrides[matches[-1]]
-            needed = TT if converter.format == "tt" else TTM
+            needed = TT if converter.table is None else TTM
             if not isinstance(site.choice, needed | None):
                 raise ConversionError(
                     f"the override {matches[-1]!r} gives a {type(site.choice).__name__} to {site}, "
@@ -115,7 +112,10 @@ def _check_patterns(names: dict[nn.Module, list[str]], sites: list[Site], config
 
 
 def find_groups(names: dict[nn.Module, list[str]], sites: list[Site], config: TensorizeConfig) -> list[Group]:
-    """The chains to make; sites that stay dense get their reason as note. Raises SpecError for formats that misfit."""
+    """The tensor trains to make; sites that stay dense get the reason as their note.
+
+    Raises SpecError for a format that does not fit its layer.
+    """
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in names:
         for leaf, parameter in module._parameters.items():
@@ -136,14 +136,14 @@ def find_groups(names: dict[nn.Module, list[str]], sites: list[Site], config: Te
                 continue
             for site in members:
                 stored = group.spec.numel + group.spec.rank_numel
-                site.note = f"would store {stored:,} numbers (min_ratio {config.min_ratio:g}) in {group.spec}"
+                site.note = f"would store {stored:,} parameters (min_ratio {config.min_ratio:g}) in {group.spec}"
     return groups
 
 
 def _partners(
     chosen: list[Site], users: dict[nn.Module, tuple[str, str]], sites: list[Site], config: TensorizeConfig
 ) -> Iterator[list[Site]]:
-    """Split the sites chosen among the `users` of one weight into those that share a chain; write notes on ties."""
+    """Split the sites chosen among the `users` of one weight into those that share a tensor train; note their ties."""
     dense = [site.name for site in sites if site.layer in users and site not in chosen]
     kept = f"untied from {', '.join(dense)} (left dense)" if dense else ""
     if config.tied == "untie":
@@ -163,13 +163,13 @@ def _partners(
 
 
 def _obstacle(chosen: list[Site], users: dict[nn.Module, tuple[str, str]], sites: list[Site]) -> str | None:
-    """Why the users of one weight cannot share a chain, or None."""
+    """Why the users of one weight cannot share a tensor train, or None."""
     fit = {site.layer for site in sites if not site.refused}
     for module, (name, leaf) in users.items():
         if module not in fit or leaf != "weight":
             return f"{name or 'the model itself'} ({type(module).__name__}.{leaf}) uses it and cannot be converted"
-    tables = [site for site in chosen if site.converter.format == "ttm"]
-    # a table and nn.Linear both store (out, in); one that stores (in, out) would need the chain read backwards
+    tables = [site for site in chosen if site.converter.table]
+    # A table and nn.Linear both store (out, in); a layer that stores (in, out) would need the cores in reverse.
     if len({site.converter.in_first for site in chosen}) > 1:
         return f"{chosen[0].name} and others store it transposed to each other"
     if len({site.layer.padding_idx for site in tables}) > 1:
@@ -178,8 +178,8 @@ def _obstacle(chosen: list[Site], users: dict[nn.Module, tuple[str, str]], sites
 
 
 def _group(members: list[Site]) -> Group:
-    """The chain for sites that share a weight: a table's TTM where one is among them; an override goes first."""
-    deciders = [site for site in members if site.converter.format == "ttm"] or members
+    """The tensor train for sites that share a weight: a table's TTM if there is one; overrides take precedence."""
+    deciders = [site for site in members if site.converter.table] or members
     leader = next((site for site in deciders if site.explicit), deciders[0])
     for site in deciders:
         if site.explicit and site.choice != leader.choice:
@@ -195,13 +195,13 @@ def _group(members: list[Site]) -> Group:
 
 
 def why_nothing(model: nn.Module, sites: list[Site]) -> str:
-    """The message for a model in which no layer gets compressed."""
+    """The error message for a model in which no layer is compressed."""
     kind = type(model).__name__
     if not sites:
         types = ", ".join(layer_type.__name__ for layer_type in converters())
         return (
             f"nothing to convert in {kind}: expected layers whose type is exactly one of {types}, got none; "
-            "register_converter makes others known"
+            "register_converter adds others"
         )
     reasons = "; ".join(f"{site}: {site.note}" for site in sites[:5])
     more = f" (and {len(sites) - 5} more)" if len(sites) > 5 else ""

@@ -1,4 +1,4 @@
-"""Putting compressed layers in the place of dense ones and back, with everything a layer carries besides its weight."""
+"""Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec
 
-# Hooks see calls, not parameters, so they move along; the very dictionaries do, so that their handles keep working.
+# Hooks see calls, not parameters, so they move along. The dictionaries themselves move, so that handles keep working.
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -29,36 +29,34 @@ _HOOKS = (
 
 
 def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) -> None:
-    """Replace dense layers of registered types by compressed ones around the given chains; several may share one.
+    """Replace dense layers of registered types by compressed ones around these tensor trains; several may share one.
 
-    A chain takes over its layers' `requires_grad`; biases stay the same objects, hooks and train mode move along.
+    A tensor train takes over the `requires_grad` of its layers' weight. Biases stay the same objects; hooks and train
+    mode move along.
     """
     padding: dict[TensorTrain, int | None] = {}
     for layer, tt in trains.items():
         tt.requires_grad_(layer.get_parameter("weight").requires_grad)
-        if converters()[type(layer)].format == "ttm":
+        if converters()[type(layer)].table:
             padding[tt] = layer.padding_idx  # type: ignore[assignment]
 
-    def compressed(layer: nn.Module, tt: TensorTrain) -> CompressedLayer:
-        new: CompressedLayer
-        bias = layer._parameters.get("bias")
-        kept = False if bias is None else bias
-        if isinstance(tt.spec, TTSpec):
-            new = TTLinear(tt, kept)
-        elif converters()[type(layer)].format == "ttm":
-            new = converters()[type(layer)].table.like(layer, tt)
+    swaps: dict[nn.Module, CompressedLayer] = {}
+    for layer, tt in trains.items():
+        table, bias = converters()[type(layer)].table, layer._parameters.get("bias")
+        if table is not None:
+            swaps[layer] = table.like(layer, tt)
+        elif isinstance(tt.spec, TTSpec):
+            swaps[layer] = TTLinear(tt, False if bias is None else bias)
         else:
-            new = TTMProjection(tt, kept, padding.get(tt))
-        new.dense_type = type(layer)
-        return new
-
-    _swap_(model, {layer: compressed(layer, tt) for layer, tt in trains.items()})
+            swaps[layer] = TTMProjection(tt, False if bias is None else bias, padding.get(tt))
+        swaps[layer].dense_type = type(layer)
+    _swap_(model, swaps)
 
 
 def materialize_layers_(model: nn.Module) -> int:
     """Replace every compressed layer by a dense one of its original type; returns how many there were.
 
-    Layers that share a chain share one weight again, if their types store it the same way round.
+    Layers that share a tensor train share one weight again, unless one type stores it transposed.
     """
     weights: dict[tuple[TensorTrain, bool], nn.Parameter] = {}
     swaps: dict[nn.Module, nn.Module] = {}
@@ -74,7 +72,7 @@ def materialize_layers_(model: nn.Module) -> int:
             with torch.device("meta"):
                 dense = converter.build(layer)
             dense.register_parameter("weight", weights[key])
-            if converter.format == "tt":
+            if converter.table is None:
                 dense.register_parameter("bias", layer._parameters["bias"])
             swaps[layer] = dense
     if swaps:
@@ -84,7 +82,10 @@ def materialize_layers_(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _dense_weight(layer: CompressedLayer) -> Tensor:
-    """The weight of a compressed layer, (out, in) or table, as new memory; half precisions sum up in float32."""
+    """The weight of a compressed layer, (out, in) or (rows, columns), in new memory.
+
+    Weights of float16 and bfloat16 are summed in float32.
+    """
     spec, cores = layer.tt.spec, layer.tt.effective_cores()
     dtype = cores[0].dtype
     weight = materialize(spec, [core.to(torch.promote_types(dtype, torch.float32)) for core in cores]).to(dtype)

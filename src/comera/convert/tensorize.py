@@ -1,7 +1,7 @@
 """`tensorize_` and `materialize_`.
 
-`tensorize_` first decides everything, then makes all chains, and only then touches the model: after an error the model
-is as it was.
+`tensorize_` first decides everything, then makes all tensor trains, and only then touches the model, so that an error
+leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -27,13 +27,34 @@ from comera.tt.spec import TTSpec
 def tensorize_(
     model: nn.Module, config: TensorizeConfig | None = None, *, generator: torch.Generator | None = None
 ) -> TensorizeReport:
-    """Compress a model's linear and embedding layers in place; returns the table of what became what.
+    """Compress a model's linear and embedding layers, in place.
 
     Keeps dtype, device, biases (the same objects), `requires_grad`, train mode, forward and backward hooks, and tied
-    weights. Make optimizers and DDP wrappers afterwards. Works on the meta device; a model that is already converted
-    stays as it is. generator: source of the random cores.
-    Raises ConversionError or SpecError, the model untouched, for a pattern without a match, a format that does not
-    fit its layer, or a model in which nothing gets smaller.
+    weights. Create optimizers and DDP wrappers afterwards. Works on the meta device. Layers that are compressed already
+    stay as they are.
+
+    Args:
+        model: any module that contains `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, Hugging Face's `Conv1D`, or
+            layers of a type registered with `register_converter`.
+        config: formats by kind of layer and by name; see `TensorizeConfig`.
+        generator: source of the random cores.
+
+    Returns:
+        What became of each layer, and the parameters before and now; printable.
+
+    Raises:
+        ConversionError: an override without a match or of the wrong format, or a model in which nothing gets smaller.
+            The model is unchanged, as it is after the next error.
+        SpecError: a format that does not fit its layer.
+
+    Example:
+        >>> import torch, comera
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5000, 128), torch.nn.Linear(128, 512))
+        >>> report = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(rank=16), comera.TTM(rank=16)))
+        >>> [(row.name, row.before, row.after, f"{row.ratio:.1f}x") for row in report.rows]
+        [('0', 'Embedding', 'TTMEmbedding', '55.3x'), ('1', 'Linear', 'TTLinear', '13.7x')]
+        >>> report.dense_total, report.total
+        (706048, 16880)
     """
     config = config or TensorizeConfig()
     if type(model) in converters():
@@ -55,7 +76,7 @@ def tensorize_(
     trains: dict[nn.Module, TensorTrain] = {}
     errors: dict[TensorTrain, float] = {}
     for group in groups:
-        tt, error = _chain(group, config, generator)
+        tt, error = _make_train(group, config, generator)
         trains |= dict.fromkeys([site.layer for site in group.sites], tt)
         if error is not None:
             errors[tt] = error
@@ -64,11 +85,33 @@ def tensorize_(
 
 
 def materialize_(model: nn.Module) -> nn.Module:
-    """Turn every compressed layer back into a dense one of its original type, in place; returns the model.
+    """Turn every compressed layer back into a dense one of its original type, in place.
 
-    The function is the same to rounding. Layers that share a chain share one weight again; dtype, device, biases,
-    `requires_grad`, train mode, hooks and padding rows are kept. Make optimizers afterwards.
-    Raises ConversionError for a model without compressed layers, or one that is a single such layer.
+    The function is unchanged up to rounding. Layers that share a tensor train share one weight again; dtype, device,
+    biases, `requires_grad`, train mode, hooks and padding rows are kept. Create optimizers afterwards.
+
+    Args:
+        model: a model that `tensorize_` or `load_pretrained` has compressed.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConversionError: a model without compressed layers, or one that is itself a single compressed layer.
+
+    Example:
+        >>> import torch, comera
+        >>> model = torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.ReLU())
+        >>> _ = comera.tensorize_(model)
+        >>> inputs = torch.randn(4, 128)
+        >>> expected = model(inputs)
+        >>> comera.materialize_(model)
+        Sequential(
+          (0): Linear(in_features=128, out_features=512, bias=True)
+          (1): ReLU()
+        )
+        >>> torch.allclose(model(inputs), expected, atol=1e-5)
+        True
     """
     if isinstance(model, CompressedLayer):
         raise ConversionError(f"materialize_ replaces layers inside a module: {_wrap(model)}")
@@ -83,21 +126,14 @@ def _wrap(model: nn.Module) -> str:
     return f"a single {type(model).__name__} has no parent to hold the new layer; wrap it, as in nn.Sequential(layer)"
 
 
-def _chain(
+def _make_train(
     group: Group, config: TensorizeConfig, generator: torch.Generator | None
 ) -> tuple[TensorTrain, float | None]:
-    """The chain of one group, and the relative error of its decomposition."""
+    """The tensor train of one group, and the relative error of its decomposition (None for random cores)."""
     site, weight = group.leader, group.leader.weight.detach()
-    std = config.init_std or _std(site)
+    std, threshold, dtype, device = config.init_std or _std(site), config.threshold, weight.dtype, weight.device
     if config.init == "random":
-        tt = TensorTrain(
-            group.spec,
-            init_std=std,
-            threshold=config.threshold,
-            dtype=weight.dtype,
-            device=weight.device,
-            generator=generator,
-        )
+        tt = TensorTrain(group.spec, init_std=std, threshold=threshold, dtype=dtype, device=device, generator=generator)
         return tt, None
     if weight.is_meta:
         raise ConversionError(f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'")
@@ -107,22 +143,17 @@ def _chain(
     except SpecError as error:
         raise SpecError(f"{site}: {error}") from error
     tt = TensorTrain.from_tensors(
-        result.spec,
-        result.cores,
-        init_std=std,
-        threshold=config.threshold,
-        dtype=weight.dtype,
-        device=weight.device,
+        result.spec, result.cores, init_std=std, threshold=threshold, dtype=dtype, device=device
     )
     return tt, result.error
 
 
 def _std(site: Site) -> float:
-    """Standard deviation of the weight, or of its layer's own initialisation where the weight does not tell."""
+    """Standard deviation of the weight, or of its layer's own initialization if the weight does not show one."""
     weight = site.weight.detach()
     if not weight.is_meta and weight.numel():
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        std, mean = float(wide.std(correction=0)), float(wide.mean())
+        values = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        std, mean = float(values.std(correction=0)), float(values.mean())
         if 1e-6 * abs(mean) < std < float("inf"):
             return std
     return site.converter.std(site.layer)
@@ -133,16 +164,16 @@ def _rows(
 ) -> Iterator[LayerRow]:
     """What became of each site, of layers compressed earlier, and of subclasses of registered types.
 
-    A weight counts in the first row that had it, a chain in the first row that has it, so that columns can be added.
+    A weight counts in the first row that had it and a tensor train in the first that has it, so that columns add up.
     """
     by_layer = {site.layer: site for site in sites}
     kinds = tuple(converters())
     counted: set[object] = set()
 
-    def once(key: object, numbers: int) -> int:
+    def once(key: object, count: int) -> int:
         known = key in counted
         counted.add(key)
-        return 0 if known else numbers
+        return 0 if known else count
 
     for old, (name, *_) in names.items():
         site = by_layer.get(old)
@@ -158,8 +189,6 @@ def _rows(
             stored = once(("stored", new.tt), spec.numel + spec.rank_numel)
             yield LayerRow(name, before, after, spec, dense, stored, errors.get(new.tt), note)
         else:
-            numbers = weight.numel() if weight is not None else 0
-            note = site.note if site else "a subclass of a known layer; register_converter makes it known"
-            yield LayerRow(
-                name, before, after, None, once(weight, numbers), once(("stored", weight), numbers), None, note
-            )
+            count = weight.numel() if weight is not None else 0
+            note = site.note if site else "a subclass of a known layer; register_converter adds it"
+            yield LayerRow(name, before, after, None, once(weight, count), once(("stored", weight), count), None, note)

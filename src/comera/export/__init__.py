@@ -1,4 +1,4 @@
-"""A trained model leaves the house: as weights, compressed or dense, or as a program that runs on torch alone."""
+"""Exports trained models: compressed weights, dense weights, or a program that needs torch alone."""
 
 from comera.export.layers import serving_copy
 from comera.export.write import Exported, export_compressed, export_dense, export_program

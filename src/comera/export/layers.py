@@ -1,12 +1,11 @@
-"""Compressed layers that hold nothing but cores and compute with torch's own operators alone, for any batch.
+"""Compressed layers for inference: they hold cores only and use torch's own operators, for any batch size.
 
-They serve: there is no gradient to write by hand, nothing to plan while a batch waits, and all that happens is in the
-graph that torch.export sees, without a branch on the size of the batch.
+torch.export sees all of their graph. They need no custom gradient, plan only once, and never branch on the batch size.
 
-    E[id] = L[id // M_R] · R[:, id % M_R],    logits = x Eᵀ:  T = x Rᵀ, then L T        (contract/lookup.py, linear.py)
+    E[id] = L[id // M_R] · R[:, id % M_R],    logits = x Eᵀ:  T = x Rᵀ, then L T        (docs/method.md §5)
 
 Shapes: B flattened batch, I/O in/out features, U ids, D columns, M/N row and column modes of the left (L) or right (R)
-half of a TTM, r the rank between them.
+factor of a TTM, r the rank between them.
 """
 
 from __future__ import annotations
@@ -28,43 +27,43 @@ from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.chunking import pad_last
 from comera.ops.dtypes import merge_dtype
 from comera.ops.planner.plan import plan_linear
-from comera.ops.projection import ttm_halves
+from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, TTSpec
 
 
-def own_chains(model: nn.Module) -> nn.Module:
-    """A copy of a model with chains of its own, and all other parameters and buffers shared."""
-    chained = {p for module in model.modules() if isinstance(module, TensorTrain) for p in module.parameters()}
-    shared = [t for t in (*model.parameters(), *model.buffers()) if t not in chained]
+def copy_with_own_trains(model: nn.Module) -> nn.Module:
+    """A copy of a model with its own tensor trains; all other parameters and buffers are shared."""
+    owned = {p for module in model.modules() if isinstance(module, TensorTrain) for p in module.parameters()}
+    shared = [t for t in (*model.parameters(), *model.buffers()) if t not in owned]
     return deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 @torch.no_grad()
 def serving_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model in evaluation mode, whose compressed layers are those of this file.
+    """A copy of a model in evaluation mode, with the compressed layers of this file.
 
-    Inactive slices are cut, rank parameters absorbed; what is not compressed is shared with the model, which stays as
-    it is. The function is the same to rounding. Raises ConversionError for a compressed layer of an unknown type.
+    Pruned slices are removed and gates absorbed; everything else is shared with the model, which is unchanged. Outputs
+    are the same up to rounding. Raises ConversionError for an unknown type of compressed layer.
     """
-    copy = own_chains(model).eval()
+    copy = copy_with_own_trains(model).eval()
     fuse_(copy, enabled=False)
     prune_(copy)
     cores: dict[TensorTrain, _Cores] = {}
 
-    def served(layer: CompressedLayer) -> nn.Module:
-        if type(layer) not in _SERVED:
+    def replacement(layer: CompressedLayer) -> nn.Module:
+        if type(layer) not in _INFERENCE:
             raise ConversionError(
-                f"expected compressed layers of {', '.join(kind.__name__ for kind in _SERVED)}, got a "
+                f"expected compressed layers of {', '.join(kind.__name__ for kind in _INFERENCE)}, got a "
                 f"{type(layer).__name__}: materialize_ the model first"
             )
         if layer.tt not in cores:
             cores[layer.tt] = _Cores(layer.tt)
-        return _SERVED[type(layer)](layer, cores[layer.tt])
+        return _INFERENCE[type(layer)](layer, cores[layer.tt])
 
-    swaps: dict[nn.Module, nn.Module] = {m: served(m) for m in copy.modules() if isinstance(m, CompressedLayer)}
+    swaps: dict[nn.Module, nn.Module] = {m: replacement(m) for m in copy.modules() if isinstance(m, CompressedLayer)}
     for parent in list(copy.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in swaps:
@@ -73,41 +72,41 @@ def serving_copy(model: nn.Module) -> nn.Module:
 
 
 class _Cores(nn.Module):
-    """Cores with the rank parameters absorbed; layers that are tied share one."""
+    """Cores with the gates absorbed; tied layers share them."""
 
     def __init__(self, tt: TensorTrain) -> None:
         super().__init__()
         self.spec = tt.spec
         self.cores = nn.ParameterList([nn.Parameter(core, requires_grad=False) for core in tt.effective_cores()])
 
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """L (M, N, r) and R (r, M, N) of a TTM, cut at the bond where they are smallest together."""
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """L (M, N, r) and R (r, M, N) of a TTM, split where they have the fewest elements."""
         spec = self.spec
         assert isinstance(spec, TTMSpec)
         modes = [rows * cols for rows, cols in zip(spec.row_modes, spec.col_modes, strict=True)]
         sizes = {k: spec.ranks[k] * (prod(modes[:k]) + prod(modes[k:])) for k in range(1, spec.order)}
         if sizes:
-            return ttm_halves(list(self.cores), min(sizes, key=sizes.__getitem__))
-        table_MN = materialize(spec, [core.to(merge_dtype(core.dtype)) for core in self.cores])  # of a single core
+            return merge_sides(list(self.cores), min(sizes, key=sizes.__getitem__))
+        table_MN = materialize(spec, [core.to(merge_dtype(core.dtype)) for core in self.cores])  # a single core
         return table_MN.unsqueeze(2), table_MN.new_ones(1, 1, 1)
 
 
 class _Linear(nn.Module):
-    """y = x W + bias by the groups that were best for the first batch it saw."""
+    """y = x W + bias, contracted as planned for the first batch."""
 
     def __init__(self, layer: TTLinear, cores: _Cores) -> None:
         super().__init__()
         self.tt, self.bias = cores, layer.bias
         self.groups: Any = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         spec, cores = self.tt.spec, list(self.tt.cores)
         assert isinstance(spec, TTSpec)
-        x_BI = x.reshape(-1, spec.in_features)
+        x_BI = input.reshape(-1, spec.in_features)
         if self.groups is None:
-            plan = plan_linear(spec, x_BI.shape[0], x.element_size(), device=x.device.type)
+            plan = plan_linear(spec, x_BI.shape[0], input.element_size(), device=input.device.type)
             self.groups = plan.groups
-        return contract_groups(x_BI, spec, cores, self.groups, self.bias).view(*x.shape[:-1], spec.out_features)
+        return contract_groups(x_BI, spec, cores, self.groups, self.bias).view(*input.shape[:-1], spec.out_features)
 
 
 class _Table(nn.Module):
@@ -118,12 +117,12 @@ class _Table(nn.Module):
         self.tt, self.padding_idx = cores, layer.padding_idx
 
     def rows(self, ids_U: Tensor) -> Tensor:
-        """Rows (U, D); an id outside the table is an error of the runtime."""
+        """Rows (U, D); an id outside the table is a runtime error."""
         spec = self.tt.spec
         assert isinstance(spec, TTMSpec)
         inside = ((ids_U >= 0) & (ids_U < spec.num_embeddings)).all()
         torch._assert_async(inside, f"expected every id in 0 ... {spec.num_embeddings - 1}")
-        left_MNR, right_RMN = self.tt.halves()
+        left_MNR, right_RMN = self.tt.factors()
         right_MRN = right_RMN.transpose(0, 1)
         i_U, k_U = ids_U // right_MRN.shape[0], ids_U % right_MRN.shape[0]
         rows_UNN = torch.bmm(left_MNR[i_U], right_MRN[k_U])
@@ -134,31 +133,31 @@ class _Table(nn.Module):
 
 
 class _Embedding(_Table):
-    def forward(self, ids: Tensor) -> Tensor:
-        rows_UD = self.rows(ids.reshape(-1))
-        return rows_UD.view(*ids.shape, rows_UD.shape[1])
+    def forward(self, input: Tensor) -> Tensor:
+        rows_UD = self.rows(input.reshape(-1))
+        return rows_UD.view(*input.shape, rows_UD.shape[1])
 
 
 class _Bag(_Table):
-    """Sums or means over bags of rows; a padding id counts in none."""
+    """Sums or means over bags of rows; ignores the padding id."""
 
     def __init__(self, layer: TTMEmbeddingBag, cores: _Cores) -> None:
         super().__init__(layer, cores)
         self.mode, self.include_last_offset = layer.mode, layer.include_last_offset
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        ids_N = ids.reshape(-1)
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        ids_N = input.reshape(-1)
         rows_ND = self.rows(ids_N)
         if per_sample_weights is not None:
             rows_ND = rows_ND * per_sample_weights.reshape(-1, 1)
-        if self.mode == "mean":  # how many ids each bag holds is a sum as well
-            counted_N = ids_N >= 0 if self.padding_idx is None else ids_N != self.padding_idx
-            rows_ND = torch.cat([rows_ND, counted_N.unsqueeze(1).to(rows_ND.dtype)], 1)
+        if self.mode == "mean":  # the number of ids per bag is a sum too
+            present_N = ids_N >= 0 if self.padding_idx is None else ids_N != self.padding_idx
+            rows_ND = torch.cat([rows_ND, present_N.unsqueeze(1).to(rows_ND.dtype)], 1)
         if offsets is None:
-            sums_BD = rows_ND.view(*ids.shape, rows_ND.shape[1]).sum(1)
+            sums_BD = rows_ND.view(*input.shape, rows_ND.shape[1]).sum(1)
         else:
             starts_B = (offsets[:-1] if self.include_last_offset else offsets).long()
-            sums_BD = F.embedding_bag(torch.arange(ids_N.shape[0], device=ids.device), rows_ND, starts_B, mode="sum")
+            sums_BD = F.embedding_bag(torch.arange(ids_N.shape[0], device=input.device), rows_ND, starts_B, mode="sum")
         return sums_BD if self.mode == "sum" else sums_BD[:, :-1] / sums_BD[:, -1:].clamp(min=1)
 
 
@@ -169,23 +168,23 @@ class _Projection(_Table):
         super().__init__(layer, cores)
         self.bias = layer.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         spec = self.tt.spec
         assert isinstance(spec, TTMSpec)
-        left_MNR, right_RMN = (half.to(x.dtype) for half in self.tt.halves())
+        left_MNR, right_RMN = (factor.to(input.dtype) for factor in self.tt.factors())
         (_, n, r), (_, rows_r, cols_r) = left_MNR.shape, right_RMN.shape
-        x_QN = pad_last(x.reshape(-1, spec.embedding_dim), n * cols_r).reshape(-1, cols_r)
+        x_QN = pad_last(input.reshape(-1, spec.embedding_dim), n * cols_r).reshape(-1, cols_r)
         t_BKM = (x_QN @ right_RMN.flatten(0, 1).t()).view(-1, n * r, rows_r)
         logits_BO = (left_MNR.flatten(1) @ t_BKM).flatten(1)[:, : spec.num_embeddings]
         if self.padding_idx is not None:
-            padding_O = torch.arange(spec.num_embeddings, device=x.device) == self.padding_idx
+            padding_O = torch.arange(spec.num_embeddings, device=input.device) == self.padding_idx
             logits_BO = logits_BO.masked_fill(padding_O, 0)
         if self.bias is not None:
             logits_BO = logits_BO + self.bias
-        return logits_BO.view(*x.shape[:-1], spec.num_embeddings)
+        return logits_BO.view(*input.shape[:-1], spec.num_embeddings)
 
 
-_SERVED: dict[type[nn.Module], Callable[[Any, _Cores], nn.Module]] = {
+_INFERENCE: dict[type[nn.Module], Callable[[Any, _Cores], nn.Module]] = {
     TTLinear: _Linear,
     TTMEmbedding: _Embedding,
     TTMEmbeddingBag: _Bag,

@@ -1,4 +1,4 @@
-"""What `comera export` does with a trained run."""
+"""Exports the model of a trained run."""
 
 from __future__ import annotations
 
@@ -7,34 +7,28 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from comera.baselines import has_own_layers
 from comera.errors import ConfigError
 from comera.export.write import Exported, export_compressed, export_dense, export_program
 from comera.recipes.trained import Trained
 
-TARGETS = ("safetensors", "dense", "program", "onnx")
-_OTHER_LAYERS = ("lte", "cola", "tensorly")  # methods with layers that neither the dense model nor this library has
+_TARGETS = ("safetensors", "dense", "program")
 
 
 def export_run(trained: Trained, target: str, out: Path, *, overwrite: bool = False) -> Exported:
-    """Write the model of a run to `out` as one of TARGETS; what is raised: see `comera.export`."""
-    form, model = trained.architecture, trained.model
+    """Write the model of a run to `out` as "safetensors", "dense" or "program"; raises as `comera.export` does."""
+    architecture, model = trained.architecture, trained.model
 
-    def as_trained(folder: Path) -> nn.Module:
-        with torch.device("meta"):  # a dense table that is far larger than the file never exists
-            return form.build() if trained.config.method in _OTHER_LAYERS else form.plain(folder)
+    def build(folder: Path) -> nn.Module:
+        with torch.device("meta"):  # dense tables may be far larger than the file: never allocate them
+            return architecture.build() if has_own_layers(trained.config.method) else architecture.dense(folder)
 
     if target == "safetensors":
         about = {"recipe": trained.recipe, "method": trained.config.method, "checkpoint": trained.checkpoint.name}
-        metadata = {**about, **form.about}
-        return export_compressed(model, form.inputs, out, as_trained, metadata=metadata, overwrite=overwrite)
+        metadata = {**about, **architecture.about}
+        return export_compressed(model, architecture.inputs, out, build, metadata=metadata, overwrite=overwrite)
     if target == "dense":
-        return export_dense(model, form.inputs, out, form.plain, overwrite=overwrite)
+        return export_dense(model, architecture.inputs, out, architecture.dense, overwrite=overwrite)
     if target == "program":
-        return export_program(model, form.inputs, out, dynamic_shapes=form.dynamic, overwrite=overwrite)
-    if target == "onnx":
-        raise ConfigError(
-            "expected safetensors, dense or program, got onnx: that takes the package onnxscript, which does not come "
-            "with this library; with it installed, export the run to a program, and write that with "
-            'torch.onnx.export(torch.export.load("FILE.pt2"), f="FILE.onnx", dynamo=True)'
-        )
-    raise ConfigError(f"expected one of {', '.join(TARGETS)} to export to, got {target!r}")
+        return export_program(model, architecture.inputs, out, dynamic_shapes=architecture.dynamic, overwrite=overwrite)
+    raise ConfigError(f"expected one of {', '.join(_TARGETS)} to export to, got {target!r}")

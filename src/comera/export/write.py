@@ -1,13 +1,12 @@
-"""Three forms in which a model is written, each tried before it takes its name.
+"""Writes a model in one of three formats, and verifies it before it appears.
 
-    compressed   FOLDER/model.safetensors, comera.json   for comera.load_pretrained; inactive slices are cut, rank
-                                                         parameters absorbed
-    dense        FOLDER/model.safetensors                for load_state_dict or from_pretrained; every weight
-                                                         materialised, under the names of the original architecture
-    program      FILE.pt2                                for torch.export.load, without this library; the cores are its
-                                                         weights, the batch has any size
+    compressed   FOLDER/model.safetensors, comera.json   for comera.load_pretrained; cores pruned, gates absorbed
+    dense        FOLDER/model.safetensors                for load_state_dict or from_pretrained; materialized weights
+                                                         under the names of the original architecture
+    program      FILE.pt2                                for torch.export.load, without comera; its weights are the
+                                                         cores, the batch has any size
 
-Each is written beside its place, loaded again, compared with the model, and renamed only then.
+Each is written to a temporary place, loaded again, compared with the model, and only then renamed.
 """
 
 from __future__ import annotations
@@ -28,36 +27,36 @@ from torch.utils import _pytree as pytree
 
 from comera.convert import materialize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
-from comera.export.layers import own_chains, serving_copy
+from comera.export.layers import copy_with_own_trains, serving_copy
 from comera.files import flush
 from comera.nn.tensor_train import CompressedLayer, named_trains
 from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
 from comera.rank.prune import prune_
 
 Inputs: TypeAlias = Sequence[Tensor] | Mapping[str, Tensor]
-Fresh: TypeAlias = Callable[[Path], nn.Module]
+Build: TypeAlias = Callable[[Path], nn.Module]
 
-# The largest difference of an output that is rounding, relative to the largest output where that is above 1.
+# Largest difference of outputs that counts as rounding, relative to the largest output if that is above 1.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: bytes and numbers in it; difference: the largest one of an output to the model's own.
+    """What was written, with its size. difference: the largest one between its outputs and the model's.
 
-    call: how a program is called, with the names of its arguments, where it has them.
+    call: how to call a program, with the names of its arguments if it has them.
     """
 
     path: Path
     bytes: int
-    numbers: int
+    parameters: int
     difference: float
     call: str = ""
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.numbers:,} numbers, {self.bytes / 1e6:,.2f} MB; loaded again, its outputs differ from "
-            f"the model's by at most {self.difference:.1e}{self.call and f'; to run it: {self.call}'}"
+            f"{self.path}: {self.parameters:,} parameters, {self.bytes / 1e6:,.2f} MB; its outputs differ from the "
+            f"model's by at most {self.difference:.1e}{self.call and f'; run it with {self.call}'}"
         )
 
 
@@ -65,44 +64,50 @@ def export_compressed(
     model: nn.Module,
     example_inputs: Inputs,
     folder: str | Path,
-    fresh: Fresh,
+    build: Build,
     *,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the compressed weights to `folder`, for `comera.load_pretrained`; the model stays as it is.
+    """Write the compressed weights to `folder`, for `comera.load_pretrained`; does not change the model.
 
-    Inactive slices are cut; the rank parameters are ones, as they are absorbed into the cores.
-    example_inputs: arguments of forward, in order or by name, the batch first in each, to try with what was written.
-    fresh: called with the folder, gives a model of the same architecture, dense or converted. metadata: JSON-ready, for
-    the manifest.
-    Raises ConfigError for a path that is taken, and CheckpointError, with nothing written, where the reloaded model
-    computes something else.
+    Pruned slices are removed and the gates absorbed into the cores, so all gates are ones.
+
+    Args:
+        example_inputs: arguments of forward to compare outputs with, positional or by name, batch first.
+        folder: where to write.
+        build: called with the folder, returns a model of the same architecture, dense or converted.
+        metadata: JSON-compatible entries for the manifest.
+        overwrite: replace an earlier export.
+
+    Raises:
+        ConfigError: something else is at `folder`.
+        CheckpointError: the reloaded model computes something else; nothing is written.
     """
     _check_free(Path(folder), overwrite)
-    small = own_chains(model)
+    small = copy_with_own_trains(model)
     prune_(small)
     for _, tt in named_trains(small):
         tt.set_(tt.spec, tt.effective_cores())
     with _beside(Path(folder)) as beside:
         save_pretrained(small, beside, metadata=metadata)
         _save_config(small, beside)
-        difference = _compare(model, load_pretrained(fresh(beside), beside).eval(), example_inputs, folder)
-        numbers = sum(tensor.numel() for tensor in load_file(beside / WEIGHTS).values())
-    return Exported(Path(folder), _size(Path(folder)), numbers, difference)
+        difference = _compare(model, load_pretrained(build(beside), beside).eval(), example_inputs, folder)
+        parameters = sum(tensor.numel() for tensor in load_file(beside / WEIGHTS).values())
+    return Exported(Path(folder), _size(Path(folder)), parameters, difference)
 
 
 def export_dense(
-    model: nn.Module, example_inputs: Inputs, folder: str | Path, fresh: Fresh, *, overwrite: bool = False
+    model: nn.Module, example_inputs: Inputs, folder: str | Path, build: Build, *, overwrite: bool = False
 ) -> Exported:
-    """Write the state dict of the dense model to `folder`: model.safetensors and, for transformers, config.json.
+    """Write the dense state dict to `folder`: model.safetensors and, for models of transformers, config.json.
 
-    It has the names of the original architecture, a tied weight under each of its names.
-    fresh: called with the folder, gives the original architecture. Otherwise as `export_compressed`; raises
-    ConversionError, too, for a model whose weights have no place there.
+    Names are those of the original architecture; a tied weight appears under each of its names. Arguments are those of
+    `export_compressed`, except that `build` returns the original architecture. Also raises ConversionError if the
+    weights do not fit it.
     """
     _check_free(Path(folder), overwrite)
-    dense = own_chains(model)
+    dense = copy_with_own_trains(model)
     if any(isinstance(module, CompressedLayer) for module in dense.modules()):
         materialize_(dense)
     tensors = {
@@ -112,12 +117,12 @@ def export_dense(
     with _beside(Path(folder)) as beside:
         save_file(tensors, beside / WEIGHTS, {"format": "pt"})
         _save_config(dense, beside)
-        original = fresh(beside)
+        original = build(beside)
         try:
             original.load_state_dict(load_file(beside / WEIGHTS))
         except RuntimeError as error:
             raise ConversionError(
-                f"the weights of this {type(model).__name__} have no place in the dense {type(original).__name__} "
+                f"the weights of this {type(model).__name__} do not fit the dense {type(original).__name__} "
                 f"({' '.join(str(error).split())[:200]}): export it to safetensors or to a program"
             ) from error
         difference = _compare(model, original.eval(), example_inputs, folder)
@@ -132,17 +137,25 @@ def export_program(
     dynamic_shapes: Any = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write a program that `torch.export.load(path).module()` runs where only torch is installed.
+    """Write a program for `torch.export.load(path).module()`, which needs torch alone.
 
-    It computes as in evaluation mode, without gradients. Contractions are planned for the size of the example inputs
-    and hold for any other.
-    example_inputs: arguments of forward, in order or by name, the batch first in each, of two rows or more.
-    dynamic_shapes: as torch.export.export takes them; by default the batch may have any size.
-    Raises ConversionError for a model that cannot be traced, ConfigError for a path that is taken, and CheckpointError,
-    with nothing written, where the program computes something else.
+    It computes in evaluation mode, without gradients. Contractions are planned for the example's batch size and valid
+    for any other.
+
+    Args:
+        example_inputs: arguments of forward to trace and compare with, positional or by name, batch first, two rows or
+            more.
+        path: the .pt2 file.
+        dynamic_shapes: as for torch.export.export; by default the batch may have any size.
+        overwrite: replace an earlier export.
+
+    Raises:
+        ConversionError: torch.export cannot trace the model.
+        ConfigError: something else is at `path`.
+        CheckpointError: the program computes something else; nothing is written.
     """
-    if Path(path).suffix != ".pt2":  # torch knows its programs by it
-        raise ConfigError(f"expected a file that ends in .pt2 for a program, got {path}: give it that ending")
+    if Path(path).suffix != ".pt2":  # torch recognizes its programs by it
+        raise ConfigError(f"expected a file that ends in .pt2 for a program, got {path}: rename it")
     _check_free(Path(path), overwrite, folder=False)
     served = serving_copy(model)
     served.forward = _plain_outputs(served.forward)  # type: ignore[method-assign]
@@ -151,27 +164,27 @@ def export_program(
         batch = torch.export.Dim("batch")
         dynamic_shapes = pytree.tree_map(lambda _: {0: batch}, kwargs or args)
     with torch.no_grad():
-        served(*args, **kwargs)  # the layers see how large a batch is
+        served(*args, **kwargs)  # the layers plan for this batch size
         try:
             program = torch.export.export(served, args, kwargs, dynamic_shapes=dynamic_shapes)
-        except Exception as error:  # of many kinds, from all over the tracer
+        except Exception as error:  # the tracer raises many types
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ConversionError(
-                f"torch.export cannot trace this {type(model).__name__} ({reason}): export its weights instead, or let "
-                "its forward do without branches on the values and sizes of tensors"
+                f"torch.export cannot trace this {type(model).__name__} ({reason}): export its weights instead, or "
+                "remove branches on values and sizes of tensors from its forward"
             ) from error
     with _beside(Path(path), folder=False) as beside:
         torch.export.save(program, beside)
         loaded = torch.export.load(beside)
         difference = _compare(model, loaded.module(), example_inputs, path)
-        numbers = sum(tensor.numel() for tensor in loaded.state_dict.values())
-    given = ", ".join(f"{name}=..." for name in kwargs) or "..."
-    call = f"torch.export.load({str(path)!r}).module()({given})"
-    return Exported(Path(path), _size(Path(path)), numbers, difference, call)
+        parameters = sum(tensor.numel() for tensor in loaded.state_dict.values())
+    arguments = ", ".join(f"{name}=..." for name in kwargs) or "..."
+    call = f"torch.export.load({str(path)!r}).module()({arguments})"
+    return Exported(Path(path), _size(Path(path)), parameters, difference, call)
 
 
 def _plain_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward whose outputs are of types that torch knows: the dictionaries of transformers become plain ones."""
+    """A forward whose outputs torch.export can store: model outputs of transformers become dictionaries."""
 
     @wraps(forward)
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -187,58 +200,58 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
 
 @torch.no_grad()
 def _compare(model: nn.Module, written: nn.Module, inputs: Inputs, path: str | Path) -> float:
-    """The largest difference between the outputs of both, on the inputs and, where these have a batch, one row more.
+    """Largest difference between the outputs of both models, for the inputs and, if all have one batch, a row more.
 
-    Raises CheckpointError where it is more than rounding.
+    Raises CheckpointError if it exceeds rounding.
     """
-    model = own_chains(model).eval()
+    model = copy_with_own_trains(model).eval()
     largest = 0.0
     batches = {len(tensor) for tensor in pytree.tree_leaves(_arguments(inputs))}
     for more in (0, 1) if len(batches) == 1 else (0,):
         args, kwargs = pytree.tree_map(lambda tensor, n=more: torch.cat([tensor, tensor[:n]]), _arguments(inputs))
         for want, got in zip(_tensors(model(*args, **kwargs)), _tensors(written(*args, **kwargs)), strict=True):
             if want.shape != got.shape:
-                raise _different(path, f"outputs of shape {tuple(want.shape)}", f"shape {tuple(got.shape)}")
+                raise _mismatch(path, f"outputs of shape {tuple(want.shape)}", f"shape {tuple(got.shape)}")
             if not want.numel():
                 continue
             difference, scale = float((want - got).abs().max()), max(1.0, float(want.abs().max()))
             allowed = _ROUNDING.get(want.dtype, 0.0) * scale
-            if not difference <= allowed:  # NaN too
-                raise _different(path, f"outputs as the model gives them, to {allowed:.0e}", f"{difference:.1e} off")
+            if not difference <= allowed:  # also for NaN
+                raise _mismatch(path, f"the model's outputs to within {allowed:.0e}", f"{difference:.1e} off")
             largest = max(largest, difference)
     return largest
 
 
-def _different(path: str | Path, expected: str, came: str) -> CheckpointError:
+def _mismatch(path: str | Path, expected: str, got: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: expected {expected}, got {came} after loading it again; nothing was written: are all weights finite, "
-        "and does the model compute the same each time?"
+        f"{path}: expected {expected}, got {got} after loading it again; nothing was written: check that all weights "
+        "are finite and that the model is deterministic"
     )
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    """The tensors in what a model gives, in their order."""
+    """The tensors in a model's outputs, in order."""
     if isinstance(outputs, Tensor):
         return [outputs]
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, list | tuple) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    items = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def _save_config(model: nn.Module, folder: Path) -> None:
-    """config.json of a model of transformers, for `from_pretrained`; it says whether head and embedding are tied."""
+    """Write config.json for `from_pretrained`, with the tie of head and embedding, if the model is of transformers."""
     config = getattr(model, "config", None)
     if not hasattr(config, "to_json_file") or not hasattr(model, "get_output_embeddings"):
         return
     config = type(config).from_dict(config.to_dict())  # type: ignore[union-attr]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    held = [getattr(layer, "tt", None) or getattr(layer, "weight", None) for layer in (embedding, head)]
-    config.tie_word_embeddings = held[0] is held[1]
+    weights = [getattr(layer, "tt", None) or getattr(layer, "weight", None) for layer in (embedding, head)]
+    config.tie_word_embeddings = weights[0] is weights[1]
     config.architectures = [type(model).__name__]
     config.to_json_file(folder / "config.json")
 
 
 def _check_free(path: Path, overwrite: bool, *, folder: bool = True) -> None:
-    """Raise ConfigError when something is at `path`; with `overwrite`, when that is nothing that an export leaves."""
+    """Raise ConfigError if anything is at `path`, or, with `overwrite`, anything but an earlier export."""
     kind = "folder" if folder else "file"
     if os.path.lexists(path) and not overwrite:
         raise ConfigError(f"expected a {kind} that is not there yet, got {path}: give another, or set overwrite")
@@ -248,7 +261,7 @@ def _check_free(path: Path, overwrite: bool, *, folder: bool = True) -> None:
 
 @contextmanager
 def _beside(path: Path, *, folder: bool = True) -> Iterator[Path]:
-    """A place to write to, which replaces `path` when all went well; after an error nothing is left of it."""
+    """A temporary place to write to; replaces `path` on success and is removed after an error."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     if not folder:
         beside = beside.with_name(beside.name + path.suffix)

@@ -1,1 +1,21 @@
-"""fuse_: what surrounds the compressed layers, made as cheap as they are."""
+"""What surrounds the compressed layers, made as cheap as they are."""
+
+from comera.fusion.fuse import FuseReport, FuseRow, fuse_
+from comera.fusion.merge_cache import MergeCache, accumulating
+from comera.fusion.mlp import MLP
+from comera.fusion.qkv import QKV
+from comera.fusion.registry import BlockPattern, register_block
+from comera.fusion.residual import ResidualNorm
+
+__all__ = [
+    "MLP",
+    "QKV",
+    "BlockPattern",
+    "FuseReport",
+    "FuseRow",
+    "MergeCache",
+    "ResidualNorm",
+    "accumulating",
+    "fuse_",
+    "register_block",
+]

@@ -1,120 +1,126 @@
 """fuse_: what surrounds the compressed layers of a model, made as cheap as they are.
 
-Once products are ten times smaller, masks of dropout, score matrices of attention and wide activations decide the time
-and the memory of a step. `fuse_` replaces six things in place; parameters, their names and the results stay.
+Once products are ten times smaller, the masks of dropout, the scores of attention and the hidden activations decide the
+time and the memory of a step. `fuse_` replaces them in place; parameters, their names and the results stay.
 """
 
 from __future__ import annotations
 
-import sys
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from comera.fusion.merge_cache import merge_together_
-from comera.fusion.mlp import fuse_feed_forward_
-from comera.fusion.qkv import share_inputs_
-from comera.fusion.residual import fuse_residual_norms_
+from comera.fusion.dropout import Dropout
+from comera.fusion.merge_cache import MergeCache, caches
+from comera.fusion.registry import Fused, patterns_of
+from comera.fusion.transformers import fuse_attention_
 from comera.kernels import select
-from comera.ops.attention import attention
-from comera.ops.dropout import Dropout
 
-_NAME = "comera"  # among the attention functions of transformers
-_STOCK = "sdpa"
+
+@dataclass(frozen=True)
+class FuseRow:
+    """One block that `fuse_` knows: its name, what kind of part it holds, and why that was left alone ("": it was
+    fused)."""
+
+    name: str
+    kind: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What `fuse_` found. feed_forward, residual: names of the modules. shared_input: names of attention modules whose
-    queries, keys and values are made together. merged: how many chains are merged together. dropout: how many.
-    attention: of transformers, or not. no_kernels: why there are no native kernels for a CPU, None where there are."""
+    """What `fuse_` fused and what it left alone.
 
-    feed_forward: tuple[str, ...]
-    residual: tuple[str, ...]
-    shared_input: tuple[str, ...]
+    rows: every block of a registered type. merged: how many tensor trains are merged together with others of their
+    signature. dropout: how many dropouts draw cheaper masks. no_kernels: why there are no C++ kernels for the CPU;
+    None where there are.
+    """
+
+    rows: tuple[FuseRow, ...]
     merged: int
     dropout: int
-    attention: bool
     no_kernels: str | None = None
+    enabled: bool = True
+
+    def fused(self, kind: str) -> tuple[str, ...]:
+        """Names of the modules whose part of this kind ("mlp", "qkv", "residual norm", "attention") was fused."""
+        return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
+
+    @property
+    def left_alone(self) -> tuple[FuseRow, ...]:
+        """The blocks that were not fused."""
+        return tuple(row for row in self.rows if row.reason)
 
     def __str__(self) -> str:
-        shared = f"{len(self.shared_input)} groups of projections"
-        parts = [f"{len(self.feed_forward)} feed-forward parts", shared, f"{self.merged} chains merged together"]
-        parts += [f"{len(self.residual)} residual norms", f"{self.dropout} dropouts"]
-        kernels = f"; no native kernels for the CPU: {self.no_kernels}" if self.no_kernels else ""
-        return ", ".join([*parts, "attention"] if self.attention else parts) + kernels
+        counts = Counter(row.kind for row in self.rows if not row.reason)
+        parts = [f"{count} {kind}" for kind, count in counts.items()]
+        parts += [f"{self.merged} tensor trains in batched merges", f"{self.dropout} dropouts"]
+        lines = [("fused: " if self.enabled else "taken back: ") + ", ".join(parts)]
+        lines += [f"left alone: {row.name or 'the model'} ({row.kind}): {row.reason}" for row in self.left_alone]
+        if self.no_kernels:
+            lines.append(f"no C++ kernels for the CPU: {self.no_kernels}")
+        return "\n".join(lines)
 
 
 def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
-    """Make the surroundings of compressed layers cheap, in place; `enabled=False` takes it back.
+    """Make what surrounds the compressed layers of a model cheap, in place.
 
-    - Feed-forward parts of tensor trains (of registered types, see `register_feed_forward`) never hold their wide
-      activation.
-    - Layer norm of a residual sum, in modules of transformers that end with one, takes one pass over memory on a CPU.
-    - Queries, keys and values of attention modules of transformers come from one product with their input.
-    - Chains of the same modes are merged together, once in a forward of `model`, however often their layers are called.
+    - MLPs (of registered types, see `register_block`) never hold their hidden activation.
+    - Queries, keys and values come from one product with their input.
+    - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
+    - Tensor trains with the same signature are merged together, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
-    - Models of transformers with its stock fused attention get `nn.attention`, for dropout on a CPU.
+    - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU.
 
-    Results are the same to rounding, but for dropout's masks. Calling it again changes nothing. Returns what was found.
+    Results are the same to rounding, but for dropout's masks. Under `torch.compile` the model runs as it did before.
+    A second call replaces the first.
+
+    Args:
+        model: any module; its compressed layers are `TTLinear`s of `tensorize_`.
+        enabled: False takes everything back.
+
+    Returns:
+        A `FuseReport`, which prints what was fused, and for each known block that was not the reason.
+
+    Example:
+        >>> import comera
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
+        >>> fuse_(model).fused("qkv")
+        ('encoder.layer.0.attention.self',)
+
+    Source: docs/method.md §7.
     """
-    feed_forward = fuse_feed_forward_(model, enabled=enabled)
-    residual = fuse_residual_norms_(model, enabled=enabled)
-    shared_input = share_inputs_(model, enabled=enabled)
-    merged = merge_together_(model, enabled=enabled)
-    kinds = (nn.Dropout, Dropout) if enabled else (Dropout, nn.Dropout)
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if isinstance(value, Fused)]:
+            delattr(module, name)
+    for cache in caches(model):
+        cache.detach()
+    cache = MergeCache(model)
+    if not enabled:
+        cache.detach()
+    rows = []
+    for name, module in model.named_modules():
+        for pattern in patterns_of(module):
+            reason = pattern.obstacle(module)
+            rows.append(FuseRow(name, pattern.kind, reason or ""))
+            if enabled and reason is None:
+                setattr(module, pattern.method, Fused(module, pattern, cache))
+    dropouts = _swap_dropouts_(model, enabled=enabled)
+    fused, left = fuse_attention_(model, enabled=enabled)
+    rows += [FuseRow(name, "attention") for name in fused]
+    rows += [FuseRow(name, "attention", reason) for name, reason in left.items()]
+    return FuseReport(tuple(rows), cache.batched, dropouts, select.unavailable_reason(), enabled)
+
+
+def _swap_dropouts_(model: nn.Module, *, enabled: bool) -> int:
+    """Let dropouts draw as wanted, under another class but as the same objects; returns how many there are."""
+    before, after = (nn.Dropout, Dropout) if enabled else (Dropout, nn.Dropout)
     count = 0
     for module in model.modules():
-        if type(module) in kinds:
-            module.__class__ = kinds[1]  # the same object, under the class that draws as wanted
+        if type(module) in (before, after):
+            module.__class__ = after
             count += 1
-    found = (tuple(feed_forward), tuple(residual), tuple(shared_input))
-    return FuseReport(*found, merged, count, _fuse_attention_(model, enabled), select.unavailable_reason())
-
-
-def _fuse_attention_(model: nn.Module, enabled: bool) -> bool:
-    """Let the models of transformers inside `model` that use its fused attention use ours, or the other way round."""
-    library = sys.modules.get("transformers.modeling_utils")  # never imported from here
-    if library is None:
-        return False
-    _register()
-    here, there = (_STOCK, _NAME) if enabled else (_NAME, _STOCK)
-    found = False
-    for module in model.modules():
-        if isinstance(module, library.PreTrainedModel):
-            if module.config._attn_implementation == here:
-                module.set_attn_implementation(there)
-            found |= module.config._attn_implementation == there
-    return found
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        plain = not (causal and attention_mask is None) and not others.get("cache")
-        if not plain or others.get("position_bias") is not None:
-            result: tuple[Tensor, None] = sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
-            )
-            return result
-        o_BHTD = attention(query, key, value, attention_mask, dropout=dropout, scale=scaling)
-        return o_BHTD.transpose(1, 2).contiguous(), None
-
-    if _NAME not in AttentionInterface._global_mapping:
-        AttentionInterface.register(_NAME, forward)
-        AttentionMaskInterface.register(_NAME, sdpa_mask)
+    return count

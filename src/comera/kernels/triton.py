@@ -1,12 +1,12 @@
-"""Triton kernels, and the functions that launch them: the low-rank product with its epilogue, and the lookup of rows.
+"""Triton kernels, and the functions that launch them: the low-rank product, and the lookup of rows.
 
-    y = act((x Aᵀ) B + bias),   P = x Aᵀ kept for the backward;   with U = dy Bᵀ, dx = U A: the same kernel
+    y = (x Aᵀ) B + bias,   P = x Aᵀ kept for the backward;   with U = dy Bᵀ, dx = U A: the same kernel
     row[u] = L[i_u] R[:, k_u]   and its gradients, added to those of L and R by atomic additions
 
 Importing this file needs triton; kernels/select.py says where the kernels are used.
 
 Low-rank product. A program keeps P (batch rows × rank) of its rows in registers and multiplies it with all of B: P
-crosses memory once, to be kept for the backward, and so does y, with bias and activation applied. Where the batch has
+crosses memory once, to be kept for the backward, and so does y, with the bias added. Where the batch has
 fewer tiles of rows than the device has processors, several programs share a tile: each computes its P and takes a
 share of B. The rejected alternative, a program for each tile of y, would compute P again for each of the
 out_features / BLOCK_O tiles.
@@ -34,13 +34,10 @@ from torch import Tensor
 from comera.kernels.select import power_of_two
 
 
-def low_rank(
-    x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """y = act((x Aᵀ) B + bias) and P = x Aᵀ (batch, rank), all in one dtype: float32, bfloat16 or float16.
+def low_rank(x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """y = (x Aᵀ) B + bias and P = x Aᵀ (batch, rank), all in one dtype: float32, bfloat16 or float16.
 
-    activation: "gelu", "gelu_tanh", "relu", "silu" or None. The rank is at most `select.TRITON_MOST_RANK`. Sums are
-    taken in float32 (TF32 where torch allows it), P is rounded to x's dtype.
+    The rank is at most `select.TRITON_MOST_RANK`. Sums are in float32 (TF32 where torch allows it), P in x's dtype.
     """
     (batch, features), (rank, out_features) = x_BI.shape, b_RO.shape
     y_BO, p_BR = x_BI.new_empty(batch, out_features), x_BI.new_empty(batch, rank)
@@ -55,7 +52,6 @@ def low_rank(
         *(x_BI, a_RI.contiguous(), b_RO.contiguous(), b_RO if bias is None else bias.contiguous(), y_BO, p_BR),
         *(batch, features, out_features, rank, *x_BI.stride()),
         HAS_BIAS=bias is not None,
-        ACTIVATION=activation or "",
         PRECISION="tf32" if tf32 else "ieee",
         BLOCK_B=block_b,
         BLOCK_I=block_i,
@@ -106,19 +102,6 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def activate(y, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "gelu":
-        y = 0.5 * y * (1 + tl.erf(y * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 = sigmoid(2 z)
-        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
-    elif ACTIVATION == "silu":
-        y = y * tl.sigmoid(y)
-    elif ACTIVATION == "relu":
-        y = tl.maximum(y, 0)
-    return y
-
-
-@triton.jit
 def low_rank_kernel(
     x_ptr,  # (batch, features) with the two strides
     a_ptr,  # (rank, features)
@@ -133,7 +116,6 @@ def low_rank_kernel(
     stride_b,
     stride_i,
     HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -171,7 +153,6 @@ def low_rank_kernel(
         y_BO = tl.dot(p_BR, b_RO, input_precision=PRECISION)
         if HAS_BIAS:
             y_BO += tl.load(bias_ptr + o_O, valid_O, 0.0).to(tl.float32)[None, :]
-        y_BO = activate(y_BO, ACTIVATION)
         where = row_B[:, None] * out_features + o_O[None, :]
         tl.store(y_ptr + where, y_BO.to(y_ptr.dtype.element_ty), valid_B[:, None] & valid_O[None, :])
 

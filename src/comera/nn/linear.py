@@ -8,25 +8,34 @@ import torch
 from torch import Tensor, nn
 
 from comera.errors import SpecError
-from comera.fusion.qkv import SharedInput
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.ops.linear import Weight, tt_linears
+from comera.ops.linear import tt_linear
+from comera.ops.low_rank import LowRankFactors
 from comera.tt.spec import TTSpec
+
+__all__ = ["TTLinear"]
 
 
 class TTLinear(CompressedLayer):
-    """Drop-in for `nn.Linear`: y = x W + bias with W a tensor train.
+    """Drop-in for `nn.Linear`: y = x W + bias with W a tensor train (docs/method.md §1).
 
-    tt: the chain, or a TTSpec from which one is made with the std that `nn.Linear` would have had.
-    bias: True (zeros), False, or a Parameter of shape (out_features,) to keep (so that a tied bias stays tied).
-    Input (..., in_features) -> output (..., out_features), dtype of the input (or of autocast).
-    Raises SpecError for a chain of another format or a bias of another shape.
+    Args:
+        tt: the tensor train, or a TTSpec from which one is made with the std that `nn.Linear` would have.
+        bias: True (zeros), False, or a Parameter of shape (out_features,) to keep, so that a tied bias stays tied.
+
+    Input (..., in_features) -> output (..., out_features), in the input's dtype or autocast's.
+
+    Raises:
+        SpecError: for a tensor train of another format or a bias of another shape.
+
+    Example:
+        >>> layer = TTLinear(TTSpec(12, 10, (3, 4), (5, 2), (1, 3, 4, 2, 1)))
+        >>> layer(torch.randn(7, 12)).shape
+        torch.Size([7, 10])
     """
 
     dense_type: type[nn.Module] = nn.Linear
     bias: nn.Parameter | None
-    shared_input: SharedInput | None = None
-    """Where `fuse_` found layers with the same input; computes all of them at once."""
 
     def __init__(
         self,
@@ -62,18 +71,13 @@ class TTLinear(CompressedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The materialised weight (out_features, in_features), made anew at each access: for inspection only."""
+        """The materialized weight (out_features, in_features), made anew at each access: for inspection only."""
         return self.tt.dense().t()
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.shared_input is not None and self.shared_input.takes(self):
-            return self.shared_input.forward(self, x)
-        return tt_linears(x, [self.as_weight()])[0]
-
-    def as_weight(self) -> Weight:
-        """What the products of this layer are made from."""
-        tt = self.tt
-        return Weight(self.spec, tt.tensors[0], self.bias, tt.effective_cores, tt.halves if tt.together else None)
+    def forward(self, input: Tensor, factors: LowRankFactors | None = None) -> Tensor:
+        """y = x W + bias. factors: A and B of W where they are merged already, as `fuse_` arranges it."""
+        cores, gates = self.tt.tensors
+        return tt_linear(input, self.spec, cores, self.bias, gates=gates, threshold=self.tt.threshold, factors=factors)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

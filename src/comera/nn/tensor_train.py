@@ -1,37 +1,33 @@
-"""The chain of cores as a module: cores, rank parameters on the bonds, and their pure masking.
+"""A tensor train as a module: its cores, and its gates d_k (the paper's rank parameters) between them.
 
-Every `CompressedLayer` holds one `TensorTrain` (tied layers share one), so sizes, rank adaptation, pruning and
-checkpoints walk over `TensorTrain`s by type and never over names of parameters.
+Every `CompressedLayer` holds one `TensorTrain`, and tied layers share one. Sizes, rank adaptation, pruning and
+checkpoints find `TensorTrain`s by type, never by the names of parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from comera.errors import SpecError
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
 from comera.tt.spec import Spec
 
-if TYPE_CHECKING:
-    from comera.fusion.merge_cache import Together
-
 
 class TensorTrain(nn.Module):
-    """Cores and rank parameters of one compressed weight.
+    """Cores and gates of one compressed weight.
 
-    spec: modes and ranks (TT or TTM).
-    init_std: standard deviation of the materialised weight that `reset_parameters` draws.
-    threshold: a rank parameter at or below it is inactive: it multiplies by exactly 0 and counts 0 (τ, METHOD §2).
+    Args:
+        spec: modes and ranks (TT or TTM).
+        init_std: standard deviation of the materialized weight that `reset_parameters` draws.
+        threshold: τ; a gate at or below it is pruned: it multiplies by exactly 0 and counts 0 (docs/method.md §2).
+
     Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`.
     """
-
-    together: Together | None = None
-    """Where `fuse_` found chains of the same modes; merges them all at once."""
 
     def __init__(
         self,
@@ -67,9 +63,9 @@ class TensorTrain(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> TensorTrain:
-        """A chain that holds copies of the given numbers and draws none, so the random state stays as it was.
+        """A tensor train that holds copies of the given tensors; it draws nothing from the random generator.
 
-        cores, rank_params: as `set_` takes them; dtype, device: those of the first core if left out.
+        cores, rank_params: as for `set_`. dtype, device: those of the first core by default.
         """
         empty = cls(spec, init_std=init_std, threshold=threshold, dtype=dtype or cores[0].dtype, device="meta")
         train = empty.to_empty(device=device or cores[0].device)
@@ -78,7 +74,7 @@ class TensorTrain(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the cores anew for `init_std` and set the rank parameters to ones (meta tensors stay meta)."""
+        """Draw new cores for `init_std` and set the gates to ones (meta tensors stay meta)."""
         device = self.cores[0].device
         if device.type != "meta":
             fresh = init_cores(self.spec, self.init_std, generator=generator, dtype=self.cores[0].dtype, device=device)
@@ -89,17 +85,18 @@ class TensorTrain(nn.Module):
 
     @torch.no_grad()
     def set_(self, spec: Spec, cores: Sequence[Tensor], rank_params: Sequence[Tensor] | None = None) -> None:
-        """Replace the numbers in place, shapes included; the Parameter objects stay, so optimizers keep theirs.
+        """Replace all values in place, shapes included; the Parameter objects stay, so optimizers keep theirs.
 
-        cores: `order` tensors of `spec.core_shapes`; rank_params: vectors of `spec.inner_ranks`, ones if left out.
-        Raises SpecError when shapes do not fit `spec` or the order changes.
+        cores: `order` tensors of `spec.core_shapes`. rank_params: vectors of `spec.inner_ranks`, ones by default.
+        A graph made before can no longer run backward through this tensor train: it raises RuntimeError, as after any
+        in-place change. Raises SpecError when shapes do not fit `spec` or the order changes.
         """
         if rank_params is None:
             rank_params = [cores[0].new_ones(r) for r in spec.inner_ranks]
         came = tuple(tuple(c.shape) for c in cores), tuple(tuple(d.shape) for d in rank_params)
         want = spec.core_shapes, tuple((r,) for r in spec.inner_ranks)
         if came != want or len(cores) != len(self.cores):
-            raise SpecError(f"expected cores and rank parameters of shapes {want} for {spec}, got {came}")
+            raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
         self.spec = spec
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
             data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
@@ -108,43 +105,40 @@ class TensorTrain(nn.Module):
             # shape and would refuse the next backward; torch renews the node only when the dtype changes.
             parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype == torch.float32 else torch.float32)
             parameter.data = data
+        increment_version([*self.cores, *self.rank_params])  # an assignment to .data is not counted by itself
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Cores and rank parameters."""
+        """Cores and gates, as they are stored."""
         return _entries(self.cores), _entries(self.rank_params)
 
     def unpruned(self) -> list[Tensor]:
-        """Per bond, a boolean vector: which rank parameters are above the threshold."""
+        """For each vector of gates a boolean one: which are above the threshold."""
         return [d.detach() > self.threshold for d in _entries(self.rank_params)]
 
     def gates(self) -> list[Tensor]:
-        """The rank parameters, inactive ones exactly zero."""
+        """The gates, pruned ones exactly zero."""
         return [d.masked_fill(d <= self.threshold, 0.0) for d in _entries(self.rank_params)]
 
     def effective_cores(self) -> list[Tensor]:
-        """Cores with the rank parameters absorbed and inactive slices exactly zero; writes nothing."""
+        """Cores with the gates absorbed and pruned slices exactly zero; writes nothing."""
         return absorb(_entries(self.cores), self.gates())
 
-    def halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """A (rank, in_features) and B (rank, out_features), merged together with other chains; None if alone."""
-        return self.together.halves(self, dtype) if self.together else None
-
     def dense(self) -> Tensor:
-        """The materialised weight, of `spec.shape`."""
+        """The materialized weight, of `spec.shape`."""
         return materialize(self.spec, self.effective_cores())
 
     def extra_repr(self) -> str:
-        return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} numbers"
+        return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
 
 
 def _entries(listed: nn.ParameterList) -> list[Tensor]:
-    """What a list holds, without its look-up by number for each, 3 µs; a replica holds it as attributes alone."""
+    """The tensors of a list without its slow indexing, 3 µs each; a replica holds them as attributes only."""
     return list(listed._parameters.values()) or list(listed)  # type: ignore[arg-type]
 
 
 class CompressedLayer(nn.Module):
-    """Base of the layers around a chain of cores, `tt`; layers tied to each other hold the same one.
+    """Base class of the layers around a tensor train `tt`; layers tied to each other hold the same one.
 
     dense_type: the type of layer that `materialize_` turns it back into.
     """
@@ -153,7 +147,7 @@ class CompressedLayer(nn.Module):
     dense_type: type[nn.Module]
 
     def _add_bias(self, bias: bool | nn.Parameter, features: int) -> None:
-        """Register a bias of `features` entries: True gives zeros, a Parameter is kept as the same object."""
+        """Register a bias (features,): True gives zeros, a Parameter is kept as the same object."""
         if bias is True:
             like = self.tt.cores[0]
             bias = nn.Parameter(torch.zeros(features, dtype=like.dtype, device=like.device))
@@ -163,7 +157,7 @@ class CompressedLayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the chain anew and set the bias to zeros, as after `to_empty` of a model built on the meta device."""
+        """Draw new cores and set the bias to zeros, as after `to_empty` on a model built on the meta device."""
         self.tt.reset_parameters()
         bias = self._parameters.get("bias")
         if bias is not None:
@@ -171,7 +165,7 @@ class CompressedLayer(nn.Module):
 
 
 def named_trains(model: nn.Module) -> Iterator[tuple[str, TensorTrain]]:
-    """Every TensorTrain of a model once (tied ones under their first name), with its qualified name."""
+    """Every TensorTrain of a model once, with its qualified name (for tied layers, the first one)."""
     for name, module in model.named_modules():
         if isinstance(module, TensorTrain):
             yield name, module

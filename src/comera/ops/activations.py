@@ -1,4 +1,4 @@
-"""Activations by name, with the product of their derivative and a gradient."""
+"""Activations by name, each with its backward."""
 
 from __future__ import annotations
 

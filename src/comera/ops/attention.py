@@ -1,14 +1,15 @@
 """Attention with dropout on a CPU, whose scores stay in the caches.
 
-torch's fused attention has no dropout there, and falls back to score matrices of the whole batch, which it keeps. Here
+    S = scale · Q Kᵀ + mask,   P = softmax(S),   O = (M P / (1 - p)) V
+    dV = (M P)ᵀ dO,   dP = M (dO Vᵀ),   dS = P (dP - Σ_S P dP),   dQ = scale · dS K,   dK = scale · dSᵀ Q
 
-    S = scale · Q Kᵀ + mask,  P = softmax(S),  O = (M P / (1 - p)) V
+torch's fused attention has no dropout on a CPU: there it falls back to score matrices of the whole batch, which it
+saves. Here S and P are made chunk by chunk, and again in the backward. A C++ kernel (kernels/cpp/csrc/attention.cpp)
+handles float32; for other dtypes, and without the kernel, torch's products handle a few samples at a time, from Q, K, V
+and the bits of M, in 1.8 to 2 times the time. Without dropout torch's fused attention takes 1.1 to 1.4 times as long as
+the kernel.
 
-are made piece by piece, and S and P once more in the backward. A native kernel (native/attention.cpp) takes float32;
-for other dtypes, and where there is no kernel, torch's products make a few samples at a time, from Q, K, V and the bits
-of M, in 1.8 to 2 times the time. Without dropout torch's fused attention takes 1.1 to 1.4 times that of the kernel.
-
-Shapes: B batch, H heads, T queries, S keys, D width of a head; C samples and heads of a piece, flattened.
+Shapes: B batch, H heads, T queries, S keys, D width of a head; C samples and heads of a chunk, flattened.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.kernels.cpp import attention as kernels
+from comera.kernels.cpp import attention as cpp
 from comera.kernels.select import supports
 from comera.ops.chunking import chunks
-from comera.ops.dropout import keep_mask, new_seed, numbers
+from comera.ops.dropout import as_integers, keep_mask, new_seed
 from comera.ops.dtypes import autocast_dtype, widens, without_autocast
 from comera.ops.once import made_once
 
-_QUERIES = 32  # fewer, and the kernel has no lead on torch's fused attention
+_MIN_QUERIES = 32  # with fewer the kernel is no faster than torch's fused attention
 
 
 def attention(
@@ -41,26 +42,32 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention, as `F.scaled_dot_product_attention` defines it.
 
-    q, k, v: (batch, heads, length, width), one dtype; k and v may have fewer heads that divide q's. mask: boolean (True
-    takes part) or added to the scores, broadcastable to (batch, heads, T, S). Returns (batch, heads, T, width).
-    On a CPU it is own code, of which there are first derivatives, with dropout, for training in float32, and for half
-    precision without arithmetic units for it; else it is torch's.
+    Args:
+        q_BHTD, k_BHSD, v_BHSD: (batch, heads, length, width), one dtype; the heads of k and v divide q's.
+        mask: boolean (True takes part) or added to the scores, broadcastable to (batch, heads, T, S).
+        dropout: probability p of zeroing a weight. scale: by default width^-½.
+
+    Returns:
+        (batch, heads, T, width).
+
+    Own code, with first derivatives only, runs on a CPU with dropout, for training in float32, and for half precision
+    that the processor has no arithmetic for; everything else is torch's.
     """
-    heads_in_common = k_BHSD.shape[1] != q_BHTD.shape[1]
-    native = _takes_native(q_BHTD, k_BHSD, v_BHSD, dropout) and not (is_causal and mask is not None)
+    grouped = k_BHSD.shape[1] != q_BHTD.shape[1]
+    kernel = _supported(q_BHTD, k_BHSD, v_BHSD, dropout) and not (is_causal and mask is not None)
     own = q_BHTD.device.type == "cpu" and q_BHTD.ndim == 4 and not is_causal and (dropout > 0 or widens(q_BHTD))
     fits = 0 <= dropout < 1 and not torch.compiler.is_compiling() and not (mask is not None and mask.requires_grad)
-    if not fits or not (native or own):
+    if not fits or not (kernel or own):
         return F.scaled_dot_product_attention(
-            q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale=scale, is_causal=is_causal, enable_gqa=heads_in_common
+            q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale=scale, is_causal=is_causal, enable_gqa=grouped
         )
     o_BHTD: Tensor
     mask = None if mask is None else _added(mask)
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    if native:
-        o_BHTD = _Native.apply(q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale, is_causal)
+    if kernel:
+        o_BHTD = _Kernel.apply(q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale, is_causal)
         return o_BHTD
-    if heads_in_common:
+    if grouped:
         times = q_BHTD.shape[1] // k_BHSD.shape[1]
         k_BHSD, v_BHSD = k_BHSD.repeat_interleave(times, 1), v_BHSD.repeat_interleave(times, 1)
     if mask is not None:
@@ -70,33 +77,33 @@ def attention(
     return o_BHTD
 
 
-def _takes_native(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, dropout: float) -> bool:
-    """Whether the kernel takes these, and is faster.
+def _supported(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, dropout: float) -> bool:
+    """Whether the kernel supports these operands and is faster.
 
-    Without dropout that is where gradients are wanted of some queries. Autocast would have half precision there.
+    Without dropout it is faster only for gradients of enough queries, and outside of autocast's half precision.
     """
     operands = (q_BHTD, k_BHSD, v_BHSD)
     if not (q_BHTD.ndim == k_BHSD.ndim == v_BHSD.ndim == 4 and supports("attention", *operands)):
         return False
     (batch, heads, queries, width), (_, groups, keys, _) = q_BHTD.shape, k_BHSD.shape
     if k_BHSD.shape != (batch, groups, keys, width) or v_BHSD.shape[:3] != k_BHSD.shape[:3]:
-        return False  # torch's has the words for it
+        return False  # torch's attention reports it
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-    faster = dropout > 0 or (trained and queries >= _QUERIES and autocast_dtype(q_BHTD) is None)
+    faster = dropout > 0 or (trained and queries >= _MIN_QUERIES and autocast_dtype(q_BHTD) is None)
     return faster and groups > 0 and heads % groups == 0
 
 
 def _added(mask: Tensor) -> Tensor | None:
-    """What a mask adds to the scores, in four dimensions; None for nothing."""
+    """What a mask adds to the scores, in four dimensions; None if that is nothing."""
     mask = mask[(None,) * (4 - mask.ndim)]
     if mask.dtype != torch.bool:
         return mask
-    mask = mask[tuple(slice(None) if step else slice(1) for step in mask.stride())]  # what is expanded, once
+    mask = mask[tuple(slice(None) if step else slice(1) for step in mask.stride())]  # expanded dimensions once
     return None if mask.all() else torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
 
 
-class _Native(torch.autograd.Function):
-    """The same by the native kernel. Kept are O, two numbers for each query, and a seed."""
+class _Kernel(torch.autograd.Function):
+    """Attention by the C++ kernel. Saved: O, two numbers a query, and a seed."""
 
     @staticmethod
     def forward(
@@ -114,18 +121,18 @@ class _Native(torch.autograd.Function):
         ctx.settings = (dropout, scale, is_causal)
         operands = (q_BHTD, k_BHSD, v_BHSD, mask, seed)
         o_BHTD: Tensor
-        o_BHTD, norms = made_once(lambda: kernels.attention(*operands, *ctx.settings))
+        o_BHTD, norms = made_once(lambda: cpp.attention(*operands, *ctx.settings))
         ctx.save_for_backward(o_BHTD, norms, *operands)
         return o_BHTD
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, do_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-        return *kernels.attention_backward(do_BHTD, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+        return *cpp.attention_backward(do_BHTD, *ctx.saved_tensors, *ctx.settings), None, None, None, None
 
 
 class _Attention(torch.autograd.Function):
-    """dV = (M P)ᵀ dO,  dP = M (dO Vᵀ),  dS = P (dP - Σ_S P dP),  dQ = scale · dS K,  dK = scale · dSᵀ Q."""
+    """Attention by torch's products, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -136,23 +143,23 @@ class _Attention(torch.autograd.Function):
         if dropout:
             keep, ctx.kept_scale = keep_mask((batch, heads, queries, k_BHSD.shape[2]), dropout)
         ctx.scale = scale
-        if batch > 1:  # as products of pieces take them, once for the backward too; a single sample is taken as it is
+        if batch > 1:  # for the products of chunks, backward too; a single sample is used as it is
             q_BHTD, k_BHSD, v_BHSD = (t.contiguous() for t in (q_BHTD, k_BHSD, v_BHSD))
         ctx.save_for_backward(q_BHTD, k_BHSD, v_BHSD, mask, keep)
 
-        def pieces_of_attention() -> Tensor:
-            # heads side by side: what follows attention flattens them into features without a copy
+        def chunk_by_chunk() -> Tensor:
+            # (B, T, H, D) in memory: what follows attention flattens the heads into features without a copy
             o_BTHD = q_BHTD.new_empty(batch, queries, heads, v_BHSD.shape[3])
-            for part in _pieces(q_BHTD, k_BHSD):
+            for part in _chunks(q_BHTD, k_BHSD):
                 q, k, v = _flat(q_BHTD[part]), _flat(k_BHSD[part]), _flat(v_BHSD[part])
                 p_CTS = _probabilities(q, k, None if mask is None else mask[part], scale)
                 if keep is not None:
-                    p_CTS.mul_(numbers(keep[part]).flatten(0, 1))
+                    p_CTS.mul_(as_integers(keep[part]).flatten(0, 1))
                 o = _scaled_bmm(p_CTS, v, ctx.kept_scale)
                 o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
             return o_BTHD
 
-        return made_once(pieces_of_attention).transpose(1, 2)
+        return made_once(chunk_by_chunk).transpose(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -161,12 +168,12 @@ class _Attention(torch.autograd.Function):
         heads = q_BHTD.shape[1]
         grads = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in (q_BHTD, k_BHSD, v_BHSD)]
         with without_autocast(do_BHTD):
-            for part in _pieces(q_BHTD, k_BHSD):
+            for part in _chunks(q_BHTD, k_BHSD):
                 q, k, v, do = (_flat(t[part]) for t in (q_BHTD, k_BHSD, v_BHSD, do_BHTD))
                 p_CTS = _probabilities(q, k, None if mask is None else mask[part], ctx.scale)
                 dp_CTS, kept_CTS = _scaled_bmm(do, v.transpose(1, 2), ctx.kept_scale), p_CTS
                 if keep is not None:
-                    keep_CTS = numbers(keep[part]).flatten(0, 1)
+                    keep_CTS = as_integers(keep[part]).flatten(0, 1)
                     dp_CTS.mul_(keep_CTS)
                     kept_CTS = p_CTS * keep_CTS
                 dv = _scaled_bmm(kept_CTS.transpose(1, 2), do, ctx.kept_scale)
@@ -177,20 +184,20 @@ class _Attention(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _pieces(q_BHTD: Tensor, k_BHSD: Tensor) -> list[slice]:
-    """Samples whose scores stay in the caches that cores share."""
+def _chunks(q_BHTD: Tensor, k_BHSD: Tensor) -> list[slice]:
+    """Chunks of samples whose scores stay in the caches that the cores share."""
     _, heads, queries, _ = q_BHTD.shape
     return chunks(q_BHTD.shape[0], heads * queries * k_BHSD.shape[2], q_BHTD.device)
 
 
 def _flat(t_BHTD: Tensor) -> Tensor:
-    """(C, T, D) in float32 or wider: a view where it can be one, which for one sample it is."""
+    """(C, T, D) in float32 or wider; a view where possible, as for one sample."""
     t_BHTD = t_BHTD.to(torch.promote_types(t_BHTD.dtype, torch.float32))
     return t_BHTD[0] if t_BHTD.shape[0] == 1 else t_BHTD.flatten(0, 1)
 
 
 def _probabilities(q_CTD: Tensor, k_CSD: Tensor, mask_BHTS: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale · Q Kᵀ + mask), rows without any key zero."""
+    """softmax(scale · Q Kᵀ + mask), zero in rows without any key."""
     s_CTS = _scaled_bmm(q_CTD, k_CSD.transpose(1, 2), scale)
     if mask_BHTS is None:
         return s_CTS.softmax(-1)

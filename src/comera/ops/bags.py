@@ -1,4 +1,4 @@
-"""Bags of ids as `nn.EmbeddingBag` takes them: checked, and which id belongs to which.
+"""Bags of ids as `nn.EmbeddingBag` takes them: validation, and which id belongs to which bag.
 
 Shapes: N ids, B bags.
 """
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from comera.errors import DataError
-from comera.ops.rows import on_host
+from comera.ops.lookup_rows import on_host
 
 
 def bag_of_each(count: int, offsets_B: Tensor) -> Tensor:
-    """The bag of each of `count` ids, for bags that begin at `offsets_B` (0 first, never falling)."""
+    """The bag (count,) of each id, for bags that begin at `offsets_B` (0 first, never decreasing)."""
     size_B = _sizes(count, offsets_B)
     return torch.arange(offsets_B.numel(), device=offsets_B.device).repeat_interleave(size_B, output_size=count)
 
@@ -23,9 +23,9 @@ def _sizes(count: int, offsets_B: Tensor) -> Tensor:
 
 
 def check_bags(ids: Tensor, offsets: Tensor | None, mode: str, weights: Tensor | None, last: bool) -> None:
-    """Raise unless shapes, dtypes and mode make bags; `last`: the offsets end with the number of ids."""
+    """Raise unless shapes, dtypes and mode describe bags; `last`: the offsets end with the number of ids."""
     if mode not in ("sum", "mean"):
-        raise ValueError(f"expected mode 'sum' or 'mean', got {mode!r}: the largest of rows needs their dense numbers")
+        raise ValueError(f"expected mode 'sum' or 'mean', got {mode!r}: a maximum of rows needs the dense table")
     if weights is not None and mode != "sum":
         raise ValueError(f"per_sample_weights are for mode 'sum', got mode {mode!r}")
     if weights is not None and weights.shape != ids.shape:
@@ -52,17 +52,18 @@ def bag_starts(ids: Tensor, offsets: Tensor | None, last: bool) -> Tensor:
         return torch.arange(bags, device=ids.device) * width
     count, tail = ids.numel(), offsets[-1:]
     good = torch.cat([offsets[:1] == 0, tail == count if last else tail <= count, offsets[1:] >= offsets[:-1]]).all()
-    said = f"expected offsets that begin with 0, never fall and {'end with' if last else 'reach at most'} {count}"
+    ending = "end with" if last else "reach at most"
+    expected = f"expected offsets that begin with 0, never decrease and {ending} {count}, the number of ids"
     if not on_host(ids):
-        torch._assert_async(good, f"{said}, the number of ids")
+        torch._assert_async(good, expected)
     elif not good:
         shown = offsets.tolist() if offsets.numel() <= 8 else f"{offsets[:6].tolist()} ... {offsets[-2:].tolist()}"
-        raise DataError(f"{said}, the number of ids; got {shown}: each is where a bag begins among the ids")
+        raise DataError(f"{expected}; got {shown}: each offset is where a bag begins among the ids")
     return (offsets[:-1] if last else offsets).long()
 
 
 def ids_in_each(ids_N: Tensor, offsets_B: Tensor, padding: int | None) -> Tensor:
-    """How many ids (B,) each bag holds besides `padding`; 1 where there is none, of which the mean is zero."""
+    """The number of ids (B,) in each bag that are not `padding`; 1 for a bag without any, whose mean is zero."""
     if padding is None:
         size_B = _sizes(ids_N.numel(), offsets_B)
     else:

@@ -1,9 +1,11 @@
 """Dropout whose masks are cheap on a CPU: random numbers of 16 bits.
 
-torch draws a float64 from one thread for every entry, 10 to 18 ns each, a seventh of a compressed training step. A
-native kernel (`native/residual.cpp`) makes them from a seed, 0.3 ns each, and again in the backward, so that no mask is
-kept; where there is none, a draw of 64 bits gives four, 3 ns each. Probabilities are rounded to multiples of 2⁻¹⁶, and
-the scale follows the rounded one: the mean stays exact.
+    y = f x,   dx = f dy,   f = keep / (1 - p)
+
+torch draws a float64 per element from one thread, 10 to 18 ns each, a seventh of a compressed training step. A C++
+kernel (kernels/cpp/csrc/residual_norm.cpp) derives the mask from a seed, 0.3 ns an element, and again in the backward,
+so no mask is saved; without the kernel a draw of 64 bits serves four elements, 3 ns each. Probabilities are rounded to
+multiples of 2⁻¹⁶ and the scale follows the rounded one: the mean stays exact.
 """
 
 from __future__ import annotations
@@ -13,18 +15,27 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from comera.kernels import select
-from comera.kernels.cpp import residual_norm as kernels
+from comera.kernels.cpp import residual_norm as cpp
 from comera.ops.chunking import chunks
 from comera.ops.once import made_once
 
 
-def new_seed() -> Tensor:
-    """One int64 from torch's global generator, which `torch.manual_seed` fixes; a replay of the forward finds it again.
+def dropout(x: Tensor, p: float) -> Tensor:
+    """x with each element zeroed with probability p and the others scaled by 1/(1 - p), on a CPU, outside a trace.
 
-    To be called inside of an autograd.Function, or where nothing needs a gradient.
+    x: any floating dtype. 0 <= p < 1. Derivatives of any order.
+    """
+    dropped: Tensor = _Seeded.apply(x, p, None) if select.supports("residual_norm", x) else _Masked.apply(x, p)
+    return dropped
+
+
+def new_seed() -> Tensor:
+    """One int64 from torch's global generator, fixed by `torch.manual_seed`; a replay of the forward gets it again.
+
+    To be called inside an autograd.Function, or where nothing needs a gradient.
     """
     return made_once(lambda: torch.empty((), dtype=torch.int64).random_(-(2**63), None))
 
@@ -34,11 +45,11 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
 
     Drawn from torch's global generator, so `torch.manual_seed` fixes it. 0 <= p < 1.
     """
-    dropped, scale = kernels.rounded(p)
+    dropped, scale = cpp.rounded(p)
 
     def draw() -> Tensor:
         keep = torch.empty(prod(shape), dtype=torch.bool)
-        for part in chunks(keep.numel(), 1, keep.device):  # pieces that stay in the caches
+        for part in chunks(keep.numel(), 1, keep.device):
             some = keep[part]
             draws = torch.empty(-(-some.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
             torch.ge(draws.view(torch.int16)[: some.numel()], dropped - 2**15, out=some)
@@ -47,39 +58,20 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
     return made_once(draw), scale
 
 
-def numbers(keep: Tensor) -> Tensor:
+def as_integers(keep: Tensor) -> Tensor:
     """The same memory as integers 0 and 1: a product with these takes a third of the time of one with booleans."""
     return keep.view(torch.uint8)
 
 
-class Dropout(nn.Dropout):
-    """Drop-in for `nn.Dropout`: entries are zeroed with probability p and the others scaled by 1/(1 - p).
-
-    Any float input -> its shape and dtype; float32 has the native kernel, where there is one. Off the CPU, and under
-    torch.compile, it is `nn.Dropout` itself. Derivatives of any order.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        cheap = input.device.type == "cpu" and not self.inplace and 0 < self.p < 1
-        if not self.training or not cheap or torch.compiler.is_compiling():
-            return super().forward(input)
-        dropped: Tensor
-        if select.supports("residual_norm", input):
-            dropped = _Seeded.apply(input, self.p, None)
-        else:
-            dropped = _Masked.apply(input, self.p)
-        return dropped
-
-
 class _Seeded(torch.autograd.Function):
-    """y = f x,  dx = f dy, with f = scale · keep from a seed, which is all that is kept."""
+    """The mask follows from a seed, which is all that is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, seed: Tensor | None) -> Tensor:
         seed = new_seed() if seed is None else seed
         ctx.p = p
         ctx.save_for_backward(seed)
-        y: Tensor = kernels.dropout(x, seed, p)
+        y: Tensor = cpp.dropout(x, seed, p)
         return y
 
     @staticmethod
@@ -88,7 +80,7 @@ class _Seeded(torch.autograd.Function):
 
 
 class _Masked(torch.autograd.Function):
-    """y = scale · keep · x,  dx = scale · keep · dy; kept: a byte an entry."""
+    """The mask is saved, a byte an element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -103,9 +95,9 @@ class _Masked(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, keep: Tensor, scale: float) -> Tensor:
-    """scale · keep · x, in pieces: one pass over memory."""
+    """scale · keep · x, chunk by chunk: one pass over memory."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    x, flat, keep = x.reshape(-1), y.view(-1), numbers(keep).view(-1)
+    x, flat, keep = x.reshape(-1), y.view(-1), as_integers(keep).view(-1)
     for part in chunks(flat.numel(), 1, flat.device):
         torch.mul(x[part], keep[part], out=flat[part]).mul_(scale)
     return y

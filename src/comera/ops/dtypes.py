@@ -1,4 +1,4 @@
-"""In which dtype an operation computes: autocast's, the operands' own, or float32 where half precision is slow."""
+"""The dtype an operation computes in: autocast's, that of its operands, or float32 where half precision is slow."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.kernels.tracing import constant_when_traced
+
 
 def merge_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where small cores are merged: float32 for half precisions, else their own dtype.
+    """The dtype that small cores are merged in: float32 for half precision, else their own.
 
-    Merging in bfloat16 would cost 2 dB of signal to noise (a linear layer) to 5 dB (a look-up) and buy no time.
+    Merging in bfloat16 would cost 2 dB of signal to noise (a linear layer) to 5 dB (a lookup) and save no time.
     """
     return torch.promote_types(dtype, torch.float32)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast would run a product with `tensor`; None where it would not touch it."""
+    """The dtype that autocast would use for a product with `tensor`; None where it would leave it alone."""
     kind = tensor.device.type
     if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return None
@@ -26,15 +28,15 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Context in which products keep the dtype of their operands, on the tensor's device."""
+    """A context in which products keep the dtype of their operands, on the tensor's device."""
     return nullcontext() if autocast_dtype(tensor) is None else torch.autocast(tensor.device.type, enabled=False)
 
 
 def product(a_MK: Tensor, b_KN: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b + bias, in float32 inside where the processor has no arithmetic for a's half precision.
+    """a b + bias, computed in float32 where the processor has no arithmetic for a's half precision.
 
-    There the half-precision products of torch run at 1 to 25 GFLOP/s a core by the layout of their operands (AMD EPYC
-    7003; float32: 90), so that two conversions are little beside them; the operands are kept in half precision.
+    There torch's half-precision products run at 1 to 25 GFLOP/s a core, depending on the layout of the operands (AMD
+    EPYC 7003; float32: 90), so two conversions cost little. The operands are saved in half precision.
     """
     if not widens(a_MK):
         return a_MK @ b_KN if bias is None else torch.addmm(bias, a_MK, b_KN)
@@ -42,19 +44,29 @@ def product(a_MK: Tensor, b_KN: Tensor, bias: Tensor | None = None) -> Tensor:
     return y_MN
 
 
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that factors A, B must have to meet `tensor`: autocast's or its own; float32 where half is slow."""
+    dtype = autocast_dtype(tensor) or tensor.dtype
+    return torch.float32 if _is_slow(dtype, tensor.device) else dtype
+
+
 def widens(tensor: Tensor) -> bool:
-    """Whether products of a half-precision `tensor` are better taken in float32: on CPUs without units for it."""
-    return tensor.device.type == "cpu" and tensor.element_size() == 2 and not _half_units(tensor.dtype)
+    """Whether products of a half-precision `tensor` are better computed in float32: on CPUs without units for it."""
+    return _is_slow(tensor.dtype, tensor.device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_slow(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype.itemsize == 2 and not _half_units(dtype)
+
+
+@constant_when_traced
 def _half_units(dtype: torch.dtype) -> bool:
     ops = torch.ops.mkldnn
     return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
 
 
 class _WideProduct(torch.autograd.Function):
-    """y = a b + bias in float32, rounded once; kept: a, b in their half precision. da = dy bᵀ, db = aᵀ dy."""
+    """y = a b + bias in float32, rounded once. Saved: a, b in half precision. da = dy bᵀ, db = aᵀ dy."""
 
     @staticmethod
     def forward(ctx: Any, a_MK: Tensor, b_KN: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,11 +1,12 @@
-"""Rows of a tensor-train matrix and their sums over bags: embeddings whose table is never formed.
+"""Lookup in a tensor-train matrix: rows of an embedding table that is never formed, and their sums over bags.
 
-    E[id] = L[id // M_R] · R[:, id % M_R]          (N_L × r) @ (r × N_R), METHOD §3
+    E[id] = L[id // M_R] · R[:, id % M_R]          (N_L × r) @ (r × N_R), docs/method.md §5
 
-L and R are the cores merged left and right of one bond, or, of a table much larger than the batch, only their rows that
-occur (rows.py); where it is small the table is materialised. The plan decides by the number of different ids.
+L and R are the merged left and right part of the cores or, for a table much larger than the batch, only those of their
+rows that occur (lookup_rows.py). A small table is materialized. The plan decides by the number of different ids.
 
-Shapes: N ids, B bags, V rows and D columns of the table; L (M, X, r) and R (M, Y, r) as in rows.py.
+Shapes: N ids, U different ids, B bags, P ids besides the padding, V rows and D columns of the table, R the rank between
+the two parts; L (M, X, r) and R (M, Y, r) as in lookup_rows.py.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from comera.errors import IdError, SpecError
 from comera.kernels import select
-from comera.ops import triton_functions
 from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
 from comera.ops.dtypes import merge_dtype, without_autocast
+from comera.ops.lookup_rows import left_and_right, on_host, pair_sums, rows_of
+from comera.ops.lookup_triton import triton_rows
+from comera.ops.planner.groups import Groups, two_parts
 from comera.ops.planner.plan import ContractionPlan, choose_rows
-from comera.ops.rows import cut, on_host, pair_sums, parts, rows_of
-from comera.ops.sequential import Groups, leaves
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, check_cores
 
@@ -34,26 +35,36 @@ def ttm_lookup(
     spec: TTMSpec,
     cores: Sequence[Tensor],
     *,
-    bonds: Sequence[Tensor] | None = None,
+    gates: Sequence[Tensor] | None = None,
     padding_idx: int | None = None,
     plan: ContractionPlan | None = None,
 ) -> Tensor:
-    """Rows `ids` of the tensor-train matrix of `cores`, as `nn.Embedding` gives them.
+    """Rows `ids` of the tensor-train matrix of `cores`, as `nn.Embedding` returns them.
 
-    ids: integers of any shape. cores: `order` tensors of `spec.core_shapes`.
-    bonds: the masked rank parameters, `order - 1` vectors; left out where the cores have absorbed them.
-    padding_idx: its row is exactly zero and passes no gradient; negative counts from the end.
-    plan: a forced choice; by default `plan_lookup` for as many ids as differ.
-    Returns (*ids.shape, embedding_dim) in the cores' dtype (half-precision cores are multiplied in float32).
-    Raises IdError for an id outside the table (on an accelerator and under torch.compile a device-side assertion, which
-    does not synchronise), TypeError for ids that are no integers, SpecError for cores or a padding_idx that do not fit
-    `spec`. Source: [CoMERA] §4, METHOD §3.
+    Args:
+        ids: int32 or int64, any shape.
+        spec: format of the table.
+        cores: `order` tensors of `spec.core_shapes`.
+        gates: `order - 1` vectors of `spec.inner_ranks`, pruned gates masked. Default: the cores have absorbed them.
+        padding_idx: this row is exactly zero and gets no gradient; a negative index counts from the end.
+        plan: a forced choice; by default `plan_lookup` for the number of different ids.
+
+    Returns:
+        (*ids.shape, embedding_dim) in the cores' dtype. Half-precision cores are multiplied in float32.
+
+    Raises:
+        IdError: an id outside the table. On an accelerator and under torch.compile this is a device-side assertion,
+            which does not synchronize.
+        TypeError: ids of another dtype.
+        SpecError: cores or a padding_idx that do not fit `spec`.
+
+    Source: [CoMERA] §4, docs/method.md §5.
     """
     check_cores(spec, cores)
     _check_ids(ids, spec)
     pad = None if padding_idx is None else _row(padding_idx, spec)
     with without_autocast(cores[0]):
-        rows_ND = _rows(ids.reshape(ids.numel()).long(), pad, spec, cores, bonds, plan)
+        rows_ND = _rows(ids.reshape(ids.numel()).long(), pad, spec, cores, gates, plan)
     return rows_ND.to(cores[0].dtype).reshape(*ids.shape, spec.embedding_dim)
 
 
@@ -64,22 +75,35 @@ def ttm_bag(
     cores: Sequence[Tensor],
     *,
     mode: Literal["sum", "mean"],
-    bonds: Sequence[Tensor] | None = None,
+    gates: Sequence[Tensor] | None = None,
     per_sample_weights: Tensor | None = None,
     padding_idx: int | None = None,
     include_last_offset: bool = False,
     plan: ContractionPlan | None = None,
 ) -> Tensor:
-    """Sums or means of rows of the tensor-train matrix of `cores` over bags of ids, as `nn.EmbeddingBag` gives them.
+    """Sums or means over bags of rows of the tensor-train matrix of `cores`, as `nn.EmbeddingBag` returns them.
 
-    ids: integers (bags, ids in a bag) with offsets None, or (all ids,) with offsets (bags,), where each bag begins;
-        with include_last_offset (bags + 1,), the last one the number of ids. An empty bag gives zeros.
-    per_sample_weights: factors of the rows, of the ids' shape; with mode "sum" only.
-    padding_idx: its row counts in no bag, in the number of rows of a mean neither; negative counts from the end.
-    cores, bonds, plan, and errors for ids, cores and padding_idx: as in `ttm_lookup`.
-    Returns (bags, embedding_dim) in the cores' dtype.
-    Raises ValueError for an unknown mode or weights with a mean, DataError for offsets or weights that do not fit the
-    ids (values of offsets on an accelerator and under torch.compile: a device-side assertion). Source: METHOD §3.
+    Args:
+        ids: int32 or int64, (bags, ids per bag) without offsets, (all ids,) with them.
+        offsets: (bags,), where each bag begins among the ids; with `include_last_offset` (bags + 1,), the last being
+            the number of ids. An empty bag gives zeros.
+        spec: format of the table.
+        cores: as in `ttm_lookup`, like `gates` and `plan`.
+        mode: "sum" or "mean".
+        per_sample_weights: factors of the rows, of the ids' shape; only with mode "sum".
+        padding_idx: sums and means skip the rows of this id; a negative index counts from the end.
+        include_last_offset: whether the offsets end with the number of ids.
+
+    Returns:
+        (bags, embedding_dim) in the cores' dtype.
+
+    Raises:
+        ValueError: an unknown mode, or weights with a mean.
+        DataError: offsets or weights that do not fit the ids; for values of offsets on an accelerator and under
+            torch.compile a device-side assertion.
+        IdError, TypeError, SpecError: as in `ttm_lookup`.
+
+    Source: docs/method.md §5.
     """
     check_cores(spec, cores)
     _check_ids(ids, spec)
@@ -87,11 +111,11 @@ def ttm_bag(
     ids_N, pad = ids.reshape(ids.numel()).long(), None if padding_idx is None else _row(padding_idx, spec)
     weights_N = None if per_sample_weights is None else per_sample_weights.reshape(ids.numel())
     with without_autocast(cores[0]):
-        if offsets is None and ids.shape[1] == 1:  # the sum of one row, and the mean, is the row
-            sums_BD = _rows(ids_N, pad, spec, cores, bonds, plan)
+        if offsets is None and ids.shape[1] == 1:  # the sum or mean of one row is the row
+            sums_BD = _rows(ids_N, pad, spec, cores, gates, plan)
             sums_BD = sums_BD if weights_N is None else sums_BD * weights_N.to(sums_BD.dtype).unsqueeze(1)
             return sums_BD.to(cores[0].dtype)
-        cores, offsets_B = _absorbed(cores, bonds), bag_starts(ids, offsets, include_last_offset)
+        cores, offsets_B = _absorbed(cores, gates), bag_starts(ids, offsets, include_last_offset)
         groups = _groups(ids_N, spec, cores[0], plan)
         if len(groups) == 1:
             table_VD = _table(spec, cores)
@@ -112,33 +136,33 @@ def _rows(
     padding: int | None,
     spec: TTMSpec,
     cores: Sequence[Tensor],
-    bonds: Sequence[Tensor] | None,
+    gates: Sequence[Tensor] | None,
     plan: ContractionPlan | None,
 ) -> Tensor:
-    """Rows (N, D) of the chain in the cores' `merge_dtype`, each multiplied once."""
+    """Rows (N, D) in the cores' `merge_dtype`, each different row multiplied once."""
     ids_U, place_N = ids_N, None
     groups = choose_rows(spec, ids_N.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
     if len(groups) > 1 and on_host(ids_N):
         ids_U, place_N = torch.unique(ids_N, return_inverse=True)
         groups = choose_rows(spec, ids_U.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
     if len(groups) == 1:
-        rows_ND = F.embedding(ids_N, _table(spec, _absorbed(cores, bonds)))
+        rows_ND = F.embedding(ids_N, _table(spec, _absorbed(cores, gates)))
     elif place_N is None:
         bag_N = torch.arange(ids_N.numel(), device=ids_N.device)
-        return _sums(ids_N, bag_N, ids_N.numel(), None, padding, spec, _absorbed(cores, bonds), groups)
+        return _sums(ids_N, bag_N, ids_N.numel(), None, padding, spec, _absorbed(cores, gates), groups)
     else:
-        bond = len([core for tree in groups[: cut(groups)] for core in leaves(tree)]) - 1  # where the parts meet
-        merged = [core.to(merge_dtype(core.dtype)) for core in _absorbed(cores, bonds, but=bond)]
-        bond_R = None if bonds is None else bonds[bond].to(merged[0].dtype)
-        rows_ND = rows_of(ids_U, groups, merged, bond_R).index_select(0, place_N)[:, : spec.embedding_dim]
+        between = two_parts(groups)[0][-1].end - 1  # the gates between the two parts
+        merged = [core.to(merge_dtype(core.dtype)) for core in _absorbed(cores, gates, but=between)]
+        gates_R = None if gates is None else gates[between].to(merged[0].dtype)
+        rows_ND = rows_of(ids_U, groups, merged, gates_R).index_select(0, place_N)[:, : spec.embedding_dim]
     return rows_ND if padding is None else rows_ND.masked_fill((ids_N == padding).unsqueeze(1), 0)
 
 
-def _absorbed(cores: Sequence[Tensor], bonds: Sequence[Tensor] | None, but: int | None = None) -> Sequence[Tensor]:
-    """The cores with the rank parameters of every bond absorbed, `but` that of one."""
-    if bonds is None:
+def _absorbed(cores: Sequence[Tensor], gates: Sequence[Tensor] | None, but: int | None = None) -> Sequence[Tensor]:
+    """The cores with all gates absorbed but those after the core `but`."""
+    if gates is None:
         return cores
-    return [core if k in (but, len(bonds)) else core * bonds[k] for k, core in enumerate(cores)]
+    return [core if k in (but, len(gates)) else core * gates[k] for k, core in enumerate(cores)]
 
 
 def _sums(
@@ -151,7 +175,7 @@ def _sums(
     cores: Sequence[Tensor],
     groups: Groups,
 ) -> Tensor:
-    """Sums over bags (bags, D) of rows of a chain of two groups or more, in the cores' `merge_dtype`."""
+    """Sums of rows over bags (bags, D) by two groups or more, in the cores' `merge_dtype`."""
     cores = [core.to(merge_dtype(core.dtype)) for core in cores]
     if weights_N is not None:
         weights_N = weights_N.to(cores[0].dtype)
@@ -162,9 +186,9 @@ def _sums(
     elif padding is not None:
         counts_N = (ids_N != padding).to(cores[0].dtype)
         weights_N = counts_N if weights_N is None else weights_N * counts_N
-    left_MXR, right_MYR, i_N, k_N = parts(ids_N, groups, cores)
+    left_MXR, right_MYR, i_N, k_N = left_and_right(ids_N, groups, cores)
     if len(groups) == 2 and select.lookup_rows_backend(left_MXR, right_MYR.mT) == "triton":
-        rows_ND = triton_functions.lookup_rows(ids_N, left_MXR, right_MYR.mT.contiguous())
+        rows_ND = triton_rows(ids_N, left_MXR, right_MYR.mT.contiguous())
         rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
         sums_BD = rows_ND.new_zeros(bags, rows_ND.shape[1]).index_add(0, bag_N, rows_ND)
     else:
@@ -178,7 +202,7 @@ def _table(spec: TTMSpec, cores: Sequence[Tensor]) -> Tensor:
 
 
 def _groups(ids_N: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | None) -> Groups:
-    """How the cores are grouped: for as many rows as differ, if that can be known without waiting."""
+    """Groups of cores for the number of different ids where they are on the host, else for all ids."""
     itemsize, device = core.element_size(), ids_N.device.type
     groups = choose_rows(spec, ids_N.numel(), itemsize, plan, device=device)
     if len(groups) > 1 and plan is None and on_host(ids_N):
@@ -187,7 +211,7 @@ def _groups(ids_N: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | 
 
 
 def _check_ids(ids: Tensor, spec: TTMSpec) -> None:
-    """Raise unless all ids are integers in the table; on an accelerator assert it there, without synchronising."""
+    """Raise unless all ids are integers in the table; on an accelerator assert it there, without synchronizing."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expected ids of dtype int32 or int64, got {ids.dtype}: convert them with ids.long()")
     rows = spec.num_embeddings

@@ -1,7 +1,7 @@
-"""Results that are made once: what a replay of the forward (train/recompute.py) takes as they were.
+"""Results that are made once: the replay of a forward (recompute/replay.py) takes them from the forward.
 
-A replay decides by operation what to keep. Code that knows better, since a small result took large intermediates or
-many random numbers, says so with `made_once`. Without a replay that is the call alone.
+A replay decides operation by operation what to keep. Code that knows better, because a small result came from large
+intermediates or from many random numbers, says so with `made_once`. Without a replay it is just the call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Tape(Protocol):
-    """What records results in a forward and gives them back in its replay."""
+    """Records results in a forward and returns them in its replay."""
 
     def made_once(self, make: Callable[[], T]) -> T:
-        """What `make` returned in the forward: a tensor, or a tuple that holds some."""
+        """What `make` returned in the forward: a tensor, or a tuple of tensors."""
 
     def paused(self) -> AbstractContextManager[object]:
-        """Context in which nothing is recorded or given back."""
+        """A context in which nothing is recorded or returned."""
 
 
 class _Running(threading.local):
@@ -34,10 +34,10 @@ _running = _Running()
 
 
 def made_once(make: Callable[[], T]) -> T:
-    """make(), a tensor or a tuple that holds some, for the forward and its replay together.
+    """make(), a tensor or a tuple of tensors, called once for the forward and its replay.
 
-    `make` must draw from torch's generators only and must not be differentiated: call it inside of an
-    autograd.Function, or where nothing needs a gradient. Nobody may write to its result in place.
+    `make` may draw from torch's generators only and is not differentiated: call it inside an autograd.Function, or
+    where nothing needs a gradient. Its result must not be written to in place.
     """
     if torch.compiler.is_compiling() or _running.tape is None:
         return make()
@@ -45,13 +45,13 @@ def made_once(make: Callable[[], T]) -> T:
 
 
 def unrecorded() -> AbstractContextManager[object]:
-    """Context for what outlives the forward, and which its replay therefore finds made: nothing in it is recorded."""
+    """A context for results that outlive the forward, so that its replay finds them made: nothing is recorded."""
     if torch.compiler.is_compiling() or _running.tape is None:
         return nullcontext()
     return _running.tape.paused()
 
 
 def exchange(tape: Tape | None) -> Tape | None:
-    """Let `tape` be the one of this thread; returns the one that was."""
+    """Make `tape` the one of this thread; returns the previous one."""
     _running.tape, before = tape, _running.tape
     return before

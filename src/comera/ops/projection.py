@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comera.ops.chunking import chunks, pad_last
 from comera.ops.dtypes import merge_dtype, without_autocast
-from comera.ops.linear import enter
+from comera.ops.linear import flatten_input
 from comera.ops.planner.plan import ContractionPlan, choose_projection
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec
@@ -32,11 +32,16 @@ def ttm_linear(
 ) -> Tensor:
     """logits = x Eᵀ + bias, E the tensor-train matrix of `cores`: an output head, tied to an embedding or not.
 
-    x: (..., embedding_dim). cores: `order` tensors of `spec.core_shapes`. bias: (num_embeddings,).
-    plan: a forced choice; by default `plan_projection` for this batch.
-    Returns (..., num_embeddings); dtypes, errors and derivatives as in `tt_linear`.
+    Args:
+        x: (..., embedding_dim).
+        cores: `order` tensors of `spec.core_shapes`.
+        bias: (num_embeddings,).
+        plan: a forced choice; by default `plan_projection` for this batch.
+
+    Returns:
+        (..., num_embeddings); dtypes, errors and derivatives as for `tt_linear`.
     """
-    x_BI, bias = enter(x, spec, spec.shape[::-1], cores, bias)
+    x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
     strategy, split = choose_projection(spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
     with without_autocast(x):
         if strategy == "dense":
@@ -44,7 +49,7 @@ def ttm_linear(
             table_OI = materialize(spec, [core.to(dtype) for core in cores]).to(x_BI.dtype)
             logits_BO = F.linear(x_BI, table_OI, bias)
         else:
-            left_MNR, right_RMN = ttm_halves(cores, split)
+            left_MNR, right_RMN = merge_sides(cores, split)
             used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
             left_MNR, right_RMN = left_MNR[:used].to(x_BI.dtype), right_RMN.to(x_BI.dtype)
             x_BI = pad_last(x_BI, prod(spec.col_modes))
@@ -53,11 +58,11 @@ def ttm_linear(
 
 
 class _Projection(torch.autograd.Function):
-    """logits = x Eᵀ + bias from the halves of E; kept: x, L, R. E and ∂E are never formed, nothing wide is permuted.
+    """logits = x Eᵀ + bias from L and R; saved: x, L, R. E and ∂E are never formed, nothing large is permuted.
 
     T[b, (n_L, r), m_R] = Σ_{n_R} x[b, n_L, n_R] R[r, m_R, n_R]
     logits[b, (m_L, m_R)] = Σ_{n_L, r} L[m_L, n_L, r] T[b, (n_L, r), m_R]
-    dT = Lᵀ dy,  ∂L = Σ_b dy Tᵀ,  ∂R = dTᵀ x,  dx = dT R.  T is wide: made piece by piece, and again in the backward.
+    dT = Lᵀ dy,  ∂L = Σ_b dy Tᵀ,  ∂R = dTᵀ x,  dx = dT R.  T is large: made chunk by chunk, and again in the backward.
     """
 
     @staticmethod
@@ -76,19 +81,19 @@ class _Projection(torch.autograd.Function):
         x_BI, left_MNR, right_RMN = ctx.saved_tensors
         (m, n, r), (_, rows_r, cols_r) = left_MNR.shape, right_RMN.shape
         left_KM, right_KN = left_MNR.flatten(1).t(), right_RMN.flatten(0, 1)
-        dtype = merge_dtype(x_BI.dtype)  # of sums over the pieces
+        dtype = merge_dtype(x_BI.dtype)  # of sums over the chunks
         dleft_MK, dright_KN = left_MNR.new_zeros(m, n * r, dtype=dtype), torch.zeros_like(right_KN, dtype=dtype)
         dx_BI = torch.empty_like(x_BI)
         with without_autocast(dy_BO):
             dy_BMM = pad_last(dy_BO, m * rows_r).reshape(x_BI.shape[0], m, rows_r)
             for part in _chunks(x_BI, left_MNR, right_RMN):
-                x_PI, dy_PMM = x_BI[part], dy_BMM[part]
-                size = x_PI.shape[0]
-                t_PKM = _contract_right(x_PI, left_MNR, right_RMN)
-                dleft_MK += torch.tensordot(dy_PMM, t_PKM, dims=([0, 2], [0, 2]))
-                dt_PKM = torch.bmm(left_KM.expand(size, *left_KM.shape), dy_PMM)
-                dt_QK = dt_PKM.view(size * n, r * rows_r)  # Q: samples of the piece and left columns
-                dright_KN += dt_QK.t() @ x_PI.reshape(size * n, cols_r)
+                x_CI, dy_CMM = x_BI[part], dy_BMM[part]
+                size = x_CI.shape[0]
+                t_CKM = _contract_right(x_CI, left_MNR, right_RMN)
+                dleft_MK += torch.tensordot(dy_CMM, t_CKM, dims=([0, 2], [0, 2]))
+                dt_CKM = torch.bmm(left_KM.expand(size, *left_KM.shape), dy_CMM)
+                dt_QK = dt_CKM.view(size * n, r * rows_r)  # Q: samples of the chunk and left columns
+                dright_KN += dt_QK.t() @ x_CI.reshape(size * n, cols_r)
                 dx_BI[part] = (dt_QK @ right_KN).view(size, n * cols_r)
             dbias_O = dy_BO.sum(0) if ctx.needs_input_grad[3] else None
         dleft_MNR, dright_RMN = dleft_MK.view(left_MNR.shape), dright_KN.view(right_RMN.shape)
@@ -96,19 +101,19 @@ class _Projection(torch.autograd.Function):
 
 
 def _contract_right(x_BI: Tensor, left_MNR: Tensor, right_RMN: Tensor) -> Tensor:
-    """T (B, N_L·r, M_R) of `_Projection`: x contracted with the right half."""
+    """T (B, N_L·r, M_R) of `_Projection`: x contracted with R."""
     (_, n, _), (r, rows_r, cols_r) = left_MNR.shape, right_RMN.shape
     t_QK = x_BI.reshape(x_BI.shape[0] * n, cols_r) @ right_RMN.flatten(0, 1).t()
     return t_QK.view(x_BI.shape[0], n * r, rows_r)
 
 
 def _chunks(x_BI: Tensor, left_MNR: Tensor, right_RMN: Tensor) -> list[slice]:
-    """The pieces of the batch for T, which has N_L·r·M_R numbers a sample."""
+    """Chunks of the batch for T, which has N_L·r·M_R elements a sample."""
     return chunks(x_BI.shape[0], left_MNR.shape[1] * right_RMN.shape[0] * right_RMN.shape[1], x_BI.device)
 
 
-def ttm_halves(cores: Sequence[Tensor], split: int) -> tuple[Tensor, Tensor]:
-    """Merge the cores (R, M, N, S) of a TTM left and right of bond `split`, row and column modes apart.
+def merge_sides(cores: Sequence[Tensor], split: int) -> tuple[Tensor, Tensor]:
+    """Merge the cores (R, M, N, S) of a TTM left and right of inner rank `split`, row modes before column modes.
 
     Returns L (M_left, N_left, r) and R (r, M_right, N_right) in the cores' `merge_dtype`; differentiable.
     """

@@ -1,16 +1,16 @@
-"""y = x W + bias for a chain of cores cut into groups: every group is merged first, then x absorbs group after group.
+"""y = x W + bias for a tensor train in groups of cores: each group is merged first, then x absorbs one after another.
 
-A group is a tree of cores, written as nested pairs: ((0, 1), 2) merges cores 0 and 1, then core 2; 3 is core 3 alone.
-A list of groups covers the chain from left to right. Two special cases: one group for the input cores and one for the
-output cores are the halves, (x A) B; a single group is the dense weight. No group needs to end at the middle bond.
+Groups, and the order in which their cores merge, come from the plan (ops/planner/groups.py). Two special cases: one
+group for the input cores and one for the output cores give the factors of (x A) B; a single group gives the dense
+weight. No group needs to end between input and output cores.
 
     group  (R, M·N, S)     M its input modes, N its output modes, either may be empty
     input  T (R·M, M'·B) → Gᵀ T  (S, M'·B)      M' the input modes still to come: features first, the batch last
     then   T (B·N', R·M) → T G   (B·N', N·S)    N' the output modes already there
 
-Every step is one product of two matrices and a view of its result. With the batch last the input cores need no small
-product for each sample, whose weight would get a gradient for each sample too; the price is one transposed copy of x,
-and only where the first group leaves input modes to come.
+Every step is one product of two matrices and a view of its result. With the batch last, input cores need no small
+product per sample, whose weight would get a gradient per sample too; the price is one transposed copy of x, and only
+where the first group leaves input modes to come.
 
 Shapes: B flattened batch, I/O in/out features, R/S left/right rank, N mode(s), K contracted. Sizes are given in full,
 never as -1: ranks may be 0.
@@ -19,41 +19,21 @@ never as -1: ranks may be 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from math import prod
-from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from comera.ops.chunking import pad_last
-from comera.ops.dtypes import merge_dtype, product, without_autocast
-from comera.tt.spec import Spec, TTSpec
-
-Tree: TypeAlias = Any  # int | tuple[Tree, Tree]: an alias cannot name itself before Python 3.12
-Groups: TypeAlias = tuple[Tree, ...]
+from comera.ops.dtypes import merge_dtype, product
+from comera.ops.planner.groups import Group, Groups
+from comera.tt.spec import TTSpec
 
 
-def leaves(tree: Tree) -> tuple[int, ...]:
-    """The cores of a tree, from left to right."""
-    return (tree,) if isinstance(tree, int) else (*leaves(tree[0]), *leaves(tree[1]))
-
-
-def simple_tree(spec: Spec, first: int, last: int) -> Tree:
-    """Cores first..last-1 merged from the ends of the chain that they touch: its halves where they touch both."""
-    if isinstance(spec, TTSpec) and first == 0 and last == spec.order:
-        return simple_tree(spec, 0, spec.split), simple_tree(spec, spec.split, last)
-    cores: list[Tree] = list(range(first, last))
-    if last == spec.order and first > 0:
-        return reduce(lambda right, core: (core, right), reversed(cores))
-    return reduce(lambda left, core: (left, core), cores)
-
-
-def merge_group(tree: Tree, cores: Sequence[Tensor]) -> Tensor:
-    """Product of the cores of a tree, in its order; (R, modes, S), differentiable."""
-    if isinstance(tree, int):
-        return cores[tree]
-    left_RNK, right_KNS = merge_group(tree[0], cores), merge_group(tree[1], cores)
+def merge_group(group: Group, cores: Sequence[Tensor]) -> Tensor:
+    """Product of the cores of a group, in its order; (R, modes, S), differentiable."""
+    if group.pair is None:
+        return cores[group.first]
+    left_RNK, right_KNS = merge_group(group.pair[0], cores), merge_group(group.pair[1], cores)
     (r, m, _), (_, n, s) = left_RNK.shape, right_KNS.shape
     return (left_RNK.flatten(0, 1) @ right_KNS.flatten(1)).view(r, m * n, s)
 
@@ -69,9 +49,9 @@ def contract_groups(
     batch, split, modes = x_BI.shape[0], spec.split, spec.modes
     cores = [core.to(merge_dtype(core.dtype)) for core in cores]
     first, done, t = 0, 1, x_BI.t()
-    for tree in groups:
-        last = first + len(leaves(tree))
-        group_RNS = merge_group(tree, cores)
+    for group in groups:
+        last = group.end
+        group_RNS = merge_group(group, cores)
         r, _, s = group_RNS.shape
         here, there = prod(modes[first : min(last, split)]), prod(modes[max(first, split) : last])
         weight_KN = group_RNS.reshape(r * here, there * s)
@@ -91,28 +71,3 @@ def contract_groups(
         first = last
     y_BO = t.view(batch, done)[:, : spec.out_features] if t.shape != (batch, spec.out_features) else t
     return y_BO.contiguous() if bias is None else y_BO + bias
-
-
-class _WideProduct(torch.autograd.Function):
-    """y = a b + bias in float32, rounded once; kept: a, b in their half precision. da = dy bᵀ, db = aᵀ dy."""
-
-    @staticmethod
-    def forward(ctx: Any, a_MK: Tensor, b_KN: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(a_MK, b_KN)
-        a, b = a_MK.float(), b_KN.float()
-        return (a @ b if bias is None else torch.addmm(bias.float(), a, b)).to(a_MK.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        a_MK, b_KN = ctx.saved_tensors
-        wants_a, wants_b, wants_bias = ctx.needs_input_grad
-        da_MK = db_KN = dbias_N = None
-        with without_autocast(dy_MN):
-            dy = dy_MN.float()
-            if wants_a:
-                da_MK = (dy @ b_KN.float().t()).to(a_MK.dtype)
-            if wants_b:
-                db_KN = (a_MK.float().t() @ dy).to(b_KN.dtype)
-            if wants_bias:
-                dbias_N = dy.sum(0).to(dy_MN.dtype)
-        return da_MK, db_KN, dbias_N

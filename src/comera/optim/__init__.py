@@ -1,1 +1,6 @@
-"""Parameter groups and optimizers for compressed models."""
+"""Parameter groups and an AdamW for compressed models."""
+
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
+
+__all__ = ["AdamW", "param_groups"]

@@ -1,4 +1,4 @@
-"""AdamW that takes one call for hundreds of small parameters on the CPU."""
+"""AdamW that updates hundreds of small parameters in one call on the CPU."""
 
 from __future__ import annotations
 
@@ -9,38 +9,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from comera.kernels.cpp.adamw import Held
 from comera.kernels.select import supports
 
-_kept = itemgetter("exp_avg", "exp_avg_sq", "step")
+_state_of = itemgetter("exp_avg", "exp_avg_sq", "step")
 
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW: the same arguments, state, hooks and arithmetic, to rounding.
 
-    Where a group's parameters, gradients and state are float32 on the CPU, dense and contiguous, one kernel takes the
-    step of all of them: a compressed model has hundreds of small ones, and torch takes longer to pass each from hand to
-    hand than to compute. It takes the steps of all other groups, and those of amsgrad, maximize, capturable,
-    differentiable and gradients under a scale, and the first one, which makes the state.
+    If a group's parameters, gradients and state are float32 on the CPU, dense and contiguous, one kernel updates them
+    all: a compressed model has hundreds of small parameters, and torch takes longer to dispatch each than to compute
+    it. Torch updates all other groups, those with amsgrad, maximize, capturable, differentiable or scaled gradients,
+    and takes the first step, which creates the state.
     """
 
     @cached_property
     def _held(self) -> dict[Tensor, Held]:
-        """Of each group, by its first parameter with a gradient."""
+        """The kernel's view of each group, by the group's first parameter with a gradient."""
         return {}
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """What torch's step calls to fill the lists of what it is to update: left empty where the kernel has done it.
+        """Fill the lists of what torch's step updates; they stay empty if the kernel has updated the group.
 
-        So closures, hooks and the context of a step remain those of torch.
+        Overriding this method of torch keeps its handling of closures, hooks and the context of a step.
         """
-        return not self._take(group) and bool(super()._init_group(group, *lists))
+        if self._step_group(group):
+            return False
+        has_complex = bool(super()._init_group(group, *lists))
+        increment_version(lists[0])  # the parameters: torch's fused kernels do not
+        return has_complex
 
-    def _take(self, group: dict[str, Any]) -> bool:
-        """Take the step of a group by the kernel, if it may; whether it has."""
+    def _step_group(self, group: dict[str, Any]) -> bool:
+        """Update a group with the kernel if it supports the group; returns whether it did."""
         scaled = (getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
-        if any(group[way] for way in ("amsgrad", "maximize", "capturable", "differentiable")) or any(scaled):
+        if any(group[option] for option in ("amsgrad", "maximize", "capturable", "differentiable")) or any(scaled):
             return False
         params: list[Tensor] = group["params"]
         grads = [grad for p in params if (grad := p.grad) is not None]
@@ -51,11 +56,11 @@ class AdamW(torch.optim.AdamW):
         states = [self.state[p] for p in params]
         if not all(states):
             return False
-        # gathered anew for each step, as pruning and loading replace state between steps
-        kept = list(chain.from_iterable(map(_kept, states)))
+        # gathered at each step, because pruning and loading replace state between steps
+        state = list(chain.from_iterable(map(_state_of, states)))
         held = self._held.get(params[0])
-        if held is None or not held.holds(params, kept):
-            held = self._held[params[0]] = Held(params, kept)
+        if held is None or not held.holds(params, state):
+            held = self._held[params[0]] = Held(params, state)
         rates = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
         beta1, beta2 = map(float, group["betas"])
         return held.fits and held.step(grads, betas=(beta1, beta2), **rates)

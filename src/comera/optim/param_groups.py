@@ -1,4 +1,4 @@
-"""Parameter groups for any torch optimizer: a learning rate for each kind of parameter."""
+"""Parameter groups for any torch optimizer, with a learning rate for each role of a parameter."""
 
 from __future__ import annotations
 
@@ -21,19 +21,49 @@ def param_groups(
     rank_lr: float | None = None,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer's constructor, each with its "name", "lr" and "weight_decay".
+    """Parameter groups for any torch optimizer, by the role of each parameter.
 
-    "cores": `core_lr` (`lr` if left out), decayed. "tables": cores of tensor-train matrices, `table_lr` (`core_lr`),
-    decayed. "ranks": `rank_lr` (`lr`), never decayed: the size objective alone pulls them down. "dense": other
-    parameters of two dimensions or more, decayed. "dense_no_decay": biases and norms.
+    | group            | parameters                                     | rate                    | decayed |
+    |------------------|------------------------------------------------|-------------------------|---------|
+    | "cores"          | cores of tensor trains                         | `core_lr`               | yes     |
+    | "tables"         | cores of TT-matrices, as in embedding tables   | `table_lr`              | yes     |
+    | "ranks"          | gates (`rank_params`)                          | `rank_lr`               | never   |
+    | "dense"          | other parameters with two dimensions or more   | `lr`                    | yes     |
+    | "dense_no_decay" | biases and norms                               | `lr`                    | never   |
 
-    Tables want a rate of their own, two to ten times `core_lr`: under Adam a row of a dense table moves by some 30
-    times the rate each time its token comes, since the second moment forgets it between; a compressed row has no
-    entries of its own, its cores are met by every token in every step.
+    A parameter's group follows from the module that owns it, not from its name. Each trainable parameter is in exactly
+    one group, even if it is tied. Empty groups are omitted.
 
-    A parameter's group follows from the chain that owns it, whatever its name; each trainable parameter is in one
-    group once, tied or not; empty groups are left out.
-    Raises ConfigError for a negative value or a model without trainable parameters.
+    Gates are never decayed, because the size objective alone pulls them down. Tables want a rate of their own, two to
+    ten times `core_lr`. Under Adam, a row of a dense table moves by some 30 times the rate each time its token occurs,
+    because the second moment decays in between. A compressed row has no entries of its own: every token in every step
+    updates its cores.
+
+    Args:
+        model: any module, compressed or not.
+        lr: learning rate of the dense parameters.
+        core_lr: default `lr`.
+        table_lr: default `core_lr`.
+        rank_lr: default `lr`.
+        weight_decay: of the groups that are decayed.
+
+    Returns:
+        Dictionaries with "name", "params", "lr" and "weight_decay", for an optimizer's constructor.
+
+    Raises:
+        ConfigError: a rate that is negative or not finite, or a model without trainable parameters.
+
+    Example:
+        >>> import comera, torch
+        >>> from torch.nn import Embedding, LayerNorm, Linear, Sequential
+        >>> model = Sequential(Embedding(1000, 256), Linear(256, 256), LayerNorm(256))
+        >>> _ = comera.tensorize_(model)
+        >>> groups = comera.param_groups(model, lr=1e-3, core_lr=5e-3, weight_decay=0.01)
+        >>> [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
+        [('cores', 0.005, 0.01), ('tables', 0.005, 0.01), ('ranks', 0.001, 0.0), ('dense_no_decay', 0.001, 0.0)]
+        >>> optimizer = torch.optim.AdamW(groups)
+
+    Source: docs/method.md §9.
     """
     core_lr, rank_lr = lr if core_lr is None else core_lr, lr if rank_lr is None else rank_lr
     table_lr = core_lr if table_lr is None else table_lr
@@ -63,7 +93,7 @@ def param_groups(
     if not any(members.values()):
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameter (all have requires_grad=False, or there are none): "
-            "unfreeze what is to be trained"
+            "unfreeze the parameters to train"
         )
     settings = {
         "cores": (core_lr, weight_decay),

@@ -1,4 +1,4 @@
-"""The size that a user names: a part of the present one, numbers, or bytes."""
+"""The size that a user asks for: a fraction of the present one, a number of parameters, or bytes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ from torch import nn
 
 from comera.errors import RankError
 from comera.nn.tensor_train import named_trains
-from comera.tt.spec import Spec
+from comera.rank.size import spec_size
 
 _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
-def spec_size(spec: Spec) -> int:
-    """Numbers that a chain of `spec` stores: its cores and rank parameters."""
-    return spec.numel + spec.rank_numel
-
-
 def smallest_size(model: nn.Module, *, multiple: int = 1) -> int:
-    """Numbers that the model's chains store with all bonds at rank 1, or at `multiple` where they have more.
+    """Parameters that the model's tensor trains store with every inner rank at 1, or at `multiple` if it was higher.
 
-    A chain with an empty bond stands for zero and stores nothing in the end; one of order 1 has no bonds to cut.
+    A train with an inner rank of 0 is the zero weight and ends up storing nothing; one of order 1 has no inner ranks.
     """
     specs = [train.spec for _, train in named_trains(model)]
-    smallest = [spec.with_ranks((1, *(min(rank, multiple) for rank in spec.inner_ranks), 1)) for spec in specs]
-    return sum(spec_size(spec) for spec in smallest if all(spec.inner_ranks))
+    return sum(
+        spec_size(spec, [min(rank, multiple) for rank in spec.inner_ranks]) for spec in specs if all(spec.inner_ranks)
+    )
 
 
 def check_multiple(multiple: int) -> None:
@@ -35,35 +31,50 @@ def check_multiple(multiple: int) -> None:
         raise RankError(f"multiple: expected ranks at multiples of 1 or more, got {multiple}")
 
 
-def resolve_target(target: float | int | str, *, size: int, smallest: int, bytes_per_number: float, where: str) -> int:
-    """The target in numbers stored.
+def target_of(model: nn.Module, target: float | int | str, *, size: int, multiple: int, where: str) -> int:
+    """`resolve_target` for the tensor trains of a model, of which `size` parameters count as stored now."""
+    parameters = [p for _, train in named_trains(model) for p in train.parameters()]
+    stored = sum(p.numel() * p.element_size() for p in parameters)
+    mean = stored / max(1, sum(p.numel() for p in parameters))
+    smallest = smallest_size(model, multiple=multiple)
+    return resolve_target(target, size=size, smallest=smallest, bytes_per_element=mean, where=where)
 
-    target: a float in (0, 1], part of `size`; an integer, numbers; a text such as "1.5MB", bytes (1 MB = 2^20).
-    where: what the target is called, for the error.
-    Raises RankError for anything else, and for a target above `size` or below `smallest`.
+
+def resolve_target(target: float | int | str, *, size: int, smallest: int, bytes_per_element: float, where: str) -> int:
+    """The target as a number of stored parameters.
+
+    target: a float in (0, 1], the fraction of `size` to keep; an integer number of parameters; or a string such as
+    "1.5MB" (1 MB = 2^20 bytes). size, smallest: parameters stored now, and the fewest that can be reached. where: name
+    of the target, for the error message. Raises RankError for anything else, or a target out of these bounds.
     """
     if isinstance(target, str):
         found = _BYTES.fullmatch(target)
         unit = _UNITS.get(found[2].lower()) if found else None
         if found is None or unit is None:
             raise RankError(f"{where}: expected bytes such as '1.5MB' or '700 kB', got {target!r}")
-        numbers = int(float(found[1]) * unit / (bytes_per_number or 1.0))  # 0 where no chain stores anything
+        count = int(float(found[1]) * unit / (bytes_per_element or 1.0))  # 0 if no tensor train stores anything
     elif isinstance(target, bool) or not isinstance(target, float | int) or not target > 0:
-        raise RankError(f"{where}: expected a part such as 0.2, numbers such as 350000 or '1.5MB', got {target!r}")
+        raise RankError(
+            f"{where}: expected a fraction such as 0.2, a number of parameters such as 350000 or bytes such as "
+            f"'1.5MB', got {target!r}"
+        )
     elif isinstance(target, float):
         if target > 1:
-            raise RankError(f"{where}: a float is a part of the size, in (0, 1], got {target}; numbers are integers")
-        numbers = int(target * size)
+            raise RankError(
+                f"{where}: a float is a fraction of the size, in (0, 1], got {target}; give a number of parameters as "
+                "an integer"
+            )
+        count = int(target * size)
     else:
-        numbers = target
-    if numbers > size:
+        count = target
+    if count > size:
         raise RankError(
-            f"{where}: expected at most the present {size:,} numbers of the tensorized layers "
-            f"({size * bytes_per_number / 2**20:.2f} MB), got {target!r} = {numbers:,}: ranks only fall"
+            f"{where}: expected at most the present {size:,} parameters of the tensorized layers "
+            f"({size * bytes_per_element / 2**20:.2f} MB), got {target!r} = {count:,}: ranks never rise"
         )
-    if numbers < smallest:
+    if count < smallest:
         raise RankError(
-            f"{where}: {target!r} = {numbers:,} numbers is below the smallest possible, {smallest:,} "
-            f"({smallest * bytes_per_number / 2**20:.3f} MB), which all bonds at their least rank take"
+            f"{where}: {target!r} = {count:,} parameters is below the smallest possible, {smallest:,} "
+            f"({smallest * bytes_per_element / 2**20:.3f} MB), which every rank at its minimum takes"
         )
-    return numbers
+    return count

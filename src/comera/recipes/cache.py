@@ -1,7 +1,7 @@
-"""Prepared data that is made once: a folder that is complete whenever it is there."""
+"""Prepared data, made once and reused: a cache folder that exists is complete."""
 
-from __future__ import annotations
-
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,41 +10,45 @@ from typing import TypeVar
 
 from filelock import FileLock
 
-from comera.errors import ConfigError
+from comera.errors import ConfigError, DataError
 
 T = TypeVar("T")
 
 
 def cache_folder(cache: str | None) -> Path:
-    """The folder that holds prepared data: `cache`, or left out $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
+    """The folder for prepared data: `cache`, by default $XDG_CACHE_HOME/comera or ~/.cache/comera."""
     if cache:
         return Path(cache).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "comera"
 
 
-def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path], object]) -> T:
-    """What `load` makes of `folder`, which `write` fills first when it is missing or damaged.
+def settings_digest(settings: list[object]) -> str:
+    """A digest of JSON-ready settings, to name a cache folder after."""
+    return hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
 
-    Of several processes one writes while the others wait. It writes beside, flushes to the disk and renames, so that
-    one that is killed leaves nothing that looks complete, and after any error nothing is left.
-    Raises ConfigError for a cache that is no folder or cannot be written to, and what `write` raises.
-    """
+
+def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path], object]) -> T:
+    """Return `load(folder)`; if the folder is missing or damaged, `write` makes it first. One process writes while the
+    others wait. It writes to a folder beside, flushes to disk and renames, so a killed process leaves nothing that
+    looks complete, and an error leaves nothing at all. Raises ConfigError for a cache that is not a writable folder,
+    and whatever `write` raises. A DataError of `load` passes through: the folder is sound, but these settings cannot
+    use it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.with_name(f"{folder.name}.lock")).acquire()
     except OSError as error:
-        raise ConfigError(
-            f"data.cache: expected a folder that can be written to, got {folder.parent} ({error})"
-        ) from error
+        raise ConfigError(f"data.cache: expected a writable folder, got {folder.parent} ({error})") from error
     with lock:
         if folder.exists():
             try:
                 return load(folder)
+            except DataError:
+                raise
             except (OSError, ValueError, KeyError, TypeError):  # damaged: made anew
                 shutil.rmtree(folder)
         partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
         partial.mkdir()
         try:
             write(partial)

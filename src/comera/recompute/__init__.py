@@ -1,1 +1,5 @@
-"""Wide activations rebuilt in the backward."""
+"""Low-rank recomputation: hidden activations are rebuilt in the backward instead of kept."""
+
+from comera.recompute.blocks import RecomputeReport, find_blocks, recompute_
+
+__all__ = ["RecomputeReport", "find_blocks", "recompute_"]

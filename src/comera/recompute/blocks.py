@@ -1,19 +1,19 @@
-"""Low-rank recomputation: wide activations between compressed layers are rebuilt in the backward from narrow ones.
+"""Low-rank recomputation: hidden activations between compressed layers are rebuilt in the backward from low-rank ones.
 
-A compressed layer's two products with the batch, P = A xᵀ and y = Pᵀ B, cost the same, but P is r wide and y as wide as
-the layer. So of a transformer block only these are kept for the backward:
+A compressed layer's two products with the batch, P = A xᵀ and y = Pᵀ B, cost the same, but P has r elements
+per token, while y has as many as the layer has outputs. So for the backward, a transformer block keeps only
 
-    its input            the one wide tensor
-    narrow products      P of every compressed layer, r numbers a token
-    what was drawn       dropout masks, as booleans
-    fused attention      its output and log-sum-exp, where one kernel computes it
+    its input               the one hidden tensor
+    low-rank activations    P of every compressed layer, r elements per token
+    random draws            dropout masks, as booleans
+    fused attention         its output and log-sum-exp, where one kernel computes it
 
-and everything else (y, GELU, layer norms, q, k, v, ...) is computed again when the backward comes to the block, with
-the kept tensors put in place of the operations that made them (replay.py). Half of the products are spared that way,
-nothing is drawn twice, and the numbers are those without recomputation, to the bit.
+and everything else (y, GELU, layer norms, q, k, v, ...) is computed again when the backward reaches the block, with the
+kept tensors in place of the operations that made them (replay.py). This saves half of the products, draws nothing
+twice, and gives the values without recomputation, to the bit.
 
-It does not matter who wrote the block or how its layers compute: what is kept is decided per operation, below autograd,
-and the replay is PyTorch's non-reentrant checkpoint.
+It works for any block and any layers in it: what is kept is decided per operation, below autograd, and the replay is
+PyTorch's non-reentrant checkpoint.
 """
 
 from __future__ import annotations
@@ -41,40 +41,51 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 class RecomputeReport:
     """Which blocks recompute, by name, and the number of compressed layers in them.
 
-    wide: numbers a token that their linear layers put out, which are no longer kept (what lies between them comes on
-    top: activations, norms, attention); narrow: what these layers keep instead.
+    hidden: elements per token of their linear layers' outputs, which are no longer kept (nor is what lies between them:
+    activations, norms, attention). low_rank: elements per token that these layers keep instead.
     """
 
     blocks: tuple[str, ...]
     layers: int
-    wide: int
-    narrow: int
+    hidden: int
+    low_rank: int
     enabled: bool = True
 
     def __str__(self) -> str:
         names = ", ".join(self.blocks if len(self.blocks) <= 3 else (self.blocks[0], "...", self.blocks[-1]))
         what = f"{len(self.blocks)} blocks ({names})" if self.blocks else "no block"
         if not self.enabled:
-            return f"recomputation taken off {what}"
+            return f"recomputation removed from {what}"
         return (
-            f"recomputation in {what}: their {self.layers} compressed layers keep {self.narrow:,} numbers a token "
-            f"instead of {self.wide:,}"
+            f"recomputation in {what}: their {self.layers} compressed layers keep {self.low_rank:,} elements per token "
+            f"instead of {self.hidden:,}"
         )
 
 
 def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence[str] | None = None) -> RecomputeReport:
-    """Let the repeated blocks of a compressed model rebuild their wide activations in the backward; in place.
+    """Rebuild the hidden activations of a compressed model's blocks in the backward instead of keeping them; in place.
 
-    enabled: False takes recomputation off the whole model.
-    blocks: patterns of module names ("encoder.layer.*"), the outermost matches count; left out, `find_blocks` chooses.
-    A second call replaces the first. Names of parameters, the state_dict, copies and pickles stay what they were.
-    Blocks recompute in training mode under gradients, else they run as before. A cache of keys and values is not
-    filled while they do; one that holds some already keeps the block from it. Gradients are those without
-    recomputation, to the bit wherever the operations repeat to the bit; not for gradients of gradients.
-    Raises ConversionError when there is no block; the model is left as it was.
+    Blocks recompute in training mode with gradients enabled and run as before otherwise. Gradients are those without
+    recomputation, to the bit wherever the operations repeat to the bit. Gradients of gradients are not supported. A
+    key-value cache is not filled by a block that recomputes, and a block that gets a filled one does not recompute.
+    Parameter names, the state_dict, copies and pickles stay as they are. A second call replaces the first.
+
+    Args:
+        model: a module with compressed layers.
+        enabled: False removes recomputation from the whole model.
+        blocks: patterns of module names ("encoder.layer.*"), of whose matches the outermost recompute. Default:
+            `find_blocks`.
+
+    Returns:
+        Which blocks recompute, and what they keep.
+
+    Raises:
+        ConversionError: there is no block; the model is unchanged.
+
+    Source: docs/method.md §8.
     """
     modules = dict(model.named_modules())
-    dressed = {name: module for name, module in modules.items() if _is_dressed(module)}
+    recomputing = {name: module for name, module in modules.items() if _recomputes(module)}
     found = {} if not enabled else find_blocks(model) if blocks is None else _matching(modules, blocks)
     if enabled and not found:
         what = "has none" if blocks is None else f"has no module with compressed layers that matches {blocks!r}"
@@ -82,18 +93,18 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
             "expected blocks, elements of an nn.ModuleList or nn.Sequential with two compressed layers or more, but "
             f"{type(model).__name__} {what}: compress it first (tensorize_), or name its blocks (blocks=)"
         )
-    for module in dressed.values():
-        _undress(module)
+    for module in recomputing.values():
+        _restore_forward(module)
     for module in found.values():
         module.forward = _Recompute(module)
-    return _report(found if enabled else dressed, enabled)
+    return _report(found if enabled else recomputing, enabled)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model by name, in its order.
 
-    A block is an element of an nn.ModuleList or nn.Sequential with two compressed layers or more, unless there are
-    blocks inside of it that between them hold all of these: a whole trunk is none, nor is each of a block's experts.
+    A block is an element of an nn.ModuleList or nn.Sequential with at least two compressed layers, unless blocks inside
+    it hold all of them. So neither a whole trunk nor a single expert of a block is one.
     """
     lists = [module for module in model.modules() if isinstance(module, _LISTS)]
     return _blocks(model, "", {element for elements in lists for element in elements})
@@ -109,7 +120,7 @@ def _blocks(module: nn.Module, name: str, elements: set[nn.Module]) -> dict[str,
 
 
 def _matching(modules: dict[str, nn.Module], blocks: str | Sequence[str]) -> dict[str, nn.Module]:
-    """The outermost modules with compressed layers whose name matches a pattern."""
+    """The outermost modules with compressed layers whose names match a pattern."""
     patterns = [blocks] if isinstance(blocks, str) else blocks
     found: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
@@ -127,15 +138,15 @@ def _layers(modules: Iterable[nn.Module]) -> set[CompressedLayer]:
 def _report(blocks: dict[str, nn.Module], enabled: bool) -> RecomputeReport:
     layers = _layers(blocks.values())
     specs = [layer.spec for layer in layers if isinstance(layer, TTLinear)]
-    wide, narrow = sum(spec.out_features for spec in specs), sum(spec.ranks[spec.split] for spec in specs)
-    return RecomputeReport(tuple(blocks), len(layers), wide, narrow, enabled)
+    hidden, low_rank = sum(spec.out_features for spec in specs), sum(spec.ranks[spec.split] for spec in specs)
+    return RecomputeReport(tuple(blocks), len(layers), hidden, low_rank, enabled)
 
 
 class _Recompute:
-    """The forward of a block that recomputes; an attribute of the instance, so its class stays what it was.
+    """The forward of a block that recomputes. It is an attribute of the instance, so the class stays as it is.
 
-    own: a forward that the instance had already (of another library), or None for that of its class. It refers to the
-    block and to no bound method, so that in a copy or a pickle of the block it refers to that one.
+    own: a forward that the instance had before (from another library), or None for that of its class. `block` is the
+    module and not a bound method, so a copy or pickle of the block refers to its own block.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -154,21 +165,21 @@ class _Recompute:
             return forward(*args, **kwargs)
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        # What was drawn is kept, so there is no random state to restore (which a CUDA graph would not let us).
+        # Random draws are kept, so no random state has to be restored, which a CUDA graph would not allow.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
 
-def _is_dressed(module: nn.Module) -> bool:
+def _recomputes(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), _Recompute)
 
 
-def _undress(module: nn.Module) -> None:
+def _restore_forward(module: nn.Module) -> None:
     own = vars(module).pop("forward").own
     if own is not None:
         module.forward = own
 
 
 def _is_cache(value: object) -> bool:
-    """Whether it is a cache of keys and values of `transformers`, which the replay would fill once more."""
-    library = sys.modules.get("transformers.cache_utils")  # never imported from here
+    """Whether it is a key-value cache of `transformers`, which the replay would fill a second time."""
+    library = sys.modules.get("transformers.cache_utils")  # not imported here: it is heavy and optional
     return library is not None and isinstance(value, library.Cache)

@@ -1,13 +1,13 @@
 """What a block's forward keeps for its replay in the backward, decided per operation, below autograd.
 
-Kept are results that are much smaller than what they were made from, and those that cannot or should not be made twice:
+It keeps results that are much smaller than their operands, and those that cannot or should not be computed twice:
 
-    narrow products       at most a quarter of the numbers of a factor: P = A xᵀ of a compressed layer
-    random numbers        of a draw of zeros and ones (dropout masks) as booleans
+    low-rank products     with at most a quarter of an operand's elements: P = A xᵀ of a compressed layer
+    random draws          zeros and ones (dropout masks) as booleans
     fused attention       output and log-sum-exp, where one kernel computes it
-    made_once(...)        what the code itself says (contract/once.py)
+    made_once(...)        what the code itself marks (ops/once.py)
 
-The replay runs every other operation again, and puts these in place of the operations that made them.
+The replay runs every other operation again, and uses the kept results in place of these.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from comera.errors import TrainingError
 from comera.ops.once import Tape, exchange, made_once
 
 T = TypeVar("T")
-_Kept = tuple[Any, Any]  # an operation, and what is kept of it
+_Kept = tuple[Any, Any]  # an operation, and what is kept of its result
 
-# A product is narrow when it has at most 1/_NARROW of the numbers of a factor.
-_NARROW = 4
+# A product is low-rank if it has at most 1/_SMALLER of the elements of an operand.
+_SMALLER = 4
 _aten = torch.ops.aten
-# Products, with the place of the first of their two factors among the arguments.
+# Products, with the position of the first of their two operands among the arguments.
 _PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
 
 
@@ -44,35 +44,35 @@ def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The same choice for the compiler, which makes random numbers again from the same seeds."""
-    kept = _is_narrow(func, args) or _kind(func) == "attention"
+    """The same choice for the compiler, which repeats random draws from the same seeds."""
+    kept = _is_low_rank(func, args) or _kind(func) == "attention"
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_kept(func: Any, args: tuple[Any, ...]) -> bool:
-    return _kind(func) is not None or _is_narrow(func, args)
+    return _kind(func) is not None or _is_low_rank(func, args)
 
 
 @cache
 def _kind(func: Any) -> Literal["attention", "random"] | None:
-    """Whether an operation is a whole attention, forward, or draws random numbers."""
+    """Whether an operation is the forward of a fused attention, or draws random numbers."""
     name: str = func._schema.name
     if ("attention" in name or "attn" in name) and not ("backward" in name or "bwd" in name):
         return "attention"
     return "random" if torch.Tag.nondeterministic_seeded in func.tags else None
 
 
-def _is_narrow(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_low_rank(func: Any, args: tuple[Any, ...]) -> bool:
     first = _PRODUCTS.get(func)
     if first is None:
         return False
     left, right = args[first : first + 2]
-    numbers = prod(left.shape[:-1]) * right.shape[-1]
-    return bool(_NARROW * numbers <= max(_numbers(left), _numbers(right)))
+    elements = prod(left.shape[:-1]) * right.shape[-1]
+    return bool(_SMALLER * elements <= max(_elements(left), _elements(right)))
 
 
-def _numbers(tensor: Tensor) -> int:
-    """How many numbers a tensor holds; what is expanded counts once."""
+def _elements(tensor: Tensor) -> int:
+    """Number of elements of a tensor; expanded ones count once."""
     return prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
 
 
@@ -84,7 +84,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _drops(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is dropout in one operation, whose wide output follows from its mask."""
+    """Whether it is dropout in one operation, whose output follows from its input and mask."""
     return func is _aten.native_dropout.default and args[2] is not False
 
 
@@ -97,8 +97,8 @@ def _returns_written(func: Any) -> bool:
 
 
 def _to_keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """Of the result of an operation, what `_put_back` needs; copies, for the block may go on to write to the result."""
-    if _kind(func) == "attention":  # but its backward forbids that
+    """What `_restore` needs of an operation's result; copies, because the block may write to the result later."""
+    if _kind(func) == "attention":  # whose backward forbids that
         return _aliases(out)
     if _drops(func, args):
         return out[1].detach()
@@ -108,8 +108,8 @@ def _to_keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     return [tensor.clone() for tensor in written], None if _returns_written(func) else _copies(out)
 
 
-def _put_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Any:
-    """The result of an operation from what was kept of it, its writing done."""
+def _restore(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Any:
+    """The result of an operation from what was kept of it; writes what the operation writes."""
     if _kind(func) == "attention":
         return _aliases(kept)
     if _drops(func, args):
@@ -129,12 +129,12 @@ def _copies(values: Any) -> Any:
 
 
 def _aliases(values: Any) -> Any:
-    """The same numbers as tensors of their own, free of any graph."""
+    """The same memory as new tensors, detached from any graph."""
     return tree_map_only(Tensor, Tensor.detach, values)
 
 
 class _Keep(TorchDispatchMode, Tape):
-    """Runs every operation, and keeps what the replay is to be spared."""
+    """Runs every operation, and keeps the results that the replay does not compute."""
 
     def __init__(self, kept: list[_Kept]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Keep(TorchDispatchMode, Tape):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Functions in a block that are compiled by themselves may run, unseen by the mode."""
+        """Let compiled functions in a block run, unseen by the mode."""
         return True
 
     def __enter__(self) -> _Keep:
@@ -163,7 +163,7 @@ class _Keep(TorchDispatchMode, Tape):
         return out
 
     def made_once(self, make: Callable[[], T]) -> T:
-        """make(), kept; what it does inside is not."""
+        """make(), whose result is kept; operations inside are not."""
         with self.paused():
             out = make()
         self.kept.append((made_once, _aliases(out)))
@@ -171,7 +171,7 @@ class _Keep(TorchDispatchMode, Tape):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run without this mode, whose way through Python costs an operation 10 µs, unless another one is above it."""
+        """Suspend this mode, which costs 10 µs of Python per operation, unless another mode is above it."""
         exchange(None)
         on_top = _get_current_dispatch_mode() is self
         if on_top:
@@ -187,29 +187,29 @@ class _Keep(TorchDispatchMode, Tape):
 
 
 class _Replay(_Keep):
-    """Runs every operation but those of which something was kept. Each backward through the block enters it anew."""
+    """Runs every operation but those with a kept result. Each backward through the block enters it anew."""
 
     def __enter__(self) -> _Keep:
-        self.left = iter(self.kept)
+        self.remaining = iter(self.kept)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.suspended or not _is_kept(func, args):
             return func(*args, **kwargs)
-        return _put_back(func, args, kwargs, self._next(func))
+        return _restore(func, args, kwargs, self._next(func))
 
     def made_once(self, make: Callable[[], T]) -> T:
-        """What was kept, without a call of `make`."""
+        """The kept result, without a call of `make`."""
         values: T = _aliases(self._next(made_once))
         return values
 
     def _next(self, func: Any) -> Any:
-        """What was kept of `func`, which the forward must have come to at this place."""
-        expected, values = next(self.left, ("its end", None))
+        """What was kept of `func`, which must be the next kept operation of the forward."""
+        expected, values = next(self.remaining, ("its end", None))
         if func is not expected:
             raise TrainingError(
-                f"expected a block to do in the backward what it did in the forward, which came to {expected}, got "
-                f"{func}: let it depend on its inputs only, or take recomputation off"
+                f"expected a block to repeat in the backward the operations of its forward, here {expected}, got "
+                f"{func}: let it depend on its inputs only, or turn recomputation off"
             )
         return values

@@ -1,4 +1,4 @@
-"""What a run looks like: tables, plots, the HTML page."""
+"""Shows runs: tables, plots, an HTML page."""
 
 from comera.report.compare import compare
 from comera.report.html import render

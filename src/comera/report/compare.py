@@ -1,4 +1,4 @@
-"""Finished runs side by side: one table, one figure, one page."""
+"""Compares finished runs: one table, one figure, one page."""
 
 from __future__ import annotations
 
@@ -8,63 +8,67 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from comera.errors import DataError
 from comera.files import replace_file
 from comera.report.html import figure_html, page
 from comera.report.run import RunData, read_run
-from comera.report.tables import MEGA, Table, count, duration, megabytes, number, times
+from comera.report.tables import Table, count, duration, join_ranks, megabytes, metric, number, times
 from comera.trainer.metrics import Summary
 
-PARETO = (
-    "Every finished run as a point: what its model stores, against what it reaches on held-out data. Up and left is "
-    "better."
+_CURVES = (
+    "Left: held-out loss against training time; lower and further left is better. A late stage counts from its own "
+    "start. Right: the size of the trained model, and how much data each method has seen in that time."
 )
-READING = (
-    "Left, loss on held-out data against the seconds that each run has trained: lower and further left is better (a "
-    "late stage counts from its own start). "
-    "Right, what the trained model stores, and how much each method has seen meanwhile."
-)
+_PARETO = "Model size against held-out quality, one point per run. Up and to the left is better."
 
 
 def compare(runs: Mapping[str, Path], out: Path) -> str:
     """Write compare.md, .json, .png and .html into `out` and return the tables as text.
 
-    runs: name -> run folder, in the order in which to show them; a run named "dense", or else the first one of that
-        method, is what step times are compared with. Runs with a metric besides the loss give a second figure,
-        pareto.png; compressed ones a table of the ranks of one block.
-    Raises DataError without runs, or for one that is missing, malformed or has not ended; nothing is written then.
-    """
-    from comera.report.plots import compare_runs  # matplotlib, only when something is drawn
-    from comera.report.style import export, styled
+    Runs with a metric besides the loss add a second figure, pareto.png; compressed runs add a table of the ranks of one
+    block.
 
-    ended = _read(runs)
-    tables = {"Figures": _table(ended)}
-    block, ranks = _ranks_table({name: run for name, (run, _) in ended.items()})
+    Args:
+        runs: name -> run folder, in display order. Step times are compared with the run named "dense", or else with the
+            first run of that method.
+        out: folder to write to; created if missing.
+
+    Returns:
+        The tables in Markdown.
+
+    Raises:
+        DataError: no runs, or a run that is missing, malformed or unfinished; nothing is written then.
+    """
+    from comera.report.plots import compare_runs, pareto_of_runs  # matplotlib, only to draw
+    from comera.report.style import png_and_svg, styled
+
+    data = _read(runs)
+    summaries = {name: summary for name, (_, summary) in data.items()}
+    tables = {"Results": _results(data)}
+    block, ranks = _ranks_of_a_block({name: run for name, (run, _) in data.items()})
     if ranks:
-        tables[f"Ranks of one block, {block}"] = ranks
+        tables[f"Ranks of {block}"] = ranks
     images = {}
     with styled():
-        figure = compare_runs({name: run for name, (run, _) in ended.items()})
-        images["compare"] = (*export(figure, "compare", "Held-out loss over training time, size, data seen"), READING)
-        if pareto := _pareto({name: summary for name, (_, summary) in ended.items()}):
-            images["pareto"] = (*export(pareto, "pareto", "Size and held-out quality of every run"), PARETO)
-    recipe = next(iter(ended.values()))[1].recipe
+        figure = compare_runs({name: run for name, (run, _) in data.items()})
+        images["compare"] = (*png_and_svg(figure, "compare", "Held-out loss over time, size, data seen"), _CURVES)
+        if pareto := pareto_of_runs(summaries):
+            images["pareto"] = (*png_and_svg(pareto, "pareto", "Size and held-out quality of every run"), _PARETO)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    rows = [{"name": name, "run": str(run.folder), **asdict(summary)} for name, (run, summary) in ended.items()]
+    rows = [{"name": name, "run": str(run.folder), **asdict(summary)} for name, (run, summary) in data.items()]
     replace_file(out / "compare.json", json.dumps(rows, indent=1) + "\n")
     for name, (png, _, _) in images.items():
         replace_file(out / f"{name}.png", png)
-    title = f"{recipe}: runs side by side"
+    title = f"{next(iter(summaries.values())).recipe}: comparison of runs"
     text = "\n\n".join(
-        f"{'' if name == 'Figures' else f'{name}:' + chr(10) * 2}{t.markdown()}" for name, t in tables.items()
+        table.markdown() if name == "Results" else f"{name}:\n\n{table.markdown()}" for name, table in tables.items()
     )
-    pictures = "\n\n".join(f"![{reading}]({name}.png)" for name, (_, _, reading) in images.items())
+    pictures = "\n\n".join(f"![{caption}]({name}.png)" for name, (_, _, caption) in images.items())
     replace_file(out / "compare.md", f"# {title}\n\n{text}\n\n{pictures}\n")
-    lead = f'<p class="muted">{escape(", ".join(ended))}</p>'
-    body = [figure_html(svg, reading, wide=True) for name, (_, svg, reading) in images.items()]
+    lead = f'<p class="muted">{escape(", ".join(data))}</p>'
+    body = [figure_html(svg, caption, wide=True) for _, svg, caption in images.values()]
     body += [f"<section><h2>{escape(name)}</h2>{table.html()}</section>" for name, table in tables.items()]
     replace_file(out / "compare.html", page(title, lead, body))
     return text
@@ -73,52 +77,44 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
 def _read(runs: Mapping[str, Path]) -> dict[str, tuple[RunData, Summary]]:
     if not runs:
         raise DataError("expected at least one run to compare, got none")
-    ended: dict[str, tuple[RunData, Summary]] = {}
+    data: dict[str, tuple[RunData, Summary]] = {}
     for name, folder in runs.items():
         run = read_run(folder)
         if run.summary is None or not run.summary.finished:
-            how = "was interrupted" if run.summary else "has no summary.json"
-            raise DataError(f"expected runs that have ended, but {name!r} in {folder} {how}: resume it first")
-        ended[name] = (run, run.summary)
-    return ended
+            reason = "was interrupted" if run.summary else "has no summary.json"
+            raise DataError(f"expected finished runs, but {name!r} in {folder} {reason}: resume it first")
+        data[name] = (run, run.summary)
+    return data
 
 
-def _table(ended: Mapping[str, tuple[RunData, Summary]]) -> Table:
-    """One row a run; columns that no run fills are left out."""
-    summaries = {name: summary for name, (_, summary) in ended.items()}
+def _results(data: Mapping[str, tuple[RunData, Summary]]) -> Table:
+    """One row per run; columns that every run leaves empty are omitted."""
+    summaries = {name: summary for name, (_, summary) in data.items()}
     dense = summaries.get("dense") or next((s for s in summaries.values() if s.method == "dense"), None)
     columns: dict[str, list[str]] = {}
-    for metric in _metrics(summaries):
-        columns[f"{metric} %" if metric == "accuracy" else metric] = [
-            _metric(metric, s.metrics.get(metric)) for s in summaries.values()
-        ]
-    tested = dict.fromkeys(name for run, _ in ended.values() for name in run.test if name != "loss")
-    for metric in tested:
-        columns[f"test {metric} %" if metric == "accuracy" else f"test {metric}"] = [
-            _metric(metric, run.test.get(metric)) for run, _ in ended.values()
-        ]
-    for run, summary in ended.values():
-        loss, stored = summary.held_out_loss, summary.parameters
-        number_bytes = summary.size_bytes / stored if stored else 0.0
+    for name in dict.fromkeys(name for summary in summaries.values() for name in summary.metrics):
+        columns[_header(name)] = [metric(name, summary.metrics.get(name)) for summary in summaries.values()]
+    for name in dict.fromkeys(name for run, _ in data.values() for name in run.test if name != "loss"):
+        columns[f"test {_header(name)}"] = [metric(name, run.test.get(name)) for run, _ in data.values()]
+    for run, summary in data.values():
         faster = dense.step_time / summary.step_time if dense and summary.step_time else None
+        timed = summary.steps and summary.step_time
         cells = {
-            "held-out loss": f"{loss:.3f}" if loss is not None else "–",
-            "parameters": f"{stored:,}",
+            "held-out loss": f"{summary.held_out_loss:.3f}" if summary.held_out_loss is not None else "–",
+            "parameters": f"{summary.parameters:,}",
             "size MB": megabytes(summary.size_bytes),
             "ratio": times(summary.ratio) if summary.method != "dense" else "–",
-            "tensorized MB": megabytes(summary.tensorized * number_bytes),
+            "tensorized MB": megabytes(summary.tensorized * run.element_bytes),
             "tensorized ratio": times(summary.tensorized_ratio) if summary.tensorized else "–",
             "epoch": duration(summary.epoch_time) if summary.epoch_time else "–",
-            f"{run.counted}/s": count(summary.tokens / summary.steps / summary.step_time)
-            if summary.steps and summary.step_time
-            else "–",
+            f"{run.unit}/s": count(summary.tokens / summary.steps / summary.step_time) if timed else "–",
             "step ms": number(summary.step_time * 1e3),
             "speed": times(faster),
             "peak MB": megabytes(summary.peak_memory),
             "time": duration(summary.time),
             "steps": f"{summary.steps:,}",
             "examples": f"{summary.examples:,}" if summary.examples else "–",
-            "tokens": "–" if run.counted == "samples" else count(summary.tokens),
+            "tokens": "–" if run.unit == "samples" else count(summary.tokens),
         }
         for name, cell in cells.items():
             columns.setdefault(name, []).append(cell)
@@ -127,56 +123,23 @@ def _table(ended: Mapping[str, tuple[RunData, Summary]]) -> Table:
     return Table(("method", *columns), "l" + "r" * len(columns), tuple(rows))
 
 
-def _metrics(summaries: Mapping[str, Summary]) -> list[str]:
-    """Names of what the runs measure besides the loss, in their order."""
-    return list(dict.fromkeys(name for summary in summaries.values() for name in summary.metrics))
+def _header(name: str) -> str:
+    return f"{name} %" if name == "accuracy" else name
 
 
-def _metric(name: str, value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{100 * value:.1f}" if name == "accuracy" else number(value)
-
-
-def _ranks_table(runs: Mapping[str, RunData]) -> tuple[str, Table | None]:
-    """Ranks of the middle one of the repeated blocks, before and after each compressed run; its name, and the table."""
+def _ranks_of_a_block(runs: Mapping[str, RunData]) -> tuple[str, Table | None]:
+    """The middle one of the repeated blocks, and its ranks before and after each compressed run."""
     compressed = {name: run.sizes for name, run in runs.items() if run.sizes and run.sizes[-1].ranks}
     if not compressed:
         return "", None
-    first = next(iter(compressed.values()))[0].ranks
-    blocks = dict.fromkeys(match[0] for chain in first if (match := re.match(r".*?\.\d+(?=\.)", chain)))
-    block = list(blocks)[len(blocks) // 2] if blocks else ""
-    chains = [chain for chain in first if chain.startswith(f"{block}." if block else "")]
-    shown = {"at first": first, **{f"after {name}": sizes[-1].ranks for name, sizes in compressed.items()}}
+    initial = next(iter(compressed.values()))[0].ranks
+    blocks = list(dict.fromkeys(match[0] for name in initial if (match := re.match(r".*?\.\d+(?=\.)", name))))
+    block = f"{blocks[len(blocks) // 2]}." if blocks else ""
+    shown = {"initial": initial, **{f"after {name}": sizes[-1].ranks for name, sizes in compressed.items()}}
     rows = [
-        (
-            chain.removeprefix(f"{block}.").removesuffix(".tt"),
-            *("-".join(map(str, r.get(chain, ()))) for r in shown.values()),
-        )
-        for chain in chains
+        (name.removeprefix(block).removesuffix(".tt"), *(join_ranks(ranks.get(name, ())) for ranks in shown.values()))
+        for name in initial
+        if name.startswith(block)
     ]
-    return block or "all chains", Table(("chain", *shown), "l" * (1 + len(shown)), tuple(rows))
-
-
-def _pareto(summaries: Mapping[str, Summary]) -> Any:
-    """Size on a log axis against the runs' first metric, a point a run; None without one, or without two sizes."""
-    from matplotlib.figure import Figure
-
-    from comera.report.style import GREY, ORANGE, TEAL
-
-    metrics = _metrics(summaries)
-    points = {
-        name: (s.size_bytes / MEGA, s.metrics[metrics[0]]) for name, s in summaries.items() if metrics and s.metrics
-    }
-    if len({size for size, _ in points.values()}) < 2:
-        return None
-    figure = Figure(figsize=(8, 3))
-    axes = figure.add_subplot(title=f"Size and {metrics[0]}", xlabel="model size, MB", ylabel=metrics[0], xscale="log")
-    for name, (size, value) in points.items():
-        colour = {"dense": GREY, "comera": TEAL}.get(summaries[name].method, ORANGE)
-        axes.plot(size, value, marker="o", color=colour, linestyle="")
-        axes.annotate(name, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
-    axes.margins(x=0.15, y=0.25)
-    for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-        formatted(lambda x, _: f"{x:.3g}")
-    return figure
+    header = ("tensor train", *shown)
+    return block.removesuffix(".") or "all tensor trains", Table(header, "l" * len(header), tuple(rows))

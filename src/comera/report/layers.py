@@ -1,31 +1,36 @@
-"""The table of layers: what each became, its ranks at first and now, the numbers it stores."""
+"""The table of layers: what each became, its initial and present ranks, its size."""
 
 from __future__ import annotations
 
 from comera.report.run import RunData
-from comera.report.tables import Table, times
+from comera.report.tables import Table, join_ranks, times
+from comera.tt.spec import Spec
 
 
 def layer_table(run: RunData) -> Table | None:
-    """Layers as the conversion left them, with the ranks last recorded as active; None for a dense run."""
+    """Every layer of the conversion report, with the last logged ranks; None for a dense run."""
     if not run.layers:
         return None
-    now = run.sizes[-1].ranks if run.sizes else {}
+    logged = run.sizes[-1].ranks if run.sizes else {}
     rows, dense_total, stored_total = [], 0, 0
     for layer in run.layers:
-        modes, _, first = str(layer.spec or "").partition(" ranks ")
-        bonds = now.get(f"{layer.name}.tt")
-        stored = layer.stored
-        if layer.spec is not None and bonds is not None:
-            left = layer.spec.with_ranks((1, *bonds, 1))
-            stored = left.numel + left.rank_numel
+        initial = join_ranks(layer.spec.inner_ranks) if layer.spec else ""
+        ranks, stored = logged.get(f"{layer.name}.tt"), layer.stored
+        if layer.spec is not None and ranks is not None:
+            unpruned = layer.spec.with_ranks((1, *ranks, 1))
+            stored = unpruned.numel + unpruned.rank_numel
         dense_total, stored_total = dense_total + layer.dense, stored_total + stored
-        changed = layer.after != layer.before
-        ratio = times(layer.dense / stored) if changed and layer.dense and stored else ""
-        last = "-".join(map(str, bonds or ())) if now else first
-        after = layer.after if changed else "dense"
-        rows.append((layer.name, after, modes, first, last, f"{layer.dense:,}", f"{stored:,}", ratio, layer.note))
+        converted = layer.after != layer.before
+        kind, modes = layer.after if converted else "dense", modes_of(layer.spec) if layer.spec else ""
+        ratio = times(layer.dense / stored) if converted and layer.dense and stored else ""
+        now = join_ranks(ranks or ()) if logged else initial
+        rows.append((layer.name, kind, modes, initial, now, f"{layer.dense:,}", f"{stored:,}", ratio, layer.note))
     ratio = times(dense_total / stored_total if stored_total else None)
     rows.append(("all layers", "", "", "", "", f"{dense_total:,}", f"{stored_total:,}", ratio, ""))
-    header = ("layer", "is", "modes", "ranks at first", "ranks now", "numbers dense", "now", "ratio", "note")
+    header = ("layer", "type", "modes", "initial ranks", "ranks", "dense parameters", "parameters", "ratio", "note")
     return Table(header, "lllllrrrl", tuple(rows), total=True)
+
+
+def modes_of(spec: Spec) -> str:
+    """Format and modes of a tensor train, such as TT 8·8 / 16·16."""
+    return str(spec).partition(" ranks ")[0]

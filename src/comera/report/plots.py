@@ -1,4 +1,4 @@
-"""The figures: of one run (loss over steps and time, size over steps, ranks per layer), and of runs side by side."""
+"""The figures of one run (loss over steps and time, size over steps, ranks per layer), and of a comparison."""
 
 from __future__ import annotations
 
@@ -15,30 +15,42 @@ from matplotlib.ticker import MaxNLocator
 from comera.report.ranks import ranks_over_time
 from comera.report.run import RunData
 from comera.report.stages import objectives, pareto, smooth
-from comera.report.style import BLUE, GREY, MUTED, ORANGE, PINK, PURPLE, TEAL, label_ends
+from comera.report.style import (
+    BLUE,
+    GREY,
+    METHOD_COLORS,
+    MUTED,
+    ORANGE,
+    PINK,
+    PURPLE,
+    TEAL,
+    label_ends,
+    log_size_axis,
+)
 from comera.report.tables import MEGA, count, number, time_unit
+from comera.trainer.metrics import Summary
 
-SMALL = (4.8, 3.1)  # inches: half a page wide, or a phone's width
+_SMALL = (4.8, 3.1)  # inches: half a page wide, or a phone
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of a run. draw gives None where the run holds nothing to show; reading: how to read it, a sentence."""
+    """A figure of a run. caption: how to read it; draw: returns None if the run has nothing to show."""
 
     name: str
     title: str
-    reading: str
+    caption: str
     draw: Callable[[RunData], Figure | None]
 
 
 def loss_over_steps(run: RunData) -> Figure | None:
-    """Train and held-out loss over steps, prunes marked."""
+    """Train and held-out loss over steps, with prunings marked."""
     steps = [point.step for point in run.train], [point.step for point in run.evals]
     return _loss(run, "Loss over steps", *steps, [prune.step for prune in run.prunes], "steps", 1.0)
 
 
 def loss_over_time(run: RunData) -> Figure | None:
-    """Train and held-out loss over seconds (minutes, hours) of training, prunes marked."""
+    """Train and held-out loss over seconds, minutes or hours of training, with prunings marked."""
     times = [point.time for point in run.train], [point.time for point in run.evals]
     unit, seconds = time_unit(max([*times[0], *times[1]], default=0.0))
     prunes = [prune.time for prune in run.prunes]
@@ -56,7 +68,7 @@ def _loss(
 ) -> Figure | None:
     if not run.train and not run.evals:
         return None
-    figure = Figure(figsize=SMALL)
+    figure = Figure(figsize=_SMALL)
     axes = figure.add_subplot(title=title, xlabel=unit, ylabel="loss")
     ends = []
     shown: list[float] = []
@@ -81,18 +93,19 @@ def _loss(
 
 
 def thin(x: np.ndarray, y: np.ndarray, bins: int = 300) -> tuple[np.ndarray, np.ndarray]:
-    """At most 2·bins points that keep each bin's lowest and highest value, so that no spike is lost."""
+    """At most 2·bins points: the lowest and highest of each bin, so no spike is lost."""
     if len(x) <= 2 * bins:
         return x, y
     keep = []
-    for part in np.array_split(np.arange(len(x)), bins):
-        ordered = np.where(np.isfinite(y[part]), y[part], np.inf)
-        keep += sorted({part[int(ordered.argmin())], part[int(np.where(np.isinf(ordered), -np.inf, ordered).argmax())]})
+    for chunk in np.array_split(np.arange(len(x)), bins):
+        ordered = np.where(np.isfinite(y[chunk]), y[chunk], np.inf)
+        highest = np.where(np.isinf(ordered), -np.inf, ordered)
+        keep += sorted({chunk[int(ordered.argmin())], chunk[int(highest.argmax())]})
     return x[keep], y[keep]
 
 
 def _fit_y(axes: Axes, values: Sequence[float]) -> None:
-    """Limits from the means and the start: single spikes of the raw loss may leave the frame."""
+    """Limits from the means and the start; single spikes of the raw loss may leave the frame."""
     finite = [value for value in values if np.isfinite(value)]
     if finite:
         low, high = min(finite), max(finite)
@@ -109,7 +122,7 @@ def _mark_prunes(axes: Axes, x: np.ndarray) -> None:
 
 
 def _widen(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Start the x axis at 0, end it at the last point, and label the lines there."""
+    """End the x axis, which starts at 0, at the last point, and label the lines there."""
     axes.set_xlim(0, axes.dataLim.x1 * 1.015 if axes.dataLim.x1 > 0 else 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=axes.get_xlabel() == "steps", steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
@@ -117,23 +130,23 @@ def _widen(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
 
 
 def size_over_steps(run: RunData) -> Figure | None:
-    """Megabytes stored over steps: the whole model, the tensorized layers, the part with active ranks."""
+    """Megabytes over steps: the whole model, its tensorized layers, and their unpruned parameters."""
     if not run.sizes:
         return None
-    figure = Figure(figsize=SMALL)
+    figure = Figure(figsize=_SMALL)
     axes = figure.add_subplot(title="Size over steps", xlabel="steps", ylabel="size, MB")
-    mega = run.number_bytes / MEGA
+    mega = run.element_bytes / MEGA
     x = [size.step for size in run.sizes]
     last = run.sizes[-1]
     lines: list[tuple[str, list[float], str, Any]] = [("model", [size.total * mega for size in run.sizes], GREY, "-")]
     if last.ranks:
         lines.append(("tensorized", [size.tensorized * mega for size in run.sizes], TEAL, "-"))
-        lines.append(("active", [size.active * mega for size in run.sizes], TEAL, (0, (1.2, 1.6))))
-    for _, y, colour, dashes in lines:
-        axes.plot(x, y, color=colour, linestyle=dashes, drawstyle="steps-post", marker="o" if len(x) == 1 else None)
+        lines.append(("unpruned", [size.active * mega for size in run.sizes], TEAL, (0, (1.2, 1.6))))
+    for _, y, color, dashes in lines:
+        axes.plot(x, y, color=color, linestyle=dashes, drawstyle="steps-post", marker="o" if len(x) == 1 else None)
     axes.set_ylim(0, max(max(y) for _, y, _, _ in lines) * 1.08 or 1.0)
     _mark_prunes(axes, np.array([prune.step for prune in run.prunes]))
-    _widen(axes, [(y[-1], f"{name} {number(y[-1])}", colour) for name, y, colour, _ in lines])
+    _widen(axes, [(y[-1], f"{name} {number(y[-1])}", color) for name, y, color, _ in lines])
     return figure
 
 
@@ -141,56 +154,56 @@ PLOTS = (
     Plot(
         "loss_steps",
         "Loss over steps",
-        "Lower is better; the thin line is the loss of each logged step, the thick one its moving mean. Held-out data "
-        "is never trained on: once it rises while the train loss falls, the model memorises.",
+        "Lower is better. Thin line: loss of each logged step; thick line: its moving mean. The model never trains on "
+        "held-out data: a held-out loss that rises while the train loss falls means overfitting.",
         loss_over_steps,
     ),
     Plot(
         "loss_time",
         "Loss over training time",
-        "The same losses against the clock, evaluation and set-up left out: this is the axis on which to compare "
-        "methods whose steps take different time.",
+        "The same losses over training time, without setup and evaluation. Use this axis to compare methods whose "
+        "steps take different times.",
         loss_over_time,
     ),
     Plot(
         "size_steps",
         "Size over steps",
-        "What the model stores. The dotted line counts only ranks above the threshold: where it runs below the line "
-        "of the tensorized layers, the next prune cuts the difference.",
+        "What the model stores. The dotted line counts only ranks above the pruning threshold: the next pruning "
+        "removes the difference between it and the tensorized layers.",
         size_over_steps,
     ),
     Plot(
         "ranks",
         "Ranks per layer",
-        "One row a chain of cores, one column a bond, in it the steps from left to right: paler means that fewer of "
-        "the bond's first ranks are still active, the number says how many at the end. Rows that fade early are the "
-        "layers that need least capacity.",
+        "One row per tensor train, one panel per inner rank, steps from left to right. Color: the share of the initial "
+        "rank that is unpruned; number: the final rank. Rows that fade early are the layers that need the least "
+        "capacity.",
         ranks_over_time,
     ),
     Plot(
         "objectives",
         "The two objectives",
-        "Loss and size on their way, with the targets of the late stage dashed; shaded, the late stage. Where the size "
-        "has reached S₀ the model trains on at that size.",
+        "Loss and size during training. Shaded: the late stage; dashed: its targets. Once the size reaches S₀, the "
+        "model keeps training at that size.",
         objectives,
     ),
     Plot(
         "pareto",
         "Size and quality",
-        "Each evaluation by the size that the model had; the large point is the last one. A good late stage goes left "
-        "without going down.",
+        "Quality at each evaluation against the model's size at that step; the large point is the last one. A good "
+        "late stage moves left without moving down.",
         pareto,
     ),
 )
 
 
 def compare_runs(runs: Mapping[str, RunData]) -> Figure:
-    """Held-out loss over training time for every method; beside it, bars of the size and of the data seen."""
+    """Held-out loss over training time for every run, next to bars of model size and data seen."""
     figure = Figure(figsize=(8, 3))
     grid = figure.add_gridspec(2, 2, width_ratios=(5, 3))
     losses, sizes, amounts = (figure.add_subplot(cell) for cell in (grid[:, 0], grid[0, 1], grid[1, 1]))
     others = cycle((BLUE, ORANGE, PURPLE, PINK))
-    colours = {name: {"dense": GREY, "comera": TEAL}.get(name) or next(others) for name in runs}
+    colors = {name: METHOD_COLORS.get(name) or next(others) for name in runs}
 
     longest = max([point.time for run in runs.values() for point in run.evals], default=0.0)
     unit, seconds = time_unit(longest)
@@ -198,28 +211,46 @@ def compare_runs(runs: Mapping[str, RunData]) -> Figure:
     ends, shown = [], []
     for name, run in runs.items():
         y = [point.loss for point in run.evals]
-        losses.plot([point.time / seconds for point in run.evals], y, color=colours[name], marker="o", markersize=3)
-        ends += [(y[-1], f"{name} {number(y[-1])}", colours[name])] if y else []
-        # the first tenth would squeeze what the curves are compared for, so they may enter from above
+        losses.plot([point.time / seconds for point in run.evals], y, color=colors[name], marker="o", markersize=3)
+        ends += [(y[-1], f"{name} {number(y[-1])}", colors[name])] if y else []
+        # fitting the first tenth would flatten the part worth comparing, so curves may enter from above
         shown += [point.loss for point in run.evals if point.time > longest / 10] or y
     _fit_y(losses, shown)
     _widen(losses, ends)
 
     megas = [run.summary.size_bytes / MEGA if run.summary else 0.0 for run in runs.values()]
     seen = [run.summary.tokens if run.summary else 0 for run in runs.values()]
-    _bars(sizes, "Model size, MB", list(colours.items()), megas, [number(value) for value in megas])
-    counted = next(iter(runs.values())).counted.capitalize()
-    _bars(amounts, f"{counted} seen", list(colours.items()), seen, [count(value) for value in seen])
+    _bars(sizes, "Model size, MB", list(colors.items()), megas, [number(value) for value in megas])
+    title = f"{next(iter(runs.values())).unit.capitalize()} seen"
+    _bars(amounts, title, list(colors.items()), seen, [count(value) for value in seen])
+    return figure
+
+
+def pareto_of_runs(summaries: Mapping[str, Summary]) -> Figure | None:
+    """First metric against model size, one point per run; None without a metric or with fewer than two sizes."""
+    name = next((name for summary in summaries.values() for name in summary.metrics), "")
+    points = {
+        run: (s.size_bytes / MEGA, s.metrics[name], s.method) for run, s in summaries.items() if name in s.metrics
+    }
+    if len({size for size, _, _ in points.values()}) < 2:
+        return None
+    figure = Figure(figsize=(8, 3))
+    axes = figure.add_subplot(title=f"Size and {name}", xlabel="model size, MB", ylabel=name, xscale="log")
+    for run, (size, value, method) in points.items():
+        axes.plot(size, value, marker="o", color=METHOD_COLORS.get(method, ORANGE), linestyle="")
+        axes.annotate(run, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+    axes.margins(x=0.15, y=0.25)
+    log_size_axis(axes)
     return figure
 
 
 def _bars(
-    axes: Axes, title: str, colours: list[tuple[str, str]], values: Sequence[float], labels: Sequence[str]
+    axes: Axes, title: str, colors: list[tuple[str, str]], values: Sequence[float], labels: Sequence[str]
 ) -> None:
     rows = range(len(values))
-    axes.barh(rows, values, color=[colour for _, colour in colours], height=0.62)
+    axes.barh(rows, values, color=[color for _, color in colors], height=0.62)
     axes.set_title(title)
-    axes.set_yticks(rows, [name for name, _ in colours])
+    axes.set_yticks(rows, [name for name, _ in colors])
     for row, value, label in zip(rows, values, labels, strict=True):
         axes.annotate(label, (value, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""A run folder as a typed value: configuration, metrics, layers, summary. Reads what is there, of partial runs too."""
+"""Reads a run folder, finished or not, into typed values: configuration, metrics, layers, summary."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from comera.trainer.metrics import Summary
 
 @dataclass(frozen=True)
 class TrainPoint:
-    """One logged training step. time: s of training; tokens: seen so far; step_time: s.
+    """One logged training step. time: seconds of training; tokens: seen so far; step_time: seconds.
 
-    size: numbers in active slices of the chains, 0 for a dense run; stage: of rank adaptation, "" where there is none.
+    size: unpruned parameters of the tensor trains, 0 for a dense run; stage: of rank adaptation, "" if there is none.
     """
 
     step: int
@@ -35,7 +35,7 @@ class TrainPoint:
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """One evaluation on held-out data. metrics: what was measured besides the loss."""
+    """One evaluation on held-out data. metrics: all but the loss."""
 
     step: int
     time: float
@@ -46,9 +46,9 @@ class EvalPoint:
 
 @dataclass(frozen=True)
 class SizePoint:
-    """Numbers stored at a step. active: numbers of the chains whose rank parameters are above the threshold.
+    """Parameters stored at a step. active: those of the tensor trains that are unpruned.
 
-    ranks: per chain, the active ranks of its inner bonds.
+    ranks: unpruned inner ranks of each tensor train.
     """
 
     step: int
@@ -63,7 +63,7 @@ class SizePoint:
 
 @dataclass(frozen=True)
 class PrunePoint:
-    """A physical shrinking: numbers stored before and after."""
+    """One pruning: parameters stored before and after."""
 
     step: int
     time: float
@@ -73,7 +73,7 @@ class PrunePoint:
 
 @dataclass(frozen=True)
 class StagePoint:
-    """The late stage begins, from `size` numbers in chains towards `target_size` at a loss of `target_loss`."""
+    """The start of the late stage, from `size` tensorized parameters to `target_size` at a loss of `target_loss`."""
 
     step: int
     time: float
@@ -84,7 +84,7 @@ class StagePoint:
 
 @dataclass(frozen=True)
 class RoundPoint:
-    """Rounding to the target: numbers in chains before and after, relative error of the weight that lost most."""
+    """Rounding to the target: tensorized parameters before and after; the largest relative error of a weight."""
 
     step: int
     time: float
@@ -95,7 +95,7 @@ class RoundPoint:
 
 Point = TrainPoint | EvalPoint | SizePoint | PrunePoint | StagePoint | RoundPoint
 P = TypeVar("P", TrainPoint, EvalPoint, SizePoint, PrunePoint, StagePoint, RoundPoint)
-KINDS: dict[str, type[Point]] = {
+_KINDS: dict[str, type[Point]] = {
     "train": TrainPoint,
     "eval": EvalPoint,
     "size": SizePoint,
@@ -107,10 +107,10 @@ KINDS: dict[str, type[Point]] = {
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything a run folder tells. layers: of the conversion, empty for a dense run; summary: None before the end.
+    """The contents of a run folder. layers: of the conversion, empty for a dense run; summary: None before the end.
 
-    memory: estimated bytes of a training step by method and part; test: metrics on test data; empty where a recipe has
-    none.
+    memory: estimated bytes of a training step by method and part; test: metrics on test data; both empty for recipes
+    without them.
     """
 
     folder: Path
@@ -137,17 +137,17 @@ class RunData:
 
     @cached_property
     def sizes(self) -> tuple[SizePoint, ...]:
-        """Records of the size, in order."""
+        """Logged sizes, in order."""
         return self._of(SizePoint)
 
     @cached_property
     def prunes(self) -> tuple[PrunePoint, ...]:
-        """Physical shrinkings, in order."""
+        """Prunings, in order."""
         return self._of(PrunePoint)
 
     @cached_property
     def stages(self) -> tuple[StagePoint, ...]:
-        """Where the late stage began; one at most."""
+        """The start of the late stage; at most one."""
         return self._of(StagePoint)
 
     @cached_property
@@ -157,32 +157,32 @@ class RunData:
 
     @property
     def method(self) -> str:
-        """Name of the method: from the summary, else the configuration, else what the metrics show."""
+        """Name of the method, from the summary, the configuration or the metrics."""
         shown = "comera" if any(size.ranks for size in self.sizes) else "dense"
         return self.summary.method if self.summary else str(self.config.get("method") or shown)
 
     @property
     def recipe(self) -> str:
-        """Name of the recipe, or of the folder where nothing tells it."""
+        """Name of the recipe, from the summary or the configuration; else of the folder."""
         return self.summary.recipe if self.summary else str(self.config.get("recipe") or self.folder.name)
 
     @property
-    def counted(self) -> str:
-        """What the run's tokens are: samples where each has one."""
-        alike = self.summary is not None and 0 < self.summary.tokens == self.summary.examples
-        return "samples" if alike else "tokens"
+    def unit(self) -> str:
+        """What `tokens` counts: samples if the recipe has one token per sample."""
+        single = self.summary is not None and 0 < self.summary.tokens == self.summary.examples
+        return "samples" if single else "tokens"
 
     @property
-    def number_bytes(self) -> float:
-        """Bytes of a stored number: as the summary measured, else the 4 of float32."""
+    def element_bytes(self) -> float:
+        """Mean bytes per parameter, from the summary; else 4, as for float32."""
         return self.summary.size_bytes / self.summary.parameters if self.summary and self.summary.parameters else 4.0
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run folder: config.yaml, metrics.jsonl, layers.json and summary.json, as far as the run wrote them.
+    """Read config.yaml, metrics.jsonl, layers.json, summary.json, memory.json and test.json, those that exist.
 
-    A torn last line of the metrics (the run was killed while writing it) is left out.
-    Raises DataError for a folder that is missing, foreign or malformed.
+    Skips a torn last line of the metrics, which a killed run leaves.
+    Raises DataError for a folder that is missing, malformed or not a run.
     """
     folder = Path(folder)
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
@@ -190,14 +190,14 @@ def read_run(folder: Path) -> RunData:
         raise DataError(f"expected a run folder at {folder}, found {'a file' if folder.exists() else 'nothing'} there")
     if not config.is_file() and not metrics.is_file():
         raise DataError(
-            f"{folder} is no run folder: it holds neither config.yaml nor metrics.jsonl; "
+            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; "
             "give the folder that `comera train` wrote"
         )
     config_text = config.read_text("utf-8") if config.is_file() else ""
     try:
         settings = yaml.safe_load(config_text) or {}
     except yaml.YAMLError as error:
-        raise DataError(f"{config} is not YAML: {error}") from error
+        raise DataError(f"{config} is not valid YAML: {error}") from error
     if not isinstance(settings, dict):
         raise DataError(f"{config}: expected a mapping of settings, got {_shown(settings)}")
     try:
@@ -206,13 +206,13 @@ def read_run(folder: Path) -> RunData:
         raise DataError(str(error)) from error
     points = _read_points(metrics) if metrics.is_file() else ()
     layers = _read_layers(folder / "layers.json")
-    memory = {str(method): _numbers(parts) for method, parts in _read_mapping(folder / "memory.json").items()}
-    test = _numbers(_read_mapping(folder / "test.json"))
+    memory = {str(method): _floats(parts) for method, parts in _read_mapping(folder / "memory.json").items()}
+    test = _floats(_read_mapping(folder / "test.json"))
     return RunData(folder, config_text, settings, points, layers, summary, memory, test)
 
 
 def _read_mapping(path: Path) -> Mapping[str, Any]:
-    """A JSON object, empty without the file."""
+    """A JSON object; empty if there is no file."""
     try:
         values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     except ValueError as error:
@@ -222,8 +222,8 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def _numbers(values: Any) -> dict[str, float]:
-    return {str(name): _float(number) for name, number in values.items()}
+def _floats(values: Any) -> dict[str, float]:
+    return {str(name): _float(value) for name, value in values.items()}
 
 
 def _read_layers(path: Path) -> tuple[LayerRow, ...]:
@@ -254,10 +254,10 @@ def _read_points(path: Path) -> tuple[Point, ...]:
 
 
 def _point(row: Any, where: str) -> Point | None:
-    """A record of a known kind, None for other kinds (later versions may log more)."""
+    """A record of a known kind; None for other kinds, which later versions may log."""
     if not isinstance(row, dict) or "kind" not in row:
         raise DataError(f"{where}: expected a record with a 'kind', got {_shown(row)}")
-    kind = KINDS.get(row["kind"])
+    kind = _KINDS.get(row["kind"])
     if kind is None:
         return None
     casts: dict[str, Callable[[Any], Any]] = {
@@ -265,7 +265,7 @@ def _point(row: Any, where: str) -> Point | None:
         "float": _float,
         "str": lambda value: str(value or ""),
         "Mapping[str, tuple[int, ...]]": _ranks,
-        "Mapping[str, float]": _numbers,
+        "Mapping[str, float]": _floats,
     }
     known = [f for f in fields(kind) if f.name in row or (f.default is MISSING and f.default_factory is MISSING)]
     try:
@@ -273,7 +273,7 @@ def _point(row: Any, where: str) -> Point | None:
     except KeyError as error:
         raise DataError(f"{where}: expected the field {error} in a {row['kind']!r} record, got {sorted(row)}") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{where}: a {row['kind']!r} record holds a value of another kind: {error}") from error
+        raise DataError(f"{where}: a {row['kind']!r} record has a value of the wrong type: {error}") from error
 
 
 def _shown(value: Any) -> str:

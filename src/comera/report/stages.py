@@ -1,67 +1,67 @@
-"""The figures of rank adaptation: the two objectives on their way to the targets, and what each size has reached."""
+"""The figures of rank adaptation: both objectives on the way to their targets, and quality against size."""
 
 from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import MaxNLocator
 
 from comera.report.run import RunData
-from comera.report.style import BLUE, INK, MUTED, ORANGE, TEAL, label_ends
+from comera.report.style import BLUE, INK, MUTED, ORANGE, TEAL, label_ends, log_size_axis
 from comera.report.tables import MEGA, number
 
-DASHES = (0, (4, 3))
+_DASHES = (0, (4, 3))
 
 
 def objectives(run: RunData) -> Figure | None:
-    """Loss above and size below over the same steps, with the switch to the late stage and its targets."""
+    """Loss (top) and size (bottom) over steps, with the start of the late stage and its targets."""
     points = [point for point in run.train if point.size]
     if not points:
         return None
     figure = Figure(figsize=(4.8, 4.2))
-    above, below = figure.subplots(2, 1, sharex=True)
-    mega = run.number_bytes / MEGA
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    mega = run.element_bytes / MEGA
     steps = np.array([point.step for point in points])
     losses = smooth(np.array([point.loss for point in points]))
     sizes = np.array([point.size * mega for point in points])
-    above.plot(steps, losses, color=BLUE)
+    top.plot(steps, losses, color=BLUE)
     ends = [(float(losses[-1]), f"train {number(losses[-1])}", BLUE)]
     if run.evals:
         held = [point.loss for point in run.evals]
-        above.plot([point.step for point in run.evals], held, color=ORANGE, marker="o", markersize=3.2)
+        top.plot([point.step for point in run.evals], held, color=ORANGE, marker="o", markersize=3.2)
         ends.append((held[-1], f"held-out {number(held[-1])}", ORANGE))
-    below.plot(steps, sizes, color=TEAL, drawstyle="steps-post")
-    below.set(ylim=(0, max(sizes) * 1.12), xlabel="steps", ylabel="tensorized, MB")
-    above.set(title="The two objectives", ylabel="loss")
+    bottom.plot(steps, sizes, color=TEAL, drawstyle="steps-post")
+    bottom.set(ylim=(0, max(sizes) * 1.12), xlabel="steps", ylabel="tensorized, MB")
+    top.set(title="The two objectives", ylabel="loss")
     for stage in run.stages:
-        _target(above, stage.step, stage.target_loss, "L₀")
-        _target(below, stage.step, stage.target_size * mega, "S₀")
-        for axes in (above, below):
+        _target(top, stage.step, stage.target_loss, "L₀")
+        _target(bottom, stage.step, stage.target_size * mega, "S₀")
+        for axes in (top, bottom):
             axes.axvspan(stage.step, steps[-1], color=TEAL, alpha=0.07, linewidth=0)
-        place, across = (stage.step, 0.97), above.get_xaxis_transform()
-        above.text(*place, " late stage ▸", transform=across, color=INK, fontsize=8, va="top")
+        place, across = (stage.step, 0.97), top.get_xaxis_transform()
+        top.text(*place, " late stage ▸", transform=across, color=INK, fontsize=8, va="top")
     for point in run.rounds:
-        below.plot(point.step, point.after * mega, color=TEAL, marker="D", markersize=5)
+        bottom.plot(point.step, point.after * mega, color=TEAL, marker="D", markersize=5)
     right = max(float(steps[-1]), 1.0)
-    for axes in (above, below):
+    for axes in (top, bottom):
         axes.set_xlim(0, right * 1.015)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    label_ends(above, ends)
+    label_ends(top, ends)
     last = run.rounds[-1].after * mega if run.rounds else float(sizes[-1])
-    label_ends(below, [(last, f"{number(last)} MB", TEAL)])
+    label_ends(bottom, [(last, f"{number(last)} MB", TEAL)])
     return figure
 
 
 def _target(axes: Axes, start: float, value: float, name: str) -> None:
     if np.isfinite(value):
-        axes.axhline(value, color=MUTED, linestyle=DASHES, linewidth=0.9)
+        axes.axhline(value, color=MUTED, linestyle=_DASHES, linewidth=0.9)
         axes.text(0.01, value, name, transform=axes.get_yaxis_transform(), color=MUTED, fontsize=8, va="bottom")
 
 
 def pareto(run: RunData) -> Figure | None:
-    """What each evaluation reached against the size that the model had then; None where the size never changed."""
-    sizes = {size.step: size.total * run.number_bytes / MEGA for size in run.sizes}
+    """Quality at each evaluation against the size of the model then; None if the size never changed."""
+    sizes = {size.step: size.total * run.element_bytes / MEGA for size in run.sizes}
     points = [(sizes[point.step], point) for point in run.evals if point.step in sizes]
     if len({size for size, _ in points}) < 2:
         return None
@@ -75,14 +75,12 @@ def pareto(run: RunData) -> Figure | None:
     axes.plot(x[-1], values[-1], color=TEAL, marker="o", markersize=7)
     axes.annotate(f"{number(x[-1])} MB, {number(values[-1])}", (x[-1], values[-1]), (6, 8), textcoords="offset points")
     axes.margins(x=0.2, y=0.2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_formatter(ScalarFormatter())
-    axes.tick_params(axis="x", which="minor", labelsize=7)
+    log_size_axis(axes)
     return figure
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a thirtieth of the values, cut at both ends; NaNs are passed over."""
+    """Centered moving mean over about a thirtieth of the values, truncated at both ends; ignores NaNs."""
     count, reach = len(values), len(values) // 60
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])

@@ -1,4 +1,4 @@
-"""How figures look: one palette, thin axes, direct labels; saved as PNG or as SVG that follows the page's colours."""
+"""The look of figures: one palette, thin axes, direct labels; saved as PNG, and as SVG in the colors of the page."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 
 INK, MUTED, GRID, PAPER = "#1d2330", "#69707d", "#e1e4ea", "#ffffff"
 BLUE, ORANGE, TEAL, PURPLE, PINK, GREY = "#2f6fbb", "#c8590b", "#0e857a", "#7b4fc4", "#b8336a", "#7a828f"
-# an SVG inside a page takes these variables in place of the colours, so one figure serves light, dark and print
-VARIABLES = {
+METHOD_COLORS = {"dense": GREY, "comera": TEAL}
+# SVGs inside a page use these variables for the colors, so one figure serves light, dark and print
+_VARIABLES = {
     INK: "--ink",
     MUTED: "--muted",
     GRID: "--grid",
@@ -28,7 +29,7 @@ VARIABLES = {
     PINK: "--pink",
     GREY: "--grey",
 }
-RC: dict[Any, Any] = {
+_RC: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": MUTED,
     "axes.facecolor": "none",
@@ -69,15 +70,15 @@ RC: dict[Any, Any] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """The house style while figures are drawn and saved; matplotlib's own settings are back afterwards."""
+    """Our style while figures are drawn and saved; restores matplotlib's settings afterwards."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(RC)
+        matplotlib.rcParams.update(_RC)
         yield
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, gap: float = 0.075) -> None:
-    """Write (y, text, colour) at the right edge where the lines end, moved apart to `gap` of the axes' height."""
+    """Label line ends, given as (y, text, color), at the right edge, at least `gap` of the axes' height apart."""
     low, high = axes.get_ylim()
     heights: list[float] = []
     ends = sorted((end for end in ends if isfinite(end[0])), key=lambda end: end[0])
@@ -85,34 +86,41 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, gap: float
         height = (min(max(y, low), high) - low) / (high - low)
         heights.append(max(height, heights[-1] + gap) if heights else height)
     over = max(0.0, *heights, 1.0) - 1.0
-    for height, (_, text, colour) in zip(heights, ends, strict=True):
+    for height, (_, text, color) in zip(heights, ends, strict=True):
         at, beside = (1.0, height - over), (6.0, 0.0)
-        axes.annotate(text, at, beside, "axes fraction", "offset points", va="center", color=colour)
+        axes.annotate(text, at, beside, "axes fraction", "offset points", va="center", color=color)
 
 
-def export(figure: Figure, name: str, label: str) -> tuple[bytes, str]:
-    """The figure as PNG on white, and as an SVG element to put into a page.
+def log_size_axis(axes: Axes) -> None:
+    """Plain numbers on a logarithmic x axis of sizes."""
+    for set_formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        set_formatter(lambda x, _: f"{x:.3g}")
+    axes.tick_params(axis="x", which="minor", labelsize=7)
 
-    In the SVG colours are CSS variables, text is text in `--sans`, and ids start with `name`.
-    label: what a screen reader says in place of the picture.
+
+def png_and_svg(figure: Figure, name: str, label: str) -> tuple[bytes, str]:
+    """The figure as PNG on white, and as an SVG element for a page.
+
+    The SVG's colors are CSS variables, its text is text in `--sans`, its ids start with `name`.
+    label: what a screen reader says.
     """
     png, out = BytesIO(), StringIO()
     figure.savefig(png, format="png", dpi=200)
-    figure.set_layout_engine("none")  # as the PNG laid it out; measuring all texts anew takes most of the time
+    figure.set_layout_engine("none")  # keep the PNG's layout: measuring all texts again takes most of the time
     figure.savefig(out, format="svg", facecolor="none")
     return png.getvalue(), _for_page(out.getvalue(), name, label)
 
 
 def _for_page(svg: str, name: str, label: str) -> str:
     svg = svg[svg.index("<svg") :]
-    # its style sheet would reach the whole page; the page sets the same for its figures
+    # its style sheet would apply to the whole page, which has the same rules for its figures
     svg = re.sub(r"\s*<metadata>.*?</metadata>|\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<image[^>]*?) id="[^"]*"', r"\1", svg)  # made from the content: equal pictures would share one
+    svg = re.sub(r'(<image[^>]*?) id="[^"]*"', r"\1", svg)  # a hash of the content: equal pictures would share it
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#|url\(#', lambda found: f"{found[0]}{name}-", svg)
     svg = svg.replace("'DejaVu Sans'", "var(--sans)")
-    for colour, variable in VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)

@@ -1,17 +1,18 @@
-"""Tables as values that print themselves (terminal, Markdown, HTML), and numbers as people read them."""
+"""Tables that print themselves as text, Markdown and HTML, and numbers formatted for people."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from math import floor, isfinite, log10
 
-MEGA = 2**20  # bytes in the MB of this library, as in the published figures
+MEGA = 2**20  # bytes per MB throughout this library, as in the published results
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header. align: one letter a column, l or r. total: the last row sums the others."""
+    """Rows of text under a header. align: one letter per column, l or r. total: the last row is the sum."""
 
     header: tuple[str, ...]
     align: str
@@ -29,7 +30,7 @@ class Table:
         return "\n".join("  ".join(line).rstrip() for line in lines)
 
     def markdown(self) -> str:
-        """A Markdown table whose source is aligned too."""
+        """A Markdown table with an aligned source."""
         head, *body = self._padded(bar="\\|")
         rule = [
             f"{'-' * (len(cell) - 1)}:" if side == "r" else "-" * len(cell)
@@ -38,7 +39,7 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
     def html(self) -> str:
-        """A table element in a box that scrolls where the page is narrow."""
+        """A table element in a box that scrolls on narrow pages."""
         names = ["num" if side == "r" else "txt" for side in self.align]
         head = "".join(f'<th class="{name}">{escape(cell)}</th>' for name, cell in zip(names, self.header, strict=True))
         lines = [
@@ -62,7 +63,7 @@ class Table:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """`digits` significant digits, five decimals at most, without an exponent; a dash for what is unknown."""
+    """`digits` significant digits, at most five decimals, no exponent; a dash for an unknown value."""
     if value is None or not isfinite(value):
         return "∞" if value == float("inf") else "–"
     before = floor(log10(abs(value))) + 1 if value else 1
@@ -78,7 +79,7 @@ def count(value: float) -> str:
 
 
 def megabytes(value: float) -> str:
-    """Bytes in MB, without the unit; a dash for 0, which stands for an unknown amount."""
+    """Bytes in MB, without the unit; a dash for 0, which means unknown."""
     return number(value / MEGA if value else None)
 
 
@@ -88,14 +89,24 @@ def times(value: float | None) -> str:
     return shown if shown == "–" else f"{shown}×"
 
 
+def metric(name: str, value: float | None, percent: str = "") -> str:
+    """A metric; accuracy in percent, followed by the sign `percent`."""
+    return f"{100 * value:.1f}{percent}" if value is not None and name == "accuracy" else number(value)
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """Inner ranks of a tensor train, such as 8-12-12."""
+    return "-".join(map(str, ranks))
+
+
 def time_unit(longest: float) -> tuple[str, float]:
-    """Unit in which times up to `longest` seconds read well, and its seconds."""
+    """The unit for times up to `longest` seconds, and its length in seconds."""
     if longest < 600:
         return "s", 1.0
     return ("min", 60.0) if longest < 7200 else ("h", 3600.0)
 
 
 def duration(seconds: float) -> str:
-    """A stretch of time in the unit that reads well."""
+    """A duration in seconds, minutes or hours."""
     unit, length = time_unit(seconds)
     return f"{number(seconds / length)} {unit}"

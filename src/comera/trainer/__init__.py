@@ -1,1 +1,8 @@
-"""Training: configuration, the step, the loop, checkpoints, memory."""
+"""Training: configuration, task, step, loop, checkpoints, logging, memory."""
+
+from comera.trainer.config import TrainConfig
+from comera.trainer.loop import fit
+from comera.trainer.step import TrainStep
+from comera.trainer.task import Task
+
+__all__ = ["Task", "TrainConfig", "TrainStep", "fit"]

@@ -1,11 +1,11 @@
-"""The run folder's checkpoints: a run that is killed at any moment resumes from the last one, to the bit on CPU.
+"""Checkpoints in the run folder. A run that is killed at any moment resumes from the last one, to the bit on a CPU.
 
     checkpoints/step-00000120/  model.safetensors, comera.json   the model, as `save_pretrained` writes it
                                 optimizer.safetensors            the optimizer's tensors, "parameter name:key"
-                                trainer.json                     everything else; names the files and their sizes
+                                trainer.json                     everything else, and the sizes of the files
 
-A checkpoint is written beside its place, flushed to the disk and renamed, so one that can be seen is whole; one that is
-dropped is renamed before it is deleted. What a kill leaves behind is called .step-*, and `clean` removes it.
+A checkpoint is written under a temporary name, flushed to the disk and renamed, so every visible one is complete. It is
+renamed again before it is deleted. What a kill leaves behind is named .step-*, and `clean` removes it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConfigError, RankError
 from comera.files import flush
-from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
+from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
+from comera.trainer.config import upgrade_names
 
 _FORMAT = {"format": "comera-trainer", "version": 1}
 _NAME = re.compile(r"step-\d{8,}")
@@ -38,25 +39,24 @@ _FIELDS = {"progress", "identity", "controller", "parameters", "scalars", "rng",
 
 
 class Stateful(Protocol):
-    """What a checkpoint needs of a RankController: a JSON-ready state."""
+    """The part of a RankController that a checkpoint needs: a JSON-ready state."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a saved state over."""
+        """Restore a saved state."""
 
 
 @dataclass
 class Progress:
     """How far a run has come; the next batch follows from `step` alone.
 
-    step: optimizer steps done; tokens: seen by all processes; time: seconds of training.
-    held_out_loss: of the last evaluation, at step `held_out_step`; best_held_out_loss: the lowest so far.
-    step_time: median seconds of a step; peak_memory: bytes; stopped: "steps", "time" or "interrupted" at the end.
-    examples: seen by all processes; metrics: of the last evaluation, besides the loss.
-    start_from: of the other run's checkpoint that this run began with, its step and the numbers in its model.
-    mode: how the last steps ran.
+    step: optimizer steps done. tokens, examples: seen by all processes. time: seconds of training.
+    held_out_loss, metrics: of the last evaluation, at step `held_out_step`. best_held_out_loss: the lowest so far.
+    step_time: median seconds of a step. peak_memory: bytes. stopped: "steps", "time" or "interrupted" at the end.
+    start_from: step and parameters of the other run's checkpoint that this run started from. mode: how the last steps
+    ran.
     """
 
     step: int = 0
@@ -84,7 +84,7 @@ def checkpoints(run: Path) -> list[Path]:
 def find_checkpoint(run: Path, which: Literal["last", "best"] = "last") -> Path:
     """The last checkpoint of a run folder, or the one whose evaluation was best.
 
-    Raises CheckpointError when there is none, or for "best" none that was evaluated.
+    Raises CheckpointError if there is none, or for "best" none that was evaluated.
     """
     found = checkpoints(run)
     if not found:
@@ -101,7 +101,7 @@ def find_checkpoint(run: Path, which: Literal["last", "best"] = "last") -> Path:
 
 
 def clean(run: Path) -> None:
-    """Remove what saves that were killed have left behind; for the one process that writes, before it starts."""
+    """Remove what killed saves left behind; for the process that writes, before it starts."""
     for leftover in (Path(run) / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover)
 
@@ -116,18 +116,18 @@ def save_checkpoint(
     identity: Mapping[str, Any],
     rng: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """Write the checkpoint of `progress.step` and drop all others but the best; returns its folder.
+    """Write the checkpoint of `progress.step` and delete all others but the best; returns its folder.
 
-    identity: JSON-ready values under which alone the run may go on. rng: `rng_state()` of every process.
+    identity: JSON-ready values; the run may resume only with equal ones. rng: `rng_state()` of every process.
     """
     final = Path(run) / "checkpoints" / f"step-{progress.step:08d}"
-    beside = final.with_name(f".{final.name}.new")
-    if beside.exists():
-        shutil.rmtree(beside)
-    beside.mkdir(parents=True)
-    save_pretrained(model, beside)
+    temporary = final.with_name(f".{final.name}.new")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    save_pretrained(model, temporary)
     tensors, scalars = _optimizer_state(model, optimizer)
-    save_file(tensors, beside / _STATE_FILE)
+    save_file(tensors, temporary / _STATE_FILE)
     trainer = {
         **_FORMAT,
         "progress": asdict(progress),
@@ -137,14 +137,14 @@ def save_checkpoint(
         "scalars": scalars,
         "other_shapes": _other_shapes(model, tensors),
         "rng": list(rng),
-        "files": {path.name: path.stat().st_size for path in sorted(beside.iterdir())},
+        "files": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
     }
-    (beside / "trainer.json").write_text(json.dumps(trainer), "utf-8")
-    for path in [*beside.iterdir(), beside]:
+    (temporary / "trainer.json").write_text(json.dumps(trainer), "utf-8")
+    for path in [*temporary.iterdir(), temporary]:
         flush(path)
     if final.exists():
         _drop(final)
-    beside.rename(final)
+    temporary.rename(final)
     flush(final.parent)
     known = _progress_of(checkpoints(run))
     for path in known:
@@ -162,10 +162,10 @@ def load_checkpoint(
     identity: Mapping[str, Any],
     process: int = 0,
 ) -> Progress:
-    """Put model (ranks included), optimizer, controller and this process's random state back to the checkpoint's.
+    """Restore model (with its ranks), optimizer, controller and this process's random state from a checkpoint.
 
-    Raises CheckpointError when it is truncated, foreign, or of another model or optimizer, and ConfigError when it was
-    written under another `identity`; nothing is changed then.
+    Raises CheckpointError if it is truncated, foreign, or of another model or optimizer, and ConfigError if it was
+    written with another `identity`; nothing is changed then.
     """
     folder = Path(folder)
     trainer, progress = _read_trainer(folder)
@@ -178,10 +178,10 @@ def load_checkpoint(
 
 
 def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: Stateful | None) -> Progress:
-    """Put model (ranks included), optimizer and controller to where another run stood; returns how far it had come.
+    """Restore model (with its ranks), optimizer and controller from another run; returns that run's progress.
 
-    source: the run's folder, for its last checkpoint, or the folder of a checkpoint. How that run was configured does
-    not matter, nor does its random state. Raises CheckpointError as `load_checkpoint` does, with nothing changed.
+    source: the run's folder, for its last checkpoint, or the folder of a checkpoint. That run's configuration and
+    random state do not matter. Raises CheckpointError as `load_checkpoint` does, with nothing changed.
     """
     source = Path(source)
     folder = source if (source / "trainer.json").is_file() else find_checkpoint(source)
@@ -191,7 +191,7 @@ def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: 
 
 
 def rng_state() -> dict[str, Any]:
-    """Random state of this process, JSON-ready: Python, NumPy if it is in use, torch, and every CUDA device."""
+    """Random state of this process, JSON-ready: Python, NumPy if imported, torch, and every CUDA device."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "torch": _hex(torch.get_rng_state()),
@@ -204,7 +204,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what `rng_state` gave, through JSON or not; CUDA devices that are no longer there are left out."""
+    """Restore an `rng_state`, through JSON or not; CUDA devices that no longer exist are ignored."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     torch.set_rng_state(_unhex(state["torch"]))
@@ -220,7 +220,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 def _load_state(
     folder: Path, trainer: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, controller: Stateful | None
 ) -> None:
-    """Load a checkpoint's model, optimizer and controller, after all has been looked at."""
+    """Load a checkpoint's model, optimizer and controller after validating everything."""
     for name, size in trainer["files"].items():
         came = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if came != size:
@@ -246,7 +246,7 @@ def _load_state(
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """State by "parameter name:key" as tensors, and by parameter name and key what is no tensor."""
+    """The tensors of the state by "parameter name:key", and all else by parameter name and key."""
     names = _names(model)
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -276,16 +276,16 @@ def _set_optimizer_state(
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
     for entry, value in tensors.items():
         name, _, key = entry.rpartition(":")
-        state.setdefault(name, {})[key] = value.clone()  # into memory of its own: the file's is read-only and whole
+        state.setdefault(name, {})[key] = value.clone()  # the file's memory is read-only and shared
     current = optimizer.state_dict()
-    numbers = [i for group in current["param_groups"] for i in group["params"]]
+    indices = [i for group in current["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    by_number = {i: state[names[p]] for i, p in zip(numbers, parameters, strict=True) if names[p] in state}
-    optimizer.load_state_dict({**current, "state": by_number})
+    by_index = {i: state[names[p]] for i, p in zip(indices, parameters, strict=True) if names[p] in state}
+    optimizer.load_state_dict({**current, "state": by_index})
 
 
 def _other_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Shapes of the state that has not its parameter's own, such as moments of projected gradients."""
+    """Shapes of state tensors that differ from their parameter's, such as moments of projected gradients."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     return {
         entry: list(value.shape)
@@ -295,11 +295,10 @@ def _other_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _read_tensors(folder: Path, other_shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The optimizer's tensors, once they are known to fit the model beside them; other_shapes: as they were saved."""
+    """The optimizer's tensors, checked against the model beside them; other_shapes: as saved with them."""
     try:
         tensors = load_file(folder / _STATE_FILE)
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: shape for name, (shape, _) in tensor_headers(folder).items()}
     except (OSError, SafetensorError) as error:
         raise _broken(folder, "whole safetensors files", str(error)) from error
     for entry, value in tensors.items():
@@ -319,6 +318,7 @@ def _read_trainer(folder: Path) -> tuple[dict[str, Any], Progress]:
         raise _broken(folder, f"trainer.json with {_FORMAT}", str(trainer)[:80])
     if lacking := _FIELDS - set(trainer):
         raise _broken(folder, f"trainer.json with {', '.join(sorted(_FIELDS))}", f"none of {sorted(lacking)}")
+    trainer["identity"] = upgrade_names(trainer["identity"])
     try:
         return trainer, Progress(**trainer["progress"])
     except TypeError as error:
@@ -337,7 +337,7 @@ def _check_identity(folder: Path, saved: Mapping[str, Any], now: Mapping[str, An
 
 
 def _progress_of(found: Sequence[Path]) -> dict[Path, Progress]:
-    """The progress of each checkpoint; those that cannot be read are left out, so they are never dropped."""
+    """The progress of each readable checkpoint; unreadable ones are skipped, so they are never deleted."""
     known = {}
     for path in found:
         with suppress(CheckpointError):
@@ -346,7 +346,7 @@ def _progress_of(found: Sequence[Path]) -> dict[Path, Progress]:
 
 
 def _best(known: Mapping[Path, Progress]) -> Path | None:
-    """Of the checkpoints made right after an evaluation, that with the lowest loss; the earliest of equals."""
+    """The checkpoint with the lowest loss, of those made right after an evaluation; the earliest of equals."""
     losses = {
         path: progress.held_out_loss
         for path, progress in known.items()
@@ -360,7 +360,7 @@ def _step(path: Path) -> int:
 
 
 def _drop(folder: Path) -> None:
-    """Delete a checkpoint so that at no moment a part of it looks like a whole one."""
+    """Delete a checkpoint; at no moment does a part of it look like a complete one."""
     doomed = folder.with_name(f".{folder.name}.old")
     if doomed.exists():
         shutil.rmtree(doomed)

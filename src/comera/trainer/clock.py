@@ -1,4 +1,4 @@
-"""The run's clock, and the signals that stop it."""
+"""The clock of a run, and the signals that stop it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 
 class Clock:
-    """Monotonic seconds of training: it stands until `start`, and while `paused`.
+    """Monotonic seconds of training, which stand still until `start` and while `paused`.
 
-    device: waited for at a pause, so that its work is counted where it belongs; seconds: to start from.
+    device: synchronized at a pause, so that its work counts where it belongs; seconds: where to start.
     """
 
     def __init__(self, device: torch.device, seconds: float = 0.0) -> None:
@@ -30,27 +30,27 @@ class Clock:
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     def start(self) -> None:
-        """Let it run."""
+        """Start the clock."""
         self._since = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still inside."""
-        self._wait()
+        """Stop the clock inside this context."""
+        self._synchronize()
         self._seconds, self._since = self.seconds, None
         yield
-        self._wait()
+        self._synchronize()
         self.start()
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 class Interrupt:
-    """Inside, SIGINT and SIGTERM are noted in `seen` and not obeyed; a second SIGINT has its usual effect.
+    """Inside this context, SIGINT and SIGTERM only set `seen`; a second SIGINT has its usual effect.
 
-    SIGTERM stays noted only: a launcher sends it after the SIGINT that its processes have had from the terminal.
+    A second SIGTERM has not: launchers send one after the SIGINT that their processes got from the terminal.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():  # Python lets no other set handlers
+        if threading.current_thread() is threading.main_thread():  # only this one may set handlers
             self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 

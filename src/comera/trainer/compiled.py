@@ -1,9 +1,11 @@
 """Forward and loss under torch.compile; the backward is compiled with them.
 
-The first shape of batches is compiled as it is, the next one with sizes that may differ, so buckets of lengths share
-what is compiled. Weights keep their sizes as constants: when a cut changes them, what was compiled before is thrown
-away and compiled anew. Torch itself goes on eager, and says so in a log alone, once a function has been compiled too
-often; here that is counted, and the run says it.
+The first shape of the batches is compiled as it is, the next one with dynamic sizes, so buckets of lengths share their
+compilations. Weights keep their sizes as constants: when pruning changes them, everything is compiled anew. Torch falls
+back to eager, with no more than a log message, once it has recompiled a function too often. Here that is detected, and
+the run logs it.
+
+The exceptions and the config of torch._dynamo have no public counterpart; only this file uses them.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from torch import Tensor, nn
 
 from comera.trainer.task import Batch
 
-VERSIONS = 32  # of one function between two cuts: what torch calls its recompile limit
+VERSIONS = 32  # torch's recompile limit: compilations of one function between two prunings
 
 
 class CompiledLoss:
-    """`loss`, compiled; eager when that fails.
+    """`loss`, compiled, or eager if that fails.
 
     loss: (model, batch) -> scalar. backend: of torch.compile.
-    reason: why it runs eager from now on, "" as long as it need not. compilations: graphs compiled so far.
+    reason: why it runs eager from now on; "" while it does not. compilations: graphs compiled so far.
     """
 
     def __init__(self, loss: Callable[[nn.Module, Batch], Tensor], *, backend: str = "inductor") -> None:
@@ -50,9 +52,9 @@ class CompiledLoss:
             with torch._dynamo.config.patch(recompile_limit=VERSIONS, fail_on_recompile_limit_hit=True):
                 return self._compiled(model, batch)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
-            self.reason = f"compiled {VERSIONS} times for as many shapes of batches: give them fewer lengths"
+            self.reason = f"compiled {VERSIONS} times for as many shapes of batches: use fewer lengths"
         except torch._dynamo.exc.TorchDynamoException as error:
-            cause = getattr(error, "inner_exception", error)  # of the backend
+            cause = getattr(error, "inner_exception", error)  # the error of the backend
             self.reason = f"torch.compile failed: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
         return self._loss(model, batch)
 

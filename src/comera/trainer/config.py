@@ -1,8 +1,9 @@
-"""How a run is trained, as one frozen dataclass; the text under a field is its help on the command line."""
+"""Configuration of a training run. The docstring under a field is its help text on the command line."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal
@@ -10,14 +11,17 @@ from typing import Any, Literal
 from comera.errors import ConfigError
 from comera.rank.objective import EarlyStage, LateStage
 
-# Fields that a resumed run may change: they say what is shown, written and measured and how it is computed, never what
-# is learned.
+# Fields that a resumed run may change: they decide what is shown, written and measured and how it is computed, but not
+# what is learned.
 _FREE = {
     *("eval_every", "eval_batches", "save_every", "log_every"),
     *("tensorboard", "progress", "threads", "device", "mode", "recompute"),
 }
 
-_EVAL_STEPS = 100  # between evaluations, where nothing says when
+_EVAL_STEPS = 100  # between evaluations, without eval_every and epochs
+
+# Names under which earlier versions stored fields, in config.yaml and in the identities of checkpoints: present names.
+_RENAMED = {"clip": "max_grad_norm"}
 
 # field: (smallest value, whether that value itself is allowed)
 _BOUNDS: dict[str, tuple[float, bool]] = {
@@ -32,7 +36,7 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
     "table_lr": (0, True),
     "rank_lr": (0, True),
     "weight_decay": (0, True),
-    "clip": (0, True),
+    "max_grad_norm": (0, True),
     "warmup": (0, True),
     "final_lr": (0, True),
     "prune_every": (0, True),
@@ -52,6 +56,11 @@ _CHOICES = {
 }
 
 
+def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stored configuration or identity, which an earlier version may have written, by present names."""
+    return {_RENAMED.get(name, name): value for name, value in stored.items()}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How a run is trained: its length, optimizer, rank adaptation, and what it writes.
@@ -60,42 +69,42 @@ class TrainConfig:
     """
 
     steps: int | None = None
-    """Optimisation steps. Of several bounds, the one that is reached first ends the run."""
+    """Optimization steps. Of several bounds, the first one reached ends the run."""
 
     epochs: float | None = None
-    """Passes over the training data, for recipes whose data has an end."""
+    """Passes over the training data, for recipes with finite data."""
 
     max_seconds: float | None = None
-    """Wall-clock seconds of training. Evaluation and saving are not counted."""
+    """Wall-clock seconds of training, without evaluation and saving."""
 
     seed: int = 0
     """Seed of the initial weights, the order of the data and dropout."""
 
     batch_size: int = 32
-    """Examples in a micro-batch of one process; a step sees batch_size x accumulation x processes of them."""
+    """Examples per micro-batch and process; a step sees batch_size x accumulation x processes of them."""
 
     accumulation: int = 1
-    """Micro-batches whose gradients are averaged into one step."""
+    """Micro-batches per step, whose gradients are averaged."""
 
     lr: float = 1e-3
     """Peak learning rate of the dense parameters."""
 
     core_lr: float | None = None
-    """Peak learning rate of the cores; `lr` if left out."""
+    """Peak learning rate of the cores. Default: lr."""
 
     table_lr: float | None = None
-    """Peak learning rate of the cores of embedding tables; `core_lr` if left out."""
+    """Peak learning rate of the cores of embedding tables. Default: core_lr."""
 
     rank_lr: float | None = None
-    """Peak learning rate of the rank parameters; `lr` if left out."""
+    """Peak learning rate of the gates (rank parameters). Default: lr."""
 
     weight_decay: float = 0.0
-    """Decoupled weight decay of AdamW; never on biases, norms and rank parameters."""
+    """Decoupled weight decay of AdamW; never on biases, norms and gates."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
 
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
 
     warmup: float = 0.05
@@ -108,56 +117,56 @@ class TrainConfig:
     """Learning rates at the end of the run, as a fraction of their peaks."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of forward and backward: bf16 is autocast; parameters and optimizer stay in float32."""
+    """Precision of forward and backward: bf16 is autocast; parameters and optimizer stay in float32."""
 
     device: Literal["auto", "cpu"] = "auto"
-    """Where to train: auto takes the accelerator if there is one."""
+    """Where to train: auto uses the accelerator if there is one."""
 
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step runs: eager; compile: forward and loss under torch.compile; graph: whole steps as CUDA graphs, one for
-    each shape of batches. What cannot run so runs eager, and the run says why."""
+    each shape of batches. A mode that is not possible falls back to eager, and the run logs why."""
 
     fuse: bool = True
-    """Make what surrounds compressed layers cheap (comera.nn.fuse_): feed-forward parts, dropout and attention."""
+    """Fuse the blocks around compressed layers (comera.fuse_): MLPs, attention, residuals with dropout and norm."""
 
     recompute: bool = False
-    """Rebuild wide activations between compressed layers in the backward instead of keeping them: less memory."""
+    """Rebuild hidden activations between compressed layers in the backward instead of keeping them: less memory."""
 
     early: EarlyStage = field(default_factory=EarlyStage)
-    """How strongly training presses the ranks down."""
+    """How strongly training pushes the ranks down."""
 
     late: LateStage = field(default_factory=LateStage)
-    """The size to reach, and when training turns towards it."""
+    """The size to reach, and when to start reducing the ranks to it."""
 
     prune_every: int = 0
-    """Steps between physical cuts of inactive ranks; 0 cuts none during the run."""
+    """Steps between removals of pruned ranks; 0 for none during the run."""
 
     prune_at_end: bool = True
-    """Cut inactive ranks once more when the run ends."""
+    """Remove pruned ranks once more at the end of the run."""
 
     rank_multiple: int = 1
-    """Cuts leave ranks at multiples of this: 8 or 16 suit tensor cores."""
+    """Pruning keeps ranks at multiples of this: 8 or 16 suit tensor cores."""
 
     eval_every: int | None = None
-    """Steps between evaluations on held-out data; 0: at the end only; left out: an epoch, or 100 without epochs."""
+    """Steps between evaluations on held-out data; 0: only at the end. Default: an epoch, or 100 without epochs."""
 
     eval_batches: int = 0
-    """Held-out batches in an evaluation; 0 takes all of them."""
+    """Held-out batches per evaluation; 0 for all."""
 
     save_every: int = 500
-    """Steps between checkpoints; 0 leaves those at a new best evaluation and at the end."""
+    """Steps between checkpoints; 0: only at a new best evaluation and at the end."""
 
     log_every: int = 10
-    """Steps between lines of training metrics; on a GPU each one waits for the device."""
+    """Steps between records of training metrics; on a GPU each one synchronizes."""
 
     tensorboard: bool = False
-    """Write TensorBoard event files too."""
+    """Also write TensorBoard event files."""
 
     progress: bool = True
-    """Show a progress bar, or without a terminal a line per evaluation."""
+    """Show a progress bar, or a line per evaluation without a terminal."""
 
     threads: int | None = None
-    """CPU threads for PyTorch; its own choice if left out."""
+    """CPU threads for PyTorch. Default: its own choice."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # YAML has lists only
@@ -181,9 +190,9 @@ class TrainConfig:
             raise ConfigError(f"train.{name} must be {what}, got {getattr(self, name)!r}")
 
     def bound(self, epoch: int | None) -> int | None:
-        """Steps after which the run ends, None for one that only the clock ends; epoch: steps in one, if known.
+        """Steps after which the run ends, None if only the clock ends it; epoch: steps per epoch, if there are epochs.
 
-        Raises ConfigError for `epochs` of a task that has none.
+        Raises ConfigError for `epochs` with data that has no end.
         """
         if self.epochs is None:
             return self.steps
@@ -192,17 +201,17 @@ class TrainConfig:
                 f"train.epochs is {self.epochs}, but this recipe's data has no end: set train.steps or "
                 "train.max_seconds instead"
             )
-        steps = max(1, ceil(self.epochs * epoch - 1e-6))  # 0.07 epochs of 100 steps are 7.000000000000001 of them
+        steps = max(1, ceil(self.epochs * epoch - 1e-6))  # 0.07 epochs of 100 steps are 7.000000000000001 steps
         return steps if self.steps is None else min(steps, self.steps)
 
     def eval_steps(self, epoch: int | None) -> int:
-        """Steps between evaluations, 0 for one at the end only; epoch: steps in one, if known."""
+        """Steps between evaluations, 0 for one at the end only; epoch: steps per epoch, if there are epochs."""
         return (epoch or _EVAL_STEPS) if self.eval_every is None else self.eval_every
 
     def identity(self) -> dict[str, Any]:
-        """The fields that decide what is learned, JSON-ready: a run resumes only under the same ones."""
+        """The fields that decide what is learned, JSON-ready. A run resumes only with equal ones."""
         fields = dataclasses.asdict(self)
         fields["betas"] = list(self.betas)
-        # Where evaluations decide when the late stage begins, they decide what is learned.
+        # If evaluations decide when the late stage begins, they decide what is learned.
         free = _FREE if self.late.plateau is None else _FREE - {"eval_every", "eval_batches"}
         return {name: value for name, value in fields.items() if name not in free}

@@ -1,13 +1,13 @@
-"""Whole steps as CUDA graphs: captured once for each shape of the batches, replayed from then on.
+"""Whole steps as CUDA graphs: captured once for each shape of the batches, then replayed.
 
-    a shape's first visits → eager, the last of them watched for waits of the host → captured → replayed
+    first visits of a shape → eager, the last one watched for synchronization → captured → replayed
 
-Every visit is a step that counts: warm-up steps are real ones and a capture runs nothing, so nothing has to be undone.
+Every visit is a step that counts: warm-up steps are real steps and a capture runs nothing, so nothing has to be undone.
 
-A graph knows tensors by their memory. What it stands on (memory and shapes of parameters and optimizer state, the rank
-controller's phase) is compared before each step, and when it has changed, after a cut or a loaded checkpoint, all
-graphs are dropped and the shapes warm up anew. Graphs share one pool of memory: nothing in it outlives a replay but
-the results, and those are copied.
+A graph knows tensors by their memory. Its foundation (memory and shapes of parameters and optimizer state, the rank
+controller's phase) is compared before each step. When it has changed, after pruning or loading a checkpoint, all graphs
+are dropped and every shape warms up again. Graphs share one memory pool: nothing in it outlives a replay except the
+results, which are copied.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from comera.trainer.task import Batch
 T = TypeVar("T")
 Step = Callable[[Sequence[Batch]], T]
 
-WARM_UPS = 2  # visits of a shape before its capture: one makes what is made lazily, the next is watched
-LIMIT = 32  # shapes that are remembered: a graph takes some MB
+WARM_UPS = 2  # visits of a shape before its capture: one for lazy initialization, the next is watched
+LIMIT = 32  # shapes that are remembered; a graph takes a few MB
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
 
 
 class Recorder(Protocol):
-    """What captures steps: `CudaRecorder`, or in tests a stand-in that runs them again."""
+    """Captures steps: `CudaRecorder`, or in tests a stand-in that runs them again."""
 
     def warm_up(self, step: Callable[[], T], *, watch: bool) -> tuple[T, str]:
-        """Run a step, and if it is watched say why it could not be captured; "" if nothing speaks against it."""
+        """Run a step; returns its result and, if watched, the reason why it cannot be captured, "" for none."""
 
     def capture(self, step: Callable[[], T]) -> Callable[[], T]:
-        """Record a step without running it; each call of what is returned runs it and gives the same tensors, filled.
+        """Record a step without running it; returns its replay, which always fills and returns the same tensors.
 
-        Raises RuntimeError when that fails; steps can run eager afterwards.
+        Raises RuntimeError if that fails; steps can run eager afterwards.
         """
 
 
 @dataclass
 class _Shape:
-    """What is known of one shape of batches: visits so far, and once it is captured its inputs and how to replay."""
+    """One shape of batches: visits so far and, once captured, the graph's inputs and its replay."""
 
     visits: int = 0
     inputs: Any = None
@@ -60,14 +60,19 @@ class _Shape:
 
 
 class GraphedStep:
-    """`step` from graphs where they are captured, else eager.
+    """Runs `step` from graphs where they are captured, eager elsewhere.
 
-    step: batches -> results, a structure of tensors; it must leave nothing behind but in memory that `foundation`
-    tells of. foundation: memory and host-side values that a captured step relies on. keep: takes note of which tensors
-    are in their places, before a capture, and returns what puts them back. limit: shapes that are remembered, the one
-    that was not used for longest is forgotten.
-    reason: why all steps run eager from now on, "" as long as they need not. captures: so far.
-    crowded: whether there were more shapes than `limit`.
+    Args:
+        step: batches -> results, a structure of tensors. It may write only to memory that `foundation` reports.
+        recorder: captures the graphs.
+        foundation: memory and host-side values that a captured step depends on.
+        before_capture: called before each capture; returns the function that undoes a failed one.
+        limit: shapes that are remembered; the least recently used one is dropped.
+
+    Attributes:
+        reason: why all steps run eager from now on; "" while they do not.
+        captures: number of captures so far.
+        crowded: whether there were more shapes than `limit`.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class GraphedStep:
         step: Step[T],
         recorder: Recorder,
         foundation: Callable[[], object],
-        keep: Callable[[], Callable[[], object]],
+        before_capture: Callable[[], Callable[[], object]],
         *,
         limit: int = LIMIT,
     ) -> None:
@@ -83,23 +88,23 @@ class GraphedStep:
         self.captures = 0
         self.crowded = False
         self._step, self._recorder, self._limit = step, recorder, limit
-        self._foundation, self._keep = foundation, keep
-        self._stands_on: object = None
-        self._shapes: dict[Hashable, _Shape] = {}  # the one used last comes last
+        self._foundation, self._before_capture = foundation, before_capture
+        self._captured_on: object = None  # the foundation of all graphs
+        self._shapes: dict[Hashable, _Shape] = {}  # the most recently used one is last
         self._form: dict[str, str] | None = None
 
     def __call__(self, batches: Sequence[Batch]) -> Any:
-        """Take one step: `take` under their `key`."""
+        """Take one step."""
         return self.take(batches, self.key(batches))
 
     def take(self, batches: Sequence[Batch], key: Hashable) -> Any:
-        """Take one step on batches whose `key` was asked for."""
+        """Take one step on batches with this `key`."""
         if self.reason:
             return self._step(batches)
         now = self._foundation()
-        if now != self._stands_on:
+        if now != self._captured_on:
             self._shapes.clear()
-            self._stands_on = now
+            self._captured_on = now
         shape = self._shapes.pop(key) if key in self._shapes else _Shape()
         self._shapes[key] = shape
         if len(self._shapes) > self._limit:
@@ -111,34 +116,34 @@ class GraphedStep:
             self._capture(shape, batches)
         if shape.replay is None:
             return self._step(batches)
-        for kept, came in zip(_tensors(shape.inputs), _tensors(batches), strict=True):
-            kept.copy_(came, non_blocking=True)
+        for static, new in zip(_tensors(shape.inputs), _tensors(batches), strict=True):
+            static.copy_(new, non_blocking=True)
         return map_tensors(torch.clone, shape.replay())
 
     def _warm_up(self, shape: _Shape, batches: Sequence[Batch]) -> Any:
         shape.visits += 1
-        result, against = self._recorder.warm_up(lambda: self._step(batches), watch=shape.visits == WARM_UPS)
-        if against:
-            self._give_up(against)
+        result, reason = self._recorder.warm_up(lambda: self._step(batches), watch=shape.visits == WARM_UPS)
+        if reason:
+            self._give_up(reason)
         now = self._foundation()
-        if now != self._stands_on:  # first steps make optimizer state; no graph may go on with what it replaced
+        if now != self._captured_on:  # first steps create optimizer state; no graph may use the tensors it replaced
             for other in self._shapes.values():
                 other.inputs = other.replay = None
-            self._stands_on = now
+            self._captured_on = now
         return result
 
     def _capture(self, shape: _Shape, batches: Sequence[Batch]) -> None:
         shape.inputs = map_tensors(lambda t: t.detach().clone(), list(batches))
-        put_back = self._keep()  # a capture computes nothing: what it has put in the place of a tensor holds no numbers
+        undo = self._before_capture()  # a capture computes nothing: a tensor that it puts in place has no values
         try:
             shape.replay = self._recorder.capture(lambda: self._step(shape.inputs))
         except RuntimeError as error:
             self._give_up(f"capture failed: {str(error).strip().partition(chr(10))[0]}")
-            put_back()
+            undo()
             return
-        if self._foundation() != self._stands_on:
+        if self._foundation() != self._captured_on:
             self._give_up("the step puts new tensors in the place of the model's or the optimizer's")
-            put_back()
+            undo()
             return
         self.captures += 1
 
@@ -149,9 +154,9 @@ class GraphedStep:
         self._shapes.clear()
 
     def key(self, batches: Sequence[Batch]) -> Hashable:
-        """What tells shapes of batches apart: sizes of tensors, and values that are none.
+        """What distinguishes shapes of batches: sizes of tensors, and values other than tensors.
 
-        Raises DataError for batches of another form than the first ones, in anything but those.
+        Raises DataError for batches that differ from the first ones in anything else.
         """
         if self.reason:
             return None
@@ -167,7 +172,7 @@ class GraphedStep:
                     form[path] = type(leaf).__name__
                 else:
                     self._give_up(
-                        f"a graph takes tensors and plain values, but {path} is of type {type(leaf).__name__}"
+                        f"graphs support tensors and plain values, but {path} is of type {type(leaf).__name__}"
                     )
             key.append(len(form))
             self._form = self._form or form
@@ -175,14 +180,14 @@ class GraphedStep:
                 path = next(p for p in {**self._form, **form} if self._form.get(p) != form.get(p))
                 raise DataError(
                     f"expected batches of the form that graphs are captured for, {path}: "
-                    f"{self._form.get(path, 'nothing')}, got {form.get(path, 'nothing')}: make batches that differ in "
-                    "sizes only, or train in mode eager"
+                    f"{self._form.get(path, 'nothing')}, got {form.get(path, 'nothing')}: make batches that differ "
+                    "only in sizes, or train in mode eager"
                 )
         return tuple(key)
 
 
 class CudaRecorder:
-    """Captures steps as CUDA graphs on `device`, in one pool of memory, on the stream where they have warmed up."""
+    """Captures steps as CUDA graphs on `device`, in one memory pool, on the stream of their warm-up."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -191,8 +196,8 @@ class CudaRecorder:
         self._pool: Any = None
 
     def warm_up(self, step: Callable[[], T], *, watch: bool) -> tuple[T, str]:
-        """Run a step aside; watch: look for waits of the host, and for random numbers that it draws."""
-        with self._aside():
+        """Run a step on the capture stream; watch: detect synchronization, and random draws on the host."""
+        with self._on_stream():
             if not watch:
                 return step(), ""
             drawn = random.getstate(), torch.get_rng_state()
@@ -204,27 +209,27 @@ class CudaRecorder:
                     result = step()
                 finally:
                     torch.cuda.set_sync_debug_mode(mode)
-        against = ""
+        reason = ""
         for warning in seen:
             if "a synchronizing CUDA operation" in str(warning.message):
-                against = f"the host waits for the device at {warning.filename}:{warning.lineno}"
+                reason = f"the host synchronizes with the device at {warning.filename}:{warning.lineno}"
             elif "Synchronization debug mode" not in str(warning.message):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if random.getstate() != drawn[0] or not torch.equal(torch.get_rng_state(), drawn[1]):
-            against = against or "the step draws random numbers on the host"
-        return result, against
+            reason = reason or "the step draws random numbers on the host"
+        return result, reason
 
     def capture(self, step: Callable[[], T]) -> Callable[[], T]:
         """Record a step in the shared pool."""
-        if not self._graphs:  # the memory of a pool that no graph holds any more is gone
+        if not self._graphs:  # a pool without a graph has lost its memory
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self._stream.device_index]
         random_state = generator.get_state()
         try:
-            # thread_local: what loaders do in other threads meanwhile does not break the capture
+            # thread_local: data loaders in other threads do not break the capture
             with (
-                self._aside(),
+                self._on_stream(),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 result = step()
@@ -240,16 +245,16 @@ class CudaRecorder:
         return replay
 
     def _recover(self, generator: torch.Generator, random_state: Tensor) -> None:
-        """After a capture that broke off: allocator and random numbers still believe that it is under way."""
-        with suppress(RuntimeError):  # it had come to its end
+        """After a failed capture, end it for the allocator and the random generator too. No public API does."""
+        with suppress(RuntimeError):  # it may have ended already
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
         fresh = torch.Generator(self.device)
         fresh.set_state(random_state)
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """On the stream of the captures, after all that was begun, and before all that comes."""
+    def _on_stream(self) -> Iterator[None]:
+        """Run on the capture stream, after all earlier work and before all later work of the current stream."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -275,20 +280,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Everything in a structure, with the path to it; mappings are equal in whatever order they were filled."""
+    """All leaves of a structure with their paths; the order of a mapping's keys does not matter."""
     if isinstance(value, MutableMapping):
-        parts = sorted(((f"{path}[{key!r}]", item) for key, item in value.items()), key=itemgetter(0))
+        items = sorted(((f"{path}[{key!r}]", item) for key, item in value.items()), key=itemgetter(0))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+        items = [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        parts = [(f"{path}.{name}", item) for name, item in zip(value._fields, value, strict=True)]
+        items = [(f"{path}.{name}", item) for name, item in zip(value._fields, value, strict=True)]
     elif isinstance(value, list | tuple):
-        parts = [(f"{path}[{k}]", item) for k, item in enumerate(value)]
+        items = [(f"{path}[{k}]", item) for k, item in enumerate(value)]
     else:
         yield path, value
         return
-    for place, item in parts:
-        yield from _leaves(item, place)
+    for item_path, item in items:
+        yield from _leaves(item, item_path)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,9 +1,8 @@
-"""Held-out data: means over all of it and what is measured on all of it at once, shared out among the processes."""
+"""Evaluation on held-out data, divided among the processes."""
 
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,19 +11,18 @@ from torch import Tensor, nn
 
 from comera.errors import ConfigError
 from comera.trainer.step import autocast
-from comera.trainer.task import Batch, Task
+from comera.trainer.task import Task
 
 
 @torch.no_grad()
 def evaluate(
     task: Task, model: nn.Module, accelerator: Accelerator, *, batches: int = 0, precision: str = "fp32"
 ) -> dict[str, float]:
-    """Means over the held-out batches by name, "loss" among them; a batch counts by the weight that the task gives it.
-    With them what the task's `evaluate_rows` makes of the rows of all batches, if its `evaluate` gives any.
+    """Weighted means of `task.evaluate` over the held-out batches, and `task.evaluate_rows` of all their rows, by name.
 
-    batches: look at the first so many only, 0 for all. Every process takes its share, and all get the same numbers.
-    The model is in training mode afterwards, and what was drawn at random does not shift what training draws.
-    Raises ConfigError without held-out batches, and for a task whose `evaluate` gives no loss.
+    batches: how many to use; 0 for all. Each process takes its share, and all return the same values. Afterwards the
+    model is in training mode, and the random state is as before.
+    Raises ConfigError without held-out batches, and for a task whose `evaluate` returns no "loss".
     """
     device = accelerator.device
     sums: dict[str, Tensor] = {}
@@ -35,29 +33,22 @@ def evaluate(
         share = islice(task.eval_batches(), accelerator.process_index, batches or None, accelerator.num_processes)
         for batch in share:
             with autocast(device, precision):
-                means, count, *rows = _measure(task, model, send_to_device(batch, device))
+                means, count, *rows = task.evaluate(model, send_to_device(batch, device))
             kept += rows
             weight += count
             for name, mean in means.items():
                 sums[name] = sums.get(name, 0.0) + mean.to(device, torch.float32) * count
         model.train()
-    values = torch.stack([*sums.values()]).tolist() if sums else []  # the one wait for the device
+    values = torch.stack([*sums.values()]).tolist() if sums else []  # the only synchronization
     rows = [torch.cat(kept).cpu()] if kept else []
-    # A process may have had no batch, and then knows no names.
+    # A process without a batch knows no names.
     parts = gather_object([(weight, dict(zip(sums, values, strict=True)), rows)])
     total = sum(weight for weight, *_ in parts)
     if not total:
-        raise ConfigError(f"expected held-out batches from {task.name}, got none: give it more held-out data")
+        raise ConfigError(f"expected held-out batches from {task.name}, got none: provide more held-out data")
     names = {name: None for _, part, _ in parts for name in part}
     if "loss" not in names:
         raise ConfigError(f"expected means with 'loss' from {task.name}.evaluate, got {', '.join(names) or 'none'}")
-    means = {name: sum(part.get(name, 0.0) for _, part, _ in parts) / total for name in names}
+    averages = {name: sum(part.get(name, 0.0) for _, part, _ in parts) / total for name in names}
     rows = [tensor for *_, part in parts for tensor in part]
-    return means | (task.evaluate_rows(torch.cat(rows)) if rows else {})  # type: ignore[attr-defined]
-
-
-def _measure(task: Task, model: nn.Module, batch: Batch) -> tuple[Any, ...]:
-    """The means over a batch, what it counts and, from some tasks, its rows."""
-    measure = getattr(task, "evaluate", None)
-    found: tuple[Any, ...] = measure(model, batch) if measure else ({"loss": task.loss(model, batch)}, 1)
-    return found
+    return {**averages, **(task.evaluate_rows(torch.cat(rows)) if rows else {})}

@@ -1,4 +1,4 @@
-"""Memory of a training step: estimated by part before it runs, measured while it does."""
+"""Memory of a training step: estimated by part before it runs, measured while it runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from comera.errors import ConfigError
 
-# Tensors of the parameter's shape that each kind of optimizer keeps, and whether it counts steps per parameter.
+# Tensors of a parameter's shape that each kind of optimizer keeps, and whether it counts steps per parameter.
 _STATE = {"adamw": (2, True), "sgd": (0, False), "momentum": (1, False), "adagrad": (1, True)}
 _PROCESS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
 def peak_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes at the highest so far: tensors on a GPU, else the resident memory of this process, libraries included.
+    """Peak bytes so far: of tensors on a GPU, else resident memory of this process, libraries included.
 
-    Returns 0 on a system that does not tell.
+    0 on a system that does not report it.
     """
     if torch.device(device).type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
@@ -32,25 +32,25 @@ def peak_memory(device: torch.device | str = "cpu") -> int:
 
 
 def current_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes held now, counted as in `peak_memory` (outside Linux the peak stands for it)."""
+    """Bytes in use, counted as in `peak_memory` (outside Linux, the peak instead)."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return _process_memory("VmRSS")
 
 
 def reset_peak(device: torch.device | str = "cpu") -> None:
-    """Let the peak start anew from what is held now, where the system allows it (GPU; most Linux)."""
+    """Restart the peak from the bytes in use, where the system allows it (GPU; most Linux)."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
         try:
             _CLEAR.write_text("5")  # proc(5): resets the high-water mark of the resident set
-        except OSError:  # a container may forbid it: the peak then counts from the start of the process
+        except OSError:  # forbidden in some containers: the peak then counts from the start of the process
             return
 
 
 def device_memory(device: str = "auto") -> int:
-    """Bytes of memory that the device has: the GPU's, else the machine's; 0 on a system that does not tell.
+    """Bytes of memory of the device, a GPU or else the machine; 0 on a system that does not report it.
 
     device: "auto", "cpu" or "cuda", as in TrainConfig.
     """
@@ -64,9 +64,9 @@ def device_memory(device: str = "auto") -> int:
 
 @dataclass(frozen=True)
 class MemoryMeter:
-    """Peak memory over a stretch of work, whole and above where it began.
+    """Peak memory since the start of the meter, in total and above the baseline.
 
-    device: whose memory; baseline: bytes held when the meter was started.
+    device: whose memory; baseline: bytes in use at the start.
     """
 
     device: torch.device
@@ -74,27 +74,27 @@ class MemoryMeter:
 
     @classmethod
     def start(cls, device: torch.device | str = "cpu") -> MemoryMeter:
-        """Reset the peak and take what is held now as the baseline."""
+        """Reset the peak and take the bytes in use as the baseline."""
         reset_peak(device)
         return cls(torch.device(device), current_memory(device))
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest since the start."""
+        """Peak bytes since the start."""
         return peak_memory(self.device)
 
     @property
     def added(self) -> int:
-        """Bytes at the highest above the baseline."""
+        """Peak bytes above the baseline."""
         return max(0, self.peak - self.baseline)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What one training step needs, in bytes by part; `flops` of its forward and backward.
+    """The memory of one training step, in bytes by part, and the `flops` of its forward and backward.
 
-    The parts are at their largest at different moments of the step, so `total` bounds the peak from above, but for
-    the short-lived buffers inside single operations.
+    The parts peak at different moments of the step, so `total` is an upper bound of the peak, except for short-lived
+    buffers inside single operations.
     """
 
     weights: int
@@ -119,25 +119,26 @@ class MemoryEstimate:
 
 
 def check_memory(step: MemoryEstimate, device: str, what: str) -> None:
-    """Raise ConfigError for a training step that takes more than there is, with its parts. what: is to be trained."""
+    """Raise ConfigError, with the parts, for a training step that needs more memory than there is. what: its name."""
     memory = device_memory(device)
     if 0 < memory < step.total:
         parts = ", ".join(f"{nbytes / 2**30:,.1f} {part}" for part, nbytes in step.parts.items())
         raise ConfigError(
             f"{what}: expected a training step that fits into the {memory / 2**30:,.1f} GB there are, got one of "
-            f"about {step.total / 2**30:,.1f} GB ({parts}): take another method, optimizer or size; `comera estimate` "
-            "tells what each takes"
+            f"about {step.total / 2**30:,.1f} GB ({parts}): use another method, optimizer or size; `comera estimate` "
+            "shows what each needs"
         )
 
 
 def estimate(model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "adamw") -> MemoryEstimate:
     """Memory and FLOPs of a training step of `model`, from one forward and backward.
 
-    On the meta device, model and batch alike, this allocates and computes nothing, whatever their size.
-    loss: closure over model and batch that returns the scalar loss. No `.grad` is touched.
-    optimizer: "adamw", "sgd", "momentum" (SGD with it) or "adagrad"; ConfigError for another one.
-    Activations are what autograd keeps for the backward: each storage once, parameters and buffers left out. The meta
-    device knows attention only in its unfused form, so there they bound from above those of a fused kernel.
+    With model and batch on the meta device, this allocates and computes nothing, whatever their size. Activations are
+    what autograd keeps for the backward, each storage once, without parameters and buffers. The meta device has only
+    unfused attention, whose activations are an upper bound of those of a fused kernel.
+
+    loss: closure over model and batch that returns the scalar loss. No `.grad` changes.
+    optimizer: "adamw", "sgd", "momentum" (SGD with momentum) or "adagrad"; ConfigError for any other.
     """
     if optimizer not in _STATE:
         raise ConfigError(f"expected an optimizer out of {', '.join(_STATE)}, got {optimizer!r}")
@@ -145,7 +146,7 @@ def estimate(model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     gradients = sum(map(_nbytes, trained))
-    kept = _Kept({_key(t): t for t in [*parameters, *model.buffers()]})
+    kept = _Kept(excluded={_key(t): t for t in [*parameters, *model.buffers()]})
     with FlopCounterMode(display=False) as counter:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             value = loss()
@@ -161,10 +162,10 @@ def estimate(model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "
 
 
 class _Kept:
-    """Storages that autograd saved, each once and held so that no other takes its address."""
+    """Storages that autograd saved, each once, and held so that no other gets its address."""
 
-    def __init__(self, left_out: dict[int, Tensor]) -> None:
-        self.left_out = left_out
+    def __init__(self, excluded: dict[int, Tensor]) -> None:
+        self.excluded = excluded
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     @property
@@ -173,7 +174,7 @@ class _Kept:
 
     def pack(self, tensor: Tensor) -> Tensor:
         key = _key(tensor)
-        if key not in self.left_out:
+        if key not in self.excluded:
             self.storages[key] = tensor.untyped_storage()
         return tensor
 
@@ -183,7 +184,7 @@ class _Kept:
 
 
 def _key(tensor: Tensor) -> int:
-    """Identity of a tensor's storage: its address as an object, for on the meta device the data has none."""
+    """Identity of a tensor's storage: the address of the object, since data on the meta device has none."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -192,7 +193,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _process_memory(field: str) -> int:
-    """VmHWM or VmRSS of this process on Linux, elsewhere its largest resident set, 0 if unknown; bytes."""
+    """VmHWM or VmRSS of this process on Linux, elsewhere its peak resident set; bytes, 0 if unknown."""
     if _PROCESS.exists():
         for line in _PROCESS.read_text("ascii", "replace").splitlines():
             if line.startswith(f"{field}:"):

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: metrics.jsonl and TensorBoard for the report, a progress bar for the person."""
+"""Outputs of a run: metrics.jsonl and TensorBoard for the report, a progress bar for the terminal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from comera.files import replace_file
 class Summary:
     """How a run ended.
 
-    steps, tokens: trained; time: seconds of training; step_time: median seconds of a step, the first ones left out;
-    peak_memory, size_bytes: bytes; the losses: on held-out data; parameters: numbers stored, `tensorized` of them in
-    chains; ratio, tensorized_ratio: dense numbers per stored one (None where nothing is stored);
-    stopped: "steps" (or epochs), "time" or "interrupted".
-    metrics: of the last evaluation by name, besides the loss; epoch_time: seconds of training per epoch (None without
-    epochs); examples: trained; mode: how the last steps ran, "eager", "compile", "graph" or "eager (why)".
+    steps, tokens, examples: trained. time: seconds of training. step_time: median seconds of a step, without the first
+    ones. epoch_time: seconds of training per epoch (None without epochs). peak_memory, size_bytes: bytes.
+    parameters: stored, `tensorized` of them in tensor trains. ratio, tensorized_ratio: dense parameters per stored one
+    (None where nothing is stored). held_out_loss: of the last evaluation; metrics: its other values by name.
+    stopped: "steps" (or epochs), "time" or "interrupted". mode: how the last steps ran, "eager", "compile", "graph" or
+    "eager (why)".
     """
 
     method: str
@@ -61,7 +61,7 @@ class Summary:
 
     @classmethod
     def read(cls, path: Path) -> Summary | None:
-        """The summary in a file, None without the file; raises CheckpointError when it holds something else."""
+        """The summary in a file, None without the file; raises CheckpointError if it holds something else."""
         try:
             return cls(**json.loads(path.read_text("utf-8"))) if path.exists() else None
         except (ValueError, TypeError) as error:
@@ -71,10 +71,10 @@ class Summary:
 
 
 class MetricsLog:
-    """Appends records to `folder`/metrics.jsonl, one JSON object a line, each flushed as it is written.
+    """Appends records to `folder`/metrics.jsonl, one JSON object per line, each flushed as it is written.
 
-    step: records of later steps, left by a run that was killed after its last checkpoint, are cut off first; -1 all.
-    tensorboard: write every number of a record as a scalar too.
+    step: records of later steps, from a run that was killed after its last checkpoint, are removed first; -1 for all.
+    tensorboard: write every value of a record as a scalar too.
     """
 
     def __init__(self, folder: Path, *, step: int = -1, tensorboard: bool = False) -> None:
@@ -89,15 +89,15 @@ class MetricsLog:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append a record; values are numbers, or mappings and sequences of them."""
+        """Append a record; values are scalars, or mappings and sequences of them."""
         self._file.write(to_json({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._board is not None:
-            for name, number in _scalars(kind, values):
-                self._board.add_scalar(name, number, step)
+            for name, scalar in _scalars(kind, values):
+                self._board.add_scalar(name, scalar, step)
 
     def sync(self) -> None:
-        """Have what was written on the disk: before a checkpoint, which promises the records up to its step."""
+        """Flush all records to the disk: a checkpoint promises the records up to its step."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -108,9 +108,9 @@ class MetricsLog:
 
 
 class Display:
-    """A progress bar on the terminal, or where there is none a line for each evaluation; nothing if not `shown`.
+    """A progress bar on a terminal, elsewhere only announced lines; nothing unless `shown`.
 
-    counted: what the rate of tokens is called.
+    counted: the unit of the token rate.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Display:
         self._bar.stop()
 
     def update(self, done: float, *, step: int, loss: float, tokens_per_s: float, ratio: float, time: float) -> None:
-        """Show the part of the run that is `done`, after `time` seconds of training."""
+        """Show the fraction of the run that is `done`, after `time` seconds of training."""
         left = time / done * (1 - done) if done else 0.0
         text = (
             f"step {step:,}  loss {loss:.4f}  {tokens_per_s:,.0f} {self.counted}/s  {ratio:.1f}x smaller  "
@@ -147,13 +147,13 @@ class Display:
         )
         self._bar.update(self._task, completed=done, text=text)
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, markup=False, soft_wrap=True)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON; numbers that it has no form for, infinite ones, become null."""
+    """Strict JSON; values that are not finite become null."""
     return json.dumps(_finite(value), allow_nan=False, indent=indent)
 
 
@@ -166,7 +166,7 @@ def _finite(value: Any) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> Iterator[str]:
-    """Lines of whole records up to and including `step`; nothing after the first torn one."""
+    """Lines of complete records up to and including `step`; nothing after the first truncated one."""
     for line in path.read_text("utf-8", "replace").splitlines(keepends=True):
         try:
             record = json.loads(line)
@@ -179,7 +179,7 @@ def _lines_until(path: Path, step: int) -> Iterator[str]:
 
 
 def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Every number inside `value`, with the path to it."""
+    """Every scalar in `value` with its path."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _scalars(f"{name}/{key}", item)

@@ -1,4 +1,4 @@
-"""The optimizer of a run, and its learning-rate schedule as a pure function."""
+"""Optimizers by name, and the learning-rate schedule as a pure function."""
 
 from __future__ import annotations
 
@@ -13,25 +13,13 @@ from comera.errors import ConfigError
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.trainer.config import TrainConfig
-from comera.trainer.task import Task
 
 OptimizerName = Literal["adamw", "adagrad", "sgd"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
 
-def make_optimizer(task: Task, config: TrainConfig) -> Optimizer:
-    """The task's own optimizer, or fused AdamW over `param_groups`; every group has a "name" then."""
-    own = getattr(task, "optimizer", None)
-    if own is not None:
-        optimizer: Optimizer = own(config)
-        for k, group in enumerate(optimizer.param_groups):
-            group.setdefault("name", f"group_{k}")
-        return optimizer
-    return named_optimizer("adamw", task.model, config)
-
-
 def named_optimizer(name: OptimizerName, model: nn.Module, config: TrainConfig) -> Optimizer:
-    """One optimizer over `param_groups` at the configuration's rates; Adagrad and SGD take sparse gradients too."""
+    """An optimizer over `param_groups` at the configuration's rates; Adagrad and SGD support sparse gradients too."""
     groups = param_groups(
         model,
         lr=config.lr,
@@ -41,38 +29,38 @@ def named_optimizer(name: OptimizerName, model: nn.Module, config: TrainConfig) 
         weight_decay=config.weight_decay,
     )
     if name == "adamw":
-        # Fused where torch takes the step: on CPU 2-3 times faster over dense weights.
+        # Fused where torch takes the step: 2-3 times faster over dense weights on a CPU.
         return AdamW(groups, betas=config.betas, fused=True)
     if name == "adagrad":
-        # As it is by default, but said aloud: Adagrad makes sparse tensors, and torch warns of what is left unsaid.
+        # This is the default, but torch warns when Adagrad makes sparse tensors and it was not set explicitly.
         torch.sparse.check_sparse_tensor_invariants.disable()
-        return torch.optim.Adagrad(_fused_apart(groups, model))
+        return torch.optim.Adagrad(_split_by_fused(groups, model))
     return torch.optim.SGD(groups)
 
 
-def _fused_apart(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """The same groups, those with parameters of sparse and of dense gradients in two, of which the latter is fused."""
+def _split_by_fused(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """The same groups, each split into parameters with dense gradients, which are fused, and with sparse ones."""
     sparse = {table.get_parameter("weight") for table in model.modules() if getattr(table, "sparse", False)}
-    apart = []
+    split = []
     for group in groups:
         for fused in (True, False):
             members = [p for p in group["params"] if (p not in sparse and p.device.type in ("cpu", "cuda")) == fused]
             if members:
-                apart.append({**group, "params": members, "fused": fused})
-    return apart
+                split.append({**group, "params": members, "fused": fused})
+    return split
 
 
 def lr_multiplier(
     progress: float, *, warmup: float, schedule: Literal["cosine", "linear", "constant"], final: float
 ) -> float:
-    """What to multiply each group's learning rate by at `progress`, the part of training that is done.
+    """The multiplier of the peak learning rates at `progress`, the fraction of training that is done.
 
-    progress: steps done per steps, or time per budget; clamped to [0, 1]. warmup: the part, in [0, 1), over which the
-    multiplier rises linearly from 0 to 1. Then it falls to `final`, in [0, 1], along a half cosine or a line;
-    "constant" stays at 1. Raises ConfigError for values out of range.
+    progress: clamped to [0, 1]. warmup: the fraction, in [0, 1), over which it rises linearly from 0 to 1.
+    Then it falls to `final`, in [0, 1], along half a cosine or a line; "constant" stays at 1.
+    Raises ConfigError for values out of range.
     """
     if not 0 <= warmup < 1:
-        raise ConfigError(f"warmup must be a part of training, 0 <= warmup < 1, got {warmup}")
+        raise ConfigError(f"warmup must be a fraction of training, 0 <= warmup < 1, got {warmup}")
     if not 0 <= final <= 1:
         raise ConfigError(f"final must be a multiplier from 0 to 1, got {final}")
     if schedule not in ("cosine", "linear", "constant"):

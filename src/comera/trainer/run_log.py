@@ -1,4 +1,4 @@
-"""What a run tells: the files and records of its folder, lines for the person, and at the end its summary."""
+"""What a run logs: the files and records of its folder, lines on the terminal, and at the end its summary."""
 
 from __future__ import annotations
 
@@ -6,68 +6,48 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from math import isfinite
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import yaml
-from torch import nn
-from torch.optim import Optimizer
 
 from comera.files import replace_file
 from comera.nn.tensor_train import named_trains
-from comera.rank.budget import RoundReport
-from comera.rank.controller import RankController
-from comera.rank.prune import PruneReport
+from comera.rank.report import RankReport
 from comera.rank.size import ModelSize, model_size, unpruned_ranks, unpruned_size
-from comera.trainer.checkpoint import Progress
-from comera.trainer.config import TrainConfig
 from comera.trainer.metrics import Display, MetricsLog, Summary, to_json
-from comera.trainer.task import Task
+from comera.trainer.state import TrainState
 
 
-class Journal:
-    """Writes the records of a run, each at the step and time of `progress`; inside it as a context.
+class RunLogger:
+    """Logs a run while its context is open, each record at the step and time that the run has reached.
 
-    model, optimizer, controller (None for a dense model), progress: the run's own, read when there is something to
-    tell. method: what the report calls it. resolved: the whole configuration for config.yaml, `config` under "train"
-    if None. main: whether this process is the one that writes; the others write nothing.
+    Only the main process writes. resolved: the whole configuration for config.yaml. Default: that of the run, under
+    "train".
     """
 
-    def __init__(
-        self,
-        task: Task,
-        config: TrainConfig,
-        out: Path,
-        model: nn.Module,
-        optimizer: Optimizer,
-        controller: RankController | None,
-        progress: Progress,
-        *,
-        method: str,
-        resolved: Mapping[str, Any] | None,
-        main: bool,
-    ) -> None:
-        self.task, self.config, self.out, self.main = task, config, out, main
-        self.model, self.optimizer, self.controller, self.progress = model, optimizer, controller, progress
-        self.trains = dict(named_trains(model))
-        self.method = method
-        self.epoch: int | None = getattr(task, "steps_per_epoch", None)
-        self.size = self._model_size()
-        self._resolved = resolved
+    def __init__(self, state: TrainState, *, resolved: Mapping[str, Any] | None = None) -> None:
+        progress, task, config = state.progress, state.task, state.config
+        self._state, self._resolved = state, resolved
+        self._trains = dict(named_trains(state.model))
+        self._size = self._model_size()
+        # what has been logged so far: of a run that resumes, all but graphs
         self._logged_at = (progress.step, progress.tokens, progress.time)
-        self._display = Display(task.name, shown=config.progress and main, counted=getattr(task, "counted", "tokens"))
+        self._mode = (progress.mode, 0)
+        self._late = progress.step > 0 and state.stage == "late"
+        self._is_main: bool = state.accelerator.is_main_process
+        self._display = Display(task.name, shown=config.progress and self._is_main, counted=task.counted)
         self._metrics: MetricsLog | None = None
         self._stack = ExitStack()
 
-    def __enter__(self) -> Journal:
-        if self.main:
-            self.out.mkdir(parents=True, exist_ok=True)
-            settings = _plain({"train": asdict(self.config)} if self._resolved is None else self._resolved)
-            replace_file(self.out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-            rows = list(getattr(self.task, "report_rows", ()))
-            replace_file(self.out / "layers.json", to_json(rows, indent=1) + "\n")
-            self._metrics = MetricsLog(self.out, step=self.progress.step or -1, tensorboard=self.config.tensorboard)
+    def __enter__(self) -> RunLogger:
+        if self._is_main:
+            out, config = self._state.out, self._state.config
+            out.mkdir(parents=True, exist_ok=True)
+            settings = _plain({"train": asdict(config)} if self._resolved is None else self._resolved)
+            replace_file(out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+            replace_file(out / "layers.json", to_json([*self._state.task.report_rows], indent=1) + "\n")
+            self._metrics = MetricsLog(out, step=self._state.progress.step or -1, tensorboard=config.tensorboard)
             self._stack.callback(self._metrics.close)
         self._stack.enter_context(self._display)
         return self
@@ -78,108 +58,117 @@ class Journal:
         self._stack.close()
 
     def sync(self) -> None:
-        """Have all records on the disk."""
+        """Flush all records to the disk."""
         if self._metrics:
             self._metrics.sync()
 
-    def say(self, text: str) -> None:
-        """Print a line for the person."""
-        self._display.say(f"{self.task.name}: {text}")
+    def announce(self, text: str) -> None:
+        """Print a line on the terminal."""
+        self._display.announce(f"{self._state.task.name}: {text}")
 
-    def log_train(self, loss: float, grad_norm: float, memory: int, done: float) -> None:
-        """A step of training, with what has passed since the last one told; waits for the device.
+    def log_train(self, loss: float, grad_norm: float, peak_memory: int, done: float) -> None:
+        """Log a training step, with the rates since the last one logged. Synchronizes.
 
-        memory: peak bytes since then; done: the part of the run.
+        peak_memory: bytes since then; done: the fraction of the run.
         """
-        progress = self.progress
+        state, progress = self._state, self._state.progress
         step, tokens, seconds = self._logged_at
         self._logged_at = (progress.step, progress.tokens, progress.time)
-        passed = max(progress.time - seconds, 1e-9)
-        tokens_per_s = (progress.tokens - tokens) / passed
+        elapsed = max(progress.time - seconds, 1e-9)
+        tokens_per_s = (progress.tokens - tokens) / elapsed
         if self._metrics:
             self._write(
                 "train",
                 loss=loss,
                 grad_norm=grad_norm,
-                lr={group["name"]: float(group["lr"]) for group in self.optimizer.param_groups},
+                lr={group["name"]: float(group["lr"]) for group in state.optimizer.param_groups},
                 tokens=progress.tokens,
                 tokens_per_s=tokens_per_s,
-                step_time=passed / (progress.step - step),
-                peak_memory=memory,
-                size=self.controller.size() if self.controller else 0,
-                stage=self.controller.stage if self.controller else None,
+                step_time=elapsed / (progress.step - step),
+                peak_memory=peak_memory,
+                size=state.controller.size() if state.controller else 0,
+                stage=state.stage,
             )
-        about = {"tokens_per_s": tokens_per_s, "ratio": self.size.ratio, "time": progress.time}
+        about = {"tokens_per_s": tokens_per_s, "ratio": self._size.ratio, "time": progress.time}
         self._display.update(done, step=progress.step, loss=loss, **about)
 
     def log_mode(self, mode: str, built: int) -> None:
-        """How steps run from now on, "graph" or "eager (why)", and the graphs captured or compiled so far."""
+        """Log how steps run, "graph" or "eager (why)", and the graphs built so far, if either has changed."""
+        progress = self._state.progress
+        before, self._mode = self._mode, (mode, built)
+        if self._mode == before:
+            return
+        progress.mode = mode
         self._write("mode", mode=mode, built=built)
-        if mode != self.progress.mode:
-            self.say(f"step {self.progress.step:,}: mode {mode}")
-        self.progress.mode = mode
+        if mode != before[0]:
+            self.announce(f"step {progress.step:,}: mode {mode}")
 
     def log_size(self) -> None:
-        """Numbers stored, and the ranks of every chain."""
-        size = self.size
+        """Log the parameters stored and the ranks of every tensor train."""
+        size = self._size
         self._write(
             "size",
             total=size.total,
             tensorized=size.tensorized,
             ratio=size.ratio,
             tensorized_ratio=size.tensorized_ratio,
-            active=sum(map(unpruned_size, self.trains.values())),
-            ranks={name: unpruned_ranks(train) for name, train in self.trains.items()},
+            active=sum(map(unpruned_size, self._trains.values())),
+            ranks={name: unpruned_ranks(train) for name, train in self._trains.items()},
         )
 
-    def log_stage(self, controller: RankController) -> None:
-        """The switch to the late stage."""
+    def log_stage(self) -> None:
+        """Log the late stage once it has begun."""
+        controller = self._state.controller
+        if controller is None or self._late or self._state.stage != "late":
+            return
+        self._late = True
         size, target, loss = controller.size(), controller.target_size, controller.target_loss
         self._write("stage", stage=controller.stage, target_size=target, target_loss=loss, size=size)
-        self.say(
-            f"step {self.progress.step:,}: the late stage begins, from {size:,} numbers in tensorized layers to "
-            f"{target:,}, at a loss of {loss:.4f}"
+        self.announce(
+            f"step {self._state.progress.step:,}: the late stage begins, from {size:,} parameters in compressed layers "
+            f"to {target:,}, at a loss of {loss:.4f}"
         )
 
-    def log_prune(self, report: PruneReport) -> None:
-        """A cut of inactive ranks that made the model smaller."""
-        self.size = self._model_size()
+    def log_prune(self, report: RankReport) -> None:
+        """Log a pruning that made the model smaller."""
+        self._size = self._model_size()
         self._write("prune", before=report.before, after=report.after)
         self.log_size()
 
-    def log_round(self, report: RoundReport) -> None:
-        """Rounding to the target size."""
-        self.size = self._model_size()
+    def log_round(self, report: RankReport) -> None:
+        """Log the rounding to the target size."""
+        self._size = self._model_size()
         self._write("round", before=report.before, after=report.after, error=report.error, target=report.target)
-        self.say(
-            f"step {self.progress.step:,}: rounded from {report.before:,} to {report.after:,} numbers in tensorized "
-            f"layers (target {report.target:,}), relative error of the worst one {report.error:.2g}"
+        self.announce(
+            f"step {self._state.progress.step:,}: rounded from {report.before:,} to {report.after:,} parameters in "
+            f"compressed layers (target {report.target:,}), largest relative error {report.error:.2g}"
         )
 
-    def log_eval(self, best: bool) -> None:
-        """An evaluation, which `progress` holds; best: whether its loss is the lowest so far."""
-        progress = self.progress
+    def log_eval(self, is_best: bool) -> None:
+        """Log the evaluation that `progress` holds; is_best: whether its loss is the lowest so far."""
+        progress, epoch = self._state.progress, self._state.task.steps_per_epoch
         loss, metrics = progress.held_out_loss, progress.metrics
         self._write(
             "eval",
             tokens=progress.tokens,
             loss=loss,
             metrics=metrics,
-            epoch=progress.step / self.epoch if self.epoch else None,
+            epoch=progress.step / epoch if epoch else None,
         )
         self.log_size()
-        self.say(
-            f"step {progress.step:,}, {progress.time:.0f} s: held-out loss {loss:.4f}{' (best so far)' if best else ''}"
-            f"{''.join(f', {name} {value:.4f}' for name, value in metrics.items())}, {self.size.ratio:.1f}x smaller"
+        self.announce(
+            f"step {progress.step:,}, {progress.time:.0f} s: held-out loss {loss:.4f}"
+            f"{' (best so far)' if is_best else ''}"
+            f"{''.join(f', {name} {value:.4f}' for name, value in metrics.items())}, {self._size.ratio:.1f}x smaller"
         )
 
     def summary(self) -> Summary:
-        """How the run ended."""
-        progress, size = self.progress, self.size
+        """The summary of the run at its end."""
+        progress, size, epoch = self._state.progress, self._size, self._state.task.steps_per_epoch
         assert progress.stopped is not None
         return Summary(
-            method=self.method,
-            recipe=self.task.name,
+            method=self._state.method,
+            recipe=self._state.task.name,
             steps=progress.step,
             time=progress.time,
             tokens=progress.tokens,
@@ -194,17 +183,18 @@ class Journal:
             ratio=size.ratio if isfinite(size.ratio) else None,
             stopped=progress.stopped,
             metrics=progress.metrics,
-            epoch_time=progress.time / progress.step * self.epoch if self.epoch else None,
+            epoch_time=progress.time / progress.step * epoch if epoch else None,
             examples=progress.examples,
             mode=progress.mode,
         )
 
     def _write(self, kind: str, **values: Any) -> None:
         if self._metrics:
-            self._metrics.write(kind, self.progress.step, time=self.progress.time, **values)
+            progress = self._state.progress
+            self._metrics.write(kind, progress.step, time=progress.time, **values)
 
     def _model_size(self) -> ModelSize:
-        return model_size(self.model, dense_total=getattr(self.task, "dense_total", None))
+        return model_size(self._state.model, dense_total=self._state.task.dense_total)
 
 
 def _plain(value: Any) -> Any:

@@ -1,27 +1,28 @@
-"""One definition of an optimisation step, whether it runs eager, compiled or as a CUDA graph.
+"""One definition of an optimization step, whether it runs eager, compiled or as a CUDA graph.
 
-It decides nothing on the host by what a tensor holds, and returns its numbers as tensors on the device, so a step
-never waits for the GPU.
+On the host, it branches on no tensor's values, and it returns its results as tensors on the device. So a step never
+synchronizes with the GPU.
 
-Processes average their gradients here, in one flat buffer between backward and the rank rule, and not through
-DistributedDataParallel: DDP ties buckets and autograd hooks to the shapes that it saw when it wrapped the model, which
-pruning changes under it, and it would have to be torn down and made anew at each cut. What DDP gains by overlapping
-communication with the backward is small where the gradients are those of a compressed model.
+Processes average their gradients here, in one flat buffer between backward and the rank rule. Rejected:
+DistributedDataParallel, which ties buckets and autograd hooks to the shapes that it saw when it wrapped the model.
+Pruning changes those, so the wrapper would have to be rebuilt at each pruning. Overlapping communication with the
+backward gains little on the small gradients of a compressed model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from comera.fusion.merge_cache import merged_once
+from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
 from comera.trainer.compiled import CompiledLoss
@@ -32,26 +33,26 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 class Observer(Protocol):
-    """What a step needs of a RankController; its other half is a hook on the optimizer.
+    """The part of a RankController that a step calls; the other part is a hook on the optimizer.
 
-    In mode graph `replayed` is set: `observe` and the hook are captured, and the step calls `advance` before and
-    `between_steps` after each replay; a captured step holds while `phase` stays equal.
+    In mode "graph", `replayed` is set: `observe` and the hook are captured, and the step calls `advance` before and
+    `between_steps` after each replay. A captured step is valid while `phase` stays equal.
     """
 
     replayed: bool
 
     def observe(self, loss: Tensor) -> object:
-        """Take note of the step's task loss, a scalar on the device."""
+        """Record the step's task loss, a scalar on the device."""
 
     def advance(self) -> object:
-        """What the host does when a step begins."""
+        """The host's work at the beginning of a step."""
 
     def between_steps(self) -> object:
-        """What the host does when a step is over."""
+        """The host's work after a step."""
 
     @property
     def phase(self) -> Hashable:
-        """What steps take from the host."""
+        """The host-side values that steps depend on."""
 
 
 class StepResult(NamedTuple):
@@ -62,28 +63,32 @@ class StepResult(NamedTuple):
 
 
 class _Identities(list[Any]):
-    """Compared by which objects they are, not by what those hold."""
+    """A list that compares its items by identity, not by value."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Identities) and len(self) == len(other) and all(map(is_, self, other))
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Context of forward passes: bfloat16 autocast for precision "bf16", nothing for "fp32"."""
+    """Context for forward passes: bfloat16 autocast for precision "bf16", nothing for "fp32"."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 class TrainStep:
     """forward and backward of every micro-batch → average → clip → rank rule → optimizer.
 
-    loss: (model, micro-batch) -> its mean loss.
-    controller: told the loss; its hook on `optimizer` scales the gradients and adds those of the size.
-    clip: largest global norm of the task's gradient, 0 for none.
-    average: mean of a flat tensor over all processes, None for one process.
-    mode: eager; compile: forward and loss under torch.compile; graph: the whole step as a CUDA graph for each shape of
-    the batches, with the learning rates in tensors on the device (in float32) and no gradients left behind. Where one
-    cannot be had the step is eager, and the property `mode` says why.
-    recorder: what captures graphs, CUDA if left out.
+    Args:
+        model: the model to train, on its device.
+        loss: (model, micro-batch) -> mean loss, a scalar.
+        optimizer: over the model's parameters.
+        controller: observes the loss; its hook on `optimizer` scales the gradients and adds those of the size.
+        max_grad_norm: largest global norm of the task's gradient; 0 turns clipping off.
+        precision: "fp32", or "bf16" for autocast in the forward.
+        average: mean of a flat tensor over all processes; None for one process.
+        mode: "eager"; "compile": forward and loss under torch.compile; "graph": the whole step as a CUDA graph, one for
+            each shape of the batches, with learning rates in float32 tensors on the device and no gradients left
+            behind. A mode that is not possible falls back to eager, and the property `mode` says why.
+        recorder: captures the graphs. Default: CUDA.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class TrainStep:
         optimizer: Optimizer,
         *,
         controller: Observer | None = None,
-        clip: float = 0.0,
+        max_grad_norm: float = 0.0,
         precision: str = "fp32",
         average: Callable[[Tensor], Tensor] | None = None,
         mode: Literal["eager", "compile", "graph"] = "eager",
@@ -103,7 +108,7 @@ class TrainStep:
         self.loss = loss
         self.optimizer = optimizer
         self.controller = controller
-        self.clip = clip
+        self.max_grad_norm = max_grad_norm
         self.precision = precision
         self.average = average
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -119,7 +124,7 @@ class TrainStep:
             if not self._refused:
                 self._make_capturable()
                 recorder = recorder or CudaRecorder(self.device)
-                self._graphs = GraphedStep(self._take_and_clear, recorder, self._foundation, self._keep)
+                self._graphs = GraphedStep(self._take_and_clear, recorder, self._foundation, self._before_capture)
         if controller is not None:
             controller.replayed = self._graphs is not None
 
@@ -131,18 +136,18 @@ class TrainStep:
         if refused:
             return f"eager ({refused})"
         if self._graphs and self._graphs.crowded:
-            return "graph (too many shapes of batches for all to be captured: give them fewer lengths)"
+            return "graph (too many shapes of batches for all to be captured: use fewer lengths)"
         return self._wanted
 
     @property
     def built(self) -> int:
-        """Graphs captured or compiled so far."""
+        """Number of graphs captured or compiled so far."""
         if isinstance(self.loss, CompiledLoss):
             return self.loss.compilations
         return self._graphs.captures if self._graphs else 0
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Set the learning rate of each parameter group; waits for nothing."""
+        """Set the learning rate of each parameter group. Does not synchronize."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -152,7 +157,7 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch]) -> StepResult:
         """Take one step on the mean loss of `batches`, at least one, already on the device.
 
-        Raises DataError in mode graph for batches of another form than the first ones, in anything but sizes.
+        Raises DataError in mode "graph" for batches that differ from the first ones in more than sizes.
         """
         if self._graphs is None:
             return self._take(batches)
@@ -160,16 +165,17 @@ class TrainStep:
         if self.controller is not None:
             self.controller.advance()
         result: StepResult = self._graphs.take(batches, key)
+        self._mark_written()
         if self.controller is not None:
             self.controller.between_steps()
         return result
 
     def _take(self, batches: Sequence[Batch]) -> StepResult:
-        # Set to None: gradients and activations are then never held together, and pruning may change the shapes.
+        # Set to None, so that gradients and activations never share the peak, and pruning may change the shapes.
         self.optimizer.zero_grad(set_to_none=True)
         share = 1 / len(batches)
         losses = []
-        with merged_once(self.model) if len(batches) > 1 else nullcontext():
+        with accumulating(self.model) if len(batches) > 1 else nullcontext():
             for batch in batches:
                 with autocast(self.device, self.precision):
                     loss = self.loss(self.model, batch)
@@ -183,10 +189,11 @@ class TrainStep:
         if self.controller is not None:
             self.controller.observe(loss)
         self.optimizer.step()
+        self._mark_written()
         return StepResult(loss, grad_norm)
 
     def _take_and_clear(self, batches: Sequence[Batch]) -> StepResult:
-        """A step that leaves no gradients: those of a captured one lie in memory that the next graph uses."""
+        """A step that leaves no gradients: those of a captured one are in memory that the next graph reuses."""
         result = self._take(batches)
         self.optimizer.zero_grad(set_to_none=True)
         return result
@@ -194,7 +201,8 @@ class TrainStep:
     def _average(self, average: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
         """Replace gradients by their mean over all processes; returns that of the loss, sent along with them.
 
-        Sparse ones become dense: which rows they have differs from process to process."""
+        Sparse gradients become dense, because their rows differ between processes.
+        """
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
@@ -206,26 +214,26 @@ class TrainStep:
         return mean.reshape(())
 
     def _coalesce(self) -> None:
-        """Let sparse gradients hold each row once, as a norm and an optimizer need them."""
+        """Sum duplicate rows of sparse gradients, as norms and optimizers require."""
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.coalesce()
 
     def _clip(self) -> Tensor:
-        """Scale the gradient down to a norm of `clip` where it is larger; returns the norm before."""
-        grads = [_numbers(grad) for p in self.parameters if (grad := p.grad) is not None]
-        # a compressed model has hundreds of small gradients: one call for all of them, which a graph cannot hold
+        """Scale a gradient of a norm above `max_grad_norm` down to it; returns the norm before."""
+        grads = [_stored_values(grad) for p in self.parameters if (grad := p.grad) is not None]
+        # A compressed model has hundreds of small gradients: one call for all of them, which a graph cannot capture.
         if self._graphs is None and select.supports("gradients", *grads[:1]):
-            norm = clip_(grads, self.clip)
+            norm = clip_(grads, self.max_grad_norm)
             if norm is not None:
                 return norm
         grad_norm = get_total_norm(grads)
-        if self.clip:
-            clip_grads_with_norm_(self.parameters, self.clip, grad_norm)
+        if self.max_grad_norm:
+            clip_grads_with_norm_(self.parameters, self.max_grad_norm, grad_norm)
         return grad_norm
 
     def _refusal(self, recorder: Recorder | None) -> str:
-        """Why steps cannot be captured, "" if they may be."""
+        """Why steps cannot be captured; "" if they can."""
         if recorder is None and self.device.type != "cuda":
             return f"graphs need CUDA, the model is on {self.device}"
         if any(p.device != self.device for p in self.parameters):
@@ -237,7 +245,7 @@ class TrainStep:
         return ""
 
     def _make_capturable(self) -> None:
-        """Have the optimizer keep step counts and learning rates on the device."""
+        """Make the optimizer keep step counts and learning rates on the device."""
         for group in self.optimizer.param_groups:
             group["capturable"] = True
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=self.device)
@@ -246,30 +254,46 @@ class TrainStep:
                     state["step"] = state["step"].to(self.device)
 
     def _foundation(self) -> object:
-        """What a captured step relies on: the memory that it reads and writes, and the host's part.
+        """What a captured step depends on: the memory that it reads and writes, and host-side values.
 
-        Parameters are given other memory, state and rates are other tensors after a change.
+        A change gives parameters other memory, and replaces the tensors of optimizer state and learning rates.
         """
         memory = [(tensor.data_ptr(), tensor.shape) for tensor in self._held]
-        state = _Identities(value for state in self.optimizer.state.values() for value in state.values())
+        state = _Identities(self._state_values())
         rates = _Identities(group["lr"] for group in self.optimizer.param_groups)
         phase = self.controller.phase if self.controller is not None else None
         return memory, state, rates, self.model.training, phase
 
-    def _keep(self) -> Callable[[], None]:
-        """Take note of the tensors of model and optimizer; what is returned puts them back in their places."""
+    def _before_capture(self) -> Callable[[], None]:
+        """Prepare a capture, which computes nothing; returns what undoes it if it fails.
+
+        Nothing cached from these parameters may be used in the capture, or the graph would never compute it again; and
+        nothing cached in a failed capture may be used afterwards, since it has no values.
+        """
+        self._mark_written()
         states = {parameter: dict(state) for parameter, state in self.optimizer.state.items()}
         datas = [tensor.data for tensor in self._held]
 
-        def put_back() -> None:
+        def undo() -> None:
             self.optimizer.state.clear()
             self.optimizer.state.update(states)
             for tensor, data in zip(self._held, datas, strict=True):
                 tensor.data = data
+            self._mark_written()
 
-        return put_back
+        return undo
+
+    def _mark_written(self) -> None:
+        """Give parameters, buffers and optimizer state new versions, which end whatever is cached by version.
+
+        Most operations do that themselves, but neither the replay of a graph nor torch's fused optimizers do.
+        """
+        increment_version([*self._held, *(value for value in self._state_values() if isinstance(value, Tensor))])
+
+    def _state_values(self) -> Iterator[Any]:
+        return (value for state in self.optimizer.state.values() for value in state.values())
 
 
-def _numbers(grad: Tensor) -> Tensor:
-    """All numbers of a gradient that are not zero because of its form."""
+def _stored_values(grad: Tensor) -> Tensor:
+    """The elements that a gradient stores, dense or sparse."""
     return grad.values() if grad.is_sparse else grad

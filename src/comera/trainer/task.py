@@ -2,48 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.trainer.config import TrainConfig
 
 Batch = Any
 
 
-class Task(Protocol):
-    """What a recipe gives to `fit`. Batches may have any size, another one at each step.
+class Task(ABC):
+    """A training task. Its batches may have any size, and a different one at each step.
 
-    Optional members:
-    - `method`: "dense", "comera", ...: what the report calls it.
-    - `report_rows`: for layers.json, the rows of the conversion's report.
-    - `dense_total`: numbers of the dense original, for the ratios.
-    - `identity`: JSON-ready, what besides the TrainConfig decides what is learned, such as a hash of the data; a run
-      resumes only under the same one.
-    - `steps_per_epoch`: steps that see the training data once, for data that has an end.
-    - `evaluate(model, batch) -> (means, weight)`: means over a held-out batch by name, scalars with "loss" among them,
-      and what the batch counts, such as its examples; without it, the loss alone and every batch alike. A third value,
-      a tensor (B, ...) with a row for each example, is kept for `evaluate_rows(rows) -> {name: number}`: what is no
-      mean over batches, made of the rows of all held-out data, in any order.
-    - `optimizer(config) -> torch.optim.Optimizer`: over the model's parameters, on their device by then, at the peak
-      learning rates; without it, fused AdamW over `param_groups`. A run resumes exactly where its state is tensors and
-      JSON-ready values by parameter.
-    - `after_step(step) -> None`: called after each step of the optimizer, counted from 1 over the whole run; what it
-      changes must live in the model's parameters and buffers or in the optimizer's state.
-    - `examples(batch) -> int`: examples in a batch; without it, `batch_size`.
-    - `counted`: what `tokens` counts, for people: "tokens" if left out.
+    A subclass sets `name` and `model` and defines the abstract methods; everything else has a default.
+
+    Attributes:
+        name: name of the recipe.
+        model: the model to train, in place.
+        method: what the report calls the method, such as "dense" or "comera". None: one of these two, by the model.
+        report_rows: rows of the conversion report, for layers.json.
+        dense_total: parameters of the dense original, for the compression ratios. None: counted from the model.
+        identity: JSON-ready values besides the TrainConfig that decide what is learned, such as a hash of the data. A
+            run resumes only under the same ones.
+        steps_per_epoch: steps per pass over the training data. None: the data has no end.
+        counted: the unit that `tokens` counts, for display.
     """
 
     name: str
     model: nn.Module
+    method: str | None = None
+    report_rows: Sequence[Mapping[str, Any]] = ()
+    dense_total: int | None = None
+    identity: Mapping[str, Any] = {}
+    steps_per_epoch: int | None = None
+    counted: str = "tokens"
 
+    @abstractmethod
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
         """Micro-batch `micro` of step `step`, both from 0, for process `rank` of `world`: a pure function."""
 
+    @abstractmethod
     def eval_batches(self) -> Iterable[Batch]:
-        """Held-out batches, the same ones each time."""
+        """The held-out batches, the same ones each time."""
 
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The batch's mean loss, a scalar."""
+        """The mean loss of a batch, a scalar."""
 
+    @abstractmethod
     def tokens(self, batch: Batch) -> int:
-        """Tokens, or whatever the recipe counts as its input, in a batch; padding is none."""
+        """Tokens in a batch without padding, or whatever unit `counted` names."""
+
+    def examples(self, batch: Batch) -> int | None:
+        """Examples in a batch. None: `TrainConfig.batch_size`."""
+        return None
+
+    def evaluate(
+        self, model: nn.Module, batch: Batch
+    ) -> tuple[Mapping[str, Tensor], int] | tuple[Mapping[str, Tensor], int, Tensor]:
+        """Means over a held-out batch, scalars by name with "loss" among them, and the weight of the batch.
+
+        A third value, a tensor (B, ...) with one row per example, is collected for `evaluate_rows`.
+        Default: the loss alone, with equal weights.
+        """
+        return {"loss": self.loss(model, batch)}, 1
+
+    def evaluate_rows(self, rows: Tensor) -> Mapping[str, float]:
+        """Metrics that are no means over batches, from the rows of all held-out batches in any order."""
+        return {}
+
+    def optimizer(self, config: TrainConfig) -> Optimizer | None:
+        """An optimizer over the model's parameters, already on their device, at the peak learning rates.
+
+        A run resumes exactly if the optimizer's state consists of tensors and JSON-ready values per parameter.
+        Default: None, for fused AdamW over `param_groups`.
+        """
+        return None
+
+    def after_step(self, step: int) -> object:
+        """Called after each optimizer step, counted from 1 over the whole run.
+
+        It may change only the model's parameters and buffers and the optimizer's state.
+        """
+        return None

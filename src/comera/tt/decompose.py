@@ -1,16 +1,18 @@
-"""From a dense weight to cores (TT-SVD), and from cores to fewer numbers (rounding).
+"""From a dense weight to cores (TT-SVD), and from cores to cores of smaller ranks (rounding).
 
-Both sweep over the bonds from left to right and truncate one unfolding at a time by an SVD (Oseledets 2011,
-"Tensor-train decomposition", algorithms 1 and 2). Squared errors of the bonds add up, so for a relative error ε in
-total each of the order−1 bonds may drop singular values of norm δ = ε ‖W‖ / sqrt(order−1).
+Both go through the inner ranks from left to right and truncate one unfolding at a time by an SVD (Oseledets 2011,
+"Tensor-train decomposition", algorithms 1 and 2). Their squared errors add up: for a total relative error ε, each of
+the order−1 truncations may drop singular values of norm δ = ε ‖W‖ / sqrt(order−1).
 
-Ranks of the result: at most the caps, and at most what the modes and the ranks before allow. Without `rel_error`
-nothing else is dropped, so directions of singular value 0 stay and can be trained. With it (0.0 counts) a bond keeps
-only what exceeds δ and the rounding of float64 (1e-12 ‖W‖); a weight of zeros then has rank 0. A cap of 0 on one bond
-empties them all.
+A rank of the result is at most its cap, and at most what the modes and the rank before allow. Without `rel_error`
+nothing else is dropped: directions with singular value 0 stay and can be trained. With it (0.0 counts) a rank keeps
+only what exceeds δ and the rounding of float64 (1e-12 ‖W‖); a weight of zeros then has rank 0. If one cap is 0, all
+ranks are 0.
 
-Shapes: R/S left/right rank, N mode(s). All arithmetic is float64; cores come back in the dtype of the input, each
-with the same Frobenius norm (unless W = 0), so that training starts from balanced cores.
+All arithmetic is float64. Cores come back in the dtype of the input, each with the same Frobenius norm (unless W = 0),
+so that training starts from balanced cores.
+
+Shapes: R/S left/right rank, N mode(s).
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from torch import Tensor
 
 from comera.errors import SpecError
 from comera.tt.dense import fold, materialize
-from comera.tt.spec import Spec
+from comera.tt.spec import Spec, check_cores
 
 _ROUNDING = 1e-12  # relative norm of the singular values that float64 leaves where exact arithmetic has zeros
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Cores of a weight with their spec (the ranks that were found) and the relative Frobenius error made."""
+    """Cores of `spec.core_shapes`, with the ranks that were found, and the relative Frobenius error of the weight."""
 
     spec: Spec
     cores: list[Tensor]
@@ -40,27 +42,35 @@ class Decomposition:
 
 @torch.no_grad()
 def tt_svd(weight: Tensor, spec: Spec, *, rel_error: float | None = None) -> Decomposition:
-    """Cores of a dense weight, at most sqrt(order−1) times worse than the best ones of the same ranks.
+    """Decompose a dense weight into cores, by TT-SVD (algorithm 1; docs/method.md §1).
 
-    weight: (rows, columns) of `spec.shape`, any floating dtype; `spec.ranks` are caps.
-    rel_error: wanted relative Frobenius error, in [0, 1); the caps still hold.
-    The error returned is measured against the returned cores, their cast included (0 for a weight of zeros).
-    Raises SpecError for another shape, a dtype that is not floating, NaN or infinity.
+    The error is at most sqrt(order−1) times that of the best cores of the same ranks. It is measured after the cast to
+    the weight's dtype (0 for a weight of zeros).
+
+    weight: (rows, columns) of `spec.shape`, floating-point. spec: modes, and caps for the ranks. rel_error: relative
+    Frobenius error to allow, in [0, 1), with ranks as small as it permits; by default ranks are as large as the caps.
+    Raises SpecError for another shape, a dtype that is not floating-point, NaN or infinity.
+
+        >>> from comera.tt import tt_spec
+        >>> weight = torch.outer(torch.arange(1.0, 25.0), torch.ones(36))
+        >>> found = tt_svd(weight, tt_spec(24, 36, order=4, rank=8), rel_error=0.01)
+        >>> print(found.spec, found.error < 1e-6)
+        TT 6·4 / 6·6 ranks 2-1-1 True
     """
     if tuple(weight.shape) != spec.shape:
         raise SpecError(f"expected a weight of shape {spec.shape} for {spec}, got {tuple(weight.shape)}")
-    _check_numbers("the weight", weight)
+    _check_finite("the weight", weight)
     dense = weight.double()
     norm = float(dense.norm())
     delta = _delta(rel_error, norm, spec.order)
-    rest, ranks, chain = fold(spec, dense), [1], []
+    rest, ranks, found = fold(spec, dense), [1], []
     for k, cap in enumerate(_caps(spec)):
         unfolding = rest.reshape(ranks[k] * spec.sizes[k], prod(spec.sizes[k + 1 :]))
         core, rest, _ = _truncate(unfolding, cap, delta)
-        chain.append(core)
+        found.append(core)
         ranks.append(core.shape[1])
     spec = spec.with_ranks((*ranks, 1))
-    cores = _finish(spec, [*chain, rest], weight.dtype)
+    cores = _finish(spec, [*found, rest], weight.dtype)
     error = float((dense - materialize(spec, [core.double() for core in cores])).norm())
     return Decomposition(spec, cores, error / norm if norm else error)
 
@@ -73,65 +83,65 @@ def round_cores(
     ranks: int | Sequence[int] | None = None,
     rel_error: float | None = None,
 ) -> Decomposition:
-    """Re-compress a chain to smaller ranks or to a given error; the dense weight is never formed.
+    """Compress cores to smaller ranks or to a given error (algorithm 2); the dense weight is never formed.
 
-    cores: `spec.order` tensors of `spec.core_shapes`, rank parameters absorbed.
-    ranks: caps, one integer or all order+1 (default: those of `spec`). rel_error: wanted relative error, in [0, 1).
-    The error returned is that of the truncation, padding included, before the cores are cast back.
+    The error is that of the truncation, padding included, before the cast to the dtype of the first core.
+
+    cores: `order` tensors of `spec.core_shapes` that have absorbed the gates. ranks: caps, one integer or all order+1;
+    those of `spec` by default. rel_error: relative Frobenius error to allow, in [0, 1).
     Raises SpecError for other shapes, ranks that do not fit the modes, NaN or infinity.
     """
-    _check_cores(spec, cores)
+    _check_operands(spec, cores)
     caps = _caps(spec if ranks is None else spec.with_ranks(ranks))
-    chain = _right_orthogonal(cores)
-    norm = float(chain[0].norm())
+    rounded = _right_orthogonal(cores)
+    norm = float(rounded[0].norm())
     delta = _delta(rel_error, norm, spec.order)
-    # left to right: truncate, and hand what remains to the next core
     new_ranks, dropped = [1], 0.0
     for k, cap in enumerate(caps):
-        chain[k], rest_SS, lost = _truncate(chain[k].flatten(0, 1), cap, delta)
-        chain[k + 1] = torch.tensordot(rest_SS, chain[k + 1], dims=1)
+        rounded[k], rest_SS, lost = _truncate(rounded[k].flatten(0, 1), cap, delta)
+        rounded[k + 1] = torch.tensordot(rest_SS, rounded[k + 1], dims=1)
         new_ranks.append(rest_SS.shape[0])
         dropped += lost**2
     spec = spec.with_ranks((*new_ranks, 1))
-    return Decomposition(spec, _finish(spec, chain, cores[0].dtype), sqrt(dropped) / norm if norm else 0.0)
+    return Decomposition(spec, _finish(spec, rounded, cores[0].dtype), sqrt(dropped) / norm if norm else 0.0)
 
 
 @torch.no_grad()
 def singular_values(spec: Spec, cores: Sequence[Tensor]) -> list[Tensor]:
-    """Singular values of the unfolding at each inner bond, descending, float64; the dense weight is never formed.
+    """Singular values of the unfolding at each inner rank, `order - 1` descending float64 vectors.
 
-    cores: as in `round_cores`. Dropping σ at one bond makes a Frobenius error of σ. Raises SpecError as it does.
+    The dense weight is never formed. Dropping a singular value σ at one rank makes a Frobenius error of σ.
+
+    cores: as for `round_cores`. Raises SpecError for other shapes, NaN or infinity.
     """
-    _check_cores(spec, cores)
-    chain = _right_orthogonal(cores)
+    _check_operands(spec, cores)
+    train = _right_orthogonal(cores)
     values = []
     for k in range(spec.order - 1):
-        _, sigma, vh = torch.linalg.svd(chain[k].flatten(0, 1), full_matrices=False)
+        _, sigma, vh = torch.linalg.svd(train[k].flatten(0, 1), full_matrices=False)
         values.append(sigma)
-        chain[k + 1] = torch.tensordot(sigma[:, None] * vh, chain[k + 1], dims=1)
+        train[k + 1] = torch.tensordot(sigma[:, None] * vh, train[k + 1], dims=1)
     return values
 
 
 def _right_orthogonal(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Cores (R, N, S) in float64, all but the first with orthonormal rows (R, N·S), so that it alone has the norm."""
-    chain = [core.double().flatten(1, -2) for core in cores]
-    for k in range(len(chain) - 1, 0, -1):
-        q, r = torch.linalg.qr(chain[k].flatten(1).mT)
-        chain[k] = q.mT.reshape(q.shape[1], *chain[k].shape[1:])
-        chain[k - 1] = torch.tensordot(chain[k - 1], r.mT, dims=1)
-    return chain
+    """Cores (R, N, S) in float64, all but the first with orthonormal rows (R, N·S); the first has the whole norm."""
+    train = [core.double().flatten(1, -2) for core in cores]
+    for k in range(len(train) - 1, 0, -1):
+        q, r = torch.linalg.qr(train[k].flatten(1).mT)
+        train[k] = q.mT.reshape(q.shape[1], *train[k].shape[1:])
+        train[k - 1] = torch.tensordot(train[k - 1], r.mT, dims=1)
+    return train
 
 
-def _check_cores(spec: Spec, cores: Sequence[Tensor]) -> None:
-    came = tuple(tuple(core.shape) for core in cores)
-    if came != spec.core_shapes:
-        raise SpecError(f"expected cores of shapes {spec.core_shapes} for {spec}, got {came}")
+def _check_operands(spec: Spec, cores: Sequence[Tensor]) -> None:
+    check_cores(spec, cores)
     for k, core in enumerate(cores):
-        _check_numbers(f"core {k}", core)
+        _check_finite(f"core {k}", core)
 
 
 def _truncate(matrix: Tensor, cap: int, delta: float | None) -> tuple[Tensor, Tensor, float]:
-    """Orthonormal columns, the rest, and the Frobenius norm of what was dropped: matrix ≈ columns @ rest."""
+    """Orthonormal columns, the remainder, and the Frobenius norm of what was dropped: matrix ≈ columns @ remainder."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     tails = s.square().flip(0).cumsum(0).flip(0).sqrt()  # tails[r]: norm of all that a rank r drops; descending
     rank = min(cap, len(s))
@@ -141,7 +151,7 @@ def _truncate(matrix: Tensor, cap: int, delta: float | None) -> tuple[Tensor, Te
 
 
 def _delta(rel_error: float | None, norm: float, order: int) -> float | None:
-    """Norm that one bond may drop; never below the rounding of float64, which else would count as rank."""
+    """Norm that one truncation may drop; at least the rounding of float64, which would count as rank otherwise."""
     if rel_error is None:
         return None
     if not 0 <= rel_error < 1:
@@ -150,7 +160,7 @@ def _delta(rel_error: float | None, norm: float, order: int) -> float | None:
 
 
 def _caps(spec: Spec) -> tuple[int, ...]:
-    """Caps of the inner bonds; an empty bond empties the chain."""
+    """Caps of the inner ranks; a single cap of 0 makes the weight zero, and so all ranks."""
     return spec.inner_ranks if all(spec.inner_ranks) else (0,) * len(spec.inner_ranks)
 
 
@@ -163,9 +173,9 @@ def _finish(spec: Spec, cores: Sequence[Tensor], dtype: torch.dtype) -> list[Ten
     return [core.reshape(shape).to(dtype) for core, shape in zip(cores, spec.core_shapes, strict=True)]
 
 
-def _check_numbers(what: str, tensor: Tensor) -> None:
+def _check_finite(what: str, tensor: Tensor) -> None:
     if tensor.is_meta or not tensor.is_floating_point():
-        raise SpecError(f"{what} must hold floating-point numbers, got {tensor.dtype} on {tensor.device}")
+        raise SpecError(f"{what} must be a floating-point tensor with data, got {tensor.dtype} on {tensor.device}")
     bad = int((~tensor.isfinite()).sum())
     if bad:
         raise SpecError(f"{what} holds NaN or infinity in {bad} of {tensor.numel()} entries and cannot be decomposed")

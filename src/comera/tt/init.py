@@ -1,4 +1,4 @@
-"""Cores whose materialised weight has a wanted standard deviation."""
+"""Random cores whose dense weight has a given standard deviation."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ def init_cores(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> list[Tensor]:
-    """Random cores, for rank parameters of one, whose materialised weight has the standard deviation `std`.
+    """Random cores whose dense weight has the standard deviation `std`, for gates of one.
 
-    A chain of Gaussian cores multiplies their unevenness: rows of very unequal norm, entries of heavy tails and a
-    spread of singular values that grow with the order. So each mode's slice of a core is drawn as a random isometry
-    (semi-orthogonal matrix), which keeps every row of the weight (a feature, a token) at about the same norm.
+    Gaussian cores multiply their unevenness: the norms of rows grow unequal, entries get heavy tails and the singular
+    values spread, the more the higher the order. So each mode's slice of a core is a random isometry (semi-orthogonal
+    matrix), which gives every row of the weight (a feature, a token) about the same norm. All cores have entries of
+    about the same size, s = (std² / Π r_k)^(1 / 2·order). See docs/method.md §9.
 
-    std: target root mean square of the weight, padding included; met to rounding, not only on average.
-    Every core gets about the same entries, s = (std² / Π r_k)^(1 / 2·order) (METHOD §1). A rank of 0 gives empty cores.
-    generator: its device draws the numbers (default: the CPU, so that a seed gives the same cores on every device).
-    Drawn in float32, or float64 for that dtype, then cast. Raises SpecError for a std that is negative or not finite.
+    std: root mean square of the weight, padding included; met up to rounding, not only on average. generator: draws on
+    its own device; the CPU's by default, so that a seed gives the same cores on every device. dtype: that of the cores;
+    they are drawn in float32, or in float64 for that dtype, and cast.
+    Raises SpecError for a std that is negative or not finite.
     """
     if not (isfinite(std) and std >= 0):
-        raise SpecError(f"the std of a materialised weight must be finite and >= 0, got {std} for {spec}")
+        raise SpecError(f"the std of a dense weight must be finite and >= 0, got {std} for {spec}")
     rows = spec.row_modes if isinstance(spec, TTMSpec) else spec.sizes
     device_drawn = generator.device if generator else torch.device("cpu")
     wide = torch.promote_types(dtype, torch.float32)
@@ -52,7 +53,7 @@ def init_cores(
 def _isometries(count: int, rows: int, columns: int, draw: Callable[..., Tensor]) -> Tensor:
     """Random semi-orthogonal matrices (count, rows, columns): Q Qᵀ = I, or Qᵀ Q = I where rows > columns.
 
-    As many as fit are cut from one orthogonal matrix, so that together they treat every direction alike too.
+    As many as fit are slices of one orthogonal matrix, so that together they treat every direction alike too.
     """
     short, long = sorted((rows, columns))
     if short == 0:
@@ -62,6 +63,6 @@ def _isometries(count: int, rows: int, columns: int, draw: Callable[..., Tensor]
     q, r = torch.linalg.qr(gauss)
     q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform over the orthogonal matrices (Mezzadri 2007)
     if long == 1:
-        q = q + gauss  # a 1 × 1 isometry is a sign only, and equal slices would stay equal features
+        q = q + gauss  # a 1 × 1 isometry is only a sign, and equal slices would stay equal features
     slices: Tensor = q.mT.reshape(-1, short, long)[:count]
     return slices if rows == short else slices.mT

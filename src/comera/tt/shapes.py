@@ -1,7 +1,7 @@
 """Modes for any number of features, and specs built from them.
 
-The numbers that a chain stores grow with the sum of its modes, so modes are balanced; where only a larger product
-can be balanced (primes!), features are padded. Padding has a price, so that it is taken only where it pays.
+The number of parameters grows with the sum of the modes, so the modes are balanced. Where only a larger product can be
+balanced (a prime number of features), features are padded, at a price: padding is chosen only where it pays.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 from comera.errors import SpecError
 from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
 
-# Orders that the layers are tested for; a spec built directly may have any.
+# Orders that the layers are tested with; a spec that is built directly may have any.
 TT_ORDERS = range(2, 9)
 TTM_ORDERS = range(1, 9)
 
-# A padded product must be this much cheaper than an exact one (as a fraction, so that prices stay integers): the
-# merged factors have to be sliced, and lose the alignment of their rows.
+# A padded product must be this much cheaper than an exact one (as a fraction, so that prices stay integers): padding
+# makes the merged factors slices, whose rows are not aligned.
 _PADDED, _EXACT = 11, 10
 
 
 class _Choice(NamedTuple):
-    """Modes with their price; compared field by field, so ties go to less padding, then to the smaller largest mode."""
+    """Modes and their price; compared field by field: ties go to less padding, then to the smaller largest mode."""
 
     price: int
     product: int
@@ -35,12 +35,15 @@ class _Choice(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def balanced_modes(features: int, count: int, *, max_padding: float = 0.1) -> tuple[int, ...]:
-    """`count` modes, descending, whose product is at least `features`, at the lowest price
+    """The `count` modes with the lowest price whose product holds all features:
 
-        price = sum(modes) · product / features · (1.1 if padded else 1),   product <= (1 + max_padding) · features.
+        price = sum(modes) · product / features · (1.1 if padded else 1),   product <= (1 + max_padding) · features
 
-    An exact product wins ties; `max_padding=0` forces one (a prime then gives itself and ones).
-    Raises SpecError for features or count below 1 and for a negative max_padding.
+    The modes come in descending order. max_padding=0 forces an exact product (a prime then gives itself and ones); an
+    exact product wins ties. Raises SpecError for features or count below 1, or a negative max_padding.
+
+        >>> balanced_modes(768, 3), balanced_modes(30_522, 4)
+        ((12, 8, 8), (14, 14, 13, 12))
     """
     if features < 1 or count < 1:
         raise SpecError(f"expected features >= 1 and count >= 1, got features={features} and count={count}")
@@ -56,8 +59,8 @@ def balanced_modes(features: int, count: int, *, max_padding: float = 0.1) -> tu
 def _cheapest(features: int, count: int, limit: int, best: _Choice) -> _Choice:
     """The cheapest choice with a product in [features, limit], by branch and bound from the balanced modes outwards.
 
-    Modes are chosen in ascending order. The modes still to choose have at least the sum of equal ones (inequality of
-    the arithmetic and geometric means), which bounds the price from below and grows with the distance from balance.
+    Modes are chosen in ascending order. The sum of the remaining modes is at least that of equal ones (inequality of
+    the arithmetic and geometric means). This bounds the price from below and grows with the distance from balance.
     """
     exact = limit == features
     factor = _EXACT if exact else _PADDED
@@ -98,12 +101,17 @@ def tt_spec(
     in_modes: Sequence[int] | None = None,
     out_modes: Sequence[int] | None = None,
 ) -> TTSpec:
-    """A TTSpec with balanced modes, big ones outside: 768 -> 3072 is 12·8·8 / 12·16·16 at order 6.
+    """A TTSpec with balanced modes, the largest ones outside.
 
-    order: number of cores, 2 to 8, split evenly; an odd one goes to the bigger side. Given modes are kept as they are
-    and the other side gets the rest of the order.
-    rank: one integer, clipped bond by bond to what the modes allow, or all order+1 ranks with ones at both ends.
-    Raises SpecError when order, modes, ranks and features do not fit together.
+    order: number of cores, 2 to 8, split evenly between both sides; the larger side gets an odd one. rank: one integer,
+    clipped to what the modes allow, or all order+1 ranks with ones at both ends. in_modes, out_modes: modes to use; a
+    side without any gets the remaining cores.
+    Raises SpecError for order, modes, ranks and features that do not fit together.
+
+        >>> print(tt_spec(768, 3072))
+        TT 12·8·8 / 12·16·16 ranks 12-30-30-30-16
+        >>> print(tt_spec(768, 3072, order=2, rank=64))
+        TT 768 / 3072 ranks 64
     """
     _check_order("TT", order, TT_ORDERS)
     if in_modes is not None:
@@ -116,7 +124,7 @@ def tt_spec(
     if min(split, rest) < 1 or (out_modes is not None and len(out_modes) != rest):
         raise SpecError(
             f"order {order} does not fit in_modes={in_modes} and out_modes={out_modes}: it counts the modes of both "
-            "sides, at least one each; change the order or leave one side out to have it chosen"
+            "sides, at least one each; change the order, or omit one side to have it chosen"
         )
     ins = tuple(in_modes) if in_modes is not None else balanced_modes(in_features, split)
     outs = tuple(out_modes) if out_modes is not None else balanced_modes(out_features, rest)[::-1]
@@ -132,13 +140,16 @@ def ttm_spec(
     row_modes: Sequence[int] | None = None,
     col_modes: Sequence[int] | None = None,
 ) -> TTMSpec:
-    """A TTMSpec with balanced modes: 30,522 × 768 at order 4 is 14·12·13·14 × 8·4·4·6.
+    """A TTMSpec with balanced modes, the largest ones outside.
 
-    Big modes stand outside, where a core has one bond only, and columns are turned so that the two halves of the
-    chain, which a look-up merges, are about equally large.
-    order: number of cores, 1 to 8. Given modes are kept as they are.
-    rank: one integer, clipped bond by bond to what the modes allow, or all order+1 ranks with ones at both ends.
-    Raises SpecError when order, modes, ranks and features do not fit together.
+    There a core has only one inner rank. The columns are arranged so that the left and the right part of the cores,
+    which a lookup merges, are of about the same size.
+
+    order: number of cores, 1 to 8. rank: as for `tt_spec`. row_modes, col_modes: `order` modes each to use.
+    Raises SpecError for order, modes, ranks and features that do not fit together.
+
+        >>> print(ttm_spec(30_522, 768))
+        TTM 14·12·13·14 × 8·4·4·6 ranks 32-32-32
     """
     _check_order("TTM", order, TTM_ORDERS)
     for name, modes in (("row_modes", row_modes), ("col_modes", col_modes)):
@@ -155,7 +166,7 @@ def ttm_spec(
 
 
 def _arrangements(features: int, order: int) -> list[tuple[int, ...]]:
-    """Balanced modes placed from both ends inwards (1st left, 2nd and 3rd right, 4th and 5th left, ...), both ways."""
+    """Balanced modes from both ends inwards (1st left, 2nd and 3rd right, 4th and 5th left, ...), and mirrored."""
     modes = balanced_modes(features, order)
     left = [mode for k, mode in enumerate(modes) if k % 4 in (0, 3)]
     right = [mode for k, mode in enumerate(modes) if k % 4 in (1, 2)]
@@ -163,7 +174,7 @@ def _arrangements(features: int, order: int) -> list[tuple[int, ...]]:
 
 
 def _imbalance(rows: Sequence[int], cols: Sequence[int]) -> float:
-    """Rows times columns of the larger half of the chain over those of the smaller one, a middle core left out."""
+    """Size of the larger of both sides of the train over that of the smaller one, not counting a core in the middle."""
     half = len(rows) // 2
     first = prod(rows[:half]) * prod(cols[:half])
     second = prod(rows[len(rows) - half :]) * prod(cols[len(cols) - half :])

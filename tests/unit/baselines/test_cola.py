@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from comera.baselines.cola import CoLA, CoLALinear, cola_
-from comera.baselines.common import linears
+from comera.baselines.common import linear_layers
 from comera.errors import ConfigError, ConversionError
 from comera.trainer.config import TrainConfig
 
@@ -81,7 +81,7 @@ def test_tied_weights_subclasses_and_skipped_layers_stay() -> None:
     )
     model["head"].weight = model["table"].weight
     model["again"] = model["free"]
-    assert list(linears(model, skip=("skip*",))) == ["free"]
+    assert list(linear_layers(model, skip=("skip*",))) == ["free"]
     cola_(model, skip=("skip*",))
     assert type(model["free"]) is CoLALinear
     assert model["again"] is model["free"]

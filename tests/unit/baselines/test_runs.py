@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from comera.baselines import LTE, METHODS, BaselineConfig, CoLA, GaLore, Method, Tensorly
-from comera.cli.main import main as cli
+from comera.baselines import BASELINES, LTE, BaselineConfig, CoLA, GaLore, Method, Tensorly, check_method
+from comera.cli import main as cli
 from comera.errors import ConfigError
-from comera.recipes.methods import check_method, estimates_by_method, follow
+from comera.recipes.task import estimates_by_method, follow
 from comera.report import compare, inspect, render
 from comera.report.layers import layer_table
 from comera.report.run import read_run
 from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
+from comera.trainer.task import Task
 
 SETTINGS = BaselineConfig(
     galore=GaLore(rank=2, update_proj_gap=3),
@@ -35,7 +36,7 @@ CONFIG = TrainConfig(
 )
 
 
-class Task:
+class Toy(Task):
     """Regression onto a fixed function; the stop comes as the interrupt of a person, between two steps."""
 
     name = "regression"
@@ -69,22 +70,22 @@ def end_state(run: Path) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for file in files for name, value in file.items()}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BASELINES)
 def test_a_stopped_run_resumes_to_the_bit(method: str, tmp_path: Path) -> None:
     config = replace(CONFIG, save_every=1)
-    whole = fit(Task(method), config, tmp_path / "whole")
+    whole = fit(Toy(method), config, tmp_path / "whole")
     for stop in (5, 6, 9):  # between merges and projections, and at them
         with pytest.raises(KeyboardInterrupt):
-            fit(Task(method, stop), config, tmp_path / "run", resume=True)
-    again = fit(Task(method), config, tmp_path / "run", resume=True)
+            fit(Toy(method, stop), config, tmp_path / "run", resume=True)
+    again = fit(Toy(method), config, tmp_path / "run", resume=True)
     assert again.held_out_loss == whole.held_out_loss
     assert end_state(tmp_path / "run") == end_state(tmp_path / "whole")
     assert whole.method == method
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BASELINES)
 def test_training_learns(method: str, tmp_path: Path) -> None:
-    task = Task(method)
+    task = Toy(method)
     task.model.eval()
     before = task.loss(task.model, next(task.eval_batches())).item()
     task.model.train()
@@ -96,8 +97,8 @@ def test_training_learns(method: str, tmp_path: Path) -> None:
 def test_a_run_does_not_resume_under_other_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, steps=2, save_every=1)
     with pytest.raises(KeyboardInterrupt):
-        fit(Task("lte", stop=1), config, tmp_path, resume=True)
-    task = Task("lte")
+        fit(Toy("lte", stop=1), config, tmp_path, resume=True)
+    task = Toy("lte")
     task.identity = replace(SETTINGS, lte=replace(SETTINGS.lte, merge_every=5)).identity("lte")
     with pytest.raises(ConfigError, match=r"baselines\.lte\.merge_every: expected 4, got 5"):
         fit(task, config, tmp_path, resume=True)
@@ -107,7 +108,7 @@ def test_a_run_does_not_resume_under_other_settings(tmp_path: Path, monkeypatch:
 def test_reports_show_baselines_as_what_they_are(tmp_path: Path) -> None:
     runs = {method: tmp_path / method for method in ("cola", "lte", "galore", "tensorly", "dense")}
     for method, folder in runs.items():
-        fit(Task(method), replace(CONFIG, steps=4), folder)
+        fit(Toy(method), replace(CONFIG, steps=4), folder)
     text = compare(runs, tmp_path)
     head, _, *lines = ([cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines())
     cells = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
@@ -156,5 +157,5 @@ def test_a_method_without_its_package_is_refused_before_anything_runs(
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, got 'x'"):
         check_method("x")
-    for method in METHODS:
+    for method in BASELINES:
         check_method(method)

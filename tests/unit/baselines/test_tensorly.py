@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from comera.baselines import check_installed
+from comera.baselines import check_method, installed
 from comera.baselines.tensorly import Tensorly, tensorly_
 from comera.errors import ConfigError
 from comera.trainer.config import TrainConfig
@@ -82,8 +82,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(ConfigError, match=f"method tensorly needs the package tensorly-torch, {said}"):
                 tensorly_(model)
             assert type(model[0]) is nn.Linear
-    check_installed("tensorly")
-    check_installed("dense")
+    check_method("tensorly")
+    check_method("dense")
+    assert installed("dense")
 
 
 def test_settings_out_of_range_are_refused() -> None:

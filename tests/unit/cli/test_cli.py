@@ -1,4 +1,4 @@
-"""The shell: help from the fields' docs, files and options, one clear line for every mistake, exit codes."""
+"""The command line: help from the fields' docs, files and options, one line per mistake, exit codes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import yaml
 
 import comera
 from comera import report
-from comera.cli.main import main, options
-from comera.cli.main import main as cli
+from comera.cli import main as cli
+from comera.cli import options
+from comera.cli.main import main
 from comera.errors import TrainingError
 from comera.rank.objective import EarlyStage
 from comera.recipes.code_lm import recipe as code_lm
@@ -29,7 +30,7 @@ from comera.trainer.config import TrainConfig
 
 @pytest.fixture
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of a run that takes a second: real code, a tiny model, three steps on CPU."""
+    """Options of a run that takes a second: real code, a tiny model, three steps on the CPU."""
     cache = tmp_path_factory.getbasetemp() / "data-cache"
     options = {
         "data.path": Path(json.__file__).parent,
@@ -63,17 +64,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"comera {comera.__version__}\n"
 
 
-def test_python_m_comera_helps_without_importing_what_training_needs() -> None:
-    code = (
-        "import runpy, sys; sys.argv = ['comera', '--help']\n"
-        "try: runpy.run_module('comera', run_name='__main__')\n"
-        "finally: print({'transformers', 'accelerate', 'jsonargparse', 'matplotlib', 'rich'} & set(sys.modules))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "train" in shown.stdout
-    assert shown.stdout.endswith("set()\n")
-
-
 @pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "bert"], ["inspect"], ["compare"]])
 def test_a_wrong_command_shows_its_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -82,16 +72,17 @@ def test_a_wrong_command_shows_its_usage(argv: list[str], capsys: pytest.Capture
 
 
 def field_docs(kind: type) -> Iterator[tuple[str, str]]:
-    """Names of a dataclass's fields and the text under each."""
-    (body,) = (node.body for node in ast.walk(ast.parse(inspect.getsource(kind))) if isinstance(node, ast.ClassDef))
-    for node, following in pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            assert isinstance(following, ast.Expr), f"{kind.__name__}.{node.target.id} has no text under it"
-            assert isinstance(following.value, ast.Constant)
-            yield node.target.id, inspect.cleandoc(following.value.value)
+    """Names of a dataclass's fields, inherited ones included, with the docstring under each."""
+    for base in filter(dataclasses.is_dataclass, kind.__mro__):
+        (body,) = (n.body for n in ast.walk(ast.parse(inspect.getsource(base))) if isinstance(n, ast.ClassDef))
+        for node, following in pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                assert isinstance(following, ast.Expr), f"{base.__name__}.{node.target.id} has no docstring"
+                assert isinstance(following.value, ast.Constant)
+                yield node.target.id, inspect.cleandoc(following.value.value)
 
 
-def test_help_shows_every_field_with_the_text_under_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["train", "code-lm", "--help"])
     shown = "".join(capsys.readouterr().out.split())  # however the lines are broken
@@ -111,7 +102,7 @@ def test_help_shows_every_field_with_the_text_under_it(capsys: pytest.CaptureFix
             assert "".join(text.split()).rstrip(".") in shown
 
 
-def test_options_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+def test_options_override_the_file_and_the_file_the_preset(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("method: dense\ntrain:\n  seed: 3\n  batch_size: 5\ncompress:\n  rank: [1, 4, 1]\n")
     argv = ["--config", str(file), "--train.batch_size", "6", "--data.suffixes", "[.py, .c]"]
@@ -121,7 +112,7 @@ def test_options_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) 
     assert config.train.lr == code_lm.preset("dense").train.lr
 
 
-def test_each_method_starts_from_its_preset_and_options_win_over_it() -> None:
+def test_each_method_starts_from_its_preset_and_options_override_it() -> None:
     for method in ("dense", "comera"):
         assert options.parse("train", "code-lm", ["--method", method])[1] == code_lm.preset(method)
     _, config, _ = options.parse("train", "code-lm", ["--train.lr", "0.5", "--method", "dense"])
@@ -131,11 +122,11 @@ def test_each_method_starts_from_its_preset_and_options_win_over_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--train.stepz", "3"], "unknown field --train.stepz: did you mean train.steps"),
         (["--lr=1"], "unknown field --lr: did you mean train.lr?"),
-        (["--colour", "red"], "unknown field --colour: there is none like it"),
+        (["--colour", "red"], "unknown field --colour: no field is similar"),
         (["--train.steps", "many"], "train.steps: expected int | None, got many"),
         (
             ["--method", "lora"],
@@ -151,34 +142,34 @@ def test_each_method_starts_from_its_preset_and_options_win_over_it() -> None:
     ],
 )
 def test_a_mistake_gives_one_line_and_exit_code_2(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "code-lm", *argv]) == 2
     shown = capsys.readouterr().err
-    assert said in shown
+    assert message in shown
     assert shown.startswith("comera: ")
     assert shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("train:\n  stepz: 3\n", "unknown field 'train.stepz' in {file}: did you mean train.steps"),
         ("model: {hidden: 8, wide: {a: 1}}\n", "unknown field 'model.wide.a' in {file}"),
-        ("train: [1, 2\n", "--config {file} is not YAML"),
-        ("- train\n", "expected fields and values in --config {file}, got list"),
+        ("train: [1, 2\n", "--config {file} is not valid YAML"),
+        ("- train\n", "expected a mapping of fields in --config {file}, got list"),
         ("train:\n  steps: many\n", "train.steps: expected int | None, got many"),
     ],
 )
 def test_a_mistake_in_a_file_gives_one_line_and_exit_code_2(
-    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(content)
     for argv in (["--config", str(file)], [f"--config={file}"]):
         assert main(["train", "code-lm", *argv]) == 2
         shown = capsys.readouterr().err
-        assert said.format(file=file) in shown
+        assert message.format(file=file) in shown
         assert shown.count("\n") == 1
 
 
@@ -191,13 +182,13 @@ def test_a_run_ends_with_its_report(tiny: list[str], tmp_path: Path, capsys: pyt
 
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the drawing, which takes longer than the tiny runs."""
+    """Skip the drawing, which takes longer than the tiny runs."""
     monkeypatch.setattr(report, "render", lambda folder: folder / "report.html")
 
 
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("method", ["comera", "dense"])
-def test_the_saved_configuration_runs_the_same_run_again(method: str, tiny: list[str], tmp_path: Path) -> None:
+def test_the_saved_configuration_repeats_the_run(method: str, tiny: list[str], tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
     assert main(["train", "code-lm", *tiny, "--method", method, "--out", str(first)]) == 0
     assert main(["train", "code-lm", "--config", str(first / "config.yaml"), "--out", str(again)]) == 0
@@ -309,7 +300,7 @@ def test_compare_gives_each_method_its_own_process_and_the_same_time(
         f"compare.{kind}" for kind in ("json", "png", "md", "html")
     }
     assert main(argv) == 2
-    assert "which has runs: --resume goes on with them" in capsys.readouterr().err
+    assert "which already has runs: continue them with --resume" in capsys.readouterr().err
 
 
 def test_compare_finds_mistakes_before_the_first_run(
@@ -317,9 +308,12 @@ def test_compare_finds_mistakes_before_the_first_run(
 ) -> None:
     monkeypatch.setattr(cli, "_run", None)
     argv = ["compare", "code-lm", "--seconds", "1", "--out", str(tmp_path / "both")]
-    for wrong, said in [(["--methods", "dense,lora"], "lora"), (["--train.stepz", "1"], "unknown field --train.stepz")]:
+    for wrong, message in [
+        (["--methods", "dense,lora"], "lora"),
+        (["--train.stepz", "1"], "unknown field --train.stepz"),
+    ]:
         assert main([*argv, *wrong]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "both").exists()
 
 
@@ -328,13 +322,11 @@ def test_compare_stops_at_a_run_that_fails(
 ) -> None:
     monkeypatch.setattr(cli, "_run", lambda command: (1, False))
     assert main(["compare", "code-lm", "--seconds", "1", "--out", str(tmp_path / "both")]) == 1
-    assert "ended with exit code 1, see above" in capsys.readouterr().err
+    assert "failed with exit code 1, see above" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_comparison_that_is_stopped_goes_on_where_it_was(
-    tiny: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_comparison_resumes(tiny: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, steps = tmp_path / "both", 600
     argv = ["compare", "code-lm", "--methods", "comera,dense", "--out", str(out), *tiny, "--train.steps", str(steps)]
     metrics = out / "comera" / "metrics.jsonl"
@@ -343,14 +335,14 @@ def test_a_comparison_that_is_stopped_goes_on_where_it_was(
             time.sleep(0.02)
         process.terminate()
         assert process.wait() == 130
-    assert f"to go on: comera compare code-lm --out {out} --resume" in capfd.readouterr().err
-    stopped = json.loads((out / "comera" / "summary.json").read_text())  # it was waited for
+    assert f"resume with: comera compare code-lm --out {out} --resume" in capfd.readouterr().err
+    stopped = json.loads((out / "comera" / "summary.json").read_text())  # the comparison waited for it
     assert stopped["stopped"] == "interrupted"
     assert 0 < stopped["steps"] < steps
     assert not (out / "dense").exists()
 
     assert main(["compare", "code-lm", "--out", str(out), "--resume", "--methods", "dense"]) == 2
-    assert "give --out and --resume alone" in capfd.readouterr().err
+    assert "pass --out and --resume only" in capfd.readouterr().err
     assert main(["compare", "code-lm", "--out", str(out), "--resume"]) == 0
     rows = json.loads((out / "compare.json").read_text())
     assert [(row["name"], row["steps"], row["stopped"]) for row in rows] == [
@@ -358,6 +350,6 @@ def test_a_comparison_that_is_stopped_goes_on_where_it_was(
     ]
 
 
-def test_a_comparison_that_never_began_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_that_never_started_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "code-lm", "--out", str(tmp_path), "--resume"]) == 2
     assert "expected a comparison to resume" in capsys.readouterr().err

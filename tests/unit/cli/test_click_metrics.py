@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera.recipes.dlrm.click_metrics import auc, click_metrics, normalised_entropy
+from comera.recipes.dlrm.click_metrics import auc, click_metrics, normalized_entropy
 
 
 def auc_by_pairs(scores: Tensor, labels: Tensor) -> float:
@@ -40,21 +40,21 @@ def test_auc_is_exact_for_many_rows() -> None:
     assert auc(torch.arange(rows).float(), labels) == 1.0
 
 
-def test_normalised_entropy_is_relative_to_the_click_rate_alone() -> None:
+def test_normalized_entropy_is_relative_to_the_click_rate_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = (torch.rand(500, generator=generator) < 0.2).float()
     rate = float(labels.mean())
     constant = torch.full((500,), math.log(rate / (1 - rate)))
-    assert normalised_entropy(constant, labels) == pytest.approx(1.0, abs=1e-6)
+    assert normalized_entropy(constant, labels) == pytest.approx(1.0, abs=1e-6)
     scores = torch.randn(500, generator=generator)
     losses = [
         -math.log(1 / (1 + math.exp(-s if y else s))) for s, y in zip(scores.tolist(), labels.tolist(), strict=True)
     ]
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-    assert normalised_entropy(scores, labels) == pytest.approx(sum(losses) / 500 / entropy, rel=1e-6)
+    assert normalized_entropy(scores, labels) == pytest.approx(sum(losses) / 500 / entropy, rel=1e-6)
     assert click_metrics(scores, labels) == {
         "auc": auc(scores, labels),
-        "nce": normalised_entropy(scores, labels),
+        "nce": normalized_entropy(scores, labels),
     }
 
 

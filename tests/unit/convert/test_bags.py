@@ -89,5 +89,5 @@ def test_a_bag_does_not_become_an_embedding(tmp_path: Path) -> None:
     model = nn.Sequential(nn.EmbeddingBag(100, 16, mode="sum"))
     tensorize_(model, SMALL)
     save_pretrained(model, tmp_path)
-    with pytest.raises(CheckpointError, match="expected a chain for a Embedding 100 -> 16, got TTMEmbeddingBag"):
+    with pytest.raises(CheckpointError, match="expected a tensor train for a Embedding 100 -> 16, got TTMEmbeddingBag"):
         load_pretrained(nn.Sequential(nn.Embedding(100, 16)), tmp_path)

@@ -45,7 +45,7 @@ def test_configurations_take_lists_and_keep_their_own_overrides() -> None:
     assert config.overrides == {"up": None}
 
 
-def test_given_modes_tell_the_order() -> None:
+def test_given_modes_determine_the_order() -> None:
     assert TT(in_modes=(4, 4), out_modes=(16,)).spec(16, 16).order == 3
     assert TTM(row_modes=(4, 4), rank=3).spec(16, 16).order == 2
     assert TT(order=5, in_modes=(4, 4)).spec(16, 64).split == 2

@@ -305,7 +305,7 @@ def test_a_lazy_model_is_refused_until_it_has_shapes() -> None:
     assert isinstance(model[1], TTLinear)
 
 
-def test_conversion_on_the_meta_device_then_initialisation() -> None:
+def test_conversion_on_the_meta_device_then_initialization() -> None:
     with torch.device("meta"):
         model = Net()
     tensorize_(model, SMALL)
@@ -336,7 +336,7 @@ def test_materialize_gives_the_same_function(dtype: torch.dtype, tolerance: floa
     bias = model.up.bias
     tensorize_(model, SMALL)
     with torch.no_grad():
-        model.up.tt.rank_params[1][2] = -1.0  # inactive
+        model.up.tt.rank_params[1][2] = -1.0  # pruned
         model.blocks[1].bias.fill_(0.3)
     model.blocks[0].tt.requires_grad_(False)
     want = model(IDS)

@@ -1,4 +1,4 @@
-"""Tied weights: layers that hold one Parameter share one chain, are untied, or stay dense, and the report says so."""
+"""Tied weights: layers of one Parameter share one tensor train, are untied, or stay dense, as the report says."""
 
 import copy
 from dataclasses import replace
@@ -39,7 +39,7 @@ def notes(report: TensorizeReport) -> dict[str, str]:
 
 @pytest.mark.parametrize("pad", [None, 0])
 @pytest.mark.parametrize("bias", [True, False])
-def test_embedding_and_head_share_one_chain_and_come_back(pad: int | None, bias: bool) -> None:
+def test_embedding_and_head_share_one_train_and_come_back(pad: int | None, bias: bool) -> None:
     torch.manual_seed(0)
     model = Tied(pad, bias).to(torch.float64)
     kept = model.head.bias
@@ -73,7 +73,7 @@ def test_decomposed_ties_keep_the_function() -> None:
     torch.testing.assert_close(model(IDS), want, rtol=1e-9, atol=1e-9)
 
 
-def test_untie_gives_each_its_own_chain() -> None:
+def test_untie_gives_each_its_own_train() -> None:
     model = Tied(pad=0)
     report = tensorize_(model, replace(SMALL, tied="untie"))
     assert isinstance(model.embed, TTMEmbedding)
@@ -87,7 +87,7 @@ def test_untie_gives_each_its_own_chain() -> None:
 
 @pytest.mark.parametrize("tied", ["share", "untie"])
 @pytest.mark.parametrize(("dense", "other"), [("head", "embed"), ("embed", "head")])
-def test_a_tied_layer_that_is_left_out_keeps_the_dense_weight(dense: str, other: str, tied: str) -> None:
+def test_a_tied_layer_that_is_left_dense_keeps_the_dense_weight(dense: str, other: str, tied: str) -> None:
     model = Tied()
     weight = model.embed.weight
     report = tensorize_(model, replace(SMALL, overrides={dense: None}, tied=tied))
@@ -100,7 +100,7 @@ def test_a_tied_layer_that_is_left_out_keeps_the_dense_weight(dense: str, other:
     model(IDS).sum().backward()
 
 
-def test_two_tied_linear_layers_share_one_chain() -> None:
+def test_two_tied_linear_layers_share_one_train() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64))
     model[1].weight = model[0].weight
     report = tensorize_(model, SMALL)
@@ -111,7 +111,7 @@ def test_two_tied_linear_layers_share_one_chain() -> None:
     assert model[0].weight is model[1].weight
 
 
-def test_two_tied_embeddings_and_a_head_share_one_chain() -> None:
+def test_two_tied_embeddings_and_a_head_share_one_train() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(60, 32), "b": nn.Embedding(60, 32), "head": nn.Linear(32, 60)})
     model["b"].weight = model["head"].weight = model["a"].weight
     tensorize_(model, replace(SMALL, overrides={"b": TTM(order=3, rank=2), "head": TT(rank=3)}))
@@ -197,7 +197,7 @@ class InFirst(nn.Module):
         return x @ self.weight
 
 
-def test_weights_tied_the_other_way_round_stay_dense_but_convert_alone() -> None:
+def test_weights_that_are_tied_transposed_stay_dense_but_convert_alone() -> None:
     shape = replace(
         converters()[nn.Linear],
         shape=lambda layer: (layer.rows, layer.cols),
@@ -239,6 +239,6 @@ def test_ties_on_the_meta_device() -> None:
 def test_ties_survive_a_copy() -> None:
     model = Tied()
     tensorize_(model, SMALL)
-    twin = copy.deepcopy(model)
-    assert twin.embed.tt is twin.head.tt
-    assert twin.embed.tt is not model.embed.tt
+    other = copy.deepcopy(model)
+    assert other.embed.tt is other.head.tt
+    assert other.embed.tt is not model.embed.tt

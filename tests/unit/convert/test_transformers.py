@@ -132,8 +132,8 @@ def test_both_ways_of_saving(make: object, tmp_path: Path) -> None:
     with torch.device("meta"):
         meta: PreTrainedModel = make()
     load_pretrained(meta.eval(), tmp_path / "ours")
-    for twin in (other, meta):
-        assert torch.equal(logits(twin), logits(model))
+    for loaded in (other, meta):
+        assert torch.equal(logits(loaded), logits(model))
 
 
 def test_a_bias_tied_to_another_module_stays_tied() -> None:

@@ -1,4 +1,4 @@
-"""Models that leave: each form loads again without what wrote it, gives the same outputs, or is not written at all."""
+"""Exports: each format loads again with the same outputs, or nothing is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 from comera import TT, TTM, TensorizeConfig, load_pretrained, tensorize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export import export_compressed, export_dense, export_program, serving_copy, write
-from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection, fuse_
+from comera.fusion import fuse_
+from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.tensor_train import named_trains
 from comera.tt.shapes import tt_spec, ttm_spec
 
@@ -29,7 +30,7 @@ def mlp() -> nn.Sequential:
 
 @pytest.fixture
 def model() -> nn.Sequential:
-    """A compressed MLP in training mode; of its rank parameters some are inactive, the others not ones."""
+    """A compressed MLP in training mode, with some slices pruned and no gate at one."""
     torch.manual_seed(0)
     made = mlp()
     tensorize_(made, TensorizeConfig(linear=TT(order=4, rank=6)))
@@ -76,8 +77,8 @@ def leftovers(folder: Path) -> list[str]:
 def test_a_program_of_an_mlp_runs_without_this_library(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
     written = export_program(model, (x,), tmp_path / "mlp.pt2")
     assert model.training
-    assert model[0].tt.spec.ranks[2] == 6  # the model is left alone
-    assert written.numbers < sum(p.numel() for p in model.parameters())
+    assert model[0].tt.spec.ranks[2] == 6  # the model is unchanged
+    assert written.parameters < sum(p.numel() for p in model.parameters())
     assert written.difference < 1e-5
     assert "differ from the model's by at most" in str(written)
     batches = [torch.randn(rows, 30) for rows in (0, 1, 2, 33)]
@@ -100,24 +101,24 @@ def test_a_program_of_a_bert_takes_any_batch_and_length(tmp_path: Path) -> None:
     model.eval()
     for inputs, outputs in zip([example, longer], run_without_comera(written.path, [example, longer]), strict=True):
         close(outputs["logits"], model(**inputs).logits)
-    assert fuse_(model).feed_forward  # the model is left alone
+    assert fuse_(model).fused("mlp")  # the model is unchanged
     with pytest.raises(RuntimeError, match=r"expected every id in 0 \.\.\. 299"):
         torch.export.load(written.path).module()(**{**example, "input_ids": ids(2, 9) + 300})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("order", [1, 2, 4])
-def test_served_layers_give_what_the_layers_give(dtype: torch.dtype, order: int) -> None:
+def test_inference_layers_match_the_layers(dtype: torch.dtype, order: int) -> None:
     torch.manual_seed(0)
     spec = ttm_spec(50, 12, order=order, rank=5)
     table, head = TTMEmbedding(spec, padding_idx=3, dtype=dtype), TTMProjection(spec, padding_idx=3, dtype=dtype)
     nn.init.normal_(head.bias)
     linear = TTLinear(tt_spec(12, 35, order=max(2, order), rank=4), dtype=dtype)
-    numbers = torch.tensor([[0, 3, 49], [7, 7, 1]])
+    ids = torch.tensor([[0, 3, 49], [7, 7, 1]])
     x = torch.randn(4, 2, 12, dtype=dtype)
     allowed = {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 1e-2)  # half precision: 40 dB
     with torch.no_grad():
-        for layer, inputs in [(table, numbers), (table, numbers[:, :0]), (head, x), (linear, x), (linear, x[:0])]:
+        for layer, inputs in [(table, ids), (table, ids[:, :0]), (head, x), (linear, x), (linear, x[:0])]:
             outputs, wanted = serving_copy(nn.Sequential(layer))(inputs), layer(inputs)
             assert (outputs.shape, outputs.dtype) == (wanted.shape, dtype)
             assert (outputs - wanted).double().norm() <= allowed * wanted.double().norm()
@@ -125,7 +126,7 @@ def test_served_layers_give_what_the_layers_give(dtype: torch.dtype, order: int)
 
 
 class Bags(nn.Module):
-    """A bag with offsets, as a model of clicks has it."""
+    """A model that calls a bag with offsets, as DLRM does."""
 
     def __init__(self, bag: nn.Module) -> None:
         super().__init__()
@@ -138,20 +139,20 @@ class Bags(nn.Module):
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("padding", [None, 3])
-def test_served_bags_give_what_the_bags_give(mode: Any, padding: int | None) -> None:
+def test_inference_bags_match_the_bags(mode: Any, padding: int | None) -> None:
     torch.manual_seed(0)
-    numbers, weights = torch.tensor([[0, 3, 49], [7, 7, 1], [3, 3, 3]]), torch.rand(3, 3)
-    flat, starts = numbers.view(-1), torch.tensor([0, 2, 2, 7, 9])
+    ids, weights = torch.tensor([[0, 3, 49], [7, 7, 1], [3, 3, 3]]), torch.rand(3, 3)
+    flat, starts = ids.view(-1), torch.tensor([0, 2, 2, 7, 9])
     for last in (False, True):
         bag = TTMEmbeddingBag(ttm_spec(50, 12, order=3, rank=5), mode, padding, include_last_offset=last)
         served = serving_copy(bag)
         with torch.no_grad():
-            close(served(numbers), bag(numbers))
-            close(served(numbers[:0]), bag(numbers[:0]))
+            close(served(ids), bag(ids))
+            close(served(ids[:0]), bag(ids[:0]))
             close(served(flat, starts), bag(flat, starts))
             close(served(flat.int(), starts.int()), bag(flat, starts))
             if mode == "sum":
-                close(served(numbers, None, weights), bag(numbers, None, weights))
+                close(served(ids, None, weights), bag(ids, None, weights))
                 close(served(flat, starts, weights.view(-1)), bag(flat, starts, weights.view(-1)))
 
 
@@ -165,7 +166,7 @@ def test_a_program_of_bags_takes_any_number_of_ids_and_bags(tmp_path: Path) -> N
         close(program(ids, offsets), model(ids, offsets))
 
 
-def test_rank_zero_is_served_as_the_bias(x: Tensor, tmp_path: Path) -> None:
+def test_rank_zero_is_exported_as_the_bias(x: Tensor, tmp_path: Path) -> None:
     model = mlp()
     tensorize_(model, TensorizeConfig(linear=TT(order=4, rank=6)))
     with torch.no_grad():
@@ -175,14 +176,14 @@ def test_rank_zero_is_served_as_the_bias(x: Tensor, tmp_path: Path) -> None:
     close(served(x), model.eval()(x))
 
 
-def test_tied_layers_share_their_cores_when_served(tmp_path: Path) -> None:
+def test_tied_inference_layers_share_their_cores(tmp_path: Path) -> None:
     served = serving_copy(compressed_bert("share"))
     assert served.cls.predictions.decoder.tt is served.bert.embeddings.word_embeddings.tt
     untied = serving_copy(compressed_bert("untie"))
     assert untied.cls.predictions.decoder.tt is not untied.bert.embeddings.word_embeddings.tt
 
 
-def test_compressed_weights_are_cut_and_load_into_the_dense_model(
+def test_compressed_weights_are_pruned_and_load_into_the_dense_model(
     model: nn.Sequential, x: Tensor, tmp_path: Path
 ) -> None:
     written = export_compressed(model, (x,), tmp_path / "mlp", lambda folder: mlp(), metadata={"made": "here"})
@@ -191,7 +192,7 @@ def test_compressed_weights_are_cut_and_load_into_the_dense_model(
     for _, tt in named_trains(loaded):
         assert tt.spec.ranks[2] == 3
         assert all(bool((d == 1).all()) for d in tt.rank_params)
-    assert written.numbers == sum(p.numel() for p in loaded.parameters())
+    assert written.parameters == sum(p.numel() for p in loaded.parameters())
     assert written.bytes == sum(file.stat().st_size for file in (tmp_path / "mlp").iterdir())
     assert json.loads((tmp_path / "mlp" / "comera.json").read_text())["metadata"] == {"made": "here"}
     assert model[0].tt.spec.ranks[2] == 6
@@ -223,16 +224,14 @@ def test_a_dense_bert_is_one_for_transformers(tied: str, tmp_path: Path) -> None
     close(again(**inputs).logits, want)
 
 
-def test_a_model_that_is_dense_leaves_as_it_is(x: Tensor, tmp_path: Path) -> None:
+def test_a_dense_model_is_exported_unchanged(x: Tensor, tmp_path: Path) -> None:
     model = mlp().eval()
     for export, name in ((export_dense, "dense"), (export_compressed, "compressed")):
         assert export(model, (x,), tmp_path / name, lambda folder: mlp()).difference == 0
     assert export_program(model, (x,), tmp_path / "mlp.pt2").difference < 1e-6
 
 
-def test_what_is_there_is_refused_unless_it_is_an_export_to_overwrite(
-    model: nn.Sequential, x: Tensor, tmp_path: Path
-) -> None:
+def test_only_an_earlier_export_is_overwritten(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
     fresh: Callable[[Path], nn.Module] = lambda folder: mlp()  # noqa: E731
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("keep")
@@ -255,24 +254,24 @@ def test_what_is_there_is_refused_unless_it_is_an_export_to_overwrite(
     assert leftovers(tmp_path) == ["a.pt2", "mine", "mine.pt2", "out"]
 
 
-def test_a_place_that_cannot_be_written_is_said(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="expected a place that can be written to"):
         export_program(model, (x,), tmp_path / "file" / "a.pt2")
     with pytest.raises(ConfigError, match="expected a place that can be written to"):
         export_dense(model, (x,), tmp_path / "file" / "a", lambda folder: mlp())
     with pytest.raises(ConfigError, match=r"expected a file that ends in \.pt2"):
-        export_program(model, (x,), tmp_path / "a.onnx")
+        export_program(model, (x,), tmp_path / "a.pt")
 
 
-def test_what_differs_after_loading_is_not_left(
+def test_nothing_is_written_if_outputs_differ_after_loading(
     model: nn.Sequential, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(folder: Path) -> nn.Module:
         return mlp().append(nn.Softplus())
 
     for export in (export_dense, export_compressed):
-        with pytest.raises(CheckpointError, match=r"expected outputs as the model gives them, .* off"):
+        with pytest.raises(CheckpointError, match=r"expected the model's outputs to within .* off"):
             export(model, (x,), tmp_path / "out", broken)
     with torch.no_grad():
         model[0].bias[0] = torch.nan
@@ -281,8 +280,8 @@ def test_what_differs_after_loading_is_not_left(
     assert leftovers(tmp_path) == []
 
 
-def test_weights_without_a_place_in_the_dense_model_are_said(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="have no place in the dense Sequential"):
+def test_weights_that_do_not_fit_the_dense_model_are_an_error(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="do not fit the dense Sequential"):
         export_dense(model, (x,), tmp_path / "out", lambda folder: mlp()[:3])
     assert leftovers(tmp_path) == []
 
@@ -296,7 +295,7 @@ class Branching(nn.Module):
         return self.layer(x) if x.sum() > 0 else x
 
 
-def test_a_model_that_cannot_be_traced_is_said(x: Tensor, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_traced_is_an_error(x: Tensor, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="cannot trace this Branching"):
         export_program(Branching(), (x,), tmp_path / "out.pt2")
     assert leftovers(tmp_path) == []

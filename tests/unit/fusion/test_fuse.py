@@ -18,11 +18,12 @@ from transformers import (
 
 import comera
 from comera.errors import ConversionError
+from comera.fusion import MLP, QKV, register_block
+from comera.fusion.dropout import Dropout
 from comera.fusion.fuse import fuse_
-from comera.fusion.mlp import FeedForward, register_feed_forward
 from comera.ops.attention import attention
-from comera.ops.dropout import Dropout, keep_mask
-from comera.ops.linear import tt_linears
+from comera.ops.dropout import keep_mask
+from comera.ops.low_rank import low_rank
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50, "hidden_size": 32}
 MODELS = {
@@ -50,7 +51,7 @@ def model(name, drop=0.0):
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
+def small_chunks(monkeypatch):
     monkeypatch.setattr("comera.ops.chunking.CHUNK_CPU", 1000)
 
 
@@ -67,9 +68,10 @@ def test_values_and_gradients_stay(name):
     plain = model(name)
     fused = copy.deepcopy(plain)
     report = fuse_(fused)
-    assert len(report.feed_forward) == 2
-    assert report.attention
-    assert len(report.shared_input) == (0 if name == "gpt2" else 2)
+    assert len(report.fused("mlp")) == 2
+    assert report.fused("attention")
+    assert len(report.fused("qkv")) == (0 if name == "gpt2" else 2)
+    assert not report.left_alone
     for found, exact in zip(results(fused), results(plain), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-10)
     assert fused.state_dict().keys() == plain.state_dict().keys()
@@ -80,7 +82,7 @@ def test_takes_back_and_repeats(name):
     plain, fused = model(name), model(name)
     assert str(fuse_(fused)) == str(fuse_(fused))
     before = results(plain)
-    assert fuse_(fused, enabled=False).feed_forward
+    assert fuse_(fused, enabled=False).fused("mlp")
     after = results(fused)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert not any(type(m) is Dropout for m in fused.modules())
@@ -89,54 +91,53 @@ def test_takes_back_and_repeats(name):
 def test_copies_and_pickles():
     fused = model("bert")
     fuse_(fused)
-    twin = copy.deepcopy(fused)
-    for p in twin.parameters():
+    other = copy.deepcopy(fused)
+    for p in other.parameters():
         p.data.zero_()
-    assert results(twin)[0].count_nonzero() == 0  # the copy runs on its own weights
+    assert results(other)[0].count_nonzero() == 0  # the copy runs on its own weights
     buffer = io.BytesIO()
     torch.save(fused, buffer)
     buffer.seek(0)
     torch.testing.assert_close(results(torch.load(buffer, weights_only=False))[0], results(fused)[0])
 
 
-def test_queries_keys_and_values_are_made_together(monkeypatch):
-    made, calls = model("bert"), []
+def test_queries_keys_and_values_come_from_one_product(monkeypatch):
+    made, counts = model("bert"), []
     monkeypatch.setattr(
-        "comera.fusion.qkv.tt_linears", lambda x, weights: calls.append(len(weights)) or tt_linears(x, weights)
+        "comera.fusion.qkv.low_rank", lambda x, *factors: counts.append(len(factors)) or low_rank(x, *factors)
     )
     fuse_(made)
     results(made)
-    assert calls == [3, 3]  # once in each of the two layers
+    assert counts == [3, 3]  # once in each of the two layers
 
 
-def test_a_shared_input_that_was_written_to_is_another_one():
+def test_projections_called_by_themselves_or_with_another_input_compute_it():
     made = model("bert")
     fuse_(made)
     layer, x = made.bert.encoder.layer[0].attention.self, torch.randn(5, 32, dtype=torch.float64)
+    expected = x @ layer.key.weight.t() + layer.key.bias
+    torch.testing.assert_close(layer.key(x), expected)
+
+    class Crossed(type(layer)):  # whose forward gives its key something else
+        def forward(self, hidden_states):
+            return self.query(hidden_states), self.key(2 * hidden_states)
+
+    register_block(Crossed, QKV(("query", "key", "value")))
+    layer.__class__ = Crossed
+    fuse_(made)
     with torch.no_grad():
-        layer.query(x)
-        expected = layer.key(x.clone())
-        layer.query(x)
-        torch.testing.assert_close(layer.key(x), expected)
-        layer.query(x)
-        x.mul_(2)
-        torch.testing.assert_close(layer.key(x) - layer.key.bias, 2 * (expected - layer.key.bias))
-        layer.query(x)
-        layer.value.tt.cores[0].mul_(3)
-        torch.testing.assert_close(layer.value(x), layer.value(x.clone()))
-    layer.query(x)
-    assert layer.key(x).requires_grad  # made anew, not the one without a graph
+        torch.testing.assert_close(layer(x)[1] - layer.key.bias, 2 * (expected - layer.key.bias))
 
 
-def test_replicas_compute_by_themselves():
+def test_copies_of_a_layer_compute_by_themselves():
     made = model("bert")
     fuse_(made)
     layer = made.bert.encoder.layer[0].attention.self.query
     replica = copy.copy(layer)
-    x = torch.randn(5, 32, dtype=torch.float64)
-    torch.testing.assert_close(replica(x), layer(x))
-    assert layer.shared_input.takes(layer)
-    assert not layer.shared_input.takes(replica)
+    replica._parameters = dict(layer._parameters)
+    replica.bias = nn.Parameter(layer.bias + 1)
+    x = torch.randn(500, 32, dtype=torch.float64)
+    torch.testing.assert_close(replica(x), layer(x) + 1)
 
 
 def test_one_seed_fixes_the_masks():
@@ -147,10 +148,35 @@ def test_one_seed_fixes_the_masks():
     assert not torch.equal(first[0], other[0])
 
 
-def test_hooked_layers_are_left_alone():
+def test_what_is_left_alone_is_said_with_the_reason():
     made = model("bert")
-    made.bert.encoder.layer[0].intermediate.dense.register_forward_hook(lambda *_: None)
-    assert fuse_(made).feed_forward == ("bert.encoder.layer.1",)
+    first, second = made.bert.encoder.layer
+    first.intermediate.dense.register_forward_hook(lambda *_: None)
+    first.attention.self.key = nn.Linear(32, 32).double()
+    second.output.dropout = nn.AlphaDropout(0.1)
+    second.attention.output.LayerNorm = nn.RMSNorm(32).double()
+    second.intermediate.intermediate_act_fn = nn.Tanh()
+    report = fuse_(made)
+    assert {(row.name.removeprefix("bert.encoder."), row.kind): row.reason for row in report.left_alone} == {
+        ("layer.0", "mlp"): "intermediate.dense has hooks",
+        ("layer.0.attention.self", "qkv"): "key is a Linear, not a TTLinear",
+        ("layer.1", "mlp"): "no kernel for the activation Tanh",
+        ("layer.1.attention.output", "residual norm"): "its norm is a RMSNorm, not an nn.LayerNorm",
+        ("layer.1.output", "residual norm"): "its dropout is a AlphaDropout, not an nn.Dropout",
+    }
+    assert "left alone: bert.encoder.layer.0 (mlp): intermediate.dense has hooks" in str(report)
+    made.config._attn_implementation = "eager"
+    assert "it uses the attention 'eager', not 'sdpa'" in str(fuse_(made, enabled=False))
+
+
+def test_hooks_of_a_later_day_see_their_layer():
+    made, seen = model("bert"), []
+    fuse_(made)
+    layer = made.bert.encoder.layer[0]
+    for part in (layer.attention.self.query, layer.intermediate.dense, layer.output.LayerNorm):
+        part.register_forward_hook(lambda *args: seen.append(args[0]))
+    results(made)
+    assert len(seen) == 3
 
 
 class Mlp(nn.Module):
@@ -166,12 +192,12 @@ def test_own_types_can_be_registered():
     plain = nn.Sequential(Mlp()).double()
     comera.tensorize_(plain, CONFIG)
     x = torch.randn(40, 16, dtype=torch.float64)
-    assert not fuse_(plain).feed_forward
+    assert not fuse_(plain).fused("mlp")
     before = plain(x)
     with pytest.raises(ConversionError, match="expected a method of Mlp, got the name 'run'"):
-        register_feed_forward(Mlp, FeedForward("run", ("up",), "act", "down"))
-    register_feed_forward(Mlp, FeedForward("forward", ("up",), "act", "down"))
-    assert fuse_(plain).feed_forward == ("0",)
+        register_block(Mlp, MLP("run", ("up",), "act", "down"))
+    register_block(Mlp, MLP("forward", ("up",), "act", "down"))
+    assert fuse_(plain).fused("mlp") == ("0",)
     torch.testing.assert_close(plain(x), before)
 
 

@@ -1,4 +1,4 @@
-"""Layers whose chains are merged together: when that happens, when not, and that results stay."""
+"""The merge cache: when tensor trains are merged, when not, and that results stay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import comera
-from comera.fusion.merge_cache import merge_together_, merged_once
-from comera.nn import TTLinear, fuse_
+from comera.fusion import MergeCache, accumulating, fuse_
+from comera.fusion.merge_cache import caches
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.prune import prune_
 from comera.trainer.step import TrainStep
@@ -47,18 +47,28 @@ def x() -> Tensor:  # many rows, so that plans are halves
 
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many chains were merged at a time, in order."""
+    """How many trains were merged at a time by caches, in order."""
     import comera.fusion.merge_cache as room
 
     seen: list[int] = []
 
-    def counted(specs, chains, *others):  # type: ignore[no-untyped-def]
-        seen.append(len(chains))
-        return merge_together(specs, chains, *others)
+    def counted(specs, *others):  # type: ignore[no-untyped-def]
+        seen.append(len(specs))
+        return merge(specs, *others)
 
-    merge_together = room.merge_together
-    monkeypatch.setattr(room, "merge_together", counted)
+    merge = room.merge
+    monkeypatch.setattr(room, "merge", counted)
     return seen
+
+
+def attach(model: nn.Module) -> int:
+    """A merge cache; returns how many trains it merges together."""
+    return MergeCache(model).batched
+
+
+def detach(model: nn.Module) -> None:
+    for cache in caches(model):
+        cache.detach()
 
 
 def results(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
@@ -70,41 +80,54 @@ def results(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
 
 def test_results_stay_and_a_kind_is_merged_once_in_a_forward(model: Model, x: Tensor, merges: list[int]) -> None:
     plain = copy.deepcopy(model)
-    assert merge_together_(model) == 2
+    assert attach(model) == 2
     for _ in range(2):
         torch.testing.assert_close(results(model, x), results(plain, x), rtol=1e-11, atol=1e-11)
-    assert merges == [2, 2]
+    assert merges == [2, 1, 2, 1]
 
 
 def test_each_forward_sees_the_weights_as_they_are_then(model: Model, x: Tensor) -> None:
-    merge_together_(model)
+    attach(model)
     before = model(x)
     model.first.tt.cores[0].data.mul_(2)  # a write that no version counts
     after = model(x)
-    merge_together_(model, enabled=False)
+    detach(model)
     torch.testing.assert_close(after, model(x))
     assert not torch.allclose(before, after)
 
 
-def test_layers_called_outside_of_the_models_forward_go_by_themselves(
-    model: Model, x: Tensor, merges: list[int]
-) -> None:
-    merge_together_(model)
-    model(x)
-    model.first.tt.cores[0].data.mul_(2)
+def test_parts_called_by_themselves_see_every_counted_change(model: Model, x: Tensor, merges: list[int]) -> None:
+    attach(model)
+    for _ in range(2):
+        torch.testing.assert_close(model.first(x), x @ model.first.weight.t() + model.first.bias)
+        model.second(x)
+        with torch.no_grad():
+            model.first.tt.cores[0].mul_(2)
+    assert merges == [2, 2]
+    model.first(x).sum().backward()
+    model.first.tt.cores[0].data.mul_(2)  # a change that no version counts, after a backward, as of some optimizers
     torch.testing.assert_close(model.first(x), x @ model.first.weight.t() + model.first.bias)
-    assert merges == [2]
+
+
+def test_without_gradients_parts_keep_nothing(model: Model, x: Tensor, merges: list[int]) -> None:
+    attach(model)
+    with torch.no_grad():
+        model(x)
+        model.first.tt.cores[0].data.mul_(2)
+        torch.testing.assert_close(model.first(x), x @ model.first.weight.t() + model.first.bias)
+    assert merges == [2]  # a layer called by itself merges its own cores
 
 
 def test_a_forward_that_fails_is_over(model: Model, x: Tensor, merges: list[int]) -> None:
-    merge_together_(model)
-    model.fails = True
-    with pytest.raises(RuntimeError, match="in the middle"):
+    attach(model)
+    with torch.no_grad():
+        model.fails = True
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(x)
+        model.fails = False
+        model.first(x)
+        assert merges == [2]
         model(x)
-    model.fails = False
-    model.first(x)
-    assert merges == [2]
-    model(x)
     assert merges == [2, 2]
 
 
@@ -120,9 +143,9 @@ def test_what_is_made_without_gradients_serves_no_graph(model: Model, x: Tensor)
             return self.inner(x)
 
     mixed = Mixed(model)
-    merge_together_(mixed)
+    attach(mixed)
     _, grads = results(mixed, x)
-    merge_together_(mixed, enabled=False)
+    detach(mixed)
     torch.testing.assert_close(grads, results(mixed, x)[1])
 
 
@@ -136,19 +159,19 @@ def test_losses_of_one_forward_may_go_back_one_by_one(model: Model, x: Tensor) -
             return self.inner.first(x).square().sum(), self.inner.second(x).sum()
 
     two = Two(model)
-    merge_together_(two)
+    attach(two)
     for loss in two(x):
         loss.backward()
     found = [p.grad for p in two.parameters()]
     two.zero_grad()
-    merge_together_(two, enabled=False)
+    detach(two)
     sum(two(x)).backward()
     torch.testing.assert_close(found, [p.grad for p in two.parameters()])
 
 
 def test_accumulated_gradients_stay(model: Model, x: Tensor) -> None:
     plain = copy.deepcopy(model)
-    merge_together_(model)
+    attach(model)
     for part in x.split(250):
         for each in (model, plain):
             each(part).square().sum().backward()
@@ -159,13 +182,13 @@ def test_forwards_of_one_step_share_a_merge_whose_gradients_come_at_its_end(
     model: Model, x: Tensor, merges: list[int]
 ) -> None:
     plain = copy.deepcopy(model)
-    merge_together_(model)
+    attach(model)
     for _ in range(2):  # the second step sees the weights of then
         merges.clear()
-        with merged_once(model):
+        with accumulating(model):
             for part in x.split(200):
                 model(part).square().sum().backward()
-            assert merges == [2]
+            assert merges == [2, 1]
             assert model.first.tt.cores[0].grad is None
         for part in x.split(200):
             plain(part).square().sum().backward()
@@ -175,36 +198,36 @@ def test_forwards_of_one_step_share_a_merge_whose_gradients_come_at_its_end(
             torch.optim.SGD(made.parameters(), lr=1e-3).step()
             made.zero_grad()
     model.fails = True
-    with pytest.raises(RuntimeError, match="in the middle"), merged_once(model):
+    with pytest.raises(RuntimeError, match="in the middle"), accumulating(model):
         model(x)
     model.fails = False
     merges.clear()
     model(x).sum().backward()
-    assert merges == [2]
+    assert merges == [2, 1]
 
 
 def test_a_step_of_several_micro_batches_merges_once(model: Model, x: Tensor, merges: list[int]) -> None:
-    merge_together_(model)
+    attach(model)
     step = TrainStep(model, lambda model, batch: model(batch).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
     step(x.split(100))
-    assert merges == [2]
+    assert merges == [2, 1]
 
 
 def test_they_stay_together_when_their_ranks_part(model: Model, x: Tensor, merges: list[int]) -> None:
-    merge_together_(model)
+    attach(model)
     tt: TensorTrain = model.first.tt
     with torch.no_grad():
         tt.rank_params[1][0] = 0.0
     prune_(model)
     assert model.first.spec != model.second.spec
     plain = copy.deepcopy(model)
-    merge_together_(plain, enabled=False)
+    detach(plain)
     torch.testing.assert_close(results(model, x), results(plain, x))
-    assert merges == [2]
+    assert merges == [2, 1]
 
 
 def test_copies_and_pickles_are_together_among_themselves(model: Model, x: Tensor, merges: list[int]) -> None:
-    merge_together_(model)
+    attach(model)
     model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         merges.clear()
@@ -212,32 +235,26 @@ def test_copies_and_pickles_are_together_among_themselves(model: Model, x: Tenso
             other.first.tt.cores[0].mul_(2)
         torch.testing.assert_close(other(x), comera.materialize_(copy.deepcopy(other))(x))
         assert merges[:1] == [2]
-        assert other.first.tt.together is other.second.tt.together
-        assert other.first.tt.together is not model.first.tt.together
+        assert len(caches(other)) == 1
+        assert caches(other) != caches(model)
 
 
 def test_it_is_a_part_of_fuse_and_is_taken_back(model: Model, x: Tensor, merges: list[int]) -> None:
     for _ in range(2):
         assert fuse_(model).merged == 2
-    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    assert len(caches(model)) == 1
     model(x)
     fuse_(model, enabled=False)
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
-    assert not model._forward_hooks_always_called
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._forward_hooks_always_called
     model(x)
-    assert merges == [2]
-    assert all(layer.tt.together is None for layer in model.modules() if isinstance(layer, TTLinear))
-
-
-def test_a_chain_without_its_like_plans_by_itself(model: Model) -> None:
-    merge_together_(model)
-    assert model.first.tt.together is model.second.tt.together is not None
-    assert model.last.tt.together is None
+    assert merges == [2, 1]
 
 
 def test_few_rows_ask_for_no_halves(model: Model, merges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comera.ops.planner.plan.SHARED", 1.0)
-    merge_together_(model)
+    monkeypatch.setattr("comera.ops.planner.plan.MERGED_ADVANTAGE", 1.0)
+    attach(model)
     model(torch.randn(1, 24, dtype=torch.float64))
     assert merges == []

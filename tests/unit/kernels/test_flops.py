@@ -12,10 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from comera.kernels.cpp import build
 from comera.kernels.cpp.library import operation
 from comera.ops.attention import attention
-from comera.ops.linear import Weight
-from comera.ops.low_rank import two_sided, unflatten
-from comera.ops.mlp import tt_feed_forward
-from comera.ops.together import merge_together
+from comera.ops import mlp as mlp_room
+from comera.ops.low_rank import low_rank, pairs
+from comera.ops.merge import merge
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
 
@@ -32,25 +31,27 @@ def counted(run, setting, monkeypatch):
 def merging():
     spec = tt_spec(24, 30, order=6, rank=4)
     torch.manual_seed(0)
-    chains = [
+    trains = [
         [torch.randn(s, requires_grad=True) for s in (*spec.core_shapes, *((r,) for r in spec.inner_ranks))]
         for _ in range(3)
     ]
-    halves = merge_together([spec] * 3, chains, 0.0, torch.float32)
-    return torch.cat([half.flatten() for pair in halves for half in pair])
+    factors = merge([spec] * 3, trains, 0.0, torch.float32)
+    return torch.cat([factor.flatten() for pair in factors for factor in pair])
 
 
 def mlp():
-    specs = TTSpec(12, 24, (3, 4), (6, 4), (1, 2, 3, 2, 1)), TTSpec(24, 12, (6, 4), (4, 3), (1, 3, 3, 2, 1))
-    up, down = (Weight(s, [torch.randn(c, requires_grad=True) for c in s.core_shapes], None) for s in specs)
-    return tt_feed_forward(torch.randn(40, 12, requires_grad=True), [up], "gelu", down)
+    torch.manual_seed(0)
+    shapes = ((40, 12), (3, 12), (4, 24), (3, 24), (3, 12))
+    x, *flat = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    up, down = pairs(flat)
+    return mlp_room.mlp(x, [up], "gelu", down)
 
 
 def projecting():
     torch.manual_seed(0)
     shapes = ((20, 12), (5, 12), (6, 30), (9, 12), (10, 8))
     x, *flat = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    return torch.cat(two_sided(x, *unflatten(flat)), 1)
+    return torch.cat(low_rank(x, *pairs(flat)), 1)
 
 
 def attending():
@@ -105,7 +106,6 @@ def test_calls_go_through_the_dispatcher_only_while_something_sees_them():
 
 @pytest.mark.parametrize("run", [projecting, mlp, attending])
 def test_as_many_as_torchs(run, monkeypatch):
-    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
     assert counted(run, "low_rank,mlp,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
 
 

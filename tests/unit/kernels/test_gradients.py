@@ -92,7 +92,7 @@ def test_a_step_is_the_one_without_the_kernel(clip, monkeypatch):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2))
         step = TrainStep(
-            model, lambda m, x: m(x).square().sum(), torch.optim.SGD(model.parameters(), lr=0.1), clip=clip
+            model, lambda m, x: m(x).square().sum(), torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=clip
         )
         found = [step([torch.randn(4, 5)]) for _ in range(3)]
         results.append([*(r.grad_norm for r in found), *(r.loss for r in found), *model.parameters()])

@@ -16,11 +16,11 @@ from transformers.models.bert.modeling_bert import BertOutput
 
 import comera
 from comera.fusion import residual
+from comera.fusion.dropout import Dropout, new_seed
 from comera.fusion.fuse import fuse_
 from comera.fusion.residual import fuse_residual_norms_, residual_norm
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
-from comera.ops.dropout import Dropout, new_seed
 from comera.recompute.blocks import recompute_
 
 from ...helpers.live import Live, assert_same

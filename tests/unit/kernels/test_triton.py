@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import comera.kernels
 from comera.errors import ConfigError
 from comera.kernels import select
-from comera.ops import triton_functions
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_bag
 from comera.ops.planner.plan import plan_linear, plan_lookup
@@ -99,22 +100,25 @@ def test_never_used_on_a_cpu(monkeypatch):
 def test_products_and_lookups_go_where_they_are_enabled(monkeypatch):
     called = []
 
-    def product(x_BI, a_RI, b_RO, bias):
+    def product(x_BI, a_RI, b_RO, bias=None):
         called.append("low_rank")
-        return (x_BI @ a_RI.t()) @ b_RO + bias
+        p_BR = x_BI @ a_RI.t()
+        return p_BR @ b_RO + bias, p_BR
 
     def rows(ids_U, left_MNR, right_MRN):
         called.append("lookup_rows")
         return (left_MNR[ids_U // right_MRN.shape[0]] @ right_MRN[ids_U % right_MRN.shape[0]]).flatten(1)
 
-    for name, kernel in (("low_rank", product), ("lookup_rows", rows)):
-        monkeypatch.setattr(triton_functions, name, kernel)
+    launchers = SimpleNamespace(low_rank=product, lookup_rows=rows)
+    monkeypatch.setitem(sys.modules, "comera.kernels.triton", launchers)
+    monkeypatch.setattr(comera.kernels, "triton", launchers, raising=False)
+    for name in ("low_rank", "lookup_rows"):
         monkeypatch.setattr(select, f"{name}_backend", lambda *operands: "triton")
     linear, table = TTSpec(6, 6, (2, 3), (3, 2), (1, 2, 4, 2, 1)), TTMSpec(12, 6, (4, 3), (2, 3), (1, 5, 1))
     cores, rows_cores = ([torch.randn(shape) for shape in spec.core_shapes] for spec in (linear, table))
     x, bias, ids = torch.randn(5, 6), torch.randn(6), torch.tensor([3, 11, 3])
-    y = tt_linear(x, linear, cores, bias, plan=plan_linear(linear, 5).using("halves"))
-    found = ttm_bag(ids[None], None, table, rows_cores, mode="sum", plan=plan_lookup(table, 3).using("halves"))
+    y = tt_linear(x, linear, cores, bias, plan=plan_linear(linear, 5).using("low_rank"))
+    found = ttm_bag(ids[None], None, table, rows_cores, mode="sum", plan=plan_lookup(table, 3).using("two_parts"))
     torch.testing.assert_close(y, x @ materialize(linear, cores) + bias, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found, materialize(table, rows_cores)[ids].sum(0, True), rtol=1e-4, atol=1e-4)
     assert called == ["low_rank", "lookup_rows"]

@@ -1,4 +1,4 @@
-"""ttm_bag against F.embedding_bag over the float64 dense oracle: every way, gradients, weights, padding, wrong bags."""
+"""ttm_bag against F.embedding_bag over the float64 dense oracle: options, gradients, weights, padding, wrong bags."""
 
 import math
 
@@ -29,7 +29,7 @@ SPECS = [
     ttm((3, 2, 2, 3), (1, 2, 2, 1), 4, pad_rows=2),
 ]
 CASES = [(spec, option) for spec in SPECS for option in plan_lookup(spec, 8).options]
-CHAINS = [(spec, option) for spec, option in CASES if option.strategy != "dense"]
+PARTS = [(spec, option) for spec, option in CASES if option.strategy != "dense"]
 
 
 def each(cases):
@@ -57,7 +57,7 @@ def some_weights(*shape):
 
 
 def force(spec, option):
-    return plan_lookup(spec, 8).using(option.name)
+    return plan_lookup(spec, 8).using(option.ends)
 
 
 def with_gradients(sums, leaves):
@@ -114,7 +114,7 @@ def test_only_padding_gives_zeros_and_no_gradient(spec, option):
     assert all(torch.count_nonzero(grad) == 0 for grad in torch.autograd.grad(sums.sum(), cores))
 
 
-@each(CHAINS)
+@each(PARTS)
 def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     ids, offsets, plan = some_ids(spec, 6), torch.tensor([0, 2, 2]), force(spec, option)
 
@@ -126,8 +126,8 @@ def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     assert torch.autograd.gradgradcheck(bags, operands, fast_mode=True)
 
 
-@each(CHAINS)
-def test_pieces_of_one_block_give_the_same(spec, option, monkeypatch):
+@each(PARTS)
+def test_chunks_of_one_block_give_the_same(spec, option, monkeypatch):
     monkeypatch.setattr(chunking, "CHUNK_CPU", 1)
     offsets = torch.tensor([0, 9, 30])
     assert_as_dense(spec, some_ids(spec, 60), offsets, force(spec, option), weights=some_weights(60))
@@ -139,11 +139,11 @@ def test_int32_ids_and_offsets_in_any_layout():
     assert_as_dense(spec, some_ids(spec, 20).int()[::2], torch.tensor([0, 9, 4, 9], dtype=torch.int32)[::2])
 
 
-def test_weights_are_taken_in_any_dtype():
+def test_weights_may_have_any_dtype():
     spec = SPECS[1]
     cores, ids = cores_of(spec, torch.float32), some_ids(spec, 5, 2)
     weights = some_weights(5, 2)
-    for strategy in ("halves", "dense"):
+    for strategy in ("two_parts", "dense"):
         plan = plan_lookup(spec, 8).using(strategy)
         found = ttm_bag(ids, None, spec, cores, mode="sum", per_sample_weights=weights, plan=plan)
         exact = F.embedding_bag(ids, materialize(spec, cores), mode="sum", per_sample_weights=weights.float())
@@ -173,7 +173,7 @@ def test_autocast_leaves_the_sums_alone():
         torch.testing.assert_close(gradients, torch.autograd.grad(outside.sum(), cores), rtol=0, atol=0)
 
 
-def test_other_devices_sum_without_asking_the_host():
+def test_other_devices_sum_without_synchronizing():
     spec = SPECS[2]
     cores = [core.to("meta") for core in cores_of(spec)]
     ids, offsets = (torch.empty(size, dtype=torch.int64, device="meta") for size in (15, 4))
@@ -188,8 +188,8 @@ def test_other_devices_sum_without_asking_the_host():
 @pytest.mark.parametrize(
     ("ids", "offsets", "settings", "kind", "message"),
     [
-        ([1, 2], [1], {}, DataError, r"begin with 0, never fall and reach at most 2, the number of ids; got \[1\]"),
-        ([1, 2], [0, 2, 1], {}, DataError, r"never fall .* got \[0, 2, 1\]"),
+        ([1, 2], [1], {}, DataError, r"begin with 0, never decrease and reach at most 2, the number of ids; got \[1\]"),
+        ([1, 2], [0, 2, 1], {}, DataError, r"never decrease .* got \[0, 2, 1\]"),
         ([1, 2], [0, 3], {}, DataError, r"reach at most 2"),
         ([1, 2], [0, 1], {"include_last_offset": True}, DataError, r"end with 2, the number of ids; got \[0, 1\]"),
         ([1, 2], [], {"include_last_offset": True}, DataError, r"offsets of shape \(bags \+ 1,\), got \[0\]"),
@@ -225,6 +225,6 @@ def test_rows_are_never_held(monkeypatch):
         return product
 
     monkeypatch.setattr(torch, "bmm", watched)
-    plan = plan_lookup(spec, ids.numel()).using("halves")
+    plan = plan_lookup(spec, ids.numel()).using("two_parts")
     ttm_bag(ids, None, spec, cores, mode="sum", plan=plan).sum().backward()
     assert 0 < largest < 256 * 64  # the rows of the table

@@ -42,7 +42,7 @@ def values_and_gradients(module, *x):
     return [y, *torch.autograd.grad(y, leaves, dy)]
 
 
-@pytest.mark.parametrize("strategy", ["halves", "chain", "dense", None])
+@pytest.mark.parametrize("strategy", ["low_rank", "sequential", "dense", None])
 def test_tt_linear(strategy):
     plan = strategy and plan_linear(LINEAR, 14).using(strategy)
     module = Chain(tt_linear, LINEAR, bias=torch.randn(22), plan=plan)
@@ -52,7 +52,7 @@ def test_tt_linear(strategy):
     )
 
 
-@pytest.mark.parametrize("strategy", ["halves", "dense"])
+@pytest.mark.parametrize("strategy", ["two_parts", "dense"])
 def test_ttm_linear(strategy):
     module = Chain(ttm_linear, TABLE, plan=plan_projection(TABLE, 14).using(strategy))
     x = torch.randn(2, 7, 11, requires_grad=True)
@@ -62,7 +62,7 @@ def test_ttm_linear(strategy):
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("strategy", ["halves", "dense", None])
+@pytest.mark.parametrize("strategy", ["two_parts", "dense", None])
 def test_ttm_bag(strategy, mode):
     plan = strategy and plan_lookup(TABLE, 14).using(strategy)
     weights = torch.randn(6) if mode == "sum" else None
@@ -76,11 +76,11 @@ def test_ttm_bag(strategy, mode):
         values_and_gradients(compiled(module), ids), values_and_gradients(module, ids), rtol=1e-5, atol=1e-5
     )
     module.options["offsets"] = torch.tensor([0, 2, 1, 5])
-    with pytest.raises(RuntimeError, match=r"never fall and reach at most 6"):
+    with pytest.raises(RuntimeError, match=r"never decrease and reach at most 6"):
         compiled(module)(ids)
 
 
-@pytest.mark.parametrize("strategy", ["halves", "chain", "dense"])
+@pytest.mark.parametrize("strategy", ["two_parts", "sequential", "dense"])
 def test_ttm_lookup(strategy):
     module = Chain(ttm_lookup, LONG_TABLE, padding_idx=3, plan=plan_lookup(LONG_TABLE, 14).using(strategy))
     ids = torch.tensor([[0, 3, 49], [7, 7, 3]])

@@ -11,7 +11,7 @@ from comera.ops.planner.plan import plan_linear
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec, clip_ranks
 
-STRATEGIES = ["halves", "chain", "dense"]
+STRATEGIES = ["low_rank", "sequential", "dense"]
 
 
 def tt(in_modes, out_modes, rank, *, pad_in=0, pad_out=0):
@@ -85,7 +85,7 @@ def test_first_and_second_derivatives_pass_gradcheck(spec, strategy):
 
 @pytest.mark.parametrize("spec", [SPECS[1], SPECS[2]], ids=str)
 def test_full_gradcheck_of_the_halves(spec):
-    assert torch.autograd.gradcheck(force(spec, "halves"), operands(spec, (3,)))
+    assert torch.autograd.gradcheck(force(spec, "low_rank"), operands(spec, (3,)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -161,7 +161,7 @@ def test_float64_is_left_alone_by_autocast():
     spec = SPECS[2]
     tensors = operands(spec, (4,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = force(spec, "halves")(*tensors)
+        y = force(spec, "low_rank")(*tensors)
     torch.testing.assert_close(y, oracle(spec, *tensors), rtol=1e-10, atol=1e-10)
 
 
@@ -188,7 +188,7 @@ def test_operands_without_gradient_get_none(frozen):
     tensors = operands(spec, (6,))
     exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
     tensors[frozen].requires_grad_(False)
-    force(spec, "halves")(*tensors).backward(torch.randn(6, 10, generator=torch.Generator().manual_seed(9)).double())
+    force(spec, "low_rank")(*tensors).backward(torch.randn(6, 10, generator=torch.Generator().manual_seed(9)).double())
     assert [t.grad is None for t in tensors] == [k == frozen for k in range(6)]
     for k, (t, g) in enumerate(zip(tensors, exact[1:], strict=True)):
         if k != frozen:
@@ -206,7 +206,7 @@ def test_nothing_is_written_and_nothing_shared():
     spec = SPECS[0]
     tensors = operands(spec, (4,))
     before = [t.detach().clone() for t in tensors]
-    y = force(spec, "halves")(*tensors)
+    y = force(spec, "low_rank")(*tensors)
     y.detach().zero_()
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 

@@ -1,4 +1,4 @@
-"""ttm_lookup against nn.Embedding over the float64 dense oracle: every way, gradients, padding, wrong ids."""
+"""ttm_lookup against nn.Embedding over the float64 dense oracle: every option, gradients, padding, wrong ids."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from comera.errors import IdError, SpecError
-from comera.ops import chunking, rows
+from comera.ops import chunking, lookup_rows
 from comera.ops.lookup import ttm_lookup
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import materialize
@@ -49,7 +49,7 @@ def some_ids(spec, shape, dtype=torch.int64):
 
 
 def force(spec, option, padding_idx=None):
-    plan = plan_lookup(spec, 8).using(option.strategy, option.split)
+    plan = plan_lookup(spec, 8).using(option.ends)
     return lambda ids, *cores: ttm_lookup(ids, spec, cores, padding_idx=padding_idx, plan=plan)
 
 
@@ -75,14 +75,14 @@ def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     assert torch.autograd.gradgradcheck(lambda *c: force(spec, option, 0)(ids, *c), cores, fast_mode=True)
 
 
-def test_full_gradcheck_of_the_halves():
+def test_full_gradcheck_of_two_parts():
     spec = SPECS[1]
     ids, cores, option = some_ids(spec, (6,)), cores_of(spec), plan_lookup(spec, 8).options[0]
     assert torch.autograd.gradcheck(lambda *c: force(spec, option, 3)(ids, *c), cores)
 
 
 @each_option
-def test_pieces_of_one_id_give_the_same(spec, option, monkeypatch):
+def test_chunks_of_one_id_give_the_same(spec, option, monkeypatch):
     ids, cores = some_ids(spec, (9,)), cores_of(spec)
     whole = values_and_gradients(force(spec, option), ids, cores)
     monkeypatch.setattr(chunking, "CHUNK_CPU", 1)
@@ -152,7 +152,7 @@ def test_id_outside_the_table_is_named_and_never_a_padded_row(ids, found):
     assert isinstance(caught.value, IndexError)
 
 
-def test_other_devices_look_up_without_asking_the_host():
+def test_other_devices_look_up_without_synchronizing():
     spec = SPECS[2]
     cores = [core.to("meta") for core in cores_of(spec)]
     for option in plan_lookup(spec, 8).options:
@@ -173,12 +173,12 @@ def test_wrong_cores_are_named():
         ttm_lookup(torch.tensor([1]), spec, cores_of(spec)[:1])
 
 
-def test_keeps_only_the_halves_and_the_ids():
+def test_keeps_only_the_parts_and_the_ids():
     spec = ttm((16, 16), (8, 8), 8)
     ids, cores = some_ids(spec, (4096,)), cores_of(spec)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        ttm_lookup(ids, spec, cores, plan=plan_lookup(spec, 4096).using("halves"))
+        ttm_lookup(ids, spec, cores, plan=plan_lookup(spec, 4096).using("two_parts"))
     numbers = [t.numel() for t in kept if t.is_floating_point()]
     assert max(numbers) <= max(core.numel() for core in cores)
 
@@ -188,7 +188,7 @@ def test_repeated_ids_are_multiplied_once(monkeypatch):
     sizes = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
-    ttm_lookup(torch.tensor([3, 5, 3, 3, 5]), spec, cores_of(spec), plan=plan_lookup(spec, 5).using("halves"))
+    ttm_lookup(torch.tensor([3, 5, 3, 3, 5]), spec, cores_of(spec), plan=plan_lookup(spec, 5).using("two_parts"))
     assert sizes == [2]
 
 
@@ -198,19 +198,19 @@ def test_only_rows_of_parts_that_occur_are_made(monkeypatch):
     sizes = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
-    found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 4).using("chain"))
+    found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 4).using("sequential"))
     assert sizes == [3, 3, 4]
     torch.testing.assert_close(found, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
 
 
 def test_pairs_that_share_a_part_are_multiplied_together(monkeypatch):
     spec = ttm((16, 2), (2, 2), 4)
-    monkeypatch.setattr(rows, "BLOCKS_FROM", 0)
+    monkeypatch.setattr(lookup_rows, "BLOCKS_FROM", 0)
     sizes = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))
     ids = torch.arange(29)  # 15 with the first right row, 14 with the second: blocks of 7
-    found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 29).using("halves"))
+    found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 29).using("two_parts"))
     assert sizes == [3 + 2]
     torch.testing.assert_close(found, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
 
@@ -232,7 +232,7 @@ def test_low_precision_rounds_once(dtype, decibels):
     assert min(signal_to_noise(a, b) for a, b in zip(found[1:], exact[1:], strict=True)) > decibels - 4
 
 
-def test_autocast_leaves_the_look_up_alone():
+def test_autocast_leaves_the_lookup_alone():
     spec = SPECS[2]
     ids, cores = some_ids(spec, (40,)), cores_of(spec, torch.float32)
     for option in plan_lookup(spec, 8).options:
@@ -243,12 +243,12 @@ def test_autocast_leaves_the_look_up_alone():
         assert torch.equal(inside, outside[0])
 
 
-def test_gradients_reach_halves_whose_strides_are_not_contiguous() -> None:
+def test_gradients_reach_parts_whose_strides_are_not_contiguous() -> None:
     spec = TTMSpec(2, 4, (1, 2, 1, 1, 1, 1), (2, 1, 1, 1, 1, 2), (1, 1, 2, 1, 1, 1, 1))
     torch.manual_seed(0)
     cores = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in spec.core_shapes]
     for option in plan_lookup(spec, 1).options:
-        plan = plan_lookup(spec, 1).using(option.strategy, option.split)
+        plan = plan_lookup(spec, 1).using(option.ends)
         found = torch.autograd.grad(ttm_lookup(torch.tensor([0]), spec, cores, plan=plan).sum(), cores)
         exact = torch.autograd.grad(materialize(spec, cores)[0].sum(), cores)
         torch.testing.assert_close(found, exact)

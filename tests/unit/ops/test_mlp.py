@@ -1,13 +1,17 @@
-"""The feed-forward part in pieces against the dense formula: values, all gradients, derivatives of derivatives."""
+"""The MLP in chunks against the dense formula: values, all gradients, derivatives of derivatives."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from comera.errors import SpecError
-from comera.ops.linear import Weight
-from comera.ops.mlp import ACTIVATIONS, tt_feed_forward
+from comera.ops.activations import ACTIVATIONS
+from comera.ops.dtypes import working_dtype
+from comera.ops.merge import merge
+from comera.ops.mlp import mlp
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec
 
@@ -16,9 +20,24 @@ DOWN = TTSpec(45, 10, (5, 3, 3), (2, 5), (1, 3, 4, 2, 2, 1))
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr("comera.ops.chunking.CHUNK_CPU", 2 * 45 * 4)  # pieces of four rows
-    monkeypatch.setattr(Weight, "choose", lambda *_: ("halves", ()))
+def small_chunks(monkeypatch):
+    monkeypatch.setattr("comera.ops.chunking.CHUNK_CPU", 2 * 45 * 4)  # chunks of four rows
+
+
+class Weight(NamedTuple):
+    spec: TTSpec
+    cores: list[Tensor]
+    bias: Tensor | None
+
+
+def run(x, ups, activation, down):
+    """The operation, on factors that are merged from cores."""
+
+    def factors(w):
+        gates = [w.cores[0].new_ones(rank) for rank in w.spec.inner_ranks]
+        return merge([w.spec], [[*w.cores, *gates]], 0.0, working_dtype(x), [w.bias])[0]
+
+    return mlp(x, [factors(up) for up in ups], activation, factors(down))
 
 
 def weight(spec, seed, bias=True, dtype=torch.float64):
@@ -49,7 +68,7 @@ def test_agrees_with_the_dense_formula(activation, gated, bias, lead):
     weights = [weight(UP, 0, bias), *([weight(UP, 1, bias)] if gated else []), weight(DOWN, 2, bias)]
     x = torch.randn(*lead, 14, dtype=torch.float64, requires_grad=True)
     *ups, down = weights
-    found, exact = (run(x, ups, activation, down) for run in (tt_feed_forward, dense))
+    found, exact = (way(x, ups, activation, down) for way in (run, dense))
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
     dz = torch.randn_like(exact)
     inputs = [x, *tensors(weights)]
@@ -62,19 +81,19 @@ def test_first_and_second_derivatives_pass_gradcheck(gated):
     weights = [weight(UP, 0), *([weight(UP, 1)] if gated else []), weight(DOWN, 2)]
     x = torch.randn(9, 14, dtype=torch.float64, requires_grad=True)
 
-    def run(x, *_):
+    def function(x, *_):
         *ups, down = weights
-        return tt_feed_forward(x, ups, "gelu", down)
+        return run(x, ups, "gelu", down)
 
     inputs = (x, *tensors(weights))
-    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
 def test_rank_zero_leaves_the_bias_and_its_gradient():
     up, down = weight(TTSpec(14, 45, (3, 5), (5, 3, 3), (1, 2, 0, 4, 2, 1)), 0), weight(DOWN, 2)
     x = torch.randn(9, 14, dtype=torch.float64, requires_grad=True)
-    z, exact = tt_feed_forward(x, [up], "gelu", down), dense(x, [up], "gelu", down)
+    z, exact = run(x, [up], "gelu", down), dense(x, [up], "gelu", down)
     torch.testing.assert_close(z, exact)
     torch.testing.assert_close(torch.autograd.grad(z.sum(), up.bias), torch.autograd.grad(exact.sum(), up.bias))
 
@@ -88,7 +107,7 @@ def test_keeps_no_wide_tensor():
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        tt_feed_forward(x, weights[:1], "gelu", weights[1])
+        run(x, weights[:1], "gelu", weights[1])
     assert max(kept) == x.numel()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         dense(x, weights[:1], "gelu", weights[1])
@@ -101,7 +120,7 @@ def test_low_precision_keeps_the_signal(dtype):
     low = [Weight(w.spec, [c.detach().to(dtype) for c in w.cores], w.bias.detach().to(dtype)) for w in exact_weights]
     again = [Weight(w.spec, [c.double() for c in w.cores], w.bias.double()) for w in low]
     x = (torch.randn(64, 14) / 4).to(dtype)
-    found = tt_feed_forward(x, low[:1], "gelu", low[1])
+    found = run(x, low[:1], "gelu", low[1])
     exact = dense(x.double(), again[:1], "gelu", again[1])
     assert found.dtype == dtype
     noise = (found.double() - exact).square().sum()
@@ -112,17 +131,15 @@ def test_autocast_runs_in_its_dtype():
     single = [weight(UP, 0, dtype=torch.float32), weight(DOWN, 2, dtype=torch.float32)]
     x = torch.randn(16, 14)
     with torch.autocast("cpu", torch.bfloat16):
-        assert tt_feed_forward(x, single[:1], "gelu", single[1]).dtype == torch.bfloat16
+        assert run(x, single[:1], "gelu", single[1]).dtype == torch.bfloat16
 
 
 def test_refuses_what_does_not_fit():
     up, down = weight(UP, 0), weight(DOWN, 2)
     x = torch.randn(9, 14, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"expected an activation of gelu, .* got 'elu'"):
-        tt_feed_forward(x, [up], "elu", down)
-    with pytest.raises(SpecError, match="expected one or two weights up to the 45 features"):
-        tt_feed_forward(x, [down], "gelu", down)
-    with pytest.raises(SpecError, match="expected an input whose last dimension is 14"):
-        tt_feed_forward(x[:, :13], [up], "gelu", down)
-    with pytest.raises(SpecError, match="expected a bias of shape"):
-        tt_feed_forward(x, [up], "gelu", down._replace(bias=torch.zeros(9, dtype=torch.float64)))
+        run(x, [up], "elu", down)
+    with pytest.raises(SpecError, match="expected one or two weights 14 → 45 before the activation, got 45 → 10"):
+        run(x, [down], "gelu", down)
+    with pytest.raises(SpecError, match="expected one or two weights 13 → 45 before the activation, got 14 → 45"):
+        run(x[:, :13], [up], "gelu", down)

@@ -48,7 +48,7 @@ def oracle(spec, x, bias, *cores):
 
 
 def force(spec, option):
-    plan = plan_projection(spec, 8).using(option.strategy, option.split)
+    plan = plan_projection(spec, 8).using(option.ends)
     return lambda x, bias, *cores: ttm_linear(x, spec, cores, bias, plan=plan)
 
 
@@ -100,7 +100,7 @@ def test_keeps_no_wide_tensor_for_the_backward():
     x, bias, *cores = operands(spec, (64,))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        ttm_linear(x, spec, cores, bias, plan=plan_projection(spec, 64).using("halves", 2))
+        ttm_linear(x, spec, cores, bias, plan=plan_projection(spec, 64).using((2, 3)))
     left_half = (8 * 8) * (4 * 4) * 8
     assert max(kept) == left_half < spec.num_embeddings * spec.embedding_dim < 64 * (4 * 4) * 8 * 8
 

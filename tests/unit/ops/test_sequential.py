@@ -9,8 +9,9 @@ import torch
 from comera.ops.dtypes import product, widens
 from comera.ops.linear import tt_linear
 from comera.ops.planner.cost import CPU
+from comera.ops.planner.groups import Group
 from comera.ops.planner.plan import plan_linear
-from comera.ops.planner.search import ChainSearch
+from comera.ops.planner.search import GroupSearch
 from comera.ops.sequential import contract_groups
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec, clip_ranks
@@ -36,7 +37,7 @@ SPECS = [
 
 def all_groups(spec):
     """Every partition, its groups merged in the cheapest order."""
-    search = ChainSearch(spec, 8, 4, CPU)
+    search = GroupSearch(spec, 8, 4, CPU)
     for cuts in itertools.product([False, True], repeat=spec.order - 1):
         ends = (*(k + 1 for k, cut in enumerate(cuts) if cut), spec.order)
         yield search.price(ends)[0]
@@ -65,8 +66,17 @@ def values_and_gradients(function, tensors, rounded=torch.float64):
     return [y, *torch.autograd.grad(y, [t for t in tensors if t is not None], dy)]
 
 
+def group(tree):
+    """A group from nested pairs: ((0, 1), 2) merges cores 0 and 1, then core 2."""
+    return Group.of(*map(group, tree)) if isinstance(tree, tuple) else Group.of(tree)
+
+
 def by(spec, groups):
     return lambda x, bias, *cores: contract_groups(x, spec, cores, groups, bias)
+
+
+def by_trees(spec, trees):
+    return by(spec, [group(tree) for tree in trees])
 
 
 def signal_to_noise(found, exact):
@@ -92,26 +102,26 @@ def test_every_partition_passes_gradcheck(spec, groups):
     assert torch.autograd.gradgradcheck(by(spec, groups), tensors, fast_mode=True)
 
 
-@pytest.mark.parametrize("groups", [((0, (1, 2)), ((3, 4), 5)), (((0, 1), (2, 3)), (4, 5)), (0, ((1, 2), 3), 4, 5)])
-def test_any_order_of_merging_gives_the_same(groups):
+@pytest.mark.parametrize("trees", [((0, (1, 2)), ((3, 4), 5)), (((0, 1), (2, 3)), (4, 5)), (0, ((1, 2), 3), 4, 5)])
+def test_any_order_of_merging_gives_the_same(trees):
     spec = tt((2, 3, 2), (3, 2, 2), 4)
     tensors = operands(spec, 5)
     exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
-    torch.testing.assert_close(values_and_gradients(by(spec, groups), tensors), exact, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(values_and_gradients(by_trees(spec, trees), tensors), exact, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("choice", ["(1 2)(3 4)", "(1)(2 3)(4)", "(1 2 3 4)", "(1 2 3)(4)", "(1)(2 3 4)"])
-def test_tt_linear_runs_the_groups_of_a_plan(choice):
+@pytest.mark.parametrize("ends", [(2, 4), (1, 3, 4), (4,), (3, 4), (1, 4)])
+def test_tt_linear_runs_the_groups_of_a_plan(ends):
     spec = tt((3, 4), (5, 2), 3, pad_in=2)
     x, bias, *cores = operands(spec, 8)
-    plan = plan_linear(spec, 8).using(choice)
+    plan = plan_linear(spec, 8).using(ends)
     y = tt_linear(x.view(2, 4, 10), spec, cores, bias, plan=plan)
     torch.testing.assert_close(y, oracle(spec, x, bias, *cores).view(2, 4, 10), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
-@pytest.mark.parametrize("groups", [(0, 1, 2, 3), ((0, 1), 2, 3), (0, (1, 2), 3), (((0, 1), (2, 3)),)], ids=str)
-def test_non_contiguous_input(groups, layout):
+@pytest.mark.parametrize("trees", [(0, 1, 2, 3), ((0, 1), 2, 3), (0, (1, 2), 3), (((0, 1), (2, 3)),)], ids=str)
+def test_non_contiguous_input(trees, layout):
     spec = tt((3, 4), (5, 2), 3)
     x, bias, *cores = operands(spec, 6)
     x = x.detach()
@@ -122,18 +132,18 @@ def test_non_contiguous_input(groups, layout):
     }[layout].requires_grad_()
     tensors = [view, bias, *cores]
     exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
-    torch.testing.assert_close(values_and_gradients(by(spec, groups), tensors), exact, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(values_and_gradients(by_trees(spec, trees), tensors), exact, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("units", [True, False], ids=["half-units", "no-half-units"])
 @pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 45), (torch.float16, 63)])
-@pytest.mark.parametrize("groups", [(0, 1, 2, 3), ((0, 1), (2, 3)), (0, (1, 2), 3), (((0, 1), (2, 3)),)], ids=str)
-def test_half_precision_keeps_the_signal(groups, dtype, decibels, units, monkeypatch):
+@pytest.mark.parametrize("trees", [(0, 1, 2, 3), ((0, 1), (2, 3)), (0, (1, 2), 3), (((0, 1), (2, 3)),)], ids=str)
+def test_half_precision_keeps_the_signal(trees, dtype, decibels, units, monkeypatch):
     monkeypatch.setattr("comera.ops.dtypes._half_units", lambda dtype: units)
     spec = tt((8, 12), (16, 6), 12, pad_in=2, pad_out=2)
     low = operands(spec, 64, dtype=dtype)
     double = [t.detach().double().requires_grad_() for t in low]
-    found = values_and_gradients(by(spec, groups), low, dtype)
+    found = values_and_gradients(by_trees(spec, trees), low, dtype)
     exact = values_and_gradients(lambda *t: oracle(spec, *t), double, dtype)
     assert widens(low[0]) != units
     assert [t.dtype for t in found] == [dtype] * len(found)

@@ -1,5 +1,6 @@
 """Parameter groups by type, and the learning-rate schedule."""
 
+import doctest
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from comera.errors import ConfigError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
-from comera.optim.param_groups import param_groups
+from comera.optim import param_groups
 from comera.trainer.optimizer import lr_multiplier
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -50,6 +51,12 @@ def test_groups_follow_types_and_hold_each_parameter_once() -> None:
         "dense": (1e-3, 0.1),
         "dense_no_decay": (1e-3, 0.0),
     }
+
+
+def test_the_example_of_the_docstring_runs() -> None:
+    (example,) = doctest.DocTestFinder().find(param_groups, "param_groups", globs={})
+    assert len(example.examples) >= 6
+    doctest.DebugRunner().run(example)
 
 
 def test_lr_serves_where_no_other_is_given_and_optimizers_keep_the_names() -> None:

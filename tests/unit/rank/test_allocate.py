@@ -1,4 +1,4 @@
-"""Which ranks are kept: by hand, against the best of all choices, and where nothing is left to choose."""
+"""Which ranks are kept: by hand, against the best of all choices, and where there is nothing to choose."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -9,39 +9,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.rank.allocate import allocate
-from comera.rank.target import spec_size
+from comera.rank.size import spec_size
 from comera.tt.spec import TTSpec
 
-ONE = TTSpec(12, 12, (12,), (12,), (1, 6, 1))  # 24 core entries and a rank parameter for each rank
+ONE = TTSpec(12, 12, (12,), (12,), (1, 6, 1))  # 24 core entries and a gate per rank
 TWO = TTSpec(12, 12, (3, 4), (12,), (1, 3, 12, 1))
 
 
 def size_of(specs: Sequence[TTSpec], ranks: Sequence[Sequence[int]]) -> int:
-    return sum(spec_size(spec.with_ranks((1, *bonds, 1))) for spec, bonds in zip(specs, ranks, strict=True))
+    return sum(spec_size(spec.with_ranks((1, *inner, 1))) for spec, inner in zip(specs, ranks, strict=True))
 
 
 def lost(importances: list[list[list[float]]], ranks: Sequence[Sequence[int]]) -> float:
-    """What a choice of ranks costs: Σ T log(T / t) over all bonds."""
+    """What a choice of ranks costs: Σ T log(T / t) over all inner ranks."""
     return sum(
-        sum(entries) * log(sum(entries) / sum(entries[len(entries) - rank :]))
-        for chain, bonds in zip(importances, ranks, strict=True)
-        for entries, rank in zip(chain, bonds, strict=True)
+        sum(gates) * log(sum(gates) / sum(gates[len(gates) - rank :]))
+        for train, inner in zip(importances, ranks, strict=True)
+        for gates, rank in zip(train, inner, strict=True)
         if rank
     )
 
 
-def test_the_least_important_entries_of_all_chains_go_first() -> None:
+def test_the_least_important_gates_of_all_trains_go_first() -> None:
     strong, weak = [[4.0, 5.0, 6.0, 7.0, 8.0, 9.0]], [[0.1, 0.1, 0.1, 0.1, 0.2, 4.0]]
     assert allocate([ONE, ONE], [strong, weak], 25 * 7) == [(6,), (1,)]
     assert allocate([ONE, ONE], [strong, weak], 25 * 12) == [(6,), (6,)]
     assert allocate([ONE, ONE], [strong, weak], 25 * 3) == [(2,), (1,)]
 
 
-def test_no_bond_is_stripped_while_others_stay_wide() -> None:
+def test_no_rank_is_cut_to_one_while_others_stay_high() -> None:
     spec = TTSpec(512, 512, (8, 8, 8), (8, 8, 8), (1, 8, 30, 30, 30, 8, 1))
     flat = [[1 / rank] * rank for rank in spec.inner_ranks]
     (ranks,) = allocate([spec], [flat], spec_size(spec) // 5)
-    assert min(ranks) >= 5  # by importance per number alone: 1 in the middle, 30 beside it
+    assert min(ranks) >= 5  # by importance per parameter alone: 1 in the middle, 30 beside it
 
 
 @pytest.mark.parametrize(("budget", "ranks"), [(10**6, (3, 12)), (1, (1, 1)), (0, (1, 1))])
@@ -49,13 +49,13 @@ def test_from_everything_to_the_smallest(budget: int, ranks: tuple[int, ...]) ->
     assert allocate([TWO], [[[1.0] * 3, [1.0] * 12]], budget) == [ranks]
 
 
-def test_empty_chains_and_chains_without_bonds_stay() -> None:
+def test_empty_trains_and_trains_without_inner_ranks_stay() -> None:
     alone = TTSpec(12, 1, (12,), (1,), (1, 1, 1))
     assert allocate([ONE, alone], [[[]], [[2.0]]], 1) == [(0,), (1,)]
     assert allocate([], [], 5) == []
 
 
-def test_entries_of_no_importance_are_free() -> None:
+def test_gates_of_no_importance_are_free() -> None:
     assert allocate([ONE, ONE], [[[0.0] * 6], [[1.0] * 6]], 25 * 7) == [(1,), (6,)]
 
 
@@ -79,34 +79,34 @@ def test_rounding_takes_out_what_the_neighbours_do_not_allow() -> None:
 def test_the_choice_is_the_best_of_its_size_but_for_what_is_given_back(data: st.DataObject) -> None:
     specs = [TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 5, 3, 1)), TTSpec(8, 9, (2, 4), (9,), (1, 2, 6, 1))]
     entries = st.floats(0.01, 10)
-    chains = [
+    trains = [
         [sorted(data.draw(st.lists(entries, min_size=rank, max_size=rank))) for rank in spec.inner_ranks]
         for spec in specs
     ]
     largest, smallest = size_of(specs, [spec.inner_ranks for spec in specs]), size_of(specs, [(1, 1, 1), (1, 1)])
     budget = data.draw(st.integers(smallest, largest))
     rounding = data.draw(st.booleans())
-    found = allocate(specs, chains, budget, rounding=rounding)
+    found = allocate(specs, trains, budget, rounding=rounding)
     assert size_of(specs, found) <= budget
     if rounding:
-        assert all(possible(spec, bonds) for spec, bonds in zip(specs, found, strict=True))
-    # every choice whose size is no larger than half way between the budget and the least costs no less
+        assert all(possible(spec, inner) for spec, inner in zip(specs, found, strict=True))
+    # No choice whose size is at most halfway between the smallest and the budget costs less.
     choices = [
         [
-            bonds
-            for bonds in product(*(range(1, rank + 1) for rank in spec.inner_ranks))
-            if not rounding or possible(spec, bonds)
+            inner
+            for inner in product(*(range(1, rank + 1) for rank in spec.inner_ranks))
+            if not rounding or possible(spec, inner)
         ]
         for spec in specs
     ]
     best = min(
-        lost(chains, choice) for choice in product(*choices) if size_of(specs, choice) <= (budget + smallest) / 2
+        lost(trains, choice) for choice in product(*choices) if size_of(specs, choice) <= (budget + smallest) / 2
     )
-    assert lost(chains, found) <= best + 1e-9
+    assert lost(trains, found) <= best + 1e-9
 
 
-def possible(spec: TTSpec, bonds: Sequence[int]) -> bool:
-    ends = [1, *bonds, 1]
+def possible(spec: TTSpec, inner: Sequence[int]) -> bool:
+    ends = [1, *inner, 1]
     return all(a <= n * b and b <= n * a for a, n, b in zip(ends[:-1], spec.sizes, ends[1:], strict=True))
 
 
@@ -121,4 +121,4 @@ def test_the_choice_comes_near_the_best_of_all(part: float) -> None:
     found = lost(importances, allocate(specs, importances, budget))
     choices = product(*(product(*(range(1, rank + 1) for rank in spec.inner_ranks)) for spec in specs))
     best = min(lost(importances, choice) for choice in choices if size_of(specs, choice) <= budget)
-    assert found <= 1.1 * best  # measured: up to 1.07; what is left of the budget shrinks with more chains
+    assert found <= 1.1 * best  # measured: up to 1.07; what is left of the budget shrinks with more trains

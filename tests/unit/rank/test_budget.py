@@ -1,4 +1,4 @@
-"""SVD rounding over all chains: the budget holds, the least goes first, and nothing else is touched."""
+"""SVD rounding over all tensor trains: the budget holds, the least goes first, nothing else is touched."""
 
 import copy
 from itertools import product
@@ -13,9 +13,10 @@ from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.rank.budget import RoundReport, canonicalize_, round_
-from comera.rank.size import unpruned_ranks, unpruned_size
-from comera.rank.target import smallest_size, spec_size
+from comera.rank.budget import canonicalize_, round_
+from comera.rank.report import RankReport
+from comera.rank.size import spec_size, unpruned_ranks, unpruned_size
+from comera.rank.target import smallest_size
 from comera.tt.decompose import round_cores, singular_values, tt_svd
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -51,7 +52,7 @@ def test_the_least_relative_singular_values_of_all_layers_go_first() -> None:
     assert report.rows[1].error == 0.0
 
 
-def test_weights_turn_the_choice_round() -> None:
+def test_weights_reverse_the_choice() -> None:
     steep = with_singular_values([3.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5], 1)
     flat = with_singular_values([1.0] * 8, 2)
     model = nn.ModuleDict({"steep": steep, "flat": flat})
@@ -59,9 +60,9 @@ def test_weights_turn_the_choice_round() -> None:
     assert (steep.spec.inner_ranks, flat.spec.inner_ranks) == ((8,), (2,))
 
 
-def test_errors_are_those_of_the_weights_and_untouched_chains_stay_to_the_bit() -> None:
+def test_errors_are_those_of_the_weights_and_untouched_trains_stay_to_the_bit() -> None:
     model = layers()
-    with torch.no_grad():  # one layer stands for nearly nothing else than rank 1: it pays for the others
+    with torch.no_grad():  # one layer is close to rank 1: it pays for the others
         for d in model[1].tt.rank_params:
             d[1:] *= 0.02
     before = [train.dense().detach() for _, train in named_trains(model)]
@@ -100,7 +101,7 @@ def step(model: nn.ModuleList, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_rounded_chains_start_afresh_in_the_optimizer_and_others_go_on(kind: str) -> None:
+def test_rounded_trains_start_afresh_in_the_optimizer_and_others_go_on(kind: str) -> None:
     model = nn.ModuleList([with_singular_values([9.0] + [0.01] * 7, 1), with_singular_values([1.0] * 8, 2)]).double()
     optimizer = OPTIMIZERS[kind](model.parameters())
     step(model, optimizer)
@@ -122,7 +123,7 @@ def test_rounded_chains_start_afresh_in_the_optimizer_and_others_go_on(kind: str
         assert not torch.equal(p, old)
 
 
-def test_a_wrapper_around_the_optimizer_is_looked_through() -> None:
+def test_a_wrapped_optimizer_is_found() -> None:
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer
@@ -146,7 +147,7 @@ def test_what_cannot_be_changes_nothing() -> None:
         with pytest.raises(RankError, match=message):
             round_(model, target)
     for weights, message in [
-        ({"3.tt": 1.0}, r"expected numbers >= 0 for chains \(0.tt, 1.tt, 2.tt\), got '3.tt': 1.0"),
+        ({"3.tt": 1.0}, r"expected finite values >= 0 for tensor trains \(0.tt, 1.tt, 2.tt\), got '3.tt': 1.0"),
         ({"0.tt": -1.0}, "got '0.tt': -1.0"),
         ({"0.tt": float("nan")}, "got '0.tt': nan"),
     ]:
@@ -207,33 +208,33 @@ def test_a_trained_dense_model_is_decomposed_and_rounded(order: int) -> None:
     x = torch.randn(100, 48)
     expected = model(x)
     comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=order, rank=24), init="decompose"))
-    alike = copy.deepcopy(model)
-    report: RoundReport = comera.round_(model, 0.3)
+    uniform = copy.deepcopy(model)
+    report: RankReport = comera.round_(model, 0.3)
     assert report.after <= 0.3 * report.before
     assert float((model(x) - expected).detach().norm() / expected.detach().norm()) < 0.05
-    each = [round_(alike[0], 0.3).error, round_(alike[2], 0.3).error]
+    each = [round_(uniform[0], 0.3).error, round_(uniform[2], 0.3).error]
     assert sum(row.error**2 for row in report.rows) < 0.1 * sum(error**2 for error in each)
 
 
-def test_rounding_all_at_once_loses_no_more_than_cutting_each_layer_alike() -> None:
+def test_rounding_all_at_once_loses_no_more_than_cutting_each_layer_uniformly() -> None:
     model = nn.ModuleList(
         with_singular_values([float(2.0 ** (-j * steep)) for j in range(8)], seed)
         for seed, steep in enumerate((0.1, 0.5, 1.0, 2.0))
     )
-    alike = copy.deepcopy(model)
+    uniform = copy.deepcopy(model)
     together = round_(model, 17 * 16)
-    each = [round_(layer, 17 * 4).error for layer in alike]
+    each = [round_(layer, 17 * 4).error for layer in uniform]
     assert sum(row.error**2 for row in together.rows) < sum(error**2 for error in each)
 
 
 def test_larger_budgets_lose_less_and_are_used() -> None:
     matrices = [with_singular_values([float(2.0 ** (-j * rate)) for j in range(8)], 7) for rate in (0.1, 0.4, 0.9)]
-    chains = layers()
-    for layer in chains:
+    trains = layers()
+    for layer in trains:
         with torch.no_grad():
             layer.tt.rank_params[1].copy_(0.7 ** torch.arange(9))
-    # numbers that one more rank of the widest bond takes: less than that is left over
-    for model, most in ((nn.ModuleList(matrices), 17), (chains, 4 * 3 + 4 * 3 + 1)):
+    # Parameters that one more rank takes at the largest inner rank: less than that stays unused.
+    for model, most in ((nn.ModuleList(matrices), 17), (trains, 4 * 3 + 4 * 3 + 1)):
         smallest, whole = smallest_size(model), stored(model)
         errors = []
         for target in range(smallest, whole, 16):
@@ -243,7 +244,7 @@ def test_larger_budgets_lose_less_and_are_used() -> None:
         assert errors == sorted(errors, reverse=True)
 
 
-def test_inactive_entries_count_as_zero_and_go_without_error() -> None:
+def test_pruned_gates_count_as_zero_and_go_without_error() -> None:
     model = layers(1)
     train = model[0].tt
     with torch.no_grad():
@@ -255,7 +256,7 @@ def test_inactive_entries_count_as_zero_and_go_without_error() -> None:
     torch.testing.assert_close(train.dense(), dense, rtol=0, atol=1e-12)
 
 
-def test_tied_chains_are_rounded_once() -> None:
+def test_tied_trains_are_rounded_once() -> None:
     table = TTMEmbedding(TTMSpec(30, 12, (5, 6), (3, 4), (1, 12, 1)), dtype=torch.float64)
     model = nn.ModuleDict({"table": table, "head": TTMProjection(table.tt)})
     report = round_(model, 0.5)
@@ -289,13 +290,13 @@ def test_cores_come_balanced_in_their_dtype_and_a_held_loss_does_no_harm() -> No
     assert loss.grad_fn is not None
 
 
-def test_bytes_count_what_the_chains_take_and_nothing_left_to_store_is_no_error() -> None:
+def test_bytes_count_what_the_trains_take_and_an_empty_model_is_no_error() -> None:
     model = nn.ModuleList([*layers(1), TTLinear(SPEC, dtype=torch.bfloat16)])
-    numbers = spec_size(SPEC)
-    assert round_(model, f"{8 * numbers} B").target == 2 * numbers * 8 // 10  # of 8 and of 2 bytes: 5 in the mean
+    count = spec_size(SPEC)
+    assert round_(model, f"{8 * count} B").target == 2 * count * 8 // 10  # of 8 and of 2 bytes: 5 in the mean
     empty = TTLinear(SPEC.with_ranks(0))
     assert round_(empty, 0.5).after == 0
-    with pytest.raises(RankError, match="at most the present 0 numbers"):
+    with pytest.raises(RankError, match="at most the present 0 parameters"):
         round_(empty, "1 kB")
 
 
@@ -304,12 +305,12 @@ def test_the_report_reads_as_a_table() -> None:
     report = round_(nn.ModuleDict({"steep": steep, "flat": flat}), 17 * 9 + 5)
     assert str(report).splitlines() == [
         "steep.tt  8 -> 1  error 2.64%",
-        "1 of 2 chains rounded: 272 -> 153 numbers, at most 158 wanted",
+        "1 of 2 tensor trains rounded: 272 -> 153 parameters (56.2%, target 158)",
     ]
 
 
 @pytest.mark.parametrize("kind", ["adamw-fused", "adagrad", "nadam"])
-def test_a_canonical_chain_is_the_same_weight_and_its_entries_are_singular_directions(kind: str) -> None:
+def test_a_canonical_train_is_the_same_weight_and_its_slices_are_singular_directions(kind: str) -> None:
     torch.manual_seed(0)
     layer = TTLinear(TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1)), dtype=torch.float64)
     train = layer.tt
@@ -322,13 +323,13 @@ def test_a_canonical_chain_is_the_same_weight_and_its_entries_are_singular_direc
     assert ranks == (3, 6, 3)
     canonicalize_([train], [optimizer])
     torch.testing.assert_close(train.dense(), dense, rtol=0, atol=1e-12)
-    assert (unpruned_ranks(train), unpruned_size(train)) == (ranks, size)  # what was inactive is so still
+    assert (unpruned_ranks(train), unpruned_size(train)) == (ranks, size)  # what was pruned still is
     assert train.rank_params[1].tolist() == [1.0] * 6 + [0.0] * 3
     fresh = OPTIMIZERS[kind](layer.parameters())
     assert repr([optimizer.state.get(p) for p in train.parameters()]) == repr(
         [fresh.state.get(p) for p in train.parameters()]
     )
-    # switching one entry off makes an error of its singular value, as if it stood alone
+    # Zeroing one gate makes an error of its singular value, independently of the others.
     for k, sigma in enumerate(singular_values(train.spec, train.effective_cores())):
         for j in range(ranks[k]):
             with torch.no_grad():
@@ -338,7 +339,7 @@ def test_a_canonical_chain_is_the_same_weight_and_its_entries_are_singular_direc
 
 
 def decaying(specs: list[TTSpec], decays: tuple[float, ...], seed: int) -> nn.ModuleList:
-    """Layers whose bonds' entries count less and less, each layer's at its own pace."""
+    """Layers whose gates decay along each inner rank, at a rate of each layer's own."""
     torch.manual_seed(seed)
     model = nn.ModuleList(TTLinear(spec, dtype=torch.float64) for spec in specs)
     for (_, train), decay in zip(named_trains(model), decays, strict=True):
@@ -356,10 +357,10 @@ def test_the_error_comes_near_the_best_of_all_ranks(decays: tuple[float, float],
     choices = []  # per layer the squared error of all ranks, by size
     for _, train in named_trains(model):
         found = [
-            round_cores(train.spec, train.effective_cores(), ranks=(1, *bonds, 1))
-            for bonds in product(*(range(1, rank + 1) for rank in train.spec.inner_ranks))
+            round_cores(train.spec, train.effective_cores(), ranks=(1, *inner, 1))
+            for inner in product(*(range(1, rank + 1) for rank in train.spec.inner_ranks))
         ]
-        choices.append([(spec_size(chain.spec), chain.error**2) for chain in found])
+        choices.append([(spec_size(rounded.spec), rounded.error**2) for rounded in found])
     for part in (0.3, 0.5, 0.7, 0.8):
         budget = int(part * stored(model))
         best = min(e + f for (s, e), (t, f) in product(*choices) if s + t <= budget)
@@ -370,18 +371,18 @@ def test_the_error_comes_near_the_best_of_all_ranks(decays: tuple[float, float],
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("rank", "factor"), [(2, 1.2), (3, 1.2), (4, 1.1), (6, 0.81), (8, 0.6), (12, 0.11)])
-def test_different_layers_lose_less_than_cut_alike_unless_cut_to_almost_nothing(
+def test_different_layers_lose_less_than_a_uniform_rank_unless_cut_to_almost_nothing(
     rank: int, factor: float, seed: int
 ) -> None:
     # Squared errors, measured over 20 seeds: 0.73 to 0.80 of those of a uniform rank 6. At ranks 2 and 3, where a
-    # layer keeps half of its weight at best, up to 1.20: the losses of a chain's bonds overlap then, and allocate
+    # layer keeps half of its weight at best, up to 1.20: the losses at a train's inner ranks overlap then, and allocate
     # counts each for itself.
     spec = TTSpec(48, 48, (6, 8), (8, 6), (1, 6, 24, 6, 1))
     model = decaying([spec] * 4, (1.0, 0.9, 0.7, 0.5), seed)
     ranks = (1, *(min(rank, most) for most in spec.inner_ranks), 1)
-    alike = [round_cores(spec, train.effective_cores(), ranks=ranks) for _, train in named_trains(model)]
-    report = round_(model, sum(spec_size(chain.spec) for chain in alike))
-    assert sum(row.error**2 for row in report.rows) <= factor * sum(chain.error**2 for chain in alike)
+    uniform = [round_cores(spec, train.effective_cores(), ranks=ranks) for _, train in named_trains(model)]
+    report = round_(model, sum(spec_size(cut.spec) for cut in uniform))
+    assert sum(row.error**2 for row in report.rows) <= factor * sum(cut.error**2 for cut in uniform)
 
 
 def test_the_number_of_threads_is_as_before_whatever_happens() -> None:

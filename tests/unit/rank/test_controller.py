@@ -13,12 +13,12 @@ from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, Scales
-from comera.rank.size import surrogate, surrogate_grads
+from comera.rank.size import SizeTable
 from comera.tt.spec import TTMSpec, TTSpec
 
 
 class Tied(nn.Module):
-    """An embedding and the head tied to it around a linear layer, and a chain of order 1."""
+    """An embedding and the head tied to it around a linear layer, and a tensor train of order 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ def test_the_hook_adds_size_and_ridge_to_the_loss_gradients() -> None:
     optimizer = sgd(model)
     RankController(model, early=stage).attach(optimizer)
     trains = {"embedding.tt": model.embedding.tt, "linear.tt": model.linear.tt, "segments.tt": model.segments.tt}
-    surrogate_0 = sum(surrogate(train).item() for train in trains.values())
+    surrogate_0 = sum(SizeTable([train]).surrogate().item() for train in trains.values())
     with torch.no_grad():  # Ŝ_0 is the size at attach, not the present one
         model.linear.tt.rank_params[1][1] = -0.5
         model.embedding.tt.rank_params[0][2] = 0.0
     backward(model)
     expected = grads(model)
     for name, train in trains.items():
-        for k, grad in enumerate(surrogate_grads(train)):
+        for k, grad in enumerate(SizeTable([train]).surrogate_grads()):
             expected[f"{name}.rank_params.{k}"] += 0.3 / surrogate_0 * grad
         for k, core in enumerate(train.cores):
             expected[f"{name}.cores.{k}"] += 2 * 0.02 * core.detach()
@@ -94,9 +94,9 @@ def test_a_stage_that_scales_the_loss_scales_every_gradient_by_a_device_scalar()
     Halved(model).attach(optimizer)
     backward(model)
     expected = {name: 0.5 * grad for name, grad in grads(model).items()}
-    for k, grad in enumerate(surrogate_grads(model.linear.tt)):
+    for k, grad in enumerate(SizeTable([model.linear.tt]).surrogate_grads()):
         expected[f"linear.tt.rank_params.{k}"] += 0.25 * grad
-    for k, grad in enumerate(surrogate_grads(model.embedding.tt)):
+    for k, grad in enumerate(SizeTable([model.embedding.tt]).surrogate_grads()):
         expected[f"embedding.tt.rank_params.{k}"] += 0.25 * grad
     optimizer.step()
     for name, grad in grads(model).items():
@@ -187,7 +187,7 @@ def test_under_a_grad_scaler_the_size_gradient_meets_the_loss_gradient_at_its_sc
         torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_a_wrapper_around_the_optimizer_is_looked_through() -> None:
+def test_a_wrapped_optimizer_is_found() -> None:
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer
@@ -249,7 +249,7 @@ def test_the_state_goes_through_json_exactly_and_outlives_pruning() -> None:
     controller.attach(sgd(model))
     controller.observe(torch.tensor(1 / 3))
     state = controller.state_dict()
-    sizes = [surrogate(layer.tt).item() for layer in (model.embedding, model.linear, model.segments)]
+    sizes = [SizeTable([layer.tt]).surrogate().item() for layer in (model.embedding, model.linear, model.segments)]
     assert state["surrogate_0"] == pytest.approx(sum(sizes))
     with torch.no_grad():
         model.linear.tt.rank_params[0][0] = 0.0

@@ -13,16 +13,16 @@ from comera.nn.embedding import TTMEmbedding
 from comera.nn.linear import TTLinear
 from comera.rank.budget import canonicalize_
 from comera.rank.controller import RankController
+from comera.rank.importance import STATE, zero_gates_
 from comera.rank.objective import EarlyStage, LateStage, late_scales
-from comera.rank.sensitivity import STATE, switch_off_
-from comera.rank.size import SizeTable, surrogate_grads
+from comera.rank.size import SizeTable
 from comera.tt.spec import TTMSpec, TTSpec
 
 QUIET = EarlyStage(size_weight=0.0)
 
 
 class Small(nn.Module):
-    """A table, a layer that the loss needs and one that it hardly sees."""
+    """A table, a layer that matters to the loss and one that hardly does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def begun(late: LateStage, kind: str = "adamw", steps: int = 3) -> tuple[Small, 
     return model, controller, optimizer
 
 
-def test_it_begins_by_call_with_a_part_of_the_present_size_and_the_mean_loss() -> None:
+def test_it_begins_by_call_with_a_fraction_of_the_present_size_and_the_mean_loss() -> None:
     model, controller, _ = begun(LateStage(target_size=0.5))
     size, mean = controller.size(), float(controller._loss)  # type: ignore[arg-type]
     assert (controller.stage, controller.target_size, controller.target_loss) == ("early", None, None)
@@ -77,12 +77,12 @@ def test_it_begins_by_call_with_a_part_of_the_present_size_and_the_mean_loss() -
     assert size == sum(p.numel() for layer in (model.table, model.needed, model.idle) for p in layer.tt.parameters())
 
 
-@pytest.mark.parametrize(("target", "numbers"), [(300, 300), ("1200B", 300), ("1.2 kB", 307), (1.0, None)])
-def test_targets_are_numbers_bytes_or_parts(target: Any, numbers: int | None) -> None:
+@pytest.mark.parametrize(("target", "parameters"), [(300, 300), ("1200B", 300), ("1.2 kB", 307), (1.0, None)])
+def test_targets_are_parameters_bytes_or_fractions(target: Any, parameters: int | None) -> None:
     _, controller, _ = begun(LateStage(target_size=target))
     size = controller.size()
     controller.start_late()
-    assert controller.target_size == (numbers or size)
+    assert controller.target_size == (parameters or size)
 
 
 def test_it_begins_after_a_step_an_epoch_or_a_plateau() -> None:
@@ -121,7 +121,7 @@ def test_what_cannot_begin_is_refused() -> None:
     with pytest.raises(RankError, match="an early stage before the late one, but no loss was observed"):
         RankController(model, late=LateStage(target_size=0.5)).start_late()
     _, controller, _ = begun(LateStage(target_size=10**6))
-    with pytest.raises(RankError, match=r"LateStage.target_size: expected at most the present \d+ numbers"):
+    with pytest.raises(RankError, match=r"LateStage.target_size: expected at most the present \d+ parameters"):
         controller.start_late()
     assert controller.stage == "early"
     _, controller, _ = begun(LateStage(target_size=5))
@@ -148,7 +148,7 @@ def test_the_target_is_met(shrink: Any, kind: str) -> None:
     assert all(torch.isfinite(torch.tensor(losses + train(model, controller, optimizer, 3))))
 
 
-def test_the_layer_that_the_loss_hardly_sees_goes_first() -> None:
+def test_the_layer_of_least_importance_goes_first() -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.6, steps=40))
     controller.start_late()
     train(model, controller, optimizer, 60)
@@ -158,7 +158,7 @@ def test_the_layer_that_the_loss_hardly_sees_goes_first() -> None:
     assert min(model.idle.tt.spec.inner_ranks) >= 1
 
 
-def test_the_switch_leaves_the_function_and_makes_what_entries_carry_orthogonal() -> None:
+def test_the_switch_keeps_the_function_and_makes_slices_orthogonal() -> None:
     model, controller, _ = begun(LateStage(target_size=0.5))
     before = model(torch.arange(12))
     controller.start_late()
@@ -174,7 +174,7 @@ def test_the_switch_leaves_the_function_and_makes_what_entries_carry_orthogonal(
     torch.testing.assert_close(sigma, dense[: len(sigma)], atol=1e-5, rtol=1e-5)
 
 
-def test_sensitivity_is_the_running_mean_of_the_squared_first_order_change() -> None:
+def test_importance_is_the_running_mean_of_the_squared_first_order_change() -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.9, steps=1000))
     controller.start_late()
     d = model.needed.tt.rank_params[1]
@@ -187,7 +187,7 @@ def test_sensitivity_is_the_running_mean_of_the_squared_first_order_change() -> 
         torch.testing.assert_close(optimizer.state[d][STATE], mean)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_sensitivity() -> None:
+def test_a_gradient_that_is_not_finite_leaves_the_importance() -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.9, steps=1000), "sgd")
     controller.start_late()
     train(model, controller, optimizer, 2)
@@ -202,20 +202,20 @@ def test_a_gradient_that_is_not_finite_leaves_the_sensitivity() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
-def test_no_momentum_brings_back_what_is_off(kind: str) -> None:
+def test_no_momentum_brings_back_a_zeroed_gate(kind: str) -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.5, steps=1000), kind)
     controller.start_late()
     train(model, controller, optimizer, 5)
     trains = [model.table.tt, model.needed.tt, model.idle.tt]
-    switch_off_(trains, [optimizer], 200)
-    off = [(d, d == 0) for tt in trains for d in tt.rank_params]
-    assert sum(int(mask.sum()) for _, mask in off) > 0
+    zero_gates_(trains, [optimizer], 200)
+    zeroed = [(d, d == 0) for tt in trains for d in tt.rank_params]
+    assert sum(int(mask.sum()) for _, mask in zeroed) > 0
     assert controller.size() <= 200
     train(model, controller, optimizer, 10)
-    assert all((d[mask] == 0).all() for d, mask in off)
+    assert all((d[mask] == 0).all() for d, mask in zeroed)
 
 
-def test_a_given_loss_makes_the_size_wait() -> None:
+def test_a_target_loss_makes_the_size_wait() -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.5, steps=0, target_loss=1e-9))
     controller.start_late()
     size = controller.size()
@@ -248,7 +248,7 @@ def test_by_surrogate_the_hook_scales_the_loss_and_adds_the_size() -> None:
         target_size=controller.target_size,
         surrogate=sum(table.surrogate().detach() for table in tables),  # type: ignore[arg-type]
     )
-    size_grad = surrogate_grads(model.needed.tt)[1]
+    size_grad = SizeTable([model.needed.tt]).surrogate_grads()[1]
     optimizer.step()
     for name, p in model.named_parameters():
         extra = c_size * size_grad if name == "needed.tt.rank_params.1" else 0.0
@@ -276,7 +276,7 @@ def test_a_resumed_late_stage_goes_on_to_the_bit(shrink: Any) -> None:
     assert resumed.state_dict() == controller.state_dict()
 
 
-def test_canonical_form_refuses_numbers_that_are_not_finite() -> None:
+def test_canonical_form_refuses_parameters_that_are_not_finite() -> None:
     model = Small()
     with torch.no_grad():
         model.idle.tt.cores[1].fill_(torch.nan)

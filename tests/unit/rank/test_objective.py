@@ -1,4 +1,4 @@
-"""The two numbers of each stage: the early stage's constants, and whose gap the late stage looks at."""
+"""The weights (c_L, c_S) of each stage: constants in the early one, by the larger gap in the late one."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_early_weights_out_of_range_are_refused(field: str, value: float) -> Non
         ({"target_size": -5}, "target_size must be above 0"),
         ({"target_size": True}, "target_size must be above 0"),
         ({"target_size": float("nan")}, "target_size must be above 0"),
-        ({"target_size": 1.5}, r"a part of the size, in \(0, 1\], got 1.5"),
+        ({"target_size": 1.5}, r"a fraction of the size, in \(0, 1\], got 1.5"),
         ({"target_loss": float("inf")}, "target_loss must be a finite number"),
         ({"loss_weight": -0.1}, "loss_weight must be a finite number >= 0"),
         ({"size_weight": float("nan")}, "size_weight must be a finite number >= 0"),

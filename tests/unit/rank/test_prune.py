@@ -1,4 +1,4 @@
-"""Cutting inactive slices: what goes, what stays the same object, what is refused before anything changes."""
+"""Cutting pruned slices: what goes, what stays the same object, what is refused before anything changes."""
 
 import copy
 from typing import Any
@@ -11,8 +11,9 @@ from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.prune import PruneReport, PruneRow, prune_
-from comera.rank.size import model_size, surrogate, unpruned_size
+from comera.rank.prune import prune_
+from comera.rank.report import RankReport, RankRow
+from comera.rank.size import SizeTable, model_size, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 TT = TTSpec(6, 10, (3, 2), (5, 2), (1, 3, 5, 2, 1))
@@ -30,9 +31,9 @@ def layer(threshold: float = 1e-2, dtype: torch.dtype = torch.float32) -> TTLine
     return TTLinear(TensorTrain(TT, init_std=0.5, threshold=threshold, dtype=dtype))
 
 
-def kill(train: TensorTrain, bond: int, entries: Any, value: float = 0.0) -> None:
+def set_gates(train: TensorTrain, k: int, entries: Any, value: float = 0.0) -> None:
     with torch.no_grad():
-        train.rank_params[bond][entries] = value
+        train.rank_params[k][entries] = value
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -41,12 +42,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.step()
 
 
-def test_inactive_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
+def test_pruned_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
     model = layer()
-    kill(model.tt, 0, 1)
-    kill(model.tt, 1, [0, 3], -2.0)
+    set_gates(model.tt, 0, 1)
+    set_gates(model.tt, 1, [0, 3], -2.0)
     cores = [core.detach().clone() for core in model.tt.cores]
-    before, size, surrogate_before = model.weight.detach(), unpruned_size(model.tt), surrogate(model.tt)
+    before, size, surrogate_before = model.weight.detach(), unpruned_size(model.tt), SizeTable([model.tt]).surrogate()
     report = prune_(model)
     left, middle = [0, 2], [1, 2, 4]
     assert model.spec.ranks == (1, 2, 3, 2, 1)
@@ -56,8 +57,8 @@ def test_inactive_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
     assert torch.equal(model.tt.cores[3], cores[3])
     torch.testing.assert_close(model.weight, before, rtol=1e-6, atol=1e-6)
     assert unpruned_size(model.tt) == size == model.spec.numel
-    torch.testing.assert_close(surrogate(model.tt), surrogate_before)
-    assert report == PruneReport(TT.numel + 10, size + 7, (PruneRow("tt", (3, 5, 2), (2, 3, 2)),))
+    torch.testing.assert_close(SizeTable([model.tt]).surrogate(), surrogate_before)
+    assert report == RankReport("pruned", TT.numel + 10, size + 7, (RankRow("tt", (3, 5, 2), (2, 3, 2)),))
     assert report.changed
     assert model_size(model).tensorized == report.after
 
@@ -65,18 +66,18 @@ def test_inactive_slices_go_and_the_rest_is_copied_to_the_bit() -> None:
 def test_the_report_reads_as_a_table() -> None:
     model = nn.ModuleDict({"first": layer(), "other": layer()})
     assert not prune_(model).changed
-    assert str(prune_(model)) == "pruned nothing: all rank parameters of 2 chains are active (206 numbers)"
-    kill(model["first"].tt, 0, 1)
+    assert str(prune_(model)) == "pruned nothing: 2 tensor trains, 206 parameters"
+    set_gates(model["first"].tt, 0, 1)
     assert str(prune_(model)).splitlines() == [
         "first.tt  3-5-2 -> 2-5-2",
-        "1 of 2 chains pruned: 206 -> 192 numbers (93.2% left)",
+        "1 of 2 tensor trains pruned: 206 -> 192 parameters (93.2%)",
     ]
 
 
 def test_parameters_stay_the_same_objects_and_keep_what_is_theirs() -> None:
     model = layer()
     model.tt.cores[1].requires_grad_(False)
-    kill(model.tt, 2, 0)
+    set_gates(model.tt, 2, 0)
     model(torch.ones(2, 6)).sum().backward()
     calls: list[Tensor] = []
     model.tt.cores[3].register_hook(calls.append)
@@ -100,8 +101,8 @@ def test_moments_are_cut_with_their_parameters_and_scalars_stay(name: str) -> No
     step(model, optimizer, x)
     core = model.tt.cores[1]
     before = copy.deepcopy(optimizer.state[core])
-    kill(model.tt, 0, 0)
-    kill(model.tt, 1, [1, 2])
+    set_gates(model.tt, 0, 0)
+    set_gates(model.tt, 1, [1, 2])
     prune_(model, [optimizer])
     state = optimizer.state[core]
     assert set(state) == set(before)
@@ -115,13 +116,13 @@ def test_moments_are_cut_with_their_parameters_and_scalars_stay(name: str) -> No
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_dead_layer_is_its_bias_and_goes_on_training(name: str) -> None:
+def test_a_zero_layer_is_its_bias_and_goes_on_training(name: str) -> None:
     model, x = layer(), torch.randn(4, 6)
     with torch.no_grad():
         model.bias.normal_()
     optimizer = OPTIMIZERS[name](model.parameters())
     step(model, optimizer, x)
-    kill(model.tt, 1, slice(None))
+    set_gates(model.tt, 1, slice(None))
     report = prune_(model, [optimizer])
     assert report.after == 0
     assert model.spec.ranks == (1, 0, 0, 0, 1)
@@ -138,29 +139,29 @@ def test_a_dead_layer_is_its_bias_and_goes_on_training(name: str) -> None:
     assert not prune_(model, [optimizer]).changed
 
 
-def test_tied_layers_are_cut_once_and_a_dead_table_gives_zeros() -> None:
+def test_tied_layers_are_cut_once_and_a_zero_table_gives_zeros() -> None:
     embedding = TTMEmbedding(TTMSpec(11, 6, (3, 4), (2, 3), (1, 5, 1)))
     model = nn.ModuleDict({"embedding": embedding, "head": TTMProjection(embedding.tt)})
-    kill(embedding.tt, 0, [0, 4])
+    set_gates(embedding.tt, 0, [0, 4])
     rows = embedding.weight.detach()
     report = prune_(model)
     assert [row.name for row in report.rows] == ["embedding.tt"]
     assert model["head"].tt is embedding.tt
     assert embedding.spec.ranks == (1, 3, 1)
     torch.testing.assert_close(embedding(torch.arange(11)), rows, rtol=1e-5, atol=1e-6)
-    kill(embedding.tt, 0, slice(None))
+    set_gates(embedding.tt, 0, slice(None))
     prune_(model)
     assert torch.equal(embedding(torch.arange(11)), torch.zeros(11, 6))
     assert torch.equal(model["head"](torch.ones(2, 6)), torch.zeros(2, 11))
 
 
-def test_a_chain_of_order_1_has_nothing_to_cut() -> None:
+def test_a_train_of_order_1_has_nothing_to_cut() -> None:
     model = TTMEmbedding(TTMSpec(5, 3, (5,), (3,), (1, 1)))
-    assert prune_(model).rows == (PruneRow("tt", (), ()),)
+    assert prune_(model).rows == (RankRow("tt", (), ()),)
     assert model.tt.cores[0].shape == (1, 5, 3, 1)
 
 
-def test_one_bond_of_rank_0_empties_the_whole_chain() -> None:
+def test_one_rank_of_0_empties_the_whole_train() -> None:
     model = TTLinear(TTSpec(6, 6, (2, 3), (3, 2), (1, 2, 0, 2, 1)))
     assert prune_(model).changed
     assert model.spec.inner_ranks == (0, 0, 0)
@@ -172,7 +173,7 @@ def test_optimizers_state_of_another_shape_is_refused_with_nothing_changed() -> 
     adamw = torch.optim.AdamW(model.parameters())
     for optimizer in (adamw, adafactor):
         step(model, optimizer, x)
-    kill(model[0].tt, 1, 2)
+    set_gates(model[0].tt, 1, 2)
     before = copy.deepcopy((model.state_dict(), adamw.state_dict(), adafactor.state_dict()))
     with pytest.raises(RankError, match=r"Adafactor keeps 'row_var' of shape .*'0\.tt\.cores\.0'.*nothing was pruned"):
         prune_(model, [adamw, adafactor])
@@ -182,18 +183,18 @@ def test_optimizers_state_of_another_shape_is_refused_with_nothing_changed() -> 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_rank_parameters_that_are_no_numbers_are_refused_with_nothing_changed(value: float) -> None:
+def test_gates_that_are_not_finite_are_refused_with_nothing_changed(value: float) -> None:
     model = nn.ModuleDict({"good": layer(), "bad": layer()})
-    kill(model["good"].tt, 0, 0)
-    kill(model["bad"].tt, 2, 1, value)
-    with pytest.raises(RankError, match=r"rank parameters of 'bad\.tt', bond 3, hold NaN or infinite"):
+    set_gates(model["good"].tt, 0, 0)
+    set_gates(model["bad"].tt, 2, 1, value)
+    with pytest.raises(RankError, match=r"rank parameters 3 of 'bad\.tt' hold NaN or infinite"):
         prune_(model)
     assert model["good"].spec == TT
 
 
-def test_pruned_numbers_share_no_storage_with_the_old_ones() -> None:
+def test_pruned_parameters_share_no_storage_with_the_old_ones() -> None:
     model = layer(dtype=torch.bfloat16)
-    kill(model.tt, 0, 2)
+    set_gates(model.tt, 0, 2)
     old = [p.data for p in model.tt.parameters()]
     prune_(model)
     assert {p.data_ptr() for p in model.tt.parameters()}.isdisjoint(p.data_ptr() for p in old)
@@ -204,36 +205,36 @@ def test_pruned_numbers_share_no_storage_with_the_old_ones() -> None:
 @pytest.mark.parametrize(
     ("multiple", "kept"), [(1, [1, 4]), (2, [1, 4]), (3, [1, 2, 4]), (4, [0, 1, 2, 4]), (8, list(range(5)))]
 )
-def test_ranks_stay_at_multiples_by_keeping_the_largest_inactive_entries(multiple: int, kept: list[int]) -> None:
+def test_ranks_stay_at_multiples_by_keeping_the_largest_pruned_gates(multiple: int, kept: list[int]) -> None:
     model, x = layer(), torch.randn(4, 6)
     values = torch.tensor([-0.5, 0.4, 0.009, -0.7, 1.0])
     with torch.no_grad():
         model.tt.rank_params[1].copy_(values)
     optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
-    y, surrogate_before = model(x).detach(), surrogate(model.tt)
+    y, surrogate_before = model(x).detach(), SizeTable([model.tt]).surrogate()
     report = prune_(model, [optimizer], multiple=multiple)
     assert model.spec.inner_ranks == (3, len(kept), 2)
     assert torch.equal(model.tt.rank_params[1], values[kept])
     assert report.after == model_size(model).tensorized
     torch.testing.assert_close(model(x), y, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(surrogate(model.tt), surrogate_before)
+    torch.testing.assert_close(SizeTable([model.tt]).surrogate(), surrogate_before)
     assert not prune_(model, multiple=multiple).changed
-    step(model, optimizer, x)  # what is inactive gets no gradient
-    inactive = values[kept] <= 0.01
-    assert torch.equal(model.tt.rank_params[1][inactive], values[kept][inactive])
-    assert not torch.equal(model.tt.rank_params[1][~inactive], values[kept][~inactive])
+    step(model, optimizer, x)  # a pruned gate gets no gradient
+    pruned = values[kept] <= 0.01
+    assert torch.equal(model.tt.rank_params[1][pruned], values[kept][pruned])
+    assert not torch.equal(model.tt.rank_params[1][~pruned], values[kept][~pruned])
 
 
-def test_a_dead_bond_empties_the_chain_whatever_the_multiple() -> None:
+def test_pruning_all_gates_of_a_rank_empties_the_train_whatever_the_multiple() -> None:
     model = layer()
-    kill(model.tt, 1, slice(None))
+    set_gates(model.tt, 1, slice(None))
     prune_(model, multiple=4)
     assert model.spec.inner_ranks == (0, 0, 0)
 
 
 def test_a_multiple_below_one_is_refused() -> None:
     model = layer()
-    kill(model.tt, 0, 1)
+    set_gates(model.tt, 0, 1)
     with pytest.raises(RankError, match="multiples of 1 or more, got 0"):
         prune_(model, multiple=0)
     assert model.spec == TT

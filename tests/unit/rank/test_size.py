@@ -1,4 +1,4 @@
-"""S, its surrogate and its gradient against a bond-by-bond loop and autograd; what a model stores."""
+"""S, its surrogate and its gradient against a loop over cores and autograd; what a model stores."""
 
 import pytest
 import torch
@@ -7,16 +7,7 @@ from torch import Tensor, nn
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.size import (
-    ModelSize,
-    SizeTable,
-    model_size,
-    size_tables,
-    surrogate,
-    surrogate_grads,
-    unpruned_ranks,
-    unpruned_size,
-)
+from comera.rank.size import ModelSize, SizeTable, model_size, size_tables, unpruned_ranks, unpruned_size
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
 TT = TTSpec(12, 20, (3, 4), (2, 2, 5), (1, 3, 6, 5, 4, 1))
@@ -25,8 +16,8 @@ ORDER_1 = TTMSpec(5, 3, (5,), (3,), (1, 1))
 SPECS = [TT, TTM, ORDER_1, TTSpec(6, 6, (6,), (6,), (1, 1, 1)), TTSpec(6, 6, (2, 3), (3, 2), (1, 0, 0, 0, 1))]
 
 
-def chain(spec: Spec, dtype: torch.dtype = torch.float64, threshold: float = 1e-2) -> TensorTrain:
-    """Rank parameters from -1 to 2: on every bond an active one, some inactive, some exactly at the threshold."""
+def gated(spec: Spec, dtype: torch.dtype = torch.float64, threshold: float = 1e-2) -> TensorTrain:
+    """Gates from -1 to 2: at every inner rank an unpruned one, some pruned, some exactly at the threshold."""
     train = TensorTrain(spec, init_std=1.0, dtype=dtype, threshold=threshold)
     with torch.no_grad():
         for d in train.rank_params:
@@ -37,7 +28,7 @@ def chain(spec: Spec, dtype: torch.dtype = torch.float64, threshold: float = 1e-
 
 
 def looped_surrogate(train: TensorTrain) -> Tensor:
-    """METHOD §2, word by word."""
+    """docs/method.md §2, word by word."""
     one = torch.ones((), dtype=torch.float64)
     norms = [one, *(d[d > train.threshold].double().abs().sum() for d in train.rank_params), one]
     terms = [norms[k] * size * norms[k + 1] for k, size in enumerate(train.spec.sizes)]
@@ -46,51 +37,51 @@ def looped_surrogate(train: TensorTrain) -> Tensor:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_surrogate_and_its_closed_form_gradient_agree_with_the_formula(spec: Spec) -> None:
-    train = chain(spec)
+    train = gated(spec)
     expected = looped_surrogate(train)
-    torch.testing.assert_close(surrogate(train), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(SizeTable([train]).surrogate(), expected, rtol=1e-12, atol=0)
     params = list(train.rank_params)
     if not params:
-        assert surrogate_grads(train) == []
+        assert SizeTable([train]).surrogate_grads() == []
         return
-    closed = surrogate_grads(train)
-    for value in (expected, surrogate(train)):
+    closed = SizeTable([train]).surrogate_grads()
+    for value in (expected, SizeTable([train]).surrogate()):
         for grad, auto in zip(closed, torch.autograd.grad(value, params), strict=True):
             torch.testing.assert_close(grad, auto, rtol=1e-12, atol=0)
 
 
-def test_inactive_entries_get_exactly_zero_gradient_and_active_ones_never() -> None:
-    train = chain(TT)
-    for grad, active in zip(surrogate_grads(train), train.unpruned(), strict=True):
-        assert torch.equal(grad != 0, active)
+def test_pruned_gates_get_exactly_zero_gradient_and_others_never() -> None:
+    train = gated(TT)
+    for grad, unpruned in zip(SizeTable([train]).surrogate_grads(), train.unpruned(), strict=True):
+        assert torch.equal(grad != 0, unpruned)
 
 
 def test_sign_matters_below_a_negative_threshold() -> None:
-    train = chain(TT, threshold=-2.0)
-    torch.testing.assert_close(surrogate(train), looped_surrogate(train))
-    for grad, d in zip(surrogate_grads(train), train.rank_params, strict=True):
+    train = gated(TT, threshold=-2.0)
+    torch.testing.assert_close(SizeTable([train]).surrogate(), looped_surrogate(train))
+    for grad, d in zip(SizeTable([train]).surrogate_grads(), train.rank_params, strict=True):
         assert torch.equal(grad.sign(), torch.where(d > -2.0, d.sign(), 0.0))
 
 
-def test_a_dead_bond_leaves_the_formula_as_it_is() -> None:
-    train = chain(TT)
+def test_pruning_all_gates_of_a_rank_leaves_the_formula_as_it_is() -> None:
+    train = gated(TT)
     with torch.no_grad():
         train.rank_params[1].zero_()
     r1, _, r3, r4 = unpruned_ranks(train)
     assert unpruned_size(train) == 3 * r1 + 2 * 0 + r3 * 2 * r4 + r4 * 5
-    torch.testing.assert_close(surrogate(train), looped_surrogate(train))
-    assert all(grad.any() for k, grad in enumerate(surrogate_grads(train)) if k != 1)
+    torch.testing.assert_close(SizeTable([train]).surrogate(), looped_surrogate(train))
+    assert all(grad.any() for k, grad in enumerate(SizeTable([train]).surrogate_grads()) if k != 1)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_active_size_is_the_number_of_entries_in_the_cores_when_all_are_active(spec: Spec) -> None:
+def test_unpruned_size_is_that_of_the_cores_when_no_gate_is_pruned(spec: Spec) -> None:
     train = TensorTrain(spec, init_std=1.0)
     assert unpruned_size(train) == spec.numel == sum(core.numel() for core in train.cores)
     assert unpruned_ranks(train) == spec.inner_ranks
-    assert surrogate(train).item() == spec.numel
+    assert SizeTable([train]).surrogate().item() == spec.numel
 
 
-def test_active_size_counts_bonds_above_the_threshold() -> None:
+def test_unpruned_size_counts_gates_above_the_threshold() -> None:
     train = TensorTrain(TTM, init_std=1.0)
     with torch.no_grad():
         train.rank_params[0][1:] = 1e-2
@@ -100,25 +91,25 @@ def test_active_size_counts_bonds_above_the_threshold() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_rank_parameters_are_summed_in_float32(dtype: torch.dtype) -> None:
-    train = chain(TT, dtype)
-    value = surrogate(train)
+def test_low_precision_gates_are_summed_in_float32(dtype: torch.dtype) -> None:
+    train = gated(TT, dtype)
+    value = SizeTable([train]).surrogate()
     assert value.dtype == torch.float32
     torch.testing.assert_close(value.double(), looped_surrogate(train), rtol=1e-6, atol=0)
-    assert all(grad.dtype == torch.float32 for grad in surrogate_grads(train))
+    assert all(grad.dtype == torch.float32 for grad in SizeTable([train]).surrogate_grads())
 
 
-def test_a_table_over_many_chains_adds_them_up() -> None:
-    trains = [chain(spec) for spec in SPECS]
+def test_a_table_over_many_trains_adds_them_up() -> None:
+    trains = [gated(spec) for spec in SPECS]
     table = SizeTable(trains)
     torch.testing.assert_close(table.surrogate(), torch.stack([looped_surrogate(t) for t in trains]).sum())
-    alone = [grad for train in trains for grad in surrogate_grads(train)]
+    alone = [grad for train in trains for grad in SizeTable([train]).surrogate_grads()]
     for grad, expected in zip(table.surrogate_grads(0.5), alone, strict=True):
         torch.testing.assert_close(grad, 0.5 * expected, rtol=1e-12, atol=0)
 
 
-def test_tables_part_by_dtype_and_threshold_and_notice_changes() -> None:
-    trains = [chain(TT), chain(TTM), chain(TT, torch.float32), chain(TT, threshold=0.5)]
+def test_tables_group_by_dtype_and_threshold_and_notice_changes() -> None:
+    trains = [gated(TT), gated(TTM), gated(TT, torch.float32), gated(TT, threshold=0.5)]
     tables = size_tables(trains)
     assert [len(table.trains) for table in tables] == [2, 1, 1]
     assert all(table.fits() for table in tables)
@@ -143,10 +134,10 @@ def test_model_size_counts_tied_parameters_once_and_biases_under_total_only() ->
     assert size.ratio == size.dense_total / size.total
     assert size.tensorized_ratio == size.dense_tensorized / tensorized
     assert model_size(model.half()).bytes == 2 * size.total
-    assert f"{size.total:,} numbers" in str(size)
+    assert f"{size.total:,} parameters" in str(size)
 
 
-def test_a_known_dense_original_takes_the_place_of_the_chains_own_weights() -> None:
+def test_a_known_dense_original_replaces_the_weights_of_the_trains() -> None:
     model = nn.Sequential(TTLinear(TT), nn.Linear(20, 12))
     alone = model_size(model)
     size = model_size(model, dense_total=alone.dense_total - 100)

@@ -9,7 +9,7 @@ import pytest
 
 from comera.errors import DataError
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
-from comera.recipes.dlrm.criteo_parse import CUT_SHORT, KINDS, LABEL
+from comera.recipes.dlrm.criteo.parse import CUT_SHORT, KINDS, LABEL
 
 from ...helpers.click_rows import ROWS, assert_same_rows, lines_of, read, small_blocks, spoiled, write
 
@@ -38,9 +38,9 @@ def test_bad_rows_are_skipped_and_counted(
     assert [row.split(": ")[0] for row in data.manifest["bad_rows"][kind]] == [
         f"{path}, line {line}" for line in (21, 42, 63)
     ]
-    told = capsys.readouterr().err
-    assert f"skipped 9 bad rows (9 {kind}), such as" in told
-    assert f"{path}, line 21: expected" in told
+    shown = capsys.readouterr().err
+    assert f"skipped 9 bad rows (9 {kind}), such as" in shown
+    assert f"{path}, line 21: expected" in shown
     assert_same_rows(data, reference)  # no column moved
 
 

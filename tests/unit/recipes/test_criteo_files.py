@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from comera.errors import DataError
-from comera.recipes.dlrm import criteo_files
-from comera.recipes.dlrm.criteo_files import Place, find_files, read_blocks, stamp
+from comera.recipes.dlrm.criteo import files as criteo_files
+from comera.recipes.dlrm.criteo.files import Place, find_files, read_blocks, stamp
 
 LINES = [b"%d\t" % k + b"x" * (k * 37 % 90) + b"\n" for k in range(400)]
 TEXT = b"".join(LINES)
@@ -65,7 +65,7 @@ def test_days_are_in_order_and_each_one_once(tmp_path: Path) -> None:
         (lambda root: plain(root / "test.txt").parent, r"got test\.txt: check data\.path"),
         (lambda root: plain(root / "train.txt", b""), r"train\.txt: .* got an empty file"),
         (lambda root: plain(root / "train.txt.gz", b""), r"train\.txt\.gz: .* got an empty file"),
-        (lambda root: plain(root / "train.txt.gz"), r"train\.txt\.gz: expected gzip, as its name says, got other data"),
+        (lambda root: plain(root / "train.txt.gz"), r"train\.txt\.gz: expected gzip, as the name says, got other data"),
         (lambda root: zipped(root / "dac.tar.gz"), r"dac\.tar\.gz: .* got an archive: unpack it"),
     ],
     ids=["missing", "empty folder", "folder without rows", "empty", "empty gz", "no gzip", "archive"],

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from comera.recipes.dlrm import criteo_ids
-from comera.recipes.dlrm.criteo_ids import IDS, TABLE, VALUES, Lookup, Numbers, hashed, make_ids
+from comera.recipes.dlrm.criteo import ids as criteo_ids
+from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, Lookup, Numbering, hashed, make_ids
 
 
 def values_of(count: int, kinds: int, seed: int = 0) -> np.ndarray:
@@ -36,7 +36,7 @@ def make(folder: Path, values: np.ndarray, size: int | None = None, min_count: i
     ("count", "kinds", "piece"), [(1, 1, 1), (50, 3, 7), (20_000, 9_000, 3_000), (20_000, 50, 999)]
 )
 def test_numbers_are_those_of_a_dict(count: int, kinds: int, piece: int) -> None:
-    values, numbers = values_of(count, kinds), Numbers()
+    values, numbers = values_of(count, kinds), Numbering()
     found = np.concatenate([numbers.add(values[first : first + piece]) for first in range(0, count, piece)])
     assert found.tolist() == numbered(values)
     assert len(numbers) == len(set(values.tolist()))
@@ -46,10 +46,10 @@ def test_numbers_are_those_of_a_dict(count: int, kinds: int, piece: int) -> None
 
 
 def test_values_that_share_a_slot_are_told_apart() -> None:
-    # under multiplicative hashing the multiples of 2³¹ and neighbours of the inverse of 2^k crowd together
+    # under multiplicative hashing the multiples of 2³¹ and neighbors of the inverse of 2^k crowd together
     inverse = pow(2_654_435_769, -1, 2**32)
     values = np.array([inverse * k % 2**32 for k in range(3000)], np.uint32)
-    numbers = Numbers()
+    numbers = Numbering()
     assert numbers.add(values).tolist() == list(range(1, 3001))
     assert numbers.find(values[::-1]).tolist() == list(range(3000, 0, -1))
 
@@ -57,7 +57,7 @@ def test_values_that_share_a_slot_are_told_apart() -> None:
 @pytest.mark.parametrize("piece", [64, 1000, 2**18])
 @pytest.mark.parametrize("min_count", [1, 2, 5, 10**6])
 def test_rare_values_share_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_count: int, piece: int) -> None:
-    monkeypatch.setattr(criteo_ids, "PIECE", piece)
+    monkeypatch.setattr(criteo_ids, "CHUNK", piece)
     values = values_of(5000, 900)
     ids, size = make(tmp_path, values, min_count=min_count)
     counts = Counter(values.tolist())

@@ -13,24 +13,27 @@ from typing import Any
 import pytest
 
 from comera.errors import ComeraError, ConfigError
-from comera.recipes.dlrm import criteo, criteo_columns, criteo_files, criteo_ids
-from comera.recipes.dlrm.criteo import ClickData
-from comera.recipes.dlrm.criteo_columns import FEATURES, Parsers, State
-from comera.recipes.dlrm.criteo_files import Place
-from comera.recipes.dlrm.criteo_parse import LABEL
+from comera.recipes.dlrm.criteo import ClickData, preparation
+from comera.recipes.dlrm.criteo import columns as criteo_columns
+from comera.recipes.dlrm.criteo import files as criteo_files
+from comera.recipes.dlrm.criteo import ids as criteo_ids
+from comera.recipes.dlrm.criteo import parse as criteo_parse
+from comera.recipes.dlrm.criteo.columns import FEATURES, Parsers, State
+from comera.recipes.dlrm.criteo.files import Place
+from comera.recipes.dlrm.criteo.parse import LABEL
 
 from ...helpers.click_rows import ROWS, assert_same_rows, contents, lines_of, read, small_blocks, spoiled, write
 
 KILLED = """
 import os, pathlib, signal, sys
-from comera.recipes.dlrm import criteo
-from comera.recipes.dlrm import criteo_columns
-from comera.recipes.dlrm import criteo_files
+from comera.recipes.dlrm.criteo import preparation
+from comera.recipes.dlrm.criteo import columns as criteo_columns
+from comera.recipes.dlrm.criteo import files as criteo_files
 from comera.recipes.dlrm.criteo import CriteoConfig, prepare
 name, calls, path, cache = sys.argv[1:]
 criteo_files.BLOCK = criteo_columns.BLOCK = 8192
 criteo_columns.CHECKPOINT = 3
-owner = {"append": criteo_columns.Columns, "make_ids": criteo, "rename": pathlib.Path}[name]
+owner = {"append": criteo_columns.Columns, "make_ids": preparation, "rename": pathlib.Path}[name]
 whole, left = getattr(owner, name), int(calls)
 def killed(*args, **kwargs):
     global left
@@ -68,7 +71,7 @@ def test_a_killed_preparation_goes_on_where_it_was(
     places, made = [], []
     read_blocks, make_ids = criteo_files.read_blocks, criteo_ids.make_ids
     monkeypatch.setattr(criteo_columns, "read_blocks", lambda f, p: places.append(p) or read_blocks(f, p))
-    monkeypatch.setattr(criteo, "make_ids", lambda *a, **k: made.append(a) or make_ids(*a, **k))
+    monkeypatch.setattr(preparation, "make_ids", lambda *a, **k: made.append(a) or make_ids(*a, **k))
     assert contents(read(path).folder) == contents(reference.folder)
     assert places == ([state.place] if name == "append" else [])
     assert len(made) == 26 - (0 if name == "append" else len(FEATURES) - len(made))
@@ -124,7 +127,7 @@ def test_damaged_parts_are_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: ClickData, damage: str
 ) -> None:
     path = write(tmp_path / "train.txt", ROWS)
-    monkeypatch.setattr(criteo, "_make_ids", _raise)
+    monkeypatch.setattr(preparation, "_make_ids", _raise)
     with pytest.raises(Stopped):
         read(path)
     monkeypatch.undo()
@@ -155,7 +158,7 @@ def test_a_full_disk_is_an_error_that_keeps_what_is_done(tmp_path: Path, monkeyp
 
 
 def test_a_parsing_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(criteo_columns.criteo_parse, "__file__", str(tmp_path / "missing.py"))
+    monkeypatch.setattr(criteo_parse, "__file__", str(tmp_path / "missing.py"))
     with (
         Parsers(1) as parsers,
         pytest.raises(ComeraError, match=r"a process .* ended with exit code 1: .*data\.workers=1"),

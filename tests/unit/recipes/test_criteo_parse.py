@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.recipes.dlrm.criteo_parse import KINDS, Rows, explain, log_integers, parse, receive, send
+from comera.recipes.dlrm.criteo.parse import KINDS, Rows, explain, log_integers, parse, receive, send
 
 from ...helpers.click_rows import BAD_FIELDS, good_rows, lines_of, naive, random_row, spoil
 
 
-def assert_as_naive(text: bytes, labelled: bool = True) -> Rows:
-    rows = parse(text, labelled)
+def assert_as_naive(text: bytes, labeled: bool = True) -> Rows:
+    rows = parse(text, labeled)
     lines = text.split(b"\n")[:-1]
-    results = [naive(line, labelled) for line in lines]
+    results = [naive(line, labeled) for line in lines]
     good = [result for result in results if not isinstance(result, str)]
     assert rows.lines == len(lines)
     assert rows.labels.tolist() == [label for label, _, _ in good]
@@ -69,14 +69,14 @@ def test_the_first_mistake_in_a_row_counts() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.booleans())
-def test_any_mixture_of_rows(seed: int, labelled: bool) -> None:
+def test_any_mixture_of_rows(seed: int, labeled: bool) -> None:
     rng = random.Random(seed)
     rows = [random_row(rng) for _ in range(rng.randrange(12))]
     rows = [spoil(row, rng.choice(KINDS), rng) if rng.random() < 0.4 else row for row in rows]
     text = bytearray(lines_of(rows, rng.choice(["\n", "\r\n"])))
     for _ in range(rng.randrange(4) if text else 0):  # any byte anywhere but at the end, separators too
         text[rng.randrange(len(text) - 1)] = rng.choice([9, 10, 13, 0, 45, 48, 97, 255, rng.randrange(256)])
-    assert_as_naive(bytes(text), labelled)
+    assert_as_naive(bytes(text), labeled)
 
 
 @settings(deadline=None, max_examples=100)
@@ -98,9 +98,9 @@ def test_windows_line_ends_change_nothing() -> None:
 
 
 def test_rows_without_a_label() -> None:
-    rows = assert_as_naive(lines_of([row[1:] for row in good_rows(20)]), labelled=False)
+    rows = assert_as_naive(lines_of([row[1:] for row in good_rows(20)]), labeled=False)
     assert len(rows.labels) == 20
-    assert len(assert_as_naive(lines_of(good_rows(20)), labelled=False).labels) == 0
+    assert len(assert_as_naive(lines_of(good_rows(20)), labeled=False).labels) == 0
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b"\n\n\n", b"\r\n", b"\t" * 39 + b"\n", b"1" + b"\t" * 39 + b"\n"])

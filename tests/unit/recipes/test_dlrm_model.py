@@ -1,4 +1,4 @@
-"""DLRM against a plain one, row by row; its published sizes and initialisation, dense and compressed."""
+"""DLRM against a plain one, row by row; its published sizes and initialization, dense and compressed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_full_model_has_the_published_shapes() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_the_initialisation_is_the_published_one_also_of_compressed_layers() -> None:
+def test_the_initialization_is_the_published_one_also_of_compressed_layers() -> None:
     torch.manual_seed(0)
     config = DLRMConfig(dim=16, bottom=(256,), top=(256, 128))
     sizes = (300, 40, 20_000)

@@ -20,6 +20,7 @@ from comera.recipes.mnli import data as mnli
 from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, prepare
 from comera.recipes.mnli.files import LABELS
 from comera.recipes.mnli.pairs import ARRAYS, Pairs
+from comera.recipes.progress import Progress
 
 Rows = list[tuple[str, str, Any]]
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -249,9 +250,9 @@ def test_other_data_from_datasets_are_data_errors(
 
 
 def test_pairs_without_a_label_or_text_are_skipped_and_counted(tmp_path: Path) -> None:
-    unlabelled = [("a", "b", label) for label in ("-", -1, None, "")] + ['{"premise": "a", "hypothesis": "b"}']
+    unlabeled = [("a", "b", label) for label in ("-", -1, None, "")] + ['{"premise": "a", "hypothesis": "b"}']
     empty = [("", "b", 0), (" \t", "b", 1), ("\u200b", "b", 2), ("a", "  ", 0), ("a", "\ufffd", 0)]
-    data = read(write_jsonl(tmp_path / "mnli", [*unlabelled, *TRAIN, *empty], [*DEV, ("a", "", 1)]))
+    data = read(write_jsonl(tmp_path / "mnli", [*unlabeled, *TRAIN, *empty], [*DEV, ("a", "", 1)]))
     assert data.skipped == {"no label": 5, "empty premise": 3, "empty hypothesis": 3}
     assert data.manifest["dev"]["skipped"] == {"no label": 0, "empty premise": 0, "empty hypothesis": 1}
     assert_same_arrays(data, read(write_jsonl(tmp_path / "clean")))
@@ -305,8 +306,8 @@ def test_a_file_that_is_not_utf8_is_a_data_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("sentence1\tsentence2\tgold_label\na\tb\n", "line 2: expected 3 columns between tabs .* got 2"),
-        ("sentence1\tsentence2\tgold_label\na\tb\tc\tneutral\n", "line 2: expected 3 columns .* got 4"),
+        ("sentence1\tsentence2\tgold_label\na\tb\n", "line 2: expected 3 tab-separated columns .* got 2"),
+        ("sentence1\tsentence2\tgold_label\na\tb\tc\tneutral\n", "line 2: expected 3 tab-separated columns .* got 4"),
         ("sentence1\tsentence2\na\tb\n", r"line 1: expected a header with the columns gold_label, got"),
         ("", r"line 1: expected a header with the columns sentence1, sentence2, gold_label, got \[''\]"),
     ],
@@ -360,7 +361,7 @@ def test_a_vocabulary_is_found_beside_the_data_or_named_and_else_missed(tmp_path
 def test_no_pair_left_is_a_data_error(tmp_path: Path, part: str) -> None:
     rows = {"train": TRAIN, "dev_matched": DEV, part: [("a", "b", "-"), ("", "b", 0)]}
     folder = write_jsonl(tmp_path / "mnli", rows["train"], rows["dev_matched"])
-    with pytest.raises(DataError, match=rf"{part}\.jsonl: expected pairs .* got none \(skipped: .*'no label': 1"):
+    with pytest.raises(DataError, match=rf"{part}\.jsonl: expected labeled .* got none \(skipped: .*'no label': 1"):
         read(folder)
 
 
@@ -393,6 +394,13 @@ def test_what_is_said_on_the_way(
     monkeypatch.setattr(mnli, "ENCODE_PAIRS", 2)
     prepare(config_of(write_jsonl(tmp_path / "mnli")))
     assert capsys.readouterr().err == "MNLI: 3 pairs to train on, 2 held out\n"
+    counts: list[int | None] = []
+    to = Progress.to
+    monkeypatch.setattr(Progress, "to", lambda bar, done, count: counts.append(count) or to(bar, done, count))
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     prepare(config_of(tmp_path / "mnli", max_length=64))
-    assert "\r\x1b[Kpreparing MNLI: 2 pairs\r\x1b[Kpreparing MNLI: 3 pairs" in capsys.readouterr().err
+    assert counts == [2, 3, 2]
+    shown = capsys.readouterr().err
+    assert "preparing MNLI" in shown
+    assert "3 pairs" in shown

@@ -24,7 +24,7 @@ PAD = 0
 
 
 def make_pairs(folder: Path, count: int = COUNT, max_length: int = 64, buckets: int = 4) -> Pairs:
-    """Pairs whose second token is their own number, so that each can be told from the others."""
+    """Pairs identified by their second token, their own index."""
     rng = np.random.default_rng(0)
     writer = PairWriter()
     for number in range(count):
@@ -281,7 +281,7 @@ def test_the_lock_is_free_after_success_and_after_failure(tmp_path: Path) -> Non
 def test_a_cache_that_is_a_file_is_a_config_error(tmp_path: Path) -> None:
     config = write_mnli(tmp_path)
     (tmp_path / "cache").touch()
-    with pytest.raises(ConfigError, match=r"data\.cache: expected a folder that can be written to, got .*cache \("):
+    with pytest.raises(ConfigError, match=r"data\.cache: expected a writable folder, got .*cache \("):
         prepare(config, quiet=True)
 
 

@@ -1,11 +1,11 @@
-"""Which chain each table gets from a budget: it holds, large tables give most, and nothing is left unused."""
+"""Which TT-matrix each table gets from a budget: it fits, large tables give most, and nothing stays unused."""
 
 from __future__ import annotations
 
 import pytest
 
 from comera.errors import ConfigError
-from comera.rank.target import spec_size
+from comera.rank.size import spec_size
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES
 from comera.recipes.dlrm.table_budget import LEAST_RANK, fit_tables
 from comera.tt.spec import TTMSpec
@@ -54,7 +54,7 @@ def test_a_table_that_its_share_covers_stays_dense_and_leaves_the_rest_to_others
 @pytest.mark.parametrize(
     ("sizes", "ratio", "said"),
     [
-        ((900, 5000), 10.0, r"compress.ratio 10 leaves 0 numbers for the table of 5,000 rows"),
+        ((900, 5000), 10.0, r"compress.ratio 10 leaves 0 parameters for the table of 5,000 rows"),
         ((100, 5000), 50.0, r"lower compress.ratio, or compress.min_rows \(1,000\)"),
         ((100, 900), 2.0, r"compress.min_rows: no table has 1,000 rows or more, the largest has 900"),
     ],

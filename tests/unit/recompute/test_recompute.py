@@ -330,12 +330,12 @@ def test_blocks_are_the_smallest_parts_that_hold_the_layers() -> None:
 def test_the_report_names_blocks_and_counts_numbers_a_token() -> None:
     model = nn.ModuleList([block() for _ in range(4)])
     report = recompute_(model)
-    assert (report.blocks, report.layers, report.wide, report.narrow) == (("0", "1", "2", "3"), 8, 128, 24)
+    assert (report.blocks, report.layers, report.hidden, report.low_rank) == (("0", "1", "2", "3"), 8, 128, 24)
     assert str(report) == (
-        "recomputation in 4 blocks (0, ..., 3): their 8 compressed layers keep 24 numbers a token instead of 128"
+        "recomputation in 4 blocks (0, ..., 3): their 8 compressed layers keep 24 elements per token instead of 128"
     )
-    assert str(recompute_(model, enabled=False)) == "recomputation taken off 4 blocks (0, ..., 3)"
-    assert str(recompute_(model, enabled=False)) == "recomputation taken off no block"
+    assert str(recompute_(model, enabled=False)) == "recomputation removed from 4 blocks (0, ..., 3)"
+    assert str(recompute_(model, enabled=False)) == "recomputation removed from no block"
 
 
 def test_blocks_can_be_named_and_a_second_call_replaces_the_first() -> None:

@@ -1,4 +1,4 @@
-"""The replay of a block: everything is drawn once, whatever draws it, and a block that changes its mind is told."""
+"""The replay of a block: everything is drawn once, whatever draws it, and a block that changes raises an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +70,7 @@ def test_whatever_is_drawn_is_drawn_once(draw: Callable[[Tensor], Tensor]) -> No
 
 
 class Piecewise(torch.autograd.Function):
-    """x times the sum of a hundred draws, which it says to make once."""
+    """x times the sum of a hundred draws, which it marks as made once."""
 
     calls = 0
 
@@ -133,9 +133,9 @@ class Moody(nn.Module):
         (
             lambda x: x * torch.rand(x.shape),
             lambda x: x * torch.randn(x.shape),
-            "came to aten.rand.default, got aten.randn",
+            "here aten.rand.default, got aten.randn",
         ),
-        (lambda x: x * x, lambda x: x * torch.rand(x.shape), "came to its end, got aten.rand.default"),
+        (lambda x: x * x, lambda x: x * torch.rand(x.shape), "here its end, got aten.rand.default"),
     ],
 )
 def test_a_block_that_does_something_else_in_the_backward_is_told(

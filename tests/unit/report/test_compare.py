@@ -1,4 +1,4 @@
-"""Finished runs side by side: tables, figures, page."""
+"""The comparison of finished runs: tables, figures, page."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,7 @@ from ...helpers.run_folders import TT, Page, assert_self_contained, png_size, wr
 
 
 def cells(table: str) -> list[dict[str, str]]:
-    """The first Markdown table of a text: a dictionary a row."""
+    """The first Markdown table of a text, one dictionary per row."""
     lines = table.split("\n\n")[0].splitlines()
     head, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| --")
@@ -28,7 +28,7 @@ def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"compare.html", "compare.json", "compare.md", "compare.png"}
     dense, comera = cells(text)
-    assert {"accuracy %", "epoch", "examples"}.isdisjoint(dense)  # columns that no run fills
+    assert {"accuracy %", "epoch", "examples"}.isdisjoint(dense)  # empty for both runs
     assert [dense[c] for c in ("method", "tensorized ratio", "step ms", "speed", "peak MB")] == [
         *("dense", "–", "1,000", "1.00×", "256")
     ]
@@ -45,7 +45,7 @@ def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
     assert (page.tags.count("svg"), page.tags.count("table")) == (1, 2)
 
 
-def test_what_counts_samples_says_so_and_shows_what_was_tested(tmp_path: Path) -> None:
+def test_samples_and_test_metrics_are_shown(tmp_path: Path) -> None:
     runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
     for name, folder in runs.items():
         summary = Summary.read(folder / "summary.json")
@@ -60,7 +60,7 @@ def test_what_counts_samples_says_so_and_shows_what_was_tested(tmp_path: Path) -
     ]
     assert comera["samples/s"] == "4.00 k"
     page = Page(render(runs["comera"]))
-    for text in ("Samples seen", "Test accuracy75.0 %", "Memory of a training step", "weights MB", "3.00"):
+    for text in ("Samples seen", "Test accuracy75.0 %", "Estimated memory of a training step", "weights MB", "3.00"):
         assert text in page.text
     assert "Tokens" not in page.text
     (runs["comera"] / "memory.json").write_text("[]")
@@ -68,7 +68,7 @@ def test_what_counts_samples_says_so_and_shows_what_was_tested(tmp_path: Path) -
         render(runs["comera"])
 
 
-def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_the_trade_of_size(tmp_path: Path) -> None:
+def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_a_pareto_figure(tmp_path: Path) -> None:
     runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
     for name, accuracy in (("dense", 0.622), ("comera", 0.633)):
         summary = Summary.read(runs[name] / "summary.json")
@@ -80,10 +80,10 @@ def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_the_trade_of_size(tm
     assert (dense["accuracy %"], comera["accuracy %"]) == ("62.2", "63.3")
     assert (comera["epoch"], comera["examples"]) == ("90.0 s", "1,200")
     _, title, ranks = text.split("\n\n")
-    assert title == "Ranks of one block, blocks.0:"
+    assert title == "Ranks of blocks.0:"
     (row,) = cells(ranks)
-    half = "-".join(str(r - r // 2) for r in TT.inner_ranks)
-    assert row == {"chain": "up", "at first": "-".join(map(str, TT.inner_ranks)), "after comera": half}
+    pruned = "-".join(str(r - r // 2) for r in TT.inner_ranks)
+    assert row == {"tensor train": "up", "initial": "-".join(map(str, TT.inner_ranks)), "after comera": pruned}
     assert png_size(tmp_path / "out" / "pareto.png")[0] > 500
     assert Page(tmp_path / "out" / "compare.html").tags.count("svg") == 2
 
@@ -95,7 +95,7 @@ def test_compare_works_without_a_dense_run_and_without_evaluations(tmp_path: Pat
     assert "| a\\|b " in compare({"a|b": tmp_path / "run"}, tmp_path / "out")
 
 
-def test_compare_of_a_run_that_has_not_ended_writes_nothing(tmp_path: Path) -> None:
+def test_compare_of_an_unfinished_run_writes_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ended=False)
     with pytest.raises(DataError, match=r"'b' in .* has no summary.json"):
         compare({"a": write_run(tmp_path / "whole"), "b": run}, tmp_path / "out")

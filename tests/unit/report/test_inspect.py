@@ -1,4 +1,4 @@
-"""`inspect` reads runs, checkpoints and saved models from their headers, and refuses everything else."""
+"""`inspect` reads runs, checkpoints and saved models from their headers, and rejects everything else."""
 
 import json
 import struct
@@ -59,8 +59,8 @@ def test_saved_model(tmp_path: Path) -> None:
     assert table["embed + head"][0] == "TTMEmbedding + TTMProjection"
     assert table["4 vectors (biases, norms)"] == ["dense", "448", "448"]
     assert table["all layers"][:2] == [f"{size.total:,}", f"{size.dense_total:,}"]
-    assert f"model       {size.total:,} numbers" in text
-    assert f"tensorized  {size.tensorized:,} numbers" in text
+    assert f"model       {size.total:,} parameters" in text
+    assert f"tensorized  {size.tensorized:,} parameters" in text
     assert f"{size.ratio:.2f}× smaller than dense" in text
 
 
@@ -78,10 +78,10 @@ def test_dense_model_in_half_precision(tmp_path: Path) -> None:
     save_pretrained(model, tmp_path)
     text, size = inspect(tmp_path), model_size(model)
     assert rows(text)["embed.weight"] == ["dense", "500×64", "32,000", "32,000"]
-    assert text.endswith(f"model       {size.total:,} numbers, {size.bytes / 2**20:.3f} MB, no layer compressed")
+    assert text.endswith(f"model       {size.total:,} parameters, {size.bytes / 2**20:.3f} MB, no layer compressed")
 
 
-def test_run_folder_shows_its_course_and_last_checkpoint(tmp_path: Path) -> None:
+def test_run_folder_shows_its_progress_and_last_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("recipe: code-lm\nmethod: comera\n")
     at = {"step": 120, "time": 30.0, "tokens": 48_000}
     records = [{"kind": "train", **at, "loss": 5.0, "step_time": 0.2}, {"kind": "eval", **at, "loss": 5.25}]
@@ -102,7 +102,7 @@ def test_only_the_header_is_read(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + 2**31)  # 2 GB of holes
-    assert "536,870,912 numbers, 2,048 MB" in inspect(tmp_path)
+    assert "536,870,912 parameters, 2,048 MB" in inspect(tmp_path)
 
 
 def test_refuses_what_is_neither(tmp_path: Path) -> None:
@@ -140,5 +140,5 @@ def test_a_folder_of_several_runs_names_them(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").touch()
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match=r"with several \(early, late-0.2\): name one, such as .*early"):
+    with pytest.raises(CheckpointError, match=r"with several \(early, late-0.2\): choose one, such as .*early"):
         inspect(tmp_path)

@@ -1,18 +1,10 @@
-"""What the figures and the table of layers are computed from."""
+"""Helpers of the figures: thinning, smoothing, short names."""
 
 import numpy as np
 
 from comera.report.plots import thin
 from comera.report.ranks import short_names
 from comera.report.stages import smooth
-from comera.tt.shapes import tt_spec, ttm_spec
-
-SPECS = [
-    tt_spec(64, 48, order=4, rank=6),
-    tt_spec(7, 13, order=3, rank=2),
-    ttm_spec(500, 64, order=3, rank=5),
-    ttm_spec(9, 5, order=1, rank=1),
-]
 
 
 def test_thinning_keeps_every_spike() -> None:
@@ -33,7 +25,7 @@ def test_smoothing_is_a_mean_without_lag() -> None:
     np.testing.assert_array_equal(smooth(np.array([1.0, np.nan])), [1.0, np.nan])
 
 
-def test_names_lose_what_all_share() -> None:
+def test_names_lose_their_common_prefix() -> None:
     assert short_names(["bert.encoder.0.up.tt", "bert.encoder.0.down.tt"]) == ["0.up", "0.down"]
     assert short_names(["bert.up.tt"]) == ["bert.up"]
     assert short_names(["a" * 30 + "b" * 30]) == ["a" * 23 + "…" + "b" * 24]

@@ -1,4 +1,4 @@
-"""Run folders, whole and partial, become typed values, figures, one page, and a comparison."""
+"""Run folders, finished or not, become typed values, figures and a page."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,32 +16,51 @@ from comera.report.ranks import ranks_over_time
 from comera.report.stages import objectives, pareto
 from comera.report.style import styled
 
-from ...helpers.run_folders import DENSE, NUMBERS, TT, TTM, Page, assert_self_contained, late_run, png_size, write_run
+from ...helpers.run_folders import (
+    DENSE,
+    PARAMETERS,
+    TT,
+    TTM,
+    Page,
+    assert_self_contained,
+    late_run,
+    png_size,
+    write_run,
+)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended, with its report."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, with its report."""
     run = write_run(tmp_path_factory.mktemp("whole") / "run")
     assert render(run) == run / "report.html"
     return run
 
 
-def test_page_of_a_whole_run_shows_everything_and_needs_nothing(whole: Path) -> None:
-    page = Page(whole / "report.html")
+def test_page_of_a_finished_run_is_complete_and_self_contained(finished: Path) -> None:
+    page = Page(finished / "report.html")
     assert_self_contained(page)
     assert page.tags.count("svg") == page.tags.count("figcaption") == 4
-    shown = ["code-lm, comera", "Held-out loss", "4.330", "60.0 k", "250 ms", "256 MB", "7.50× smaller", "time was up"]
+    shown = [
+        "code-lm, comera",
+        "Held-out loss",
+        "4.330",
+        "60.0 k",
+        "250 ms",
+        "256 MB",
+        "7.50× smaller",
+        "Finished at its time limit",
+    ]
     assert [text for text in shown if text not in page.text] == []
     assert "steps: 60" in page.text
     assert page.tags.count("tr") == 1 + 4 + 1  # head, layers, total
     for name in ("loss_steps", "loss_time", "size_steps", "ranks"):
-        assert png_size(whole / f"{name}.png") > (800, 300)
-    assert not list(whole.glob(".*"))
+        assert png_size(finished / f"{name}.png") > (800, 300)
+    assert not list(finished.glob(".*"))
 
 
-def test_page_follows_dark_mode_on_screen_and_phones(whole: Path) -> None:
-    source = Page(whole / "report.html").source
+def test_page_follows_dark_mode_on_screen_and_phones(finished: Path) -> None:
+    source = Page(finished / "report.html").source
     assert "@media screen and (prefers-color-scheme: dark)" in source
     assert "@media print" in source
     assert 'name="viewport"' in source
@@ -50,7 +69,7 @@ def test_page_follows_dark_mode_on_screen_and_phones(whole: Path) -> None:
     assert {source.count(f"{variable}:") for variable in used} == {2}  # defined for light and for dark
 
 
-def test_page_escapes_what_the_run_says(tmp_path: Path) -> None:
+def test_page_escapes_text_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("recipe: <script>alert(1)</script>\n")
     page = Page(render(tmp_path))
     assert "script" not in page.tags
@@ -87,10 +106,10 @@ def test_single_step(tmp_path: Path, method: str) -> None:
 
 def test_run_killed_before_its_first_step(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("recipe: code-lm\n")
-    assert "No step was logged yet" in Page(render(tmp_path)).text
+    assert "No steps yet" in Page(render(tmp_path)).text
 
 
-def test_loss_that_is_not_finite_is_left_out_of_the_figures(tmp_path: Path) -> None:
+def test_figures_skip_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ended=False)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 61, "time": 1220.0, "loss": null, "tokens": 1, "step_time": 1.0}\n')
@@ -134,8 +153,8 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
         (_append("garbage\n{}\n"), "line 69 is not JSON"),
         (_append('{"step": 1}\n'), "line 69: expected a record with a 'kind', got dict"),
         (_append('{"kind": "eval", "step": 1}\n'), "expected the field 'time' in a 'eval' record"),
-        (_append('{"kind": "prune", "step": "x", "time": 1, "before": 1, "after": 1}\n'), "value of another kind"),
-        (_write("config.yaml", "a: [1"), "is not YAML"),
+        (_append('{"kind": "prune", "step": "x", "time": 1, "before": 1, "after": 1}\n'), "value of the wrong type"),
+        (_write("config.yaml", "a: [1"), "is not valid YAML"),
         (_write("config.yaml", "- 1"), "expected a mapping of settings, got list"),
         (
             _write("layers.json", '[{"name": "x"}]'),
@@ -155,7 +174,7 @@ def test_malformed_folders_say_where_and_get_no_page(
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".png", ".html")]
 
 
-def test_records_of_other_kinds_are_passed_over(tmp_path: Path) -> None:
+def test_records_of_other_kinds_are_skipped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     before = read_run(run).points
     _append('{"kind": "weather", "step": 1}\n')(run)
@@ -172,12 +191,12 @@ def test_matplotlib_stays_as_it_was(tmp_path: Path) -> None:
     assert not any("pyplot" in path.read_text("utf-8") for path in modules)
 
 
-def test_rank_picture_holds_each_bond_over_time(tmp_path: Path) -> None:
+def test_rank_figure_shows_each_inner_rank_over_time(tmp_path: Path) -> None:
     with styled():
         figure = ranks_over_time(read_run(write_run(tmp_path / "run")))
     assert figure is not None
-    bonds = max(len(TT.inner_ranks), len(TTM.inner_ranks))
-    for k, axes in enumerate(figure.axes[:bonds]):
+    positions = max(len(TT.inner_ranks), len(TTM.inner_ranks))
+    for k, axes in enumerate(figure.axes[:positions]):
         share = np.asarray(axes.images[0].get_array())
         shown = [(row, spec.inner_ranks[k]) for row, spec in enumerate((TTM, TT)) if k < len(spec.inner_ranks)]
         for row, rank in shown:
@@ -185,28 +204,28 @@ def test_rank_picture_holds_each_bond_over_time(tmp_path: Path) -> None:
             assert share[row, -1] == (rank - rank // 2) / rank
             assert np.all(np.diff(share[row]) <= 0)
         assert [int(text.get_text()) for text in axes.texts] == [rank - rank // 2 for _, rank in shown]
-    missing = np.asarray(figure.axes[bonds - 1].images[0].get_array())[0]
-    assert np.isnan(missing).all() or len(TTM.inner_ranks) == bonds
+    missing = np.asarray(figure.axes[positions - 1].images[0].get_array())[0]
+    assert np.isnan(missing).all() or len(TTM.inner_ranks) == positions
 
 
 def test_a_late_stage_is_read_and_drawn(tmp_path: Path) -> None:
     run = read_run(late_run(tmp_path / "run"))
     (stage,), (rounding,) = run.stages, run.rounds
-    assert (stage.step, stage.target_size, stage.target_loss, stage.size) == (40, NUMBERS // 2, 4.6, NUMBERS)
-    assert (rounding.after, rounding.error) == (NUMBERS // 2, 0.1)
+    assert (stage.step, stage.target_size, stage.target_loss, stage.size) == (40, PARAMETERS // 2, 4.6, PARAMETERS)
+    assert (rounding.after, rounding.error) == (PARAMETERS // 2, 0.1)
     assert run.train[-1].stage == "late"
     assert run.evals[-1].metrics == {"accuracy": 0.46}
     with styled():
-        figure, trade = objectives(run), pareto(run)
+        figure, quality = objectives(run), pareto(run)
     assert figure is not None
-    above, below = figure.axes
-    mega = run.number_bytes / 2**20
-    assert [line.get_ydata()[0] for line in above.lines if len(set(line.get_ydata())) == 1] == [4.6]
-    drawn = below.lines[0]
+    top, bottom = figure.axes
+    mega = run.element_bytes / 2**20
+    assert [line.get_ydata()[0] for line in top.lines if len(set(line.get_ydata())) == 1] == [4.6]
+    drawn = bottom.lines[0]
     np.testing.assert_allclose(drawn.get_ydata(), [point.size * mega for point in run.train])
-    assert any(np.allclose(line.get_ydata(), NUMBERS // 2 * mega) for line in below.lines[1:])
-    assert trade is not None
-    x, y = trade.axes[0].lines[0].get_data()
+    assert any(np.allclose(line.get_ydata(), PARAMETERS // 2 * mega) for line in bottom.lines[1:])
+    assert quality is not None
+    x, y = quality.axes[0].lines[0].get_data()
     np.testing.assert_allclose(y, [0.42, 0.44, 0.46])
     assert x[-1] < x[0]
     page = Page(render(tmp_path / "run"))
@@ -215,7 +234,7 @@ def test_a_late_stage_is_read_and_drawn(tmp_path: Path) -> None:
     assert "Target size" in page.text
 
 
-def test_without_sizes_there_are_no_objectives_and_no_trade(tmp_path: Path) -> None:
+def test_without_sizes_there_are_no_objectives_and_no_pareto(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", method="dense"))
     with styled():
         assert objectives(run) is None
@@ -227,10 +246,10 @@ def test_size_is_drawn_in_megabytes(tmp_path: Path) -> None:
         figure = size_over_steps(read_run(write_run(tmp_path / "run")))
     assert figure is not None
     first = [np.asarray(line.get_ydata(), float)[0] * 2**20 for line in figure.axes[0].lines[:3]]
-    np.testing.assert_allclose(first, [4 * (NUMBERS + 100), 4 * NUMBERS, 4 * (NUMBERS // 2)])
+    np.testing.assert_allclose(first, [4 * (PARAMETERS + 100), 4 * PARAMETERS, 4 * (PARAMETERS // 2)])
 
 
-def test_time_axis_takes_the_unit_that_reads_well(tmp_path: Path) -> None:
+def test_time_axis_has_a_readable_unit(tmp_path: Path) -> None:
     with styled():
         figure = loss_over_time(read_run(write_run(tmp_path / "run")))
     assert figure is not None
@@ -240,13 +259,13 @@ def test_time_axis_takes_the_unit_that_reads_well(tmp_path: Path) -> None:
     assert [text.get_text().split()[0] for text in axes.texts] == ["▾", "train", "held-out"]
 
 
-def test_layers_are_counted_with_the_ranks_of_now(tmp_path: Path) -> None:
+def test_layers_are_counted_with_their_present_ranks(tmp_path: Path) -> None:
     table = layer_table(read_run(write_run(tmp_path / "run")))
     assert table is not None
-    half = TTM.with_ranks((1, *(r - r // 2 for r in TTM.inner_ranks), 1))
+    pruned = TTM.with_ranks((1, *(r - r // 2 for r in TTM.inner_ranks), 1))
     embed, _, head, position, total = table.rows
-    assert embed[3:5] == ("-".join(map(str, TTM.inner_ranks)), "-".join(map(str, half.inner_ranks)))
-    assert embed[6] == f"{half.numel + half.rank_numel:,}"
+    assert embed[3:5] == ("-".join(map(str, TTM.inner_ranks)), "-".join(map(str, pruned.inner_ranks)))
+    assert embed[6] == f"{pruned.numel + pruned.rank_numel:,}"
     assert head[6:] == ("0", "", "tied to embed")
     assert position[1:] == ("dense", "", "", "", "100", "100", "", "left dense by an override")
     assert total[5] == f"{DENSE + 100:,}"

@@ -1,10 +1,10 @@
-"""Tables print themselves alike in a terminal, Markdown and HTML; numbers read well."""
+"""Tables print themselves as text, Markdown and HTML; numbers are readable."""
 
 import math
 
 import pytest
 
-from comera.report.tables import Table, count, duration, megabytes, number, times
+from comera.report.tables import Table, count, duration, megabytes, metric, number, times
 
 TABLE = Table(("name", "size"), "lr", (("a", "1"), ("b<c", "1,234"), ("all", "1,235")), total=True)
 
@@ -60,4 +60,9 @@ def test_units() -> None:
     assert [count(n) for n in (7, 1500, 66.9e6, 2e9)] == ["7", "1.50 k", "66.9 M", "2.00 G"]
     assert [megabytes(n) for n in (0, 256 * 2**20)] == ["–", "256"]
     assert [times(r) for r in (None, 99.4, math.inf)] == ["–", "99.4×", "∞×"]
+    assert [metric("accuracy", 0.625, " %"), metric("auc", 0.7501), metric("accuracy", None)] == [
+        "62.5 %",
+        "0.750",
+        "–",
+    ]
     assert [duration(s) for s in (59.94, 1800, 36000)] == ["59.9 s", "30.0 min", "10.0 h"]

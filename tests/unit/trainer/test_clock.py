@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from comera.trainer.clock import Clock, Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
+from comera.trainer.task import Task
 
 
 class Ticks:
@@ -81,7 +82,7 @@ def test_another_thread_leaves_the_handlers_alone() -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-class Timed:
+class Timed(Task):
     """A regression whose steps take a second, the first three ten, and whose evaluation takes a thousand."""
 
     name = "timed"

@@ -68,7 +68,7 @@ def test_evaluations_are_an_epoch_apart_where_there_are_epochs() -> None:
         ("table_lr", -1e-3, ">= 0"),
         ("rank_lr", -1e-3, ">= 0"),
         ("weight_decay", -0.1, ">= 0"),
-        ("clip", -1.0, ">= 0"),
+        ("max_grad_norm", -1.0, ">= 0"),
         ("warmup", 1.0, "< 1"),
         ("final_lr", 1.5, "<= 1"),
         ("betas", (0.9,), "two numbers"),

@@ -103,7 +103,7 @@ IDS = torch.zeros(2, 3, dtype=torch.long)
         ),
         (Named(IDS, IDS), r"batch.label: NoneType, got torch.int64"),
         (Named([IDS]), r"batch.x: torch.int64, 2-dimensional, on cpu, got nothing"),
-        ({"x": IDS}, r"got nothing: make batches that differ in sizes only, or train in mode eager"),
+        ({"x": IDS}, r"got nothing: make batches that differ only in sizes, or train in mode eager"),
     ],
 )
 @pytest.mark.parametrize("visits", [1, WARM_UPS + 2])
@@ -133,7 +133,7 @@ def test_values_that_are_no_tensors_belong_to_the_shape() -> None:
 def test_a_batch_that_no_graph_can_hold_runs_eager() -> None:
     run = graphed(Counter())
     assert run([Named(torch.ones(2), object())])[0].item() == 2
-    assert run.reason == "a graph takes tensors and plain values, but batch.label is of type object"
+    assert run.reason == "graphs support tensors and plain values, but batch.label is of type object"
 
 
 def test_a_change_of_what_graphs_stand_on_drops_them() -> None:
@@ -164,11 +164,11 @@ def test_an_eager_step_that_replaces_what_graphs_stand_on_drops_them_too() -> No
 
 
 def test_what_a_watched_step_finds_ends_graphs_for_good() -> None:
-    step, recorder = Counter(), TapeRecorder(against="the host waits for the device at model.py:7")
+    step, recorder = Counter(), TapeRecorder(reason="the host synchronizes with the device at model.py:7")
     run = graphed(step, recorder)
     for _ in range(5):
         run([torch.ones(2)])
-    assert run.reason == "the host waits for the device at model.py:7"
+    assert run.reason == "the host synchronizes with the device at model.py:7"
     assert (step.total.item(), step.calls, recorder.captures) == (10, 5, 0)
 
 
@@ -181,7 +181,7 @@ def test_a_failed_capture_costs_no_step() -> None:
 
     run = GraphedStep(reading, TapeRecorder(), step.foundation, step.keep)
     assert [run([torch.ones(2)])[0].item() for _ in range(4)] == [4] * 4
-    assert run.reason == "capture failed: aten._local_scalar_dense.default waits for the device"
+    assert run.reason == "capture failed: aten._local_scalar_dense.default synchronizes with the device"
     assert step.total.item() == 8
 
 
@@ -326,8 +326,8 @@ def test_waits_of_the_host_and_its_random_numbers_are_found(cuda: FakeCuda) -> N
     assert watch(lambda: warns()) == (None, "")
     assert watch(lambda: warns(prototype)) == (None, "")
     found = watch(lambda: warns(prototype, sync))[1]
-    assert found.startswith("the host waits for the device at ")
-    assert "test_train_graph.py:" in found
+    assert found.startswith("the host synchronizes with the device at ")
+    assert "test_cuda_graph.py:" in found
     assert watch(lambda: torch.rand(1).shape)[1] == "the step draws random numbers on the host"
     assert watch(lambda: random.random() < 2)[1] == "the step draws random numbers on the host"
     with pytest.warns(UserWarning, match="mine"):

@@ -17,7 +17,7 @@ def make_step(precision: str, clip: float) -> tuple[Tiny, TrainStep, RankControl
     optimizer = torch.optim.AdamW(param_groups(task.model, lr=1e-2), fused=True)
     late = LateStage(target_size=0.5, start_step=2, shrink="surrogate")
     controller = RankController(task.model, EarlyStage(), late).attach(optimizer)
-    step = TrainStep(task.model, task.loss, optimizer, controller=controller, clip=clip, precision=precision)
+    step = TrainStep(task.model, task.loss, optimizer, controller=controller, max_grad_norm=clip, precision=precision)
     return task, step, controller
 
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from comera.errors import ConfigError
 from comera.trainer.evaluation import evaluate
+from comera.trainer.task import Task
 
 SIZES = (5, 3, 1)
 
 
-class Counting:
+class Counting(Task):
     """Batches of several sizes; the loss is their mean square, through dropout that only training applies."""
 
     name = "counting"

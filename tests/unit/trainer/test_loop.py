@@ -23,6 +23,7 @@ from comera.trainer.checkpoint import checkpoints, find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.optimizer import lr_multiplier
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 VOCABULARY, LENGTH, BATCH = 13, 5, 4
@@ -40,7 +41,7 @@ CONFIG = TrainConfig(
 )
 
 
-class Tiny:
+class Tiny(Task):
     """Predicts the next token; the batch follows from the numbers of step and micro-batch."""
 
     name = "tiny"
@@ -353,7 +354,7 @@ def test_a_model_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
             logits = model(batch[:, :-1])[..., 1:].flatten(0, 1)
             return F.cross_entropy(logits, batch[:, 1:].flatten().clamp(min=1) - 1)
 
-    with pytest.raises(TrainingError, match=r"expected finite numbers, got .*at step 6"):
+    with pytest.raises(TrainingError, match=r"expected finite values, got .*at step 6"):
         fit(Poisoned(), CONFIG, tmp_path)
     assert find_checkpoint(tmp_path).name == "step-00000004"
 

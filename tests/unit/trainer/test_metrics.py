@@ -118,7 +118,7 @@ def show(terminal: bool, shown: bool = True, counted: str = "tokens") -> str:
     console = Console(file=screen, force_terminal=terminal, width=160, quiet=not shown, color_system=None)
     with Display("tiny", shown=shown, counted=counted, console=console) as display:
         display.update(0.25, step=1234, loss=2.5, tokens_per_s=5678.9, ratio=42.0, time=20.0)
-        display.say("tiny: held-out loss 2.0 [best]")
+        display.announce("tiny: held-out loss 2.0 [best]")
     return screen.getvalue()
 
 

@@ -3,12 +3,10 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
 from comera.trainer.step import TrainStep
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 from ...helpers.tape import TapeRecorder
@@ -56,7 +55,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMERA_KERNELS", "none")
 
 
-class Tiny:
+class Tiny(Task):
     """Predicts the next token, in batches of two lengths; asks to stop at step `ends`."""
 
     name = "tiny"
@@ -98,7 +97,7 @@ def learned(run: Path) -> list[tuple[int, float, float]]:
 def tapes(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     """fit() finds a recorder of graphs that works on the CPU."""
     recorder = TapeRecorder()
-    monkeypatch.setattr("comera.trainer.loop.TrainStep", partial(TrainStep, recorder=recorder))
+    monkeypatch.setattr("comera.trainer.state.TrainStep", partial(TrainStep, recorder=recorder))
     return recorder
 
 
@@ -111,9 +110,9 @@ def test_a_run_from_graphs_is_the_eager_run_and_resumes_as_such(tmp_path: Path, 
     assert learned(tmp_path / "graph") == learned(tmp_path / "eager")
     assert (summary.mode, summary.held_out_loss, summary.parameters) == ("graph", eager.held_out_loss, eager.parameters)
     assert tapes.replays > 10
-    told = records(tmp_path / "graph", "mode")
-    assert {line["mode"] for line in told} == {"graph"}
-    assert [line["built"] for line in told] == list(range(tapes.captures + 1))
+    logged = records(tmp_path / "graph", "mode")
+    assert {line["mode"] for line in logged} == {"graph"}
+    assert [line["built"] for line in logged] == list(range(tapes.captures + 1))
 
     assert fit(Tiny(ends=16), graph, tmp_path / "halves").stopped == "interrupted"
     assert fit(Tiny(), graph, tmp_path / "halves", resume=True).mode == "graph"
@@ -242,9 +241,7 @@ def test_state_of_other_shapes_is_saved_and_checked(tmp_path: Path) -> None:
 
 def test_recomputation_is_turned_on_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[nn.Module] = []
-    module = ModuleType("comera.recompute.blocks")
-    module.recompute_ = asked.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "comera.recompute.blocks", module)
+    monkeypatch.setattr("comera.trainer.state.recompute_", asked.append)
     task = Tiny()
     fit(task, replace(CONFIG, steps=1), tmp_path / "without")
     assert asked == []

@@ -25,6 +25,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
+from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
 
 VOCABULARY, LENGTH, BATCH, EPOCH = 13, 5, 4, 4
@@ -44,7 +45,7 @@ CONFIG = TrainConfig(
 FALLING = replace(CONFIG, steps=16, late=LateStage(target_size=0.4, start_step=5, shrink="surrogate"))
 
 
-class Tiny:
+class Tiny(Task):
     """Predicts the next token; an epoch has four steps, and batches differ in size."""
 
     name = "tiny"
@@ -248,8 +249,8 @@ def test_the_switch_and_the_rounding_are_shown(tmp_path: Path, capsys: pytest.Ca
     fit(Tiny(), replace(CONFIG, late=LateStage(target_size=0.3, start_step=10), progress=True), tmp_path)
     shown = " ".join(capsys.readouterr().err.split())
     (stage,), (rounded,) = records(tmp_path, "stage"), records(tmp_path, "round")
-    assert f"step 10: the late stage begins, from {stage['size']} numbers" in shown
-    assert f"step 12: rounded from {rounded['before']} to {rounded['after']} numbers" in shown
+    assert f"step 10: the late stage begins, from {stage['size']} parameters" in shown
+    assert f"step 12: rounded from {rounded['before']} to {rounded['after']} parameters" in shown
 
 
 def test_a_late_stage_that_nothing_starts_is_refused(tmp_path: Path) -> None:

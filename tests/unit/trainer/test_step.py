@@ -85,7 +85,7 @@ def test_clipping_bounds_the_gradient_and_reports_the_norm_before() -> None:
     model, free = make_model(), make_model()
     (batch,) = make_batches(1)
     norm = TrainStep(free, loss_of, sgd(free))([batch]).grad_norm
-    result = TrainStep(model, loss_of, sgd(model), clip=0.1)([batch])
+    result = TrainStep(model, loss_of, sgd(model), max_grad_norm=0.1)([batch])
     torch.testing.assert_close(result.grad_norm, norm)
     assert norm > 0.1
     clipped = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
@@ -115,7 +115,7 @@ def test_the_controller_sees_the_mean_loss_and_its_hook_comes_after_clipping() -
     model = make_model()
     optimizer = sgd(model)
     controller = Recorder(optimizer)
-    result = TrainStep(model, loss_of, optimizer, controller=controller, clip=0.1)(make_batches(2))
+    result = TrainStep(model, loss_of, optimizer, controller=controller, max_grad_norm=0.1)(make_batches(2))
     assert controller.calls == ["observe", "hook"]
     assert controller.losses[0] is result.loss
     assert not result.loss.requires_grad
@@ -140,8 +140,8 @@ def test_averaging_over_processes_equals_the_joint_batch() -> None:
     TrainStep(second, loss_of, sgd(second), average=record)([theirs])
 
     model, joint = make_model(), make_model()
-    a = TrainStep(model, loss_of, sgd(model), clip=0.3, average=exchange(lambda: sent[0]))([ours])
-    b = TrainStep(joint, loss_of, sgd(joint), clip=0.3)([ours, theirs])
+    a = TrainStep(model, loss_of, sgd(model), max_grad_norm=0.3, average=exchange(lambda: sent[0]))([ours])
+    b = TrainStep(joint, loss_of, sgd(joint), max_grad_norm=0.3)([ours, theirs])
     assert_same_parameters(model, joint)
     torch.testing.assert_close(a.grad_norm, b.grad_norm)
     torch.testing.assert_close(a.loss, b.loss, check_dtype=False)
@@ -152,7 +152,7 @@ def test_parameters_without_gradient_are_left_alone() -> None:
     frozen = copy.deepcopy(model[2])
     model[2].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    TrainStep(model, loss_of, optimizer, clip=1.0, average=lambda flat: flat)(make_batches(1))
+    TrainStep(model, loss_of, optimizer, max_grad_norm=1.0, average=lambda flat: flat)(make_batches(1))
     assert_same_parameters(model[2], frozen)
 
 

@@ -39,7 +39,7 @@ def make_step(loss: Any = loss_of, **options: Any) -> TrainStep:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(13, 8), TTLinear(SPEC), nn.GELU(), nn.Linear(12, 13))
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, rank_lr=5e-2), fused=True)
-    return TrainStep(model, loss, optimizer, clip=0.5, **options)
+    return TrainStep(model, loss, optimizer, max_grad_norm=0.5, **options)
 
 
 def take(step: TrainStep, lengths: list[int]) -> list[StepResult]:
@@ -90,7 +90,7 @@ def test_too_many_versions_end_in_eager_and_say_so(monkeypatch: pytest.MonkeyPat
     eager, compiled = make_step(), make_step(mode="compile")
     compiled.loss = CompiledLoss(loss_of, backend="aot_eager")
     assert_close(eager, compiled, list(zip(take(eager, lengths), take(compiled, lengths), strict=True)))
-    assert compiled.mode == "eager (compiled 1 times for as many shapes of batches: give them fewer lengths)"
+    assert compiled.mode == "eager (compiled 1 times for as many shapes of batches: use fewer lengths)"
     assert compiled.built == 1
 
 

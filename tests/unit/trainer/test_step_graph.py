@@ -66,7 +66,7 @@ class Run:
         groups = param_groups(model, lr=1e-2, rank_lr=5e-2, weight_decay=0.01)
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
         controller = RankController(model, EARLY, late or LateStage()).attach(optimizer)
-        options = {"loss": loss_of, "clip": 0.5, "controller": controller, "recorder": recorder, **options}
+        options = {"loss": loss_of, "max_grad_norm": 0.5, "controller": controller, "recorder": recorder, **options}
         torch.manual_seed(0)
         return cls(TrainStep(model, optimizer=optimizer, mode=mode, **options), controller, [])
 
@@ -179,7 +179,7 @@ def test_a_failed_capture_goes_on_eager_with_the_same_numbers() -> None:
     late = LateStage(target_size=0.4, start_step=10, steps=10)
     graph = Run.make("graph", TapeRecorder(), late=late, loss=reading).take(40)
     assert_same(Run.make("eager", late=late).take(40), graph)
-    assert graph.step.mode == "eager (capture failed: aten._local_scalar_dense.default waits for the device)"
+    assert graph.step.mode == "eager (capture failed: aten._local_scalar_dense.default synchronizes with the device)"
     assert graph.step.built == 0
 
 
@@ -199,9 +199,9 @@ def test_an_optimizer_that_replaces_its_state_goes_on_eager_with_the_same_number
 
 
 def test_what_a_warm_up_finds_is_told() -> None:
-    graph = Run.make("graph", TapeRecorder(against="the host waits for the device at m.py:3"))
+    graph = Run.make("graph", TapeRecorder(reason="the host synchronizes with the device at m.py:3"))
     assert graph.take(1).step.mode == "graph"
-    assert graph.take(8).step.mode == "eager (the host waits for the device at m.py:3)"
+    assert graph.take(8).step.mode == "eager (the host synchronizes with the device at m.py:3)"
     assert_same(Run.make("eager").take(9), graph)
 
 
@@ -281,7 +281,55 @@ def test_a_controller_goes_from_a_graphed_step_back_to_an_eager_one() -> None:
     graph = Run.make("graph", TapeRecorder(), late=late).take(10)
     assert graph.controller.replayed
     step = graph.step
-    graph.step = TrainStep(step.model, loss_of, step.optimizer, clip=0.5, controller=graph.controller)
+    graph.step = TrainStep(step.model, loss_of, step.optimizer, max_grad_norm=0.5, controller=graph.controller)
     assert not graph.controller.replayed
     assert_same(eager, graph.take(10))
     assert graph.controller.stage == "late"
+
+
+class Scaled(nn.Module):
+    """A layer that caches a function of its weight for as long as the weight's version stays."""
+
+    def __init__(self, *, caches: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.caches = caches
+        self.cached: tuple[int, Tensor] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.caches or self.cached is None or self.cached[0] != self.weight._version:
+            self.cached = self.weight._version, self.weight.detach().square()
+        return input * self.weight * self.cached[1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_cached_by_version_is_computed_anew_in_captures_and_after_replays(fails: bool) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        loss = model(batch).square().mean()
+        return loss * 2 if fails and loss.item() > 100 else loss
+
+    outputs = []
+    recorder = TapeRecorder()
+    for model, mode in ((Scaled(caches=False), "eager"), (Scaled(), "graph")):
+        step = TrainStep(model, loss, adamw(model), mode=mode, recorder=recorder)  # type: ignore[arg-type]
+        seen = []
+        for k in range(6):
+            seen.append(step([torch.full((2, 3), 1.0 + k)]).loss)
+            with torch.no_grad():
+                seen.append(model(torch.ones(3)))  # an evaluation between two steps fills the cache
+        outputs.append(seen)
+    assert [torch.equal(ours, theirs) for ours, theirs in zip(*outputs, strict=True)] == [True] * 12
+    assert recorder.replays == (0 if fails else 4)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_each_step_gives_what_it_writes_a_new_version(mode: str) -> None:
+    model = make_model(0.0)
+    step = TrainStep(model, loss_of, adamw(model), mode=mode, recorder=TapeRecorder())  # type: ignore[arg-type]
+    step(batches_of(0))
+    state = [value for values in step.optimizer.state.values() for value in values.values()]
+    written = [*model.parameters(), *state]
+    for _ in range(6):
+        before = [tensor._version for tensor in written]
+        step(batches_of(0))
+        assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))

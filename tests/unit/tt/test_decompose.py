@@ -17,7 +17,7 @@ EXACT = [
 PADDED = [tt_spec(97, 61, order=4, rank=6), ttm_spec(199, 24, order=3, rank=6)]
 
 
-def chain(spec, dtype=torch.float64):
+def train(spec, dtype=torch.float64):
     return init_cores(spec, 1.0, generator=torch.Generator().manual_seed(0), dtype=dtype)
 
 
@@ -32,7 +32,7 @@ def relative(weight, found):
 
 @pytest.mark.parametrize("spec", EXACT)
 def test_a_low_rank_weight_is_recovered_with_its_ranks(spec):
-    weight = materialize(spec, chain(spec))
+    weight = materialize(spec, train(spec))
     found = tt_svd(weight, spec.with_ranks(50), rel_error=0.0)
     assert found.spec == spec
     assert found.error < 1e-11
@@ -47,7 +47,7 @@ def test_any_weight_is_exact_when_the_ranks_allow(spec):
 
 
 @pytest.mark.parametrize("spec", EXACT + PADDED)
-def test_the_error_is_the_measured_one_and_a_wanted_one_is_kept(spec):
+def test_the_error_is_the_measured_one_and_an_allowed_one_is_kept(spec):
     weight = noise(spec)
     capped = tt_svd(weight, spec)
     assert capped.spec == spec
@@ -75,7 +75,7 @@ def test_order_2_is_the_truncated_svd():
 
 @pytest.mark.parametrize("spec", EXACT + PADDED)
 def test_cores_come_back_balanced_and_in_shape(spec):
-    for found in (tt_svd(noise(spec), spec), round_cores(spec, chain(spec), ranks=2)):
+    for found in (tt_svd(noise(spec), spec), round_cores(spec, train(spec), ranks=2)):
         norms = [float(core.norm()) for core in found.cores]
         assert norms == pytest.approx([norms[0]] * spec.order, rel=1e-10)
         assert tuple(tuple(core.shape) for core in found.cores) == found.spec.core_shapes
@@ -93,23 +93,23 @@ def test_a_weight_of_zeros_keeps_its_caps_or_has_rank_0(spec):
 
 
 @pytest.mark.parametrize("ranks", [(1, 0, 3, 3, 1), (1, 3, 0, 3, 1), (1, 3, 3, 0, 1)])
-def test_one_empty_bond_empties_the_chain(ranks):
+def test_one_rank_of_zero_makes_all_ranks_zero(ranks):
     spec = tt_spec(24, 24, order=4, rank=3)
     cut = spec.with_ranks(ranks)
     for found in (
         tt_svd(noise(spec), cut),
-        round_cores(spec, chain(spec), ranks=ranks),
+        round_cores(spec, train(spec), ranks=ranks),
         round_cores(cut, [torch.ones(shape) for shape in cut.core_shapes]),
     ):
         assert found.spec == spec.with_ranks(0)
         assert torch.equal(materialize(found.spec, found.cores).double(), torch.zeros(24, 24, dtype=torch.float64))
     assert tt_svd(noise(spec), cut).error == 1
-    assert round_cores(spec, chain(spec), ranks=ranks).error == pytest.approx(1)
+    assert round_cores(spec, train(spec), ranks=ranks).error == pytest.approx(1)
 
 
 @pytest.mark.parametrize("spec", EXACT)
 def test_rounding_finds_the_ranks_that_padding_with_zeros_hid(spec):
-    cores = chain(spec)
+    cores = train(spec)
     wide = spec.with_ranks(tuple(min(2 * r, limit) for r, limit in zip(spec.ranks, spec.rank_limits, strict=True)))
     hidden = [torch.zeros(shape, dtype=torch.float64) for shape in wide.core_shapes]
     for big, small in zip(hidden, cores, strict=True):
@@ -122,20 +122,20 @@ def test_rounding_finds_the_ranks_that_padding_with_zeros_hid(spec):
 @pytest.mark.parametrize("ranks", [3, 1, (1, 2, 5, 1, 4, 2, 1)])
 def test_rounding_to_caps_returns_the_measured_error(ranks):
     spec = tt_spec(96, 128, order=6, rank=8)
-    weight = materialize(spec, chain(spec))
-    found = round_cores(spec, chain(spec), ranks=ranks)
+    weight = materialize(spec, train(spec))
+    found = round_cores(spec, train(spec), ranks=ranks)
     assert found.spec == spec.with_ranks(ranks)
     assert found.error == pytest.approx(relative(weight, found), rel=1e-9)
 
 
 def test_rounding_never_forms_the_dense_weight():
-    spec = TTSpec(2**40, 2**40, (2**10,) * 4, (2**10,) * 4, (1, *[4] * 7, 1))  # 1e24 numbers
-    assert round_cores(spec, chain(spec, torch.float32), ranks=2).spec == spec.with_ranks(2)
+    spec = TTSpec(2**40, 2**40, (2**10,) * 4, (2**10,) * 4, (1, *[4] * 7, 1))  # 1e24 elements
+    assert round_cores(spec, train(spec, torch.float32), ranks=2).spec == spec.with_ranks(2)
 
 
 def test_rounding_leaves_its_input_alone():
     spec = tt_spec(96, 128, order=4, rank=8)
-    cores = chain(spec)
+    cores = train(spec)
     before = [core.clone() for core in cores]
     round_cores(spec, cores, ranks=3)
     assert all(torch.equal(a, b) for a, b in zip(cores, before, strict=True))
@@ -144,15 +144,15 @@ def test_rounding_leaves_its_input_alone():
 def test_results_carry_no_graph():
     spec = tt_spec(24, 24, order=4, rank=3)
     weight = noise(spec).requires_grad_()
-    cores = [core.requires_grad_() for core in chain(spec)]
+    cores = [core.requires_grad_() for core in train(spec)]
     for found in (tt_svd(weight, spec), round_cores(spec, cores)):
         assert not any(core.requires_grad for core in found.cores)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_refused(bad):
+def test_values_that_are_not_finite_are_refused(bad):
     spec = tt_spec(24, 24, order=4, rank=3)
-    weight, cores = noise(spec), chain(spec)
+    weight, cores = noise(spec), train(spec)
     weight[3, 5] = cores[2][0, 0, 0] = bad
     with pytest.raises(SpecError, match="the weight holds NaN or infinity in 1 of 576 entries"):
         tt_svd(weight, spec)
@@ -161,8 +161,8 @@ def test_numbers_that_are_not_finite_are_refused(bad):
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(24, 24, dtype=torch.int64), torch.zeros(24, 24, device="meta")])
-def test_a_weight_without_floating_numbers_is_refused(weight):
-    with pytest.raises(SpecError, match="must hold floating-point numbers"):
+def test_a_weight_without_floating_point_data_is_refused(weight):
+    with pytest.raises(SpecError, match="must be a floating-point tensor with data"):
         tt_svd(weight, tt_spec(24, 24, order=2, rank=3))
 
 
@@ -170,10 +170,10 @@ def test_shapes_ranks_and_errors_out_of_place_are_refused():
     spec = tt_spec(24, 36, order=4, rank=3)
     with pytest.raises(SpecError, match=r"expected a weight of shape \(24, 36\).*got \(36, 24\)"):
         tt_svd(torch.zeros(36, 24), spec)
-    with pytest.raises(SpecError, match="expected cores of shapes"):
-        round_cores(spec, chain(spec)[:-1])
+    with pytest.raises(SpecError, match="expected 4 cores of shapes"):
+        round_cores(spec, train(spec)[:-1])
     with pytest.raises(SpecError, match="is above"):
-        round_cores(spec, chain(spec), ranks=(1, 3, 999, 3, 1))
+        round_cores(spec, train(spec), ranks=(1, 3, 999, 3, 1))
     for wrong in (-0.1, 1.0, float("nan")):
         with pytest.raises(SpecError, match=r"must lie in \[0, 1\)"):
             tt_svd(noise(spec), spec, rel_error=wrong)
@@ -187,8 +187,8 @@ def test_a_table_of_order_1_is_the_table():
 
 
 @pytest.mark.parametrize("spec", [*EXACT, *PADDED, tt_spec(24, 24, order=4, rank=1)])
-def test_the_singular_values_of_the_bonds_are_those_of_the_unfoldings(spec):
-    cores = chain(spec)
+def test_the_singular_values_of_the_cores_are_those_of_the_unfoldings(spec):
+    cores = train(spec)
     full = merge(cores).reshape(spec.sizes)
     values = singular_values(spec, cores)
     assert len(values) == spec.order - 1
@@ -200,7 +200,7 @@ def test_the_singular_values_of_the_bonds_are_those_of_the_unfoldings(spec):
 @pytest.mark.parametrize("k", range(5))
 def test_dropping_one_singular_value_makes_an_error_of_it(k):
     spec = tt_spec(96, 128, order=6, rank=5)
-    cores = chain(spec)
+    cores = train(spec)
     sigma = singular_values(spec, cores)[k]
     ranks = [rank - (j == k + 1) for j, rank in enumerate(spec.ranks)]
     found = round_cores(spec, cores, ranks=ranks)
@@ -209,11 +209,11 @@ def test_dropping_one_singular_value_makes_an_error_of_it(k):
 
 def test_ranks_that_the_neighbours_cannot_use_have_no_singular_value():
     spec = TTSpec(8, 8, (2, 4), (4, 2), (1, 1, 6, 2, 1))
-    assert [len(sigma) for sigma in singular_values(spec, chain(spec, torch.float32))] == [1, 4, 2]
-    assert {sigma.dtype for sigma in singular_values(spec, chain(spec, torch.float32))} == {torch.float64}
+    assert [len(sigma) for sigma in singular_values(spec, train(spec, torch.float32))] == [1, 4, 2]
+    assert {sigma.dtype for sigma in singular_values(spec, train(spec, torch.float32))} == {torch.float64}
 
 
-def test_singular_values_of_empty_and_short_chains_and_bad_numbers():
+def test_singular_values_of_empty_and_short_trains_and_bad_values():
     spec = tt_spec(24, 24, order=4, rank=(1, 2, 0, 2, 1))
     values = singular_values(spec, [torch.ones(shape) for shape in spec.core_shapes])
     assert all((sigma == 0).all() for sigma in values)

@@ -5,7 +5,7 @@ from comera.tt.dense import absorb, frobenius_norm, materialize
 from comera.tt.spec import TTMSpec, TTSpec
 
 
-def test_rank_parameters_multiply_each_bond():
+def test_gates_multiply_between_cores():
     a, b = torch.randn(1, 3, 2, dtype=torch.float64), torch.randn(2, 4, 1, dtype=torch.float64)
     d = torch.tensor([2.0, -0.5], dtype=torch.float64)
     weight = materialize(TTSpec(3, 4, (3,), (4,), (1, 2, 1)), absorb([a, b], [d]))
@@ -22,14 +22,14 @@ def test_rows_of_a_table_are_found_by_mixed_radix_digits():
 
 
 @pytest.mark.parametrize("ranks", [(1, 0, 1, 1), (1, 2, 0, 1), (1, 0, 0, 1)])
-def test_an_empty_bond_gives_zeros(ranks):
+def test_a_rank_of_zero_gives_zeros(ranks):
     spec = TTSpec(6, 3, (2, 3), (3,), ranks)
     cores = [torch.ones(shape) for shape in spec.core_shapes]
     assert torch.equal(materialize(spec, cores), torch.zeros(6, 3))
     assert frobenius_norm(cores) == 0
 
 
-def test_the_norm_of_a_long_chain_neither_overflows_nor_underflows_float16():
+def test_the_norm_of_a_long_train_neither_overflows_nor_underflows_float16():
     spec = TTSpec(256, 256, (4,) * 4, (4,) * 4, (1, *[4] * 7, 1))
     cores = [torch.full(shape, 1e-3, dtype=torch.float16) for shape in spec.core_shapes]
     entry = float(cores[0][0, 0, 0]) ** 8 * 4**7

@@ -54,11 +54,11 @@ def test_cores_come_in_the_dtype_asked_for(dtype):
 def test_every_core_gets_entries_of_the_same_size():
     sizes = [float(core.square().mean()) for core in init_cores(tt_spec(768, 3072), 0.02)]
     assert max(sizes) == pytest.approx(min(sizes), rel=1e-3)
-    expected = (0.02**2 / (12 * 30**3 * 16)) ** (1 / 6)  # s² of METHOD §1
+    expected = (0.02**2 / (12 * 30**3 * 16)) ** (1 / 6)  # s² of docs/method.md §9
     assert sizes[0] == pytest.approx(expected, rel=0.1)
 
 
-def test_the_generator_alone_decides_the_numbers():
+def test_the_generator_alone_decides_the_values():
     spec = ttm_spec(1000, 64, order=3)
     torch.manual_seed(1)
     first = init_cores(spec, 1.0, generator=seeded(7))
@@ -85,7 +85,7 @@ def test_rank_zero_and_std_zero_give_a_weight_of_zeros_without_a_warning(spec):
     assert torch.equal(materialize(spec, cores), torch.zeros(spec.shape))
 
 
-def test_slices_of_a_rank_1_chain_differ_in_more_than_their_sign():
+def test_slices_of_a_rank_1_train_differ_in_more_than_their_sign():
     for core in init_cores(tt_spec(768, 768, rank=1), 0.02):
         assert core.flatten().abs().unique().numel() == core.numel()
 

@@ -88,17 +88,17 @@ def test_impossible_requests_are_refused(features, count, padding):
 
 
 @pytest.mark.parametrize(
-    ("shape", "modes", "bonds"),
+    ("shape", "modes", "ranks"),
     [
         ((768, 768), ((12, 8, 8), (8, 8, 12)), (12, 30, 30, 30, 12)),
         ((768, 3072), ((12, 8, 8), (12, 16, 16)), (12, 30, 30, 30, 16)),
         ((3072, 768), ((16, 16, 12), (8, 8, 12)), (16, 30, 30, 30, 12)),
     ],
 )
-def test_default_tt_specs_are_those_of_the_paper(shape, modes, bonds):
+def test_default_tt_specs_are_those_of_the_paper(shape, modes, ranks):
     spec = tt_spec(*shape)
     assert (spec.in_modes, spec.out_modes) == modes
-    assert spec.inner_ranks == bonds
+    assert spec.inner_ranks == ranks
 
 
 @pytest.mark.parametrize("order", range(2, 9))
@@ -116,7 +116,7 @@ def test_given_modes_are_kept_and_the_other_side_completed():
     assert tt_spec(768, 3072, order=3, in_modes=[768], out_modes=[64, 48]).modes == (768, 64, 48)
 
 
-def test_full_ranks_are_taken_as_given():
+def test_a_full_list_of_ranks_is_kept():
     assert tt_spec(768, 768, order=4, rank=(1, 5, 7, 3, 1)).inner_ranks == (5, 7, 3)
     assert ttm_spec(1000, 64, order=3, rank=[1, 5, 7, 1]).inner_ranks == (5, 7)
 
@@ -131,7 +131,7 @@ def test_full_ranks_are_taken_as_given():
         ({"order": 4, "in_modes": ()}, "order 4 does not fit"),
         ({"in_modes": (12, 8, 7)}, "hold 672 entries but 768 are needed"),
         ({"order": 4, "rank": (1, 5, 5, 1)}, "order\\+1 = 5 entries"),
-        ({"order": 2, "rank": (1, 1000, 1)}, "rank 1000 at bond 1 is above 768"),
+        ({"order": 2, "rank": (1, 1000, 1)}, r"rank 1000 at ranks\[1\] is above 768"),
         ({"rank": -1}, "rank must be >= 0"),
     ],
 )
@@ -146,7 +146,7 @@ def test_the_bert_embedding_stores_no_more_than_the_published_modes():
 
 
 @pytest.mark.parametrize("shape", [(30_522, 768), (50_265, 768), (10_131_227, 128), (1460, 64)])
-def test_big_modes_stand_outside_and_the_halves_of_a_ttm_are_balanced(shape):
+def test_big_modes_are_outside_and_both_parts_of_a_ttm_are_balanced(shape):
     spec = ttm_spec(*shape)
     for modes in (spec.row_modes, spec.col_modes):
         assert min(modes[0], modes[-1]) >= max(modes[1:-1])

@@ -9,7 +9,7 @@ FFN = TTSpec(768, 3072, (12, 8, 8), (12, 16, 16), (1, 12, 30, 30, 30, 16, 1))
 EMBEDDING = TTMSpec(30_522, 768, (16, 20, 10, 10), (4, 4, 8, 6), (1, 30, 30, 30, 1))
 
 
-def test_stored_numbers_are_counted_by_the_formula_of_the_paper():
+def test_parameters_are_counted_by_the_formula_of_the_paper():
     assert FFN.numel == 12 * 12 + 12 * 8 * 30 + 30 * 8 * 30 + 30 * 12 * 30 + 30 * 16 * 16 + 16 * 16
     assert FFN.rank_numel == 12 + 30 + 30 + 30 + 16
     assert FFN.dense_numel == 768 * 3072
@@ -22,7 +22,7 @@ def test_a_ttm_counts_its_column_modes():
     assert EMBEDDING.padded_shape == (32_000, 768)
 
 
-def test_rank_limits_are_the_smaller_side_of_each_bond():
+def test_rank_limits_are_those_of_the_smaller_side():
     assert rank_limits((12, 8, 8, 2)) == (1, 12, 16, 2, 1)
     assert clip_ranks(10, (12, 8, 8, 2)) == (1, 10, 10, 2, 1)
 
@@ -50,7 +50,7 @@ def test_a_spec_prints_modes_and_inner_ranks():
         ((8, 8, (8,), (8, 0), (1, 2, 2, 1)), "out_modes must be positive integers"),
         ((8, 8, (), (8,), (1, 1)), "in_modes must be positive integers"),
         ((0, 8, (1,), (8,), (1, 1, 1)), "positive integer, got 0"),
-        ((8, 8, (8,), (8,), (1, 9, 1)), "rank 9 at bond 1 is above 8"),
+        ((8, 8, (8,), (8,), (1, 9, 1)), r"rank 9 at ranks\[1\] is above 8"),
         ((8, 8, (8,), (8,), (1, -1, 1)), "ranks must be integers >= 0"),
         ((8, 8, (8,), (8,), (2, 8, 1)), "boundary ranks must be 1"),
         ((8, 8, (8,), (8,), (1, 1)), "order\\+1 = 3 entries"),
@@ -76,7 +76,7 @@ def test_row_and_column_modes_pair_up():
         ({"ranks": None}, "lists of integers"),
         ({"in_features": "768"}, "must be a positive integer, got '768'"),
         ({"in_modes": "12"}, "in_modes must be positive integers"),
-        ({"ranks": [1, 12, 30.5, 30, 30, 16, 1]}, "got 30.5 at bond 2"),
+        ({"ranks": [1, 12, 30.5, 30, 30, 16, 1]}, r"got 30.5 at ranks\[2\]"),
     ],
 )
 def test_foreign_descriptions_are_refused(change, message):

@@ -1,127 +1,115 @@
-"""Which way to contract a compressed weight with its input: planned from costs, once per layer and batch bucket.
+"""Contraction plans: made from estimated costs, once per weight and batch bucket, and kept.
 
-The groups of cores are found by exact search for a tensor train (search.py), by trying all for rows of a tensor-train
-matrix; for x times a tensor-train matrix there are two, or one. Costs are operations, bytes and calls (cost.py).
+`plan_linear`, `plan_projection` and `plan_lookup` give a plan to print or to change; the operations ask `choose_...`,
+which torch.compile evaluates while it traces. docs/method.md §4.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import combinations
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from comera.ops.planner.cost import Cost, Machine, machine, product, work
-from comera.ops.planner.search import ChainSearch, merging
-from comera.ops.rows import cut
-from comera.ops.sequential import Groups, Tree, leaves, simple_tree
+from comera.kernels.tracing import constant_when_traced
+from comera.ops.planner.groups import Groups
+from comera.ops.planner.problem import (
+    LinearProblem,
+    LookupProblem,
+    Option,
+    Problem,
+    ProjectionProblem,
+    Strategy,
+    batch_bucket,
+)
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
-# The six-encoder step at 32 rows, where halves are planned to cost 1.2 to 1.4 times the best: 60 ms with halves, merged
-# together, 68 with the best for each; at 8 rows, planned at 1.4 to 2, 57 and 59 (two cores of an AMD EPYC 7003).
-SHARED = 2.0
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to contract: groups of the chain of cores (as trees, chain.py), how they print, their cost.
-
-    strategy: "halves" for two groups that meet at the middle bond (TT) or at any bond (TTM), "dense" for one group,
-    "chain" for every core alone, "groups" for anything else.
-    """
-
-    strategy: str
-    groups: Groups
-    name: str
-    cost: Cost
-
-    @property
-    def split(self) -> int:
-        """Bond at which the first group ends; 0 where it is the only one."""
-        return len(leaves(self.groups[0])) if len(self.groups) > 1 else 0
+# The six-encoder step at 32 rows, where low-rank factors are planned to cost 1.2 to 1.4 times the cheapest groups:
+# 60 ms with factors from a batched merge, 68 with the cheapest groups of every layer. At 8 rows, planned to cost 1.4
+# to 2 times as much: 57 and 59 (two cores of an AMD EPYC 7003).
+MERGED_ADVANTAGE = 2.0
 
 
 @dataclass(frozen=True)
 class ContractionPlan:
-    """The chosen way among those that were weighed; prints itself as a table.
+    """The chosen way to contract among the options that were compared; prints itself as a table.
 
-    subject: what is contracted with what, in words. options: the best and those with a name, by preference at equal
-    cost. price: the option whose groups end at the given bonds, where any list of groups is possible.
+    options: the cheapest one and those with a name, the preferred one first among equals.
     """
 
-    subject: str
+    problem: Problem
     options: tuple[Option, ...]
     chosen: Option
-    price: Callable[[Sequence[int]], Option] | None = field(default=None, repr=False, compare=False)
 
     @property
-    def strategy(self) -> str:
-        """Kind of the chosen way: "halves", "dense", "chain" or "groups"."""
+    def strategy(self) -> Strategy:
+        """Strategy of the chosen option."""
         return self.chosen.strategy
 
     @property
     def groups(self) -> Groups:
-        """Groups of the chosen way."""
+        """Groups of the chosen option."""
         return self.chosen.groups
 
     @property
     def split(self) -> int:
-        """Bond at which the first group of the chosen way ends; 0 where it is the only one."""
+        """Cores in the first group of the chosen option; 0 if it is the only one."""
         return self.chosen.split
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the chosen way, forward and backward."""
+        """Floating-point operations of the chosen option, forward and backward."""
         return self.chosen.cost.flops
 
     @property
     def bytes(self) -> int:
-        """Bytes that the chosen way reads and writes, forward and backward."""
+        """Bytes that the chosen option reads and writes, forward and backward."""
         return self.chosen.cost.bytes
 
     @property
     def seconds(self) -> float:
-        """Estimated time of the chosen way."""
+        """Estimated time of the chosen option."""
         return self.chosen.cost.seconds
 
-    def using(self, choice: str, split: int | None = None) -> ContractionPlan:
-        """The same plan with another choice: a strategy (and split), or groups as they print: "(1 2)(3 4 5 6)".
+    def using(self, choice: Strategy | Sequence[int]) -> ContractionPlan:
+        """The same plan with another choice: the cheapest option of a strategy, or with groups that end as given.
 
-        Raises ValueError when there is no such way.
+        choice: a strategy, or for each group the number of cores up to its end: (2, 6) means groups of cores 1 to 2
+        and 3 to 6. Raises ValueError where there is no such option.
         """
-        for option in self.options:
-            if choice in (option.strategy, option.name) and split in (None, option.split):
-                return replace(self, chosen=option)
-        if self.price is not None and split is None:
-            cores = [core for tree in self.chosen.groups for core in leaves(tree)]
-            groups = [[int(core) - 1 for core in group.split()] for group in re.findall(r"\(([\d ]+)\)", choice)]
-            if [core for group in groups for core in group] == cores:
-                return replace(self, chosen=self.price([group[-1] + 1 for group in groups]))
-        known = ", ".join(f"{option.strategy} {option.name}" for option in self.options)
-        wanted = choice if split is None else f"{choice} with split {split}"
-        raise ValueError(f"expected one of the planned options {known}, or other groups of a TT's cores; got {wanted}")
+        if isinstance(choice, str):
+            found = [option for option in self.options if option.strategy == choice]
+        else:
+            ends = tuple(choice)
+            found = [option for option in self.options if option.ends == ends]
+            is_partition = ends[-1:] == (self.problem.spec.order,) and [0, *ends] == sorted({0, *ends})
+            if is_partition and (priced := self.problem.option(ends)):
+                found.append(priced)
+        if not found:
+            known = ", ".join(f"{option.strategy} {option.ends}" for option in self.options)
+            raise ValueError(
+                f"expected a strategy or the ends of groups that {self.problem} supports, such as {known}; "
+                f"got {choice!r}"
+            )
+        return replace(self, chosen=min(found, key=lambda option: option.cost.seconds))
 
     def __str__(self) -> str:
         width = max(len(option.name) for option in self.options)
-        lines = [self.subject, f"  {'strategy':<9} {'cores':<{width}} {'MFLOP':>12}{'MB':>11}{'est. ms':>11}"]
+        lines = [str(self.problem), f"  {'strategy':<10} {'cores':<{width}} {'MFLOP':>12}{'MB':>11}{'est. ms':>11}"]
         for option in self.options:
             cost, mark = option.cost, "→" if option == self.chosen else " "
-            numbers = f" {cost.flops / 1e6:>12,.3f}{cost.bytes / 1e6:>11,.3f}{cost.seconds * 1e3:>11,.3f}"
-            lines.append(f"{mark} {option.strategy:<9} {option.name:<{width}}{numbers}")
+            columns = f" {cost.flops / 1e6:>12,.3f}{cost.bytes / 1e6:>11,.3f}{cost.seconds * 1e3:>11,.3f}"
+            lines.append(f"{mark} {option.strategy:<10} {option.name:<{width}}{columns}")
         return "\n".join(lines)
 
 
-def batch_bucket(batch: int) -> int:
-    """The batch size that plans are made for: 0, or the next power of two."""
-    bucket = 1
-    while bucket < batch:
-        bucket *= 2
-    return bucket if batch else 0
+@lru_cache(maxsize=4096)
+def make_plan(problem: Problem) -> ContractionPlan:
+    """The plan of a problem, made once: the cheapest of its options."""
+    options = problem.options()
+    return ContractionPlan(problem, tuple(options), min(options, key=lambda option: option.cost.seconds))
 
 
 def plan_linear(
@@ -133,201 +121,77 @@ def plan_linear(
     grad_x: bool = True,
     grad_cores: bool = True,
 ) -> ContractionPlan:
-    """Plan of y = x W for x (batch, in_features): the best groups of cores, found by exact search.
-
-    itemsize: bytes of a number of x. device: type of device, "cpu" or another (cost.py). grad_x, grad_cores: the
-    gradients that the backward has to give; neither is planned as both, so that evaluation runs what training ran.
-    Cached per batch bucket and everything else. Besides the best its options are
-
-    halves  one group for the input cores and one for the output cores, A and B: (x A) B, in `two_sided`
-    dense   one group: materialise W, then x W
-    chain   every core a group: absorb one after the other
-    """
-    wanted = (grad_x, grad_cores) if grad_x or grad_cores else (True, True)
-    return _plan_linear(spec, batch_bucket(batch), itemsize, device, *wanted)
+    """The plan of y = x W for x (batch, in_features); arguments and options as in `LinearProblem`."""
+    return make_plan(LinearProblem(spec, batch, itemsize, device, grad_x, grad_cores))
 
 
 def plan_projection(spec: TTMSpec, batch: int, itemsize: int = 4, *, device: str = "cpu") -> ContractionPlan:
-    """Plan of x Eᵀ for x (batch, embedding_dim); cached per (spec, batch bucket, itemsize, device).
-
-    halves  merge the cores left and right of a bond to L and R, contract x with R, then with L
-    dense   materialise E, then x Eᵀ
-    """
-    return _plan_projection(spec, batch_bucket(batch), itemsize, device)
+    """The plan of y = x Eᵀ for x (batch, embedding_dim); arguments and options as in `ProjectionProblem`."""
+    return make_plan(ProjectionProblem(spec, batch, itemsize, device))
 
 
 def plan_lookup(spec: TTMSpec, count: int, itemsize: int = 4, *, device: str = "cpu") -> ContractionPlan:
-    """Plan of looking up `count` different rows; cached per (spec, bucket of the count, itemsize, device).
-
-    halves  merge the cores left and right of a bond to L and R, gather and multiply the two blocks of each row
-    chain   merge nothing: of every part of the chain only the rows that occur, from those of its parts
-    dense   materialise the table and gather its rows
-
-    and the best of all lists of groups, where it is none of these.
-    """
-    return _plan_lookup(spec, batch_bucket(min(count, spec.num_embeddings)), itemsize, device)
+    """The plan of looking up `count` different rows; arguments and options as in `LookupProblem`."""
+    return make_plan(LookupProblem(spec, count, itemsize, device))
 
 
 def choose_groups(
-    spec: TTSpec, x_BI: Tensor, cores: Sequence[Tensor], plan: ContractionPlan | None = None, *, shared: bool = False
-) -> tuple[str, Groups]:
-    """(strategy, groups) of `plan` or, without one, of `plan_linear` for this x and the gradients wanted.
+    spec: TTSpec, x_BI: Tensor, cores: Sequence[Tensor], plan: ContractionPlan | None = None, *, merged: bool = False
+) -> tuple[Strategy, Groups]:
+    """Strategy and groups of `plan`, by default of `plan_linear` for this x and the gradients that are needed.
 
-    shared: the halves are merged together with those of other chains (together.py), which spares their calls; they are
-    chosen up to SHARED times the cost of the best.
+    merged: the factors come from a batched merge, whose calls serve all layers; low_rank is then chosen up to
+    MERGED_ADVANTAGE times the cost of the cheapest groups.
     """
     if plan is not None:
         return plan.strategy, plan.groups
-    grad_cores = any(core.requires_grad for core in cores)
-    choice: tuple[str, Groups] = _choose_groups(
-        spec, batch_bucket(x_BI.shape[0]), x_BI.element_size(), x_BI.device.type, x_BI.requires_grad, grad_cores, shared
-    )
+    gradients = x_BI.requires_grad, any(core.requires_grad for core in cores)
+    bucket, itemsize, device = batch_bucket(x_BI.shape[0]), x_BI.element_size(), x_BI.device.type
+    choice: tuple[Strategy, Groups] = _choose(merged, LinearProblem, spec, bucket, itemsize, device, *gradients)
     return choice
+
+
+def choose_strategy(
+    spec: TTSpec, rows: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool, *, merged: bool = False
+) -> Strategy:
+    """The strategy that `choose_groups` chooses for `rows` rows of x."""
+    choice: tuple[Strategy, Groups]
+    choice = _choose(merged, LinearProblem, spec, batch_bucket(rows), itemsize, device, grad_x, grad_cores)
+    return choice[0]
 
 
 def choose_rows(
     spec: TTMSpec, count: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
 ) -> Groups:
-    """Groups of `plan` or, without one, of `plan_lookup` for `count` different rows."""
+    """Groups of `plan`, by default of `plan_lookup` for `count` different rows."""
     if plan is not None:
         return plan.groups
-    groups: Groups = _choose_rows(spec, batch_bucket(count), itemsize, device)
+    groups: Groups = _choose(False, LookupProblem, spec, batch_bucket(count), itemsize, device)[1]
     return groups
 
 
 def choose_projection(
     spec: TTMSpec, batch: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
-) -> tuple[str, int]:
-    """(strategy, split) of `plan` or, without one, of `plan_projection`."""
+) -> tuple[Strategy, int]:
+    """Strategy and split of `plan`, by default of `plan_projection`."""
     if plan is not None:
         return plan.strategy, plan.split
-    choice: tuple[str, int] = _choose_projection(spec, batch_bucket(batch), itemsize, device)
-    return choice
+    strategy, groups = _choose(False, ProjectionProblem, spec, batch_bucket(batch), itemsize, device)
+    return strategy, groups[0].end if len(groups) > 1 else 0
 
 
 # arithmetic on a spec and a bucket: torch.compile has nothing to trace
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose_groups(
-    spec: TTSpec, bucket: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool, shared: bool
-) -> tuple[str, Groups]:
-    plan = plan_linear(spec, bucket, itemsize, device=device, grad_x=grad_x, grad_cores=grad_cores)
-    if shared and plan.using("halves").seconds <= SHARED * plan.seconds:
-        plan = plan.using("halves")
-    return plan.strategy, plan.groups
+@constant_when_traced
+def _choose(*problem: Any) -> tuple[Strategy, Groups]:
+    return _chosen(*problem)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose_rows(spec: TTMSpec, bucket: int, itemsize: int, device: str) -> Groups:
-    return plan_lookup(spec, bucket, itemsize, device=device).groups
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose_projection(spec: TTMSpec, bucket: int, itemsize: int, device: str) -> tuple[str, int]:
-    plan = plan_projection(spec, bucket, itemsize, device=device)
-    return plan.strategy, plan.split
-
-
-@lru_cache(maxsize=1024)
-def _plan_linear(
-    spec: TTSpec, batch: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool
-) -> ContractionPlan:
-    search, order = ChainSearch(spec, batch, itemsize, machine(device), grad_x, grad_cores), spec.order
-
-    def option(strategy: str, ends: Sequence[int], *, simple: bool = False) -> Option:
-        groups, cost = search.price(ends, simple=simple)
-        return Option(strategy, groups, "".join(_show(spec, tree) for tree in groups), cost)
-
-    options = [
-        option("halves", (spec.split, order), simple=True),
-        option("dense", (order,)),
-        option("chain", range(1, order + 1)),
-    ]
-    best = option("groups", search.best())
-    if best.groups not in [named.groups for named in options]:
-        options.append(best)
-    return _cheapest(f"x ({batch} × {spec.in_features}) times {spec}", *options, price=partial(option, "groups"))
-
-
-@lru_cache(maxsize=1024)
-def _plan_projection(spec: TTMSpec, batch: int, itemsize: int, device: str) -> ContractionPlan:
-    rows, cols, on = spec.num_embeddings, prod(spec.col_modes), machine(device)
-    options = []
-    for split in range(1, spec.order):
-        rank, (_, cols_l), (rows_r, cols_r) = spec.ranks[split], *half_shapes(spec, split)
-        rows_l = -(-rows // rows_r)
-        # x with R, once more in the backward; then with L
-        cost = product(on, batch * cols_l, cols_r, rank * rows_r, itemsize, passes=4)
-        cost += product(on, rows_l, cols_l * rank, rows_r, itemsize, times=batch)
-        options.append(_halves_option(spec, on, split, cost))
-    dense = _dense_option(spec, on, product(on, batch, cols, rows, itemsize))
-    return _cheapest(f"x ({batch} × {spec.embedding_dim}) times the transpose of {spec}", *options, dense)
-
-
-@lru_cache(maxsize=1024)
-def _plan_lookup(spec: TTMSpec, count: int, itemsize: int, device: str) -> ContractionPlan:
-    on, order = machine(device), spec.order
-    gathering = work(on, itemsize, moved=6 * count * prod(spec.col_modes) * itemsize, calls=3)
-
-    def option(ends: Sequence[int]) -> Option:
-        groups = tuple(simple_tree(spec, a, b) for a, b in zip((0, *ends[:-1]), ends, strict=True))
-        if len(groups) == 1:
-            return _dense_option(spec, on, gathering)
-        strategy = {order: "chain", 2: "halves"}.get(len(groups), "groups")
-        cost = _rows_cost(spec, on, groups, count, itemsize)
-        return Option(strategy, groups, "".join(_show(spec, tree) for tree in groups), cost)
-
-    ways = [option((*ends, order)) for size in range(order) for ends in combinations(range(1, order), size)]
-    named = [way for strategy in ("halves", "dense", "chain") for way in ways if way.strategy == strategy]
-    best = min(ways, key=lambda way: way.cost.seconds)
-    return _cheapest(f"{count} rows of {spec}", *named, *([] if best in named else [best]), price=option)
-
-
-def _rows_cost(spec: TTMSpec, on: Machine, groups: Groups, count: int, itemsize: int) -> Cost:
-    """Merging every group, and from part to part of the chain the products of as many rows as can occur (rows.py)."""
-    if len(groups) == 1:
-        return merging(spec, on, groups[0])
-    k = cut(groups)
-    first, middle, last = leaves(groups[0])[0], leaves(groups[k])[0], leaves(groups[-1])[-1] + 1
-    rank, left, right = spec.ranks[middle], slice(first, middle), slice(middle, last)
-    x, y = spec.ranks[first] * prod(spec.col_modes[left]), prod(spec.col_modes[right]) * spec.ranks[last]
-    numbers, flops = rank * (x + y) + x * y, 3 * 2 * x * rank * y
-    # finding the different ids, gathering two blocks (twice), adding up their gradients: some 30 small operations
-    cost = work(on, itemsize, count * flops, 4 * count * numbers * itemsize, calls=30)
-    for part, trees in ((left, groups[:k]), (right, groups[k:])):
-        cost += _rows_cost(spec, on, trees, min(count, prod(spec.row_modes[part])), itemsize)
-    return cost
-
-
-def half_shapes(spec: TTMSpec, split: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(rows, columns) that the cores left and right of bond `split` stand for."""
-    rows, cols = spec.row_modes, spec.col_modes
-    return (prod(rows[:split]), prod(cols[:split])), (prod(rows[split:]), prod(cols[split:]))
-
-
-def _halves_option(spec: TTMSpec, on: Machine, split: int, cost: Cost) -> Option:
-    """The cores of a TTM left and right of a bond merged to L and R, besides `cost`."""
-    groups = simple_tree(spec, 0, split), simple_tree(spec, split, spec.order)
-    for tree in groups:
-        cost += merging(spec, on, tree)
-    return Option("halves", groups, "".join(_show(spec, tree) for tree in groups), cost)
-
-
-def _dense_option(spec: TTMSpec, on: Machine, cost: Cost) -> Option:
-    """All cores of a TTM merged and the rows of the table brought together, one copy forward, one backward."""
-    tree = simple_tree(spec, 0, spec.order)
-    cost += merging(spec, on, tree) + work(on, 4, moved=4 * prod(spec.sizes) * 4)
-    return Option("dense", (tree,), _show(spec, tree), cost)
-
-
-def _show(spec: Spec, tree: Tree) -> str:
-    """A group as it prints: cores counted from 1, with inner brackets where they are not merged in the simple order."""
-    cores = leaves(tree)
-    if tree == simple_tree(spec, cores[0], cores[-1] + 1):
-        return f"({' '.join(str(core + 1) for core in cores)})"
-    return f"({' '.join(str(part + 1) if isinstance(part, int) else _show(spec, part) for part in tree)})"
-
-
-def _cheapest(
-    subject: str, *options: Option, price: Callable[[Sequence[int]], Option] | None = None
-) -> ContractionPlan:
-    return ContractionPlan(subject, options, min(options, key=lambda option: option.cost.seconds), price)
+@lru_cache(maxsize=4096)
+def _chosen(merged: bool, kind: type[Problem], spec: Spec, *settings: object) -> tuple[Strategy, Groups]:
+    plan = make_plan(kind(spec, *settings))  # type: ignore[arg-type]
+    chosen = plan.chosen
+    if merged:
+        low_rank = next(option for option in plan.options if option.strategy == "low_rank")
+        if low_rank.cost.seconds <= MERGED_ADVANTAGE * chosen.cost.seconds:
+            chosen = low_rank
+    return chosen.strategy, chosen.groups

@@ -1,18 +1,15 @@
-"""Source code as packed blocks of tokens, and the masked batches of a BERT-style pre-training.
+"""Source code as packed blocks of tokens, and masked batches for BERT-style pre-training.
 
     files -> training | held-out (by a hash of the path) -> byte-level BPE -> <s> file </s> <s> file </s> ... -> blocks
 
-Preparing is deterministic and happens once: tokens and tokenizer are kept in a cache folder named by a digest of the
-files' contents and the settings. Batches are pure functions of their place in the run, so that a resumed run meets
-exactly those that it would have met.  B batch, T block size, P masked positions.
-"""
-
-from __future__ import annotations
+Preparation is deterministic and happens once: tokens and tokenizer stay in a cache folder named by a digest of the
+files' contents and the settings. Batches are pure functions of their place in the run, so a resumed run sees the same
+ones.
+B batch, T block size, P masked positions, V vocabulary."""
 
 import hashlib
 import json
 import os
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,18 +20,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from comera.errors import ConfigError, DataError
+from comera.errors import DataError
+from comera.recipes.cache import cache_folder, open_or_make, settings_digest
+from comera.recipes.config import check_fields
+from comera.recipes.progress import Progress
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 START, PAD, END, UNKNOWN, MASK = range(len(SPECIAL_TOKENS))
-SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE begins with the 256 bytes
+SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE starts with the 256 bytes
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
-FORMAT = 1  # of the cache folder; raise it when what is stored or how it is made changes
-ENCODE_BYTES = 1_000_000  # source text handed to the tokenizer at a time
+FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
+ENCODE_BYTES = 1_000_000  # source text per call of the tokenizer
 HELD_OUT_SEED = 0x5EED  # the same held-out masks for every method and every training seed
 
 # fmt: off
@@ -48,41 +47,39 @@ SUFFIXES = (
 
 @dataclass(frozen=True)
 class CodeDataConfig:
-    """Where the source code comes from and how it becomes blocks of tokens."""
+    """The source code and how it becomes blocks of tokens."""
 
     path: str | None = None
-    """Folder of source code, read with its subfolders; left out: the source files of Python's own standard library."""
+    """Folder of source code, including subfolders; default: Python's own standard library."""
     suffixes: tuple[str, ...] = SUFFIXES
-    """Endings of the file names to read."""
+    """File name suffixes to read."""
     max_bytes: int | None = None
-    """Read only a random part of the files, of at most this many bytes; the same part every time."""
+    """Read only a random subset of the files, of at most this many bytes; the same subset every time."""
     held_out: float = 0.05
-    """Share of the files kept out of training to measure the held-out loss on."""
+    """Fraction of the files held out of training, to measure the loss on."""
     vocab_size: int = 8192
-    """Tokens of the byte-level BPE vocabulary, the five special ones and the 256 bytes included."""
+    """Size of the byte-level BPE vocabulary, including five special tokens and the 256 bytes."""
     tokenizer_bytes: int = 4_000_000
-    """Bytes of the training files that the tokenizer is trained on."""
+    """Bytes of training files to train the tokenizer on."""
     block_size: int = 128
     """Tokens in a block: the sequence length."""
     mask_share: float = 0.15
-    """Share of the tokens that are masked and predicted."""
+    """Fraction of the tokens that are masked and predicted."""
     cache: str | None = None
-    """Folder for prepared data; left out: $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
+    """Folder for prepared data; default: $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suffixes", tuple(self.suffixes))
         checks = {
-            "suffixes": (bool(self.suffixes), "at least one ending, such as .py"),
-            "max_bytes": (self.max_bytes is None or self.max_bytes > 0, "a number above 0, or none"),
-            "held_out": (0 < self.held_out < 1, "a share between 0 and 1"),
+            "suffixes": (bool(self.suffixes), "at least one suffix, such as .py"),
+            "max_bytes": (self.max_bytes is None or self.max_bytes > 0, "a number > 0, or none"),
+            "held_out": (0 < self.held_out < 1, "a fraction between 0 and 1"),
             "vocab_size": (self.vocab_size >= SMALLEST_VOCABULARY, f"at least {SMALLEST_VOCABULARY}"),
-            "tokenizer_bytes": (self.tokenizer_bytes > 0, "a number above 0"),
+            "tokenizer_bytes": (self.tokenizer_bytes > 0, "a number > 0"),
             "block_size": (self.block_size >= 4, "at least 4 tokens"),
-            "mask_share": (0 < self.mask_share < 0.3, "a share between 0 and 0.3"),
+            "mask_share": (0 < self.mask_share < 0.3, "a fraction between 0 and 0.3"),
         }
-        for name, (holds, expected) in checks.items():
-            if not holds:
-                raise ConfigError(f"data.{name}: expected {expected}, got {getattr(self, name)!r}")
+        check_fields(self, "data", checks)
 
 
 class Batch(NamedTuple):
@@ -94,7 +91,7 @@ class Batch(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A source file: its path below the root, and the size and digest of its contents."""
+    """A source file: its path relative to the root, and the size and digest of its contents."""
 
     path: str
     size: int
@@ -102,18 +99,14 @@ class Source(NamedTuple):
 
 
 class CodeData:
-    """Prepared source code: training and held-out blocks, memory-mapped, with their tokenizer.
-
-    train, held_out: (blocks, T) arrays of token ids. manifest: what they were made of.
-    """
+    """Prepared source code: training and held-out blocks, memory-mapped, and their tokenizer. train, held_out: (blocks,
+    T) arrays of token ids. manifest: where they come from."""
 
     def __init__(self, folder: Path, config: CodeDataConfig) -> None:
-        self.config = config
-        self.folder = folder
+        self.config, self.folder = config, folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self.vocab_size: int = self.manifest["vocab_size"]
-        self.train = self._blocks("train")
-        self.held_out = self._blocks("held_out")
+        self.train, self.held_out = self._blocks("train"), self._blocks("held_out")
 
     def _blocks(self, part: str) -> np.ndarray[Any, Any]:
         tokens, width = self.manifest[part]["tokens"], self.config.block_size
@@ -128,18 +121,18 @@ class CodeData:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE tokenizer that was trained on the training part."""
+        """The byte-level BPE tokenizer, trained on the training part."""
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
     def log_frequencies(self) -> Tensor:
-        """Log of each token's share of the training part, float32 (V,): counted over up to 65,536 blocks spread over
-        it, each token once more than it occurs, so that none is impossible."""
+        """Log of each token's frequency in the training part, float32 (V,): counted over up to 65,536 evenly spaced
+        blocks, plus one per token so that none is impossible."""
         blocks = self.train[:: -(-len(self.train) // 65_536)]
         counts = np.bincount(blocks.reshape(-1), minlength=self.vocab_size) + 1.0
         return torch.from_numpy(np.log(counts / counts.sum())).float()
 
     def train_batch(self, index: int, size: int, seed: int) -> Batch:
-        """The `index`-th batch of `size` blocks: every epoch is a new permutation of all blocks, with new masks."""
+        """The `index`-th batch of `size` blocks; each epoch permutes all blocks anew and draws new masks."""
         places = np.arange(index * size, (index + 1) * size)
         epochs, offsets = np.divmod(places, len(self.train))
         rows = [_permutation(len(self.train), seed, int(e))[o] for e, o in zip(epochs, offsets, strict=True)]
@@ -147,11 +140,9 @@ class CodeData:
         return self._mask(self.train[rows], count, np.random.default_rng([seed, 1, index]))
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
-        """The held-out part in batches of `size` blocks (one smaller batch if there are not as many).
-
-        What does not fill the last batch is left out, so that the mean over batches is that over blocks. Blocks and
-        masks depend on the data alone: not on the seed, the method or the batch size.
-        """
+        """The held-out part in batches of `size` blocks, or one smaller batch if there are fewer. Blocks that do not
+        fill the last batch are dropped, so the mean over batches is the mean over blocks. Blocks and masks depend on
+        the data alone, not on the seed, the method or the batch size."""
         width = self.config.block_size
         order = _permutation(len(self.held_out), HELD_OUT_SEED, 0)
         count = max(1, round(self.config.mask_share * width))
@@ -165,7 +156,7 @@ class CodeData:
             yield Batch(torch.cat(ids), torch.cat(flat), torch.cat(labels))
 
     def _mask(self, blocks: np.ndarray[Any, Any], count: int, rng: np.random.Generator) -> Batch:
-        """Choose `count` tokens (never special ones): 80 % become <mask>, 10 % a random token, 10 % stay (BERT)."""
+        """Mask `count` tokens, never special ones: 80 % become <mask>, 10 % a random token, 10 % stay (BERT)."""
         ids = blocks.astype(np.int64).reshape(-1)
         candidates = np.flatnonzero(ids >= len(SPECIAL_TOKENS))
         positions = np.sort(rng.choice(candidates, count, replace=False))
@@ -183,53 +174,31 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
 
 def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
     """Read, tokenize and cache the source code that `config` names; a second call with the same files opens the cache.
-
-    The cache folder appears only when it is complete, and of several processes one prepares while the others wait.
-    Raises DataError for a missing folder, one without code, or one with too little of it.
-    """
+    One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for a
+    missing folder, or one without enough code."""
     root = Path(config.path or sysconfig.get_paths()["stdlib"]).expanduser()
     sources, skipped = find_sources(root, config)
-    parts = dict(zip(("train", "held_out"), split_sources(sources, config.held_out), strict=True))
-    settings = [FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out, sources]
-    name = "code-" + hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
-    cache = cache_folder(config)
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{name}.lock"):
-        if (cache / name).exists():
-            try:
-                return CodeData(cache / name, config)
-            except DataError:
-                raise
-            except (OSError, ValueError, KeyError, TypeError):  # damaged: made anew
-                shutil.rmtree(cache / name)
-        partial = cache / f"{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-        partial.mkdir()
-        _write(partial, root, parts, skipped, config, quiet)
-        partial.rename(cache / name)
-        return CodeData(cache / name, config)
+    train, held_out = split_sources(sources, config.held_out)
+    digest = settings_digest([FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out, sources])
 
-
-def cache_folder(config: CodeDataConfig) -> Path:
-    """The folder that holds prepared data."""
-    if config.cache:
-        return Path(config.cache).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "comera"
+    return open_or_make(
+        cache_folder(config.cache) / f"code-{digest}",
+        lambda folder: CodeData(folder, config),
+        lambda folder: _write(folder, root, {"train": train, "held_out": held_out}, skipped, config, quiet),
+    )
 
 
 def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
-    """The source files below `root`, sorted by path, and how many were skipped, by reason.
-
-    Skipped: hidden folders and those of installed packages, files that cannot be read, are empty, are not UTF-8 or
-    repeat another one (a copy in the held-out part would be a file already seen).
-    """
+    """The source files below `root`, sorted by path, and how many were skipped, by reason. Skipped: hidden folders,
+    folders of installed packages, and files that are unreadable, empty, not UTF-8 or copies of another one (a held-out
+    copy would have been seen in training)."""
     if not root.is_dir():
-        raise DataError(f"expected a folder of source code, got {root}, which {_what_is(root)}: check data.path")
+        state = "is a file" if root.exists() else "does not exist"
+        raise DataError(f"expected a folder of source code, got {root}, which {state}: check data.path")
     skipped = {"unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0}
     chosen: dict[str, Source] = {}
     left = float("inf") if config.max_bytes is None else config.max_bytes
-    # in an order that is random but always the same, so that max_bytes takes a random part
+    # in a random but fixed order, so that max_bytes takes a random subset
     for path in sorted(_walk(root, config.suffixes), key=lambda p: _place("subset", p)):
         try:
             if (root / path).stat().st_size > left:
@@ -258,15 +227,15 @@ def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict
 
 
 def split_sources(sources: Sequence[Source], share: float) -> tuple[list[Source], list[Source]]:
-    """Training and held-out files, by a hash of the path: a file stays on its side when others come and go."""
+    """Training and held-out files, by a hash of the path: a file keeps its side when others come and go."""
     places = {s: _place("held-out", s.path) for s in sources}
-    first, last = min(places, key=places.__getitem__), max(places, key=places.__getitem__)  # one on each side at least
+    first, last = min(places, key=places.__getitem__), max(places, key=places.__getitem__)  # at least one on each side
     held_out = {s for s in sources if s != last and (places[s] < share or s == first)}
     return [s for s in sources if s not in held_out], [s for s in sources if s in held_out]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer (as GPT-2 and RoBERTa use) of at most `vocab_size` tokens, special ones first."""
+    """A byte-level BPE tokenizer (as in GPT-2 and RoBERTa) of at most `vocab_size` tokens, special ones first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -280,10 +249,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _what_is(path: Path) -> str:
-    return "is a file" if path.exists() else "does not exist"
-
-
 def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     """Paths of the source files, relative to `root`, with forward slashes."""
     for folder, below, files in os.walk(root):
@@ -294,7 +259,7 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _place(purpose: str, path: str) -> float:
-    """A number in [0, 1] that depends on the path alone."""
+    """A pseudorandom number in [0, 1] that depends on the path alone."""
     digest = hashlib.blake2b(os.fsencode(path), digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -307,7 +272,7 @@ def _read(root: Path, source: Source) -> str:
 
 
 def _sample(root: Path, sources: Sequence[Source], limit: int) -> Iterator[str]:
-    """Text of a random part of the files, of about `limit` bytes: always the same part."""
+    """Text of a random but fixed subset of the files, of about `limit` bytes."""
     for source in sorted(sources, key=lambda s: _place("tokenizer", s.path)):
         if limit <= 0:
             return
@@ -316,72 +281,45 @@ def _sample(root: Path, sources: Sequence[Source], limit: int) -> Iterator[str]:
 
 
 def _write(
-    folder: Path,
-    root: Path,
-    parts: dict[str, list[Source]],
-    skipped: dict[str, int],
-    config: CodeDataConfig,
-    quiet: bool,
+    folder: Path, root: Path, parts: dict[str, list[Source]], skipped: object, config: CodeDataConfig, quiet: bool
 ) -> None:
-    """Write tokenizer.json, train.bin, held_out.bin and manifest.json."""
-    progress = _Progress(sum(s.size for part in parts.values() for s in part), quiet)
-    tokenizer = train_tokenizer(_sample(root, parts["train"], config.tokenizer_bytes), config.vocab_size)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
-    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
-    manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": tokenizer.get_vocab_size(), "dtype": dtype.name}
-    for part, sources in parts.items():
-        tokens = 0
-        with open(folder / f"{part}.bin", "wb") as out:
-            for chunk in _chunks(sources):
-                for encoding in tokenizer.encode_batch_fast([_read(root, s) for s in chunk], add_special_tokens=False):
-                    ids = np.array([START, *encoding.ids, END], dtype)
-                    ids.tofile(out)
-                    tokens += len(ids)
-                progress.add(sum(s.size for s in chunk))
-        manifest[part] = {"files": len(sources), "bytes": sum(s.size for s in sources), "tokens": tokens}
+    with Progress(quiet) as progress:
+        progress.start("training the tokenizer", None)
+        tokenizer = train_tokenizer(_sample(root, parts["train"], config.tokenizer_bytes), config.vocab_size)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
+        dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+        manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": tokenizer.get_vocab_size(), "dtype": dtype.name}
+        progress.start("tokenizing the source code", sum(s.size for part in parts.values() for s in part))
+        for part, sources in parts.items():
+            tokens = 0
+            with open(folder / f"{part}.bin", "wb") as out:
+                for chunk in _chunks(sources):
+                    texts = [_read(root, source) for source in chunk]
+                    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                        ids = np.array([START, *encoding.ids, END], dtype)
+                        ids.tofile(out)
+                        tokens += len(ids)
+                    progress.add(sum(source.size for source in chunk))
+            manifest[part] = {"files": len(sources), "bytes": sum(s.size for s in sources), "tokens": tokens}
     manifest["skipped"] = skipped
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    progress.done(manifest)
+    if not quiet:
+        train, held_out = manifest["train"], manifest["held_out"]
+        print(
+            f"source code: {train['files']:,} files ({train['tokens']:,} tokens) to train on, "
+            f"{held_out['files']:,} ({held_out['tokens']:,}) held out",
+            file=sys.stderr,
+        )
 
 
 def _chunks(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """Neighbouring files of about ENCODE_BYTES together: bounds the memory, and keeps every core busy."""
+    """Groups of consecutive files of about ENCODE_BYTES: bounds memory, and keeps all cores busy."""
     chunk: list[Source] = []
-    size = 0
     for source in sources:
         chunk.append(source)
-        size += source.size
-        if size >= ENCODE_BYTES:
+        if sum(each.size for each in chunk) >= ENCODE_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
     if chunk:
         yield chunk
-
-
-class _Progress:
-    """One line on stderr that grows with the bytes tokenized."""
-
-    def __init__(self, total: int, quiet: bool) -> None:
-        self.total, self.seen = total, 0
-        self.live = sys.stderr.isatty() and not quiet
-        self.quiet = quiet
-        self._show("preparing the source code: training the tokenizer")
-
-    def _show(self, text: str, end: str = "") -> None:
-        if self.live:
-            print(f"\r\x1b[K{text}", end=end, file=sys.stderr, flush=True)
-
-    def add(self, size: int) -> None:
-        self.seen += size
-        self._show(f"preparing the source code: {self.seen / self.total:4.0%} of {self.total / 1e6:.1f} MB")
-
-    def done(self, manifest: dict[str, Any]) -> None:
-        self._show("")
-        if not self.quiet:
-            train, held_out = manifest["train"], manifest["held_out"]
-            print(
-                f"source code: {train['files']:,} files ({train['tokens']:,} tokens) to train on, "
-                f"{held_out['files']:,} ({held_out['tokens']:,}) held out",
-                file=sys.stderr,
-            )

@@ -1,14 +1,11 @@
-"""The main job: a BERT-style transformer pre-trained from scratch on source code, compressed, dense or by a baseline.
+"""Pre-trains a BERT-style transformer from scratch on source code: compressed, dense or by a baseline.
 
-Masked language modelling on packed blocks. The loss looks at the masked positions alone, so the output head is computed
-for 15 % of the tokens.  B batch, T block size, P masked positions, H hidden, V vocabulary.
-"""
+Masked language modeling on packed blocks. The loss covers the masked positions only, so the output head is computed for
+15 % of the tokens.
+B batch, T block size, P masked positions, H hidden, V vocabulary."""
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,16 +13,17 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
-from comera.baselines import Applied, BaselineConfig, Method
-from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
-from comera.errors import ConfigError
-from comera.recipes.bert import ModelConfig
+from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, check_method, rates_by_method
+from comera.convert import TT, TTM, TensorizeConfig
+from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
 from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
-from comera.recipes.methods import check_method, estimates_by_method, follow
+from comera.recipes.config import runs_folder
+from comera.recipes.interface import Architecture
+from comera.recipes.stages import is_main, log, resolved
+from comera.recipes.task import RecipeTask, estimates_by_method
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate
@@ -35,37 +33,31 @@ NAME = "code-lm"
 
 
 @dataclass(frozen=True)
-class CompressConfig:
-    """How the method comera compresses the model; the other methods do not look at it."""
+class CompressConfig(BertFormats):
+    """Formats of the compressed layers; only the method comera uses them."""
 
-    order: int = 6
-    """Cores of a linear layer's tensor train."""
-    rank: int | tuple[int, ...] = 30
-    """Ranks of the linear layers at the start: one number, clipped where the modes allow less, or all of them."""
-    embedding_order: int = 4
-    """Cores of the token embedding's tensor-train matrix."""
     embedding_rank: int | tuple[int, ...] = 32
-    """Ranks of the token embedding at the start."""
+    """Initial TT-rank of the token embedding."""
     head: Literal["share", "untie", "dense"] = "untie"
-    """Output head: share the embedding's cores, have a tensor train of its own, or a dense weight of its own."""
+    """Output head: share the embedding's cores, untie it as a tensor train of its own, or as a dense weight."""
     head_rank: int | tuple[int, ...] = 64
-    """Ranks of an output head with a tensor train of its own."""
+    """Initial TT-rank of an untied output head."""
 
     def tensorize(self) -> TensorizeConfig:
-        """The conversion that this describes; tables of positions and segments stay dense, as published."""
+        """The conversion; position and segment tables stay dense, as published."""
         overrides: dict[str, TT | TTM | None] = {"*.position_embeddings": None, "*.token_type_embeddings": None}
         if self.head != "share":
             own = TT(order=self.order, rank=self.head_rank)
             overrides["cls.predictions.decoder"] = own if self.head == "untie" else None
         return TensorizeConfig(
-            linear=TT(order=self.order, rank=self.rank),
-            embedding=TTM(order=self.embedding_order, rank=self.embedding_rank),
+            linear=self.linear,
+            embedding=self.embedding,
             overrides=overrides,
             tied="share" if self.head == "share" else "untie",
         )
 
 
-# Measured on short runs (docs/LOG.md): with higher rates the model collapses onto the frequencies of the tokens.
+# Measured on short runs (docs/LOG.md): with higher rates the model collapses onto the token frequencies.
 _TRAIN = TrainConfig(
     steps=10_000,
     batch_size=16,
@@ -76,16 +68,7 @@ _TRAIN = TrainConfig(
     prune_every=500,
     eval_batches=16,
 )
-PRESETS: dict[Method, TrainConfig] = {
-    "comera": _TRAIN,
-    "dense": replace(_TRAIN, lr=1e-4, core_lr=None),
-    # core_lr is the rate of what stands in place of the linear weights. Its ratio to that of the dense model is what
-    # short runs of a small model take; cores of fixed rank take those of ours. None was tuned at this size.
-    "galore": replace(_TRAIN, lr=1e-4, core_lr=1e-3),
-    "lte": replace(_TRAIN, lr=1e-4, core_lr=1e-5),
-    "cola": replace(_TRAIN, lr=1e-4, core_lr=5e-4),
-    "tensorly": _TRAIN,
-}
+PRESETS = rates_by_method(_TRAIN, replace(_TRAIN, lr=1e-4, core_lr=None))
 
 
 @dataclass(frozen=True)
@@ -93,123 +76,117 @@ class CodeLMConfig:
     """Pre-training of a BERT-style transformer on source code."""
 
     method: Method = "comera"
-    """comera trains the compressed model with adaptive ranks; dense the model as it is; the others, for comparison too,
-    what else could be done with it."""
+    """comera: compressed, with adaptive ranks; dense: the uncompressed model; the others: baselines for comparison."""
     out: str | None = None
-    """Folder of the run; left out: runs/code-lm-METHOD."""
+    """Folder of the run; default: runs/code-lm-METHOD."""
     data: CodeDataConfig = field(default_factory=CodeDataConfig)
-    """Source code, tokenizer, masking."""
+    """Source code, tokenizer and masking."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Sizes of the transformer."""
     compress: CompressConfig = field(default_factory=CompressConfig)
     """Formats of the compressed layers."""
     baselines: BaselineConfig = field(default_factory=BaselineConfig)
-    """Settings of the methods besides comera and dense."""
+    """Settings of the other methods."""
     train: TrainConfig = field(default_factory=lambda: _TRAIN)
-    """Length, optimizer, rank adaptation, outputs."""
+    """Length, optimizer, rank adaptation and outputs."""
 
     def __post_init__(self) -> None:
         check_method(self.method)
-        if self.data.block_size > self.model.max_positions:
-            raise ConfigError(
-                f"data.block_size ({self.data.block_size}) must not be above model.max_positions "
-                f"({self.model.max_positions}): lower the one or raise the other"
-            )
+        check_length("data.block_size", self.data.block_size, self.model)
 
     @property
     def folder(self) -> Path:
         """The run folder."""
-        return Path(self.out or f"runs/{NAME}-{self.method}").expanduser()
+        return runs_folder(self.out, NAME, self.method)
 
 
 def preset(method: Method = "comera") -> CodeLMConfig:
-    """The defaults that suit a method: they differ in the learning rates."""
+    """The defaults for a method; methods differ in their learning rates."""
     return CodeLMConfig(method=method, train=PRESETS[method])
 
 
-def build_model(config: CodeLMConfig, vocab_size: int) -> tuple[BertForMaskedLM, TensorizeReport | Applied | None]:
-    """A stock BertForMaskedLM, seeded by train.seed, turned into the method's, and what the method says of that."""
+def build_model(config: CodeLMConfig, vocab_size: int) -> tuple[BertForMaskedLM, Conversion]:
+    """A stock BertForMaskedLM, seeded by train.seed and converted by the method, and the report of that."""
     torch.manual_seed(config.train.seed)
     tokens = {"type_vocab_size": 1, "bos_token_id": START, "pad_token_id": PAD, "eos_token_id": END}
     model = BertForMaskedLM(config.model.bert(vocab_size, **tokens))
-    if config.method == "comera":
-        return model, tensorize_(model, config.compress.tensorize())
-    return model, None if config.method == "dense" else config.baselines[config.method].apply_(model)
+    return model, apply_method_(model, config.method, config.compress.tensorize(), config.baselines)
 
 
 def masked_loss(model: Any, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the masked positions, in nats: the head sees (P, hidden) instead of (B, T, hidden)."""
+    """Mean cross-entropy of the masked positions, in nats: the head sees (P, H) instead of (B, T, H)."""
     hidden_BTH = model.bert(batch.input_ids)[0]
     logits_PV = model.cls(hidden_BTH.flatten(0, 1)[batch.positions])
     return F.cross_entropy(logits_PV, batch.labels)
 
 
 def frequency_loss(config: CodeLMConfig, data: CodeData) -> float:
-    """Held-out loss, in nats, of a model that ignores its input and knows how frequent each token is: what the head
-    starts from, and what a model has to beat to have learned anything from context."""
+    """Held-out loss, in nats, of a model that ignores its input and knows only the token frequencies: where the head
+    starts, and what a model must beat to have learned anything from context."""
     batches = islice(data.held_out_batches(config.train.batch_size), config.train.eval_batches or None)
     frequencies = data.log_frequencies()
     return float(torch.stack([-frequencies[batch.labels].mean() for batch in batches]).mean())
 
 
-class CodeLMTask:
-    """The job as `comera.trainer.loop.fit` wants it."""
+class CodeLMTask(RecipeTask):
+    """Masked language modeling, as a task for `comera.trainer.loop.fit`."""
 
     name = NAME
+    config: CodeLMConfig
+    data: CodeData
 
     def __init__(self, config: CodeLMConfig, data: CodeData) -> None:
-        self.config, self.data = config, data
-        self.method = config.method
         model, report = build_model(config, data.vocab_size)
-        with torch.no_grad():  # from the start the head knows how frequent each token is: no steps are spent on that
+        with torch.no_grad():  # the head starts with the token frequencies: no steps are spent on learning them
             model.cls.predictions.bias.copy_(data.log_frequencies())
-        self.model: nn.Module = model
-        follow(self, report)
-        data_fields = {"prepared": data.folder.name, **asdict(config.data)}
-        self.identity = {
-            **{f"data.{name}": data_fields[name] for name in ("prepared", "block_size", "mask_share")},
-            **{f"model.{name}": value for name, value in asdict(config.model).items()},
-            **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
-            **config.baselines.identity(config.method),
-        }
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
-        """Every micro-batch of every process is the next one of a single sequence."""
-        train = self.config.train
-        return self.data.train_batch((step * train.accumulation + micro) * world + rank, train.batch_size, train.seed)
+        settings = {f"data.{name}": getattr(config.data, name) for name in ("block_size", "mask_share")}
+        super().__init__(config, data, model, report, **settings, **config.baselines.identity(config.method))
 
     def eval_batches(self) -> Iterator[Batch]:
-        """Held-out blocks in the size of a training batch."""
+        """Held-out blocks, in batches of the training size."""
         return self.data.held_out_batches(self.config.train.batch_size)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The batch's mean loss."""
         return masked_loss(model, batch)
 
     def tokens(self, batch: Batch) -> int:
-        """Tokens that the model reads."""
         return batch.input_ids.numel()
 
 
 def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
-    """Prepare the data, build the model and train it into `config.folder`; what is raised: see `prepare` and `fit`."""
-    main = PartialState(cpu=config.train.device == "cpu").is_main_process
+    """Prepare the data, build the model and train it into `config.folder`; raises what `prepare` and `fit` raise."""
+    main = is_main(config.train)
     data = prepare(config.data, quiet=not main)
-    if main:
-        print(f"held-out loss of the tokens' frequencies alone: {frequency_loss(config, data):.4f}", file=sys.stderr)
-    resolved = asdict(replace(config, out=str(config.folder)))
-    return fit(CodeLMTask(config, data), config.train, config.folder, resume=resume, resolved=resolved)
+    log(main, NAME, f"held-out loss from token frequencies alone: {frequency_loss(config, data):.4f}")
+    return fit(CodeLMTask(config, data), config.train, config.folder, resume=resume, resolved=resolved(config))
+
+
+def runs(config: CodeLMConfig) -> dict[str, Path]:
+    """The folder of the only run, by its method."""
+    return {config.method: config.folder}
 
 
 def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step for every method that is installed, on the meta device: nothing is allocated
-    or computed."""
+    """Memory and FLOPs of a training step for every installed method, on the meta device: nothing is allocated or
+    computed."""
     rows, width = config.train.batch_size, config.data.block_size
     masked = max(1, round(config.data.mask_share * rows * width))
 
-    def parts(method: Method) -> tuple[nn.Module, Any, Callable[[], Tensor]]:
+    def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
         model, report = build_model(replace(config, method=method), config.data.vocab_size)
         ids = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
         return model, report, partial(masked_loss, model, Batch(*ids))
 
-    return estimates_by_method(parts)
+    return estimates_by_method(build)
+
+
+def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
+    """How to rebuild the model of a run."""
+    vocab_size = stored_rows(checkpoint, "bert.embeddings.word_embeddings")
+    return bert_architecture(
+        BertForMaskedLM,
+        lambda: build_model(config, vocab_size)[0],
+        {"input_ids": example_ids(vocab_size, config.data.block_size)},
+        config.model,
+        vocab_size=vocab_size,
+    )

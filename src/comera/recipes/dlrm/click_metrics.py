@@ -1,6 +1,6 @@
-"""How well scores tell clicks from the rest, over all rows at once: none of these is a mean over batches.  R rows."""
+"""How well scores separate clicks from the rest, over all rows at once: none of these is a mean over batches.
 
-from __future__ import annotations
+R rows."""
 
 from math import log, nan
 
@@ -10,16 +10,14 @@ from torch import Tensor
 
 
 def click_metrics(scores: Tensor, labels: Tensor) -> dict[str, float]:
-    """ "auc" and "nce" of logits (R,) and labels 0 or 1 (R,)."""
-    return {"auc": auc(scores, labels), "nce": normalised_entropy(scores, labels)}
+    """The metrics "auc" and "nce" of logits (R,) and labels 0 or 1 (R,)."""
+    return {"auc": auc(scores, labels), "nce": normalized_entropy(scores, labels)}
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve: how often a click scores above another row, ties counted half; exact.
-
-    From the ranks of the scores, equal ones sharing their mean (Mann and Whitney): with P clicks and N others,
-    (Σ ranks of clicks − P(P+1)/2) / (P·N). NaN where all labels are equal.
-    """
+    """Area under the ROC curve: how often a click scores above another row, ties counting one half; exact. From the
+    ranks of the scores, ties sharing their mean rank (Mann and Whitney): with P clicks and N others, (Σ ranks of clicks
+    − P(P+1)/2) / (P·N). NaN if all labels are equal."""
     clicked = labels > 0.5
     clicks, others = int(clicked.sum()), int((~clicked).sum())
     if not clicks or not others:
@@ -30,12 +28,9 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return (float(ranks[clicked].sum()) - clicks * (clicks + 1) / 2) / (clicks * others)
 
 
-def normalised_entropy(scores: Tensor, labels: Tensor) -> float:
-    """Log loss over that of always predicting the rows' own click rate; below 1 is better than knowing that rate.
-
-    Source: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook". NaN where all labels are
-    equal.
-    """
+def normalized_entropy(scores: Tensor, labels: Tensor) -> float:
+    """Log loss relative to always predicting the rows' own click rate; below 1 beats that. NaN if all labels are equal.
+    Source: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook"."""
     rate = float(labels.double().mean())
     if not 0 < rate < 1:
         return nan

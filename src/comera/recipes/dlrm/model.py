@@ -2,10 +2,7 @@
 
     x = bottom(integers),   e_f = table_f[id_f],   logit = top([x, ⟨v_i, v_j⟩ for i > j]),   v = (x, e_1, …, e_F)
 
-B batch, I integers, F categorical features, V = 1 + F vectors, D their width.
-"""
-
-from __future__ import annotations
+B batch, I integers, F categorical features, V = 1 + F vectors, D their width, P products."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,21 +17,21 @@ from comera.errors import ConfigError
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import CompressedLayer
 
-# Of a table's chain: the gradient of a core is a product of the others, and for millions of rows the published
-# initialisation would make all of them tiny. Measured: docs/LOG.md.
+# Of a compressed table: the gradient of a core is a product of the other cores, and for millions of rows the published
+# initialization would make all of them tiny. Measured: docs/LOG.md.
 _LEAST_STD = 0.03
 
 
 @dataclass(frozen=True)
 class DLRMConfig:
-    """Sizes of the model; by default those of the published setting for the Kaggle data."""
+    """Sizes of the model; the defaults are published for the Kaggle data."""
 
     dim: int = 16
-    """Width of an embedding, and of what the bottom MLP makes of the integers."""
+    """Width of an embedding and of the bottom MLP's output."""
     bottom: tuple[int, ...] = (512, 256, 64)
-    """Widths of the bottom MLP between the integers and its last layer, which is as wide as an embedding."""
+    """Hidden widths of the bottom MLP, from the integers to a vector as wide as an embedding."""
     top: tuple[int, ...] = (512, 256)
-    """Widths of the top MLP between the products and the logit."""
+    """Hidden widths of the top MLP, from the products to the logit."""
 
     def __post_init__(self) -> None:
         for name in ("bottom", "top"):
@@ -46,12 +43,9 @@ class DLRMConfig:
 
 
 class DLRM(nn.Module):
-    """Logits of clicks.
-
-    table_sizes: rows of the table of each categorical feature; integers: how many numerical features there are.
-    dense (B, I) float32, ids (B, F) int64 -> logits (B,). On the meta device it allocates nothing; there it can be
-    compressed, and `to_empty` and `reset_parameters` then make it without the dense tables having been there.
-    """
+    """Logits of clicks. table_sizes: rows of each categorical feature's table; integers: number of numerical features.
+    dense (B, I) float32, ids (B, F) int64 -> logits (B,). On the meta device it allocates nothing and can be
+    compressed; `to_empty` and `reset_parameters` then materialize it without ever allocating the dense tables."""
 
     def __init__(self, config: DLRMConfig, table_sizes: Sequence[int], integers: int = 13) -> None:
         super().__init__()
@@ -66,8 +60,8 @@ class DLRM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The published initialisation, of compressed layers too: linear weights normal with std √(2/(in+out)) and
-        biases with √(1/out); tables uniform within ±√(1/rows), chains of the same std or _LEAST_STD."""
+        """The published initialization, for compressed layers too: linear weights normal with std √(2/(in+out)), biases
+        with √(1/out); tables uniform within ±√(1/rows), compressed ones with the same std or _LEAST_STD."""
         for layer in [*self.bottom, *self.top]:
             if isinstance(layer, nn.Linear | TTLinear):
                 std = sqrt(2 / (layer.in_features + layer.out_features))
@@ -90,14 +84,13 @@ class DLRM(nn.Module):
         vectors_BVD = torch.stack([x_BD, *rows], 1)
         count = len(rows) + 1
         left, right = torch.tril_indices(count, count, offset=-1, device=ids.device)
-        # by numbers in a flat row: the gradient of an index in two dimensions takes three times as long
+        # flat indices: the gradient of indexing in two dimensions takes three times as long
         products_BP = (vectors_BVD @ vectors_BVD.mT).flatten(1).index_select(1, left * count + right)
         logits_B1: Tensor = self.top(torch.cat([x_BD, products_BP], 1))
         return logits_B1.squeeze(1)
 
 
 def _mlp(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -105,6 +98,5 @@ def _mlp(widths: Sequence[int]) -> nn.Sequential:
 
 
 def _draw(layer: CompressedLayer, std: float) -> None:
-    """New cores for a weight of this standard deviation."""
     layer.tt.init_std = std
     layer.tt.reset_parameters()

@@ -1,19 +1,17 @@
-"""Clicks on ads: DLRM on Criteo's log, whose large embedding tables are compressed, or not.
+"""Click prediction: DLRM on Criteo's click log, with its large embedding tables compressed or not.
 
-Its runs: see `stages`.  B batch.
-"""
+Runs in stages, see `comera.recipes.stages`.
+B batch."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,13 +21,15 @@ from comera.errors import ConfigError
 from comera.files import replace_file
 from comera.pretrained import load_pretrained
 from comera.rank.objective import EarlyStage
+from comera.recipes.config import check_fields, runs_folder
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, prepare
-from comera.recipes.dlrm.criteo_parse import INTEGERS
+from comera.recipes.dlrm.criteo.parse import INTEGERS
 from comera.recipes.dlrm.model import DLRM, DLRMConfig
 from comera.recipes.dlrm.table_budget import ORDERS, fit_tables
-from comera.recipes.methods import follow
-from comera.recipes.stages import check_stages, fit_stages, refuse_present, runs, say
+from comera.recipes.interface import Architecture
+from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing, runs
+from comera.recipes.task import RecipeTask
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
@@ -42,42 +42,42 @@ NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
 PRESETS: tuple[Preset, ...] = ("sample", "kaggle")
 METHODS: tuple[Method, ...] = ("dense", "comera")
-_SPARSE = ("adagrad", "sgd")  # those that take gradients with the rows of the batch alone
+_SPARSE = ("adagrad", "sgd")  # optimizers that support sparse gradients, with the rows of the batch only
+_LARGE = 2**15  # elements of a layer worth a tensor train
+_EXAMPLE_ROWS = 1024  # of an example batch
 
 
 @dataclass(frozen=True)
 class CompressConfig:
-    """How the method comera compresses the model; dense does not look at it."""
+    """Formats of the compressed layers; only the method comera uses them."""
 
     ratio: float = 8.0
-    """How many times smaller all embedding tables together are to be when training begins. The budget is shared among
-    the large ones in proportion to the root of their rows, and within its share a table takes the fewest cores that
-    allow a rank of 8, then the largest rank. The late stage shrinks them further, by what the loss leans on."""
+    """Initial compression ratio of all embedding tables together. Large tables share the budget in proportion to the
+    square root of their rows; within its share, a table takes the fewest cores that allow rank 8, then the largest
+    rank. The late stage shrinks them further, by importance to the loss."""
     min_rows: int = 10_000
     """Tables with fewer rows stay dense."""
     order: int | None = None
-    """Cores of each table's tensor-train matrix, 2 to 4; left out: chosen by table."""
+    """Cores in the TT-matrix of each table, 2 to 4; default: chosen for each table."""
     mlp_rank: int = 0
-    """Rank of tensor trains for the wide layers of the two MLPs; 0 leaves them dense: they are half a million numbers
-    beside millions. Trains of two cores and rank 64 made a step 1.2 times faster, and what was learned in one pass over
-    the sample 0.6 % worse (docs/LOG.md)."""
+    """TT-rank of the large layers of the two MLPs; 0 leaves them dense: they have half a million parameters, the tables
+    millions. Two cores of rank 64 made a step 1.2 times faster and the result of one pass over the sample 0.6 % worse
+    (docs/LOG.md)."""
     mlp_order: int = 2
-    """Cores of those tensor trains."""
+    """Cores in the tensor trains of the MLPs."""
 
     def __post_init__(self) -> None:
         checks = {
-            "ratio": (1 < self.ratio < float("inf"), "a number above 1"),
+            "ratio": (1 < self.ratio < float("inf"), "a number > 1"),
             "min_rows": (self.min_rows >= 1, "at least 1"),
             "order": (self.order is None or self.order in ORDERS, f"one of {', '.join(map(str, ORDERS))}, or none"),
-            "mlp_rank": (self.mlp_rank >= 0, "0 or a number above"),
+            "mlp_rank": (self.mlp_rank >= 0, "a number >= 0"),
             "mlp_order": (2 <= self.mlp_order <= 8, "from 2 to 8"),
         }
-        for name, (holds, expected) in checks.items():
-            if not holds:
-                raise ConfigError(f"compress.{name} must be {expected}, got {getattr(self, name)!r}")
+        check_fields(self, "compress", checks)
 
     def tensorize(self, model: DLRM) -> TensorizeConfig:
-        """The conversion of this model that this describes. Raises ConfigError where the budget cannot hold."""
+        """The conversion of this model. Raises ConfigError if the budget is too small."""
         dim = model.tables[0].get_parameter("weight").shape[1]
         specs = fit_tables(model.table_sizes, dim, ratio=self.ratio, min_rows=self.min_rows, order=self.order)
         formats: dict[str, TT | TTM | None] = {
@@ -87,13 +87,11 @@ class CompressConfig:
         if self.mlp_rank:
             train = TT(order=self.mlp_order, rank=self.mlp_rank)
             layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-            formats |= {name: train if layer.weight.numel() >= _WIDE else None for name, layer in layers}
+            formats |= {name: train if layer.weight.numel() >= _LARGE else None for name, layer in layers}
         return TensorizeConfig(linear=None, embedding=None, overrides=formats)
 
 
-_WIDE = 2**15  # numbers of a layer that is worth a tensor train
-
-# Rates as measured on the sample (docs/LOG.md). One pass over the rows in all: in a second one the dense twin overfits.
+# Rates measured on the sample (docs/LOG.md). One pass over the rows in total: in a second, the dense baseline overfits.
 _TRAIN = TrainConfig(
     epochs=0.5,
     batch_size=2048,
@@ -101,7 +99,7 @@ _TRAIN = TrainConfig(
     core_lr=6e-3,
     rank_lr=3e-3,
     schedule="constant",
-    clip=0.0,
+    max_grad_norm=0.0,
     early=EarlyStage(size_weight=0),
     prune_every=10,
 )
@@ -110,38 +108,38 @@ _RATES: dict[Method, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, 
 
 @dataclass(frozen=True)
 class DLRMTaskConfig:
-    """Click prediction with DLRM on Criteo's log: will this user click on this ad."""
+    """Click prediction with DLRM on Criteo's log: will this user click on this ad?"""
 
     method: Method = "comera"
-    """comera trains the model with compressed tables, an early stage and late ones; dense trains its twin."""
+    """comera: compressed tables, in an early stage and late ones; dense: uncompressed tables, for comparison."""
     preset: Preset = "sample"
-    """What to start from. sample: tables as large as the data have categories; kaggle: tables of the sizes of the full
-    Kaggle data, into which categories are hashed, 200 times smaller."""
+    """Where the defaults come from. sample: one table row per category of the data; kaggle: categories hashed into
+    tables of the full Kaggle data's sizes, compressed 200 times."""
     out: str | None = None
-    """Folder of the runs; left out: runs/dlrm-METHOD."""
+    """Folder of the runs; default: runs/dlrm-METHOD."""
     late_targets: tuple[float, ...] = (0.5,)
-    """Sizes to reach, each as a part of the chains' size at the end of the early stage, by a late stage of its own."""
+    """Target sizes, as fractions of the compressed size after the early stage; each gets its own late stage."""
     late_epochs: float = 0.5
-    """Passes over the training rows in each late stage; train.epochs are those of the early one. The size falls over
-    the first half of it, unless train.late.steps says otherwise."""
+    """Passes over the training rows in each late stage (train.epochs sets those of the early stage). The size shrinks
+    during the first half of them, unless train.late.steps is set."""
     optimizer: OptimizerName = "adamw"
-    """adamw; adagrad or sgd: with sparse gradients of the dense tables, so that a step touches the rows of its batch
-    alone. That is what large dense tables need; small ones are as fast with dense gradients."""
+    """adagrad and sgd use sparse gradients for dense tables: a step touches only the rows of its batch. Large dense
+    tables need that; for small ones, adamw with dense gradients is as fast."""
     data: CriteoConfig = field(default_factory=CriteoConfig)
-    """The click log, and how its categories become rows of tables."""
+    """The click log, and how its categories map to rows of tables."""
     model: DLRMConfig = field(default_factory=DLRMConfig)
     """Sizes of the model."""
     compress: CompressConfig = field(default_factory=CompressConfig)
     """Budget of the compressed tables."""
     train: TrainConfig = field(default_factory=lambda: _TRAIN)
-    """Length of the early stage, rates, rank adaptation, outputs. Bounds in steps and seconds hold for each run.
-    Where a late stage follows, the early one holds its rates after the warm-up: they fall in the late ones."""
+    """Length of the early stage, learning rates, rank adaptation and outputs. Limits in steps and seconds apply to each
+    run. If late stages follow, the early stage holds its learning rates after the warm-up; they decay in the late
+    stages."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "late_targets", tuple(self.late_targets))  # YAML has lists only
         if self.method not in METHODS:
             raise ConfigError(
-                f"method: dlrm compares dense and comera, got {self.method!r}: the other methods compress linear "
+                f"method: dlrm supports dense and comera, got {self.method!r}: the other methods compress linear "
                 "layers, and nearly all of this model is embedding tables"
             )
         if self.preset not in PRESETS:
@@ -153,16 +151,11 @@ class DLRMTaskConfig:
     @property
     def folder(self) -> Path:
         """The folder of all runs."""
-        return Path(self.out or f"runs/{NAME}-{self.method}").expanduser()
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the gradients of dense tables are sparse."""
-        return self.optimizer in _SPARSE
+        return runs_folder(self.out, NAME, self.method)
 
 
 def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConfig:
-    """The defaults that suit a method: they differ in the learning rates."""
+    """The defaults for a method; methods differ in their learning rates."""
     config = DLRMTaskConfig(method=method, preset=preset, train=_RATES.get(method, _TRAIN))
     if preset == "kaggle":
         return replace(config, data=CriteoConfig(table_sizes="kaggle"), compress=CompressConfig(ratio=200.0))
@@ -170,10 +163,8 @@ def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConf
 
 
 def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLRM, TensorizeReport | None]:
-    """A DLRM, seeded by train.seed, compressed for the method comera, and the report of that.
-
-    The dense form of compressed tables is never there: they are chosen on the meta device.
-    """
+    """A DLRM, seeded by train.seed and compressed for the method comera, and the report of that. Compressed tables
+    never exist in dense form: they are converted on the meta device."""
     torch.manual_seed(config.train.seed)
     report = None
     if config.method == "comera":
@@ -187,7 +178,7 @@ def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLR
         model = DLRM(config.model, table_sizes, INTEGERS)
     for table in model.tables:
         if isinstance(table, nn.EmbeddingBag):
-            table.sparse = config.sparse
+            table.sparse = config.optimizer in _SPARSE
     return model, report
 
 
@@ -196,124 +187,90 @@ def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
 
 
-class DLRMTask:
-    """A run as `comera.trainer.loop.fit` wants it.
-
-    first: steps of other runs that it goes on after. part: of the data to evaluate on.
-    """
+class DLRMTask(RecipeTask):
+    """Click prediction, as a task for `comera.trainer.loop.fit`. first: steps that earlier runs trained. part: of the
+    data to evaluate on."""
 
     name = NAME
     counted = "samples"
+    part: Literal["validation", "test"] = "validation"
+    config: DLRMTaskConfig
+    data: ClickData
 
-    def __init__(
-        self,
-        config: DLRMTaskConfig,
-        data: ClickData,
-        first: int = 0,
-        part: Literal["validation", "test"] = "validation",
-    ) -> None:
-        self.config, self.data, self.first, self.part = config, data, first, part
-        self.method = config.method
-        train = config.train
-        batches = train.accumulation * PartialState(cpu=train.device == "cpu").num_processes
-        self.steps_per_epoch = data.steps_per_epoch(train.batch_size, batches)
+    def __init__(self, config: DLRMTaskConfig, data: ClickData, first: int = 0) -> None:
         model, report = build_model(config, data.table_sizes)
-        self.model: nn.Module = model
-        follow(self, report)
-        self.identity = {
-            "data.prepared": data.folder.name,
-            "data.shuffle": data.shuffle,
-            "data.first_step": first,
-            "data.table_sizes": list(data.table_sizes),
-            **{f"model.{name}": value for name, value in asdict(config.model).items()},
-            **{f"compress.{name}": value for name, value in asdict(config.compress).items()},
-        }
+        settings = {"shuffle": data.shuffle, "first_step": first, "table_sizes": list(data.table_sizes)}
+        identity = {f"data.{name}": value for name, value in settings.items()}
+        super().__init__(config, data, model, report, first, **identity)
+        self.steps_per_epoch = self.epoch_length()
 
     def optimizer(self, train: TrainConfig) -> Optimizer:
-        """The optimizer of the configuration, one for all parameters."""
         return named_optimizer(self.config.optimizer, self.model, train)
 
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> ClickBatch:
-        """Every micro-batch of every process is the next one of a single sequence."""
-        train = self.config.train
-        index = ((self.first + step) * train.accumulation + micro) * world + rank
-        return self.data.train_batch(index, train.batch_size, train.seed)
-
     def eval_batches(self) -> Iterator[ClickBatch]:
-        """The held-out rows in time order, in the size of a training batch."""
+        """The held-out rows in time order, in batches of the training size."""
         return self.data.batches(self.part, self.config.train.batch_size)
 
     def loss(self, model: nn.Module, batch: ClickBatch) -> Tensor:
-        """The batch's mean loss."""
         return click_loss(model, batch)
 
     def evaluate(self, model: nn.Module, batch: ClickBatch) -> tuple[dict[str, Tensor], int, Tensor]:
-        """Loss and share of right answers, means over the batch; its rows; their scores and labels (B, 2)."""
+        """Loss and accuracy, means over the batch; its number of rows; their scores and labels (B, 2)."""
         scores, labels = model(batch.dense, batch.ids).float(), batch.labels
-        right = ((scores > 0) == (labels > 0.5)).float()
+        correct = ((scores > 0) == (labels > 0.5)).float()
         loss = F.binary_cross_entropy_with_logits(scores, labels)
-        return {"loss": loss, "accuracy": right.mean()}, len(labels), torch.stack([scores, labels], 1)
+        return {"loss": loss, "accuracy": correct.mean()}, len(labels), torch.stack([scores, labels], 1)
 
     def evaluate_rows(self, rows: Tensor) -> dict[str, float]:
-        """Area under the ROC curve and normalised cross-entropy over all held-out rows."""
+        """Area under the ROC curve and normalized cross-entropy over all held-out rows."""
         return click_metrics(*rows.unbind(1))
 
     def examples(self, batch: ClickBatch) -> int:
-        """Rows in a batch."""
         return len(batch.labels)
 
     def tokens(self, batch: ClickBatch) -> int:
-        """What the recipe counts as its input: rows."""
         return len(batch.labels)
 
 
 def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
-    """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one.
-
-    Each finished run leaves test.json too: what its last model comes to on the test rows.
-    resume: finished runs are kept, one that was interrupted goes on. An interruption ends the run that is under way and
-    leaves out the others. Raises ConfigError when there is a run already and `resume` is not set, and for a budget that
-    cannot hold, and what `prepare` and `fit` raise.
-    """
-    main = PartialState(cpu=config.train.device == "cpu").is_main_process
+    """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one. Each
+    finished run also writes test.json: the metrics of its last model on the test rows. resume: keep finished runs and
+    continue an interrupted one. An interruption ends the current run and skips the rest. Raises ConfigError if a run
+    exists already and `resume` is not set, or the budget is too small, and what `prepare` and `fit` raise."""
+    main = is_main(config.train)
     if not resume:
-        refuse_present(config)
+        refuse_existing(config)
     data = prepare(config.data, quiet=not main)
-    steps = estimate(config, ("dense", config.method))  # before anything is written: the budget may not hold
+    steps = estimate(config, ("dense", config.method))  # before anything is written: the budget may be too small
     check_memory(steps[config.method], config.train.device, f"method={config.method}")
-    resolved = asdict(replace(config, out=str(config.folder)))
-    _note_memory(main, runs(config).values(), steps)
-    make_task = partial(DLRMTask, config, data)
-    return fit_stages(config, make_task, main=main, resume=resume, resolved=resolved, finish=_tested)
+    if main:
+        content = to_json({method: step.parts for method, step in steps.items()}) + "\n"
+        for folder in runs(config).values():  # for the report: estimated bytes by method and part
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / "memory.json", content)
+    return fit_stages(config, partial(DLRMTask, config, data), resume=resume, finish=_tested)
 
 
 def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
-    """Write test.json for a run that is finished, unless it is there; returns the summary."""
+    """Write test.json for a finished run, unless it exists; returns the summary."""
     path, train = folder / "test.json", task.config.train
     if summary.finished and not path.exists():
         accelerator = Accelerator(cpu=train.device == "cpu")
         model = task.model.to(accelerator.device)
-        load_pretrained(model, find_checkpoint(folder))  # where the run was finished earlier, `task` has not trained
+        load_pretrained(model, find_checkpoint(folder))  # if an earlier call finished the run, `task` is untrained
         task.part = "test"
         means = evaluate(task, model, accelerator, precision=train.precision)
         if accelerator.is_main_process:
             replace_file(path, to_json(means, indent=1) + "\n")
-        figures = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items())
-        say(accelerator.is_main_process, NAME, f"test: {figures}")
+        metrics = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items())
+        log(accelerator.is_main_process, NAME, f"test: {metrics}")
         accelerator.wait_for_everyone()
     return summary
 
 
-def _note_memory(main: bool, folders: Iterable[Path], steps: dict[str, MemoryEstimate]) -> None:
-    """Leave estimated bytes by method and part in each folder, for the report."""
-    for folder in folders if main else ():
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "memory.json", to_json({method: step.parts for method, step in steps.items()}) + "\n")
-
-
 def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step by method, on the meta device: nothing is allocated or computed. Data
-    are prepared only where the sizes of the tables come from them."""
+    """Memory and FLOPs of a training step by method, on the meta device: nothing is allocated or computed. Data is
+    prepared only if the table sizes depend on it."""
     sizes, rows = config.data.hashed_sizes or prepare(config.data).table_sizes, config.train.batch_size
     estimates: dict[str, MemoryEstimate] = {}
     with torch.device("meta"):
@@ -323,8 +280,25 @@ def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dic
             batch = ClickBatch(torch.empty(rows, INTEGERS), ids, torch.empty(rows))
             step = estimate_step(model, partial(click_loss, model, batch), optimizer=config.optimizer)
             tables = [table.weight for table in model.tables if isinstance(table, nn.EmbeddingBag) and table.sparse]
-            for weight in tables:  # a row and its number for each row of the batch
+            for weight in tables:  # sparse: a row and its id for each row of the batch
                 saved = weight.nbytes - rows * (weight.element_size() * weight.shape[1] + ids.element_size())
                 step = replace(step, gradients=step.gradients - max(0, saved))
             estimates[method] = step
     return estimates
+
+
+def architecture(config: DLRMTaskConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
+    """How to rebuild the model of a run."""
+    sizes = identity["data.table_sizes"]
+    dense = replace(config, method="dense", optimizer="adamw")  # load_pretrained cannot convert sparse tables
+    rng = torch.Generator().manual_seed(0)
+    dense_BI = 5 * torch.rand(_EXAMPLE_ROWS, INTEGERS, generator=rng)
+    ids_BF = torch.stack([torch.randint(size, (_EXAMPLE_ROWS,), generator=rng) for size in sizes], 1)
+    batch = torch.export.Dim("batch")
+    return Architecture(
+        build=lambda: build_model(config, sizes)[0],
+        dense=lambda folder: build_model(dense, sizes)[0],
+        inputs={"dense": dense_BI, "ids": ids_BF},
+        dynamic={"dense": {0: batch}, "ids": {0: batch}},
+        about={"table_sizes": sizes, "model": asdict(config.model)},
+    )

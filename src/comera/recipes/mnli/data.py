@@ -1,160 +1,128 @@
-"""MNLI's pairs of sentences as token ids: read and tokenised once, then memory-mapped.
+"""MNLI's sentence pairs as token ids: read and tokenized once, then memory-mapped.
 
-    files -> pairs -> [CLS] premise [SEP] hypothesis [SEP], cut longest-first -> arrays and a manifest -> batches
+    files -> pairs -> [CLS] premise [SEP] hypothesis [SEP], truncated longest-first -> arrays and a manifest -> batches
 
 The arrays lie in a cache folder named by a digest of the files, the vocabulary and the settings. Batches are pure
-functions of their place in the run, so that a resumed run meets exactly those that it would have met.
-"""
-
-from __future__ import annotations
+functions of their place in the run, so a resumed run sees the same ones."""
 
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from comera.errors import ConfigError, DataError
-from comera.recipes.cache import cache_folder, open_or_make
-from comera.recipes.mnli.files import (
-    LABELS,
-    NO_HYPOTHESIS,
-    NO_PREMISE,
-    PARTS,
-    SKIPS,
-    Pair,
-    Part,
-    Source,
-    find_source,
-    read_pairs,
-)
+from comera.errors import DataError
+from comera.recipes.cache import cache_folder, open_or_make, settings_digest
+from comera.recipes.config import check_fields
+from comera.recipes.mnli.files import LABELS, PARTS, SKIPS, Part, Source, find_source, read_pairs
 from comera.recipes.mnli.pairs import PairBatch, Pairs, PairWriter
+from comera.recipes.progress import Progress
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-__all__ = ["MNLIData", "MNLIDataConfig", "PairBatch", "prepare"]
-
-FORMAT = 1  # of the cache folder; raise it when what is stored or how it is made changes
+FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
 SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 SHORTEST = 5  # [CLS] a [SEP] b [SEP]
 VOCABULARY = "vocab.txt"
-USUAL_VOCABULARY = Path("vocab", "bert-base-uncased", VOCABULARY)  # beside the folder of the data
-ENCODE_PAIRS = 4096  # handed to the tokenizer at a time: bounds the memory, and keeps every core busy
+USUAL_VOCABULARY = Path("vocab", "bert-base-uncased", VOCABULARY)  # beside the data's folder
+_, NO_PREMISE, NO_HYPOTHESIS = SKIPS
+ENCODE_PAIRS = 4096  # per call of the tokenizer: bounds memory, and keeps all cores busy
 
 
 @dataclass(frozen=True)
 class MNLIDataConfig:
-    """Where the pairs of sentences come from and how they become batches of tokens."""
+    """The sentence pairs and how they become batches of tokens."""
 
     path: str = "nyu-mll/multi_nli"
     """Folder with train.tsv and dev_matched.tsv (GLUE), with multinli_1.0_train.jsonl and
-    multinli_1.0_dev_matched.jsonl, with train.jsonl and dev_matched.jsonl (premise, hypothesis, label), each also as
-    .gz, or one saved by Hugging Face `datasets`; or the name of a data set on the hub."""
+    multinli_1.0_dev_matched.jsonl, or with train.jsonl and dev_matched.jsonl (premise, hypothesis, label), any of them
+    gzipped; a folder saved by Hugging Face `datasets`; or the name of a data set on the hub."""
     vocab: str | None = None
-    """WordPiece vocabulary of lower-case words, a vocab.txt or a folder with one; left out: that in the folder of the
-    data, or else ../vocab/bert-base-uncased/vocab.txt seen from there."""
+    """Lower-case WordPiece vocabulary: a vocab.txt or a folder with one; default: the one in the data's folder, else
+    ../vocab/bert-base-uncased/vocab.txt relative to it."""
     max_length: int = 128
-    """Tokens of the longest pair, special ones included; of longer pairs the longer sentence is cut first."""
+    """Maximum tokens per pair, including special tokens; longer pairs are truncated, the longer sentence first."""
     max_examples: int | None = None
-    """Learn from the first so many training pairs only."""
+    """Train on the first pairs only, up to this number."""
     buckets: int = 8
-    """Lengths that batches are padded to, evenly spaced up to max_length: more pad less, but more shapes occur."""
+    """Number of padded lengths, evenly spaced up to max_length: more buckets mean less padding, but more shapes."""
     cache: str | None = None
-    """Folder for prepared data; left out: $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
+    """Folder for prepared data; default: $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
 
     def __post_init__(self) -> None:
         checks = {
             "path": (bool(self.path), "a folder or a name on the hub"),
             "max_length": (self.max_length >= SHORTEST, f"at least {SHORTEST} tokens"),
-            "max_examples": (self.max_examples is None or self.max_examples > 0, "a number above 0, or none"),
-            "buckets": (self.buckets > 0, "a number above 0"),
+            "max_examples": (self.max_examples is None or self.max_examples > 0, "a number > 0, or none"),
+            "buckets": (self.buckets > 0, "a number > 0"),
         }
-        for name, (holds, expected) in checks.items():
-            if not holds:
-                raise ConfigError(f"data.{name}: expected {expected}, got {getattr(self, name)!r}")
+        check_fields(self, "data", checks)
 
 
 class MNLIData:
-    """Prepared MNLI: training and matched development pairs, memory-mapped.
-
-    train, dev: the arrays. folder: where they lie, named after all that they depend on. manifest: what they were made
-    of. label_names: names of the labels 0, 1, 2. skipped: pairs that were left out of both, by reason.
-    """
+    """Prepared MNLI: training and matched development pairs, memory-mapped. train, dev: the arrays. folder: where they
+    lie, named after everything they depend on. manifest: where they come from. label_names: names of the labels 0, 1,
+    2. skipped: skipped pairs of both parts, by reason."""
 
     def __init__(self, folder: Path, config: MNLIDataConfig) -> None:
-        self.config = config
-        self.folder = folder
+        self.config, self.folder = config, folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self.vocab_size: int = self.manifest["vocab_size"]
         self.label_names: tuple[str, ...] = tuple(self.manifest["label_names"])
         self.skipped: dict[str, int] = {w: sum(self.manifest[part]["skipped"][w] for part in PARTS) for w in SKIPS}
         pad = self.manifest["special_tokens"][PAD]
         self.train, self.dev = (Pairs(folder, part, config.max_length, config.buckets, pad) for part in PARTS)
+        self.train_size, self.dev_size = len(self.train), len(self.dev)
 
     @property
     def label_counts(self) -> dict[str, dict[str, int]]:
-        """Pairs by the name of their label, of "train" and "dev" each."""
+        """Number of pairs by part ("train", "dev") and label."""
         counts = [np.bincount(pairs.labels, minlength=len(self.label_names)) for pairs in (self.train, self.dev)]
         return {
             part: dict(zip(self.label_names, c.tolist(), strict=True)) for part, c in zip(PARTS, counts, strict=True)
         }
 
-    @property
-    def train_size(self) -> int:
-        """Training pairs."""
-        return len(self.train)
-
-    @property
-    def dev_size(self) -> int:
-        """Development pairs."""
-        return len(self.dev)
-
     def steps_per_epoch(self, batch_size: int, processes: int = 1) -> int:
-        """Steps that see every training pair, when `processes` batches make one step."""
+        """Steps that cover all training pairs, with `processes` batches per step."""
         return -(-self.train.batches_per_epoch(batch_size) // processes)
 
     def train_batch(self, index: int, batch_size: int, seed: int) -> PairBatch:
-        """The `index`-th batch, counted over all epochs: a pure function of its arguments.
-
-        Every epoch is a new order in which each pair comes once; its last batch is smaller where the pairs do not fill
-        it. A batch has pairs of near-equal length.
-        """
+        """The `index`-th batch, counted over all epochs: a pure function of its arguments. Each epoch contains every
+        pair once, in a new order; its last batch may be smaller. The pairs of a batch have near-equal length."""
         return self.train.shuffled(index, batch_size, seed)
 
     def dev_batches(self, batch_size: int) -> Iterator[PairBatch]:
-        """All development pairs, each once, by length: the same batches every time."""
+        """All development pairs once, sorted by length: the same batches every time."""
         return self.dev.sorted(batch_size)
 
 
 def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
-    """Read and tokenise the pairs that `config` names; a second call with the same files opens what the first one made.
-
-    Of several processes one prepares while the others wait; one that is killed leaves nothing that looks complete.
-    Raises DataError for data or a vocabulary that are missing, malformed or without a single pair to learn from.
-    """
+    """Read and tokenize the pairs that `config` names; a second call with the same files opens what the first made. One
+    process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for
+    missing or malformed data or vocabulary, and for data without a single usable pair."""
     source = find_source(config.path)
     vocabulary = find_vocabulary(config)
     try:
         words = vocabulary.read_bytes()
     except OSError as error:
         raise DataError(f"{vocabulary}: cannot be read ({error.strerror}): check data.vocab") from error
-    settings = [FORMAT, source.digest, hashlib.blake2b(words).hexdigest(), config.max_length, config.max_examples]
-    digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
+    digest = settings_digest(
+        [FORMAT, source.digest, hashlib.blake2b(words).hexdigest(), config.max_length, config.max_examples]
+    )
 
-    def write(folder: Path) -> None:
-        _write(folder, source, parse_vocabulary(words, vocabulary), config, digest, quiet)
-
-    return open_or_make(cache_folder(config.cache) / f"mnli-{digest}", lambda folder: MNLIData(folder, config), write)
+    return open_or_make(
+        cache_folder(config.cache) / f"mnli-{digest}",
+        lambda folder: MNLIData(folder, config),
+        lambda folder: _write(folder, source, parse_vocabulary(words, vocabulary), config, digest, quiet),
+    )
 
 
 def find_vocabulary(config: MNLIDataConfig) -> Path:
-    """The file of the vocabulary; raises DataError when there is none."""
+    """The vocabulary's file; raises DataError if there is none."""
     data = Path(config.path).expanduser().resolve()
     if config.vocab:
         given = Path(config.vocab).expanduser()
@@ -169,7 +137,7 @@ def find_vocabulary(config: MNLIDataConfig) -> Path:
 
 
 def parse_vocabulary(words: bytes, file: Path) -> dict[str, int]:
-    """Ids by token, from the lines of a vocab.txt; raises DataError for another file or missing special tokens."""
+    """Token ids from the lines of a vocab.txt; raises DataError for other files and missing special tokens."""
     try:
         lines = words.decode().rstrip("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -187,12 +155,8 @@ def parse_vocabulary(words: bytes, file: Path) -> dict[str, int]:
 
 
 def build_tokenizer(vocab: dict[str, int], max_length: int) -> Tokenizer:
-    """BERT's lower-case WordPiece tokenizer for pairs, which cuts longest-first.
-
-    It knows no token but those of the vocabulary's pieces: a "[SEP]" in a sentence is ordinary text.
-    """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors  # not needed for a cached run
-
+    """BERT's lower-case WordPiece tokenizer for pairs, truncating longest-first. It recognizes no special tokens in
+    text: a "[SEP]" in a sentence is ordinary text."""
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -204,10 +168,9 @@ def build_tokenizer(vocab: dict[str, int], max_length: int) -> Tokenizer:
 def _write(
     folder: Path, source: Source, vocab: dict[str, int], config: MNLIDataConfig, digest: str, quiet: bool
 ) -> None:
-    """Write the arrays of both parts and manifest.json."""
     tokenizer = build_tokenizer(vocab, config.max_length)
     limits = dict(zip(PARTS, (config.max_examples, None), strict=True))
-    parts = {name: _tokenise(tokenizer, source.parts[name], limits[name], quiet) for name in PARTS}
+    parts = {name: _tokenize(tokenizer, source.parts[name], limits[name], quiet) for name in PARTS}
     manifest = {
         "format": FORMAT,
         "digest": digest,
@@ -224,35 +187,24 @@ def _write(
         print(f"MNLI: {train:,} pairs to train on, {dev:,} held out", file=sys.stderr)
 
 
-def _tokenise(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) -> tuple[PairWriter, dict[str, int]]:
-    """The pairs of a part, at most `limit`, as token ids, and how many were left out by reason.
-
-    Raises DataError when none is left.
-    """
-    live = sys.stderr.isatty() and not quiet
+def _tokenize(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) -> tuple[PairWriter, dict[str, int]]:
+    """The pairs of a part, at most `limit`, as token ids, and how many were skipped, by reason. Raises DataError if
+    none remains."""
     writer, skipped = PairWriter(), dict.fromkeys(SKIPS, 0)
-    for chunk in _chunks(islice(read_pairs(part, skipped), limit)):
-        encodings = tokenizer.encode_batch_fast([(pair.premise, pair.hypothesis) for pair in chunk])
-        for pair, encoding in zip(chunk, encodings, strict=True):
-            ids, boundary = encoding.ids, encoding.type_ids.index(1)
-            if boundary == len((CLS, SEP)):  # text, but of characters that BERT does not see
-                skipped[NO_PREMISE] += 1
-            elif boundary == len(ids) - len((SEP,)):
-                skipped[NO_HYPOTHESIS] += 1
-            else:
-                writer.add(ids, boundary, pair.label)
-        if live:
-            print(f"\r\x1b[Kpreparing MNLI: {len(writer):,} pairs", end="", file=sys.stderr, flush=True)
-    if live:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    with Progress(quiet) as progress:
+        progress.start("preparing MNLI", None, "pairs")
+        pairs = islice(read_pairs(part, skipped), limit)
+        while chunk := list(islice(pairs, ENCODE_PAIRS)):
+            encodings = tokenizer.encode_batch_fast([(pair.premise, pair.hypothesis) for pair in chunk])
+            for pair, encoding in zip(chunk, encodings, strict=True):
+                ids, boundary = encoding.ids, encoding.type_ids.index(1)
+                if boundary == len((CLS, SEP)):  # text, but only characters that BERT drops
+                    skipped[NO_PREMISE] += 1
+                elif boundary == len(ids) - len((SEP,)):
+                    skipped[NO_HYPOTHESIS] += 1
+                else:
+                    writer.add(ids, boundary, pair.label)
+            progress.to(len(writer), len(writer))
     if not len(writer):
-        raise DataError(
-            f"{part.name}: expected pairs of sentences with a label, got none (skipped: {skipped}): check data.path"
-        )
+        raise DataError(f"{part.name}: expected labeled sentence pairs, got none (skipped: {skipped}): check data.path")
     return writer, skipped
-
-
-def _chunks(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    rest = iter(pairs)
-    while chunk := list(islice(rest, ENCODE_PAIRS)):
-        yield chunk

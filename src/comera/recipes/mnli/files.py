@@ -1,6 +1,4 @@
-"""Where MNLI's pairs of sentences come from: the files that it is published in, and Hugging Face `datasets`."""
-
-from __future__ import annotations
+"""Reads MNLI's sentence pairs from its published files or through Hugging Face `datasets`."""
 
 import gzip
 import hashlib
@@ -14,19 +12,19 @@ from typing import Any, NamedTuple
 
 from comera.errors import DataError
 
-LABELS = ("entailment", "neutral", "contradiction")  # as numbers: 0, 1, 2
+LABELS = ("entailment", "neutral", "contradiction")  # 0, 1, 2
 PARTS = ("train", "dev")
-SPLITS = {"train": "train", "dev": "validation_matched"}  # of the parts, as `datasets` names them
+SPLITS = {"train": "train", "dev": "validation_matched"}  # names of the parts in `datasets`
 NO_LABEL, NO_PREMISE, NO_HYPOTHESIS = SKIPS = ("no label", "empty premise", "empty hypothesis")
 FIELDS = ("premise", "hypothesis", "label")
 PUBLISHED_FIELDS = ("sentence1", "sentence2", "gold_label")
-DATASETS_MARK = "dataset_dict.json"  # what DatasetDict.save_to_disk leaves in its folder
+DATASETS_MARK = "dataset_dict.json"  # written by DatasetDict.save_to_disk
 DATASETS_ROWS = 4096  # read from `datasets` at a time
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Row(NamedTuple):
-    """A pair as it stands in its file, unchecked, and the number of its line, from 1."""
+    """An unchecked pair as in its file, and its line number, from 1."""
 
     line: int
     premise: object
@@ -35,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A pair to learn from; label: 0, 1 or 2, as in LABELS."""
+    """A valid pair; label: index into LABELS."""
 
     premise: str
     hypothesis: str
@@ -43,39 +41,35 @@ class Pair(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The training or the development pairs: the file's name, for people, and its rows, read anew at each call."""
+    """The training or development pairs: a name for messages, and a function that reads the rows from the start."""
 
     name: str
     rows: Callable[[], Iterator[Row]]
 
 
 class Source(NamedTuple):
-    """Both parts, by name, and a digest that changes when they do."""
+    """Both parts by name, and a digest that changes when they do."""
 
     digest: str
     parts: dict[str, Part]
 
 
 def find_source(path: str) -> Source:
-    """The pairs in the folder `path` or, where there is none, under this name on the hub; nothing is parsed yet.
-
-    Raises DataError for a file, a folder without MNLI, and a path that cannot be the name of a data set.
-    """
+    """The pairs in the folder `path`, or in the data set of this name on the hub; nothing is parsed yet. Raises
+    DataError for a file, a folder without MNLI, and a path that cannot name a data set."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return _saved(folder) if (folder / DATASETS_MARK).is_file() else _published(folder)
     if folder.exists() or not HUB_NAME.fullmatch(path):
         state = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"expected a folder with MNLI or a name on the hub, got {path}, which {state}: check data.path")
-    # The hub is not asked whether the data set has changed: a second run works without the network.
+    # Does not ask the hub for changes, so that a second run works offline.
     return _datasets(path, _digest([f"hub {path}".encode()]), lambda datasets: datasets.load_dataset(path))
 
 
 def read_pairs(part: Part, skipped: dict[str, int]) -> Iterator[Pair]:
-    """The pairs of a part in their order; those without a label or without text are counted in `skipped` by reason.
-
-    Raises DataError, with file and line, for what cannot be read, lacks a field or has an unknown label.
-    """
+    """The pairs of a part in order; those without a label or text are counted in `skipped`, by reason. Raises
+    DataError, with file and line, for unreadable rows, missing fields and unknown labels."""
     for row in part.rows():
         where = f"{part.name}, line {row.line}"
         premise, hypothesis = _text(row.premise, "premise", where), _text(row.hypothesis, "hypothesis", where)
@@ -91,17 +85,17 @@ def read_pairs(part: Part, skipped: dict[str, int]) -> Iterator[Pair]:
 
 
 def _text(value: object, name: str, where: str) -> str:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write
-            raise DataError(f"{where}: expected text as {name}, got {value[:80]!r} ({error.reason})") from error
-        return value
-    raise DataError(f"{where}: expected text as {name}, got {value!r}: check the file, or leave out this line")
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text as {name}, got {value!r}: check the file, or remove this line")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can encode
+        raise DataError(f"{where}: expected text as {name}, got {value[:80]!r} ({error.reason})") from error
+    return value
 
 
 def _label(value: object, where: str) -> int | None:
-    if value is None or value in ("", "-", -1):  # annotators did not agree, or a test set
+    if value is None or value in ("", "-", -1):  # annotators disagreed, or a test set
         return None
     if isinstance(value, str) and value in LABELS:
         return LABELS.index(value)
@@ -111,11 +105,8 @@ def _label(value: object, where: str) -> int | None:
     raise DataError(f"{where}: expected as label {expected}, or '-' or -1 for none, got {value!r}: check the file")
 
 
-# The published files.
-
-
 def _published(folder: Path) -> Source:
-    """The first of FORMS whose two files are both there, plain or compressed."""
+    """The first of FORMS whose two files both exist, plain or gzipped."""
     for names, read in FORMS:
         found = {part: _find(folder, name) for part, name in zip(PARTS, names, strict=True)}
         files = {part: file for part, file in found.items() if file}
@@ -135,7 +126,7 @@ def _find(folder: Path, name: str) -> Path | None:
 
 
 def _tab_separated(file: Path) -> Iterator[Row]:
-    """Rows of GLUE's tables: a header, then columns between tabs, where quotes are ordinary characters."""
+    """Rows of GLUE's tables: a header, then tab-separated columns in which quotes are ordinary characters."""
     lines = _lines(file)
     header = next(lines, (1, ""))[1].split("\t")
     missing = [name for name in PUBLISHED_FIELDS if name not in header]
@@ -146,14 +137,14 @@ def _tab_separated(file: Path) -> Iterator[Row]:
         columns = line.split("\t")
         if len(columns) != len(header):
             raise DataError(
-                f"{file}, line {number}: expected {len(header)} columns between tabs as in the header, "
+                f"{file}, line {number}: expected {len(header)} tab-separated columns as in the header, "
                 f"got {len(columns)}: is the file complete?"
             )
         yield Row(number, columns[premise], columns[hypothesis], columns[label])
 
 
 def _json_lines(fields: tuple[str, ...], file: Path) -> Iterator[Row]:
-    """Rows of a file with one JSON object on each line."""
+    """Rows of a file with one JSON object per line."""
     for number, line in _lines(file):
         try:
             record = json.loads(line)
@@ -177,7 +168,7 @@ FORMS: tuple[tuple[tuple[str, str], Callable[[Path], Iterator[Row]]], ...] = (
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, empty ones left out; only a newline ends a line, as text holds other separators."""
+    """Non-empty lines with their numbers; only a newline ends a line, since text may contain other separators."""
     number = 0
     try:
         with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as raw:
@@ -206,11 +197,8 @@ def _digest(chunks: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-# Hugging Face datasets.
-
-
 def _saved(folder: Path) -> Source:
-    """A folder written by DatasetDict.save_to_disk; its JSON files hold the fingerprint of the contents."""
+    """A folder written by DatasetDict.save_to_disk; its JSON files contain the fingerprint of its contents."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     stamps = (
         file.read_bytes() if file.suffix == ".json" else f"{file.name} {file.stat().st_size}".encode() for file in files
@@ -236,7 +224,7 @@ def _load(name: str, load: Callable[[Any], Any]) -> Any:
         ) from error
     try:
         return load(datasets)
-    except Exception as error:  # of many kinds, from the network to Arrow
+    except Exception as error:  # many kinds, from the network to Arrow
         raise DataError(
             f"expected MNLI as a folder or a data set on the hub that can be reached, got {name}, which could not be "
             f"loaded ({type(error).__name__}: {error}): check data.path and the network"
@@ -248,11 +236,11 @@ def _dataset_rows(name: str, split: str, loaded: Callable[[], Any]) -> Iterator[
     if not isinstance(splits, dict) or split not in splits:
         present = ", ".join(splits) if isinstance(splits, dict) else "a single one"
         raise DataError(f"{name}: expected the splits {', '.join(SPLITS.values())}, got {present}")
-    dataset = splits[split].with_format(None)  # plain Python values, whatever it was saved with
+    dataset = splits[split].with_format(None)  # plain Python values, whatever the saved format
     missing = [field for field in FIELDS if field not in dataset.column_names]
     if missing:
         raise DataError(f"{name} ({split}): expected the columns {', '.join(FIELDS)}, got {dataset.column_names}")
-    names = getattr(dataset.features["label"], "names", LABELS)  # a data set may number its labels as it likes
+    names = getattr(dataset.features["label"], "names", LABELS)  # a data set may number its labels differently
     for first in range(0, len(dataset), DATASETS_ROWS):
         columns = dataset[first : first + DATASETS_ROWS]
         rows = zip(*(columns[field] for field in FIELDS), strict=True)

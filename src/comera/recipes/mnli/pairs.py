@@ -2,11 +2,8 @@
 
     epoch: shuffle -> pools of many batches -> sort each pool by length -> cut into batches -> shuffle the batches
 
-Every batch is padded to a bucket, one of few lengths, so that few shapes occur.  B batch, T tokens of a padded pair,
-N pairs.
-"""
-
-from __future__ import annotations
+Every batch is padded to a bucket, one of a few lengths, so that few shapes occur.
+B batch, T tokens of a padded pair, N pairs."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -18,16 +15,14 @@ import torch
 from torch import Tensor
 
 ARRAYS = ("tokens", "offsets", "boundaries", "labels")
-POOL = 64  # batches sorted by length together: more pad less, fewer mix lengths better over time
+POOL = 64  # batches sorted together: a larger pool means less padding, a smaller one more random batches
 
 Array = np.ndarray[Any, Any]
 
 
 class PairBatch(NamedTuple):
     """A padded batch: input_ids, token_type_ids (B, T) int64, attention_mask (B, T) bool, labels (B,) int64.
-
-    token_type_ids: 0 in the first segment and the padding, 1 in the second. attention_mask: False in the padding.
-    """
+    token_type_ids: 1 in the second segment, else 0. attention_mask: False in the padding."""
 
     input_ids: Tensor
     token_type_ids: Tensor
@@ -36,12 +31,9 @@ class PairBatch(NamedTuple):
 
 
 class Pairs:
-    """Tokenised pairs, memory-mapped, and their batches.
-
-    tokens: the ids of all pairs, one after the other. offsets (N+1,): where each begins, then the end.
-    boundaries (N,): tokens of each pair's first segment. labels (N,).
-    Raises OSError or ValueError when the arrays are damaged.
-    """
+    """Tokenized pairs, memory-mapped, and their batches. tokens: the concatenated ids of all pairs. offsets (N+1,): the
+    start of each pair, then the end of the last. boundaries (N,): length of each pair's first segment. labels (N,).
+    Raises OSError or ValueError if the arrays are damaged."""
 
     def __init__(self, folder: Path, part: str, max_length: int, buckets: int, pad: int) -> None:
         self.tokens, self.offsets, self.boundaries, self.labels = (
@@ -50,18 +42,18 @@ class Pairs:
         self.lengths: Array = np.diff(self.offsets)
         self.max_length, self.buckets, self.pad = max_length, buckets, pad
         if not len(self.lengths) == len(self.boundaries) == len(self.labels) or self.offsets[-1] != len(self.tokens):
-            raise ValueError(f"the arrays of {folder / part} do not belong together")
+            raise ValueError(f"the arrays of {folder / part} do not match")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def padded(self, length: int) -> int:
-        """`length` rounded up to a bucket: those are max_length and the multiples of its part below it."""
+        """`length` rounded up to a bucket: a multiple of max_length / buckets, at most max_length."""
         step = -(-self.max_length // self.buckets)
         return min(-(-length // step) * step, self.max_length)
 
     def batch(self, rows: Array) -> PairBatch:
-        """These pairs, in this order, padded to the bucket of the longest."""
+        """The pairs `rows`, in this order, padded to the bucket of the longest."""
         lengths_B = self.lengths[rows]
         places_T = np.arange(self.padded(int(lengths_B.max())))
         mask_BT = places_T < lengths_B[:, None]
@@ -72,16 +64,16 @@ class Pairs:
         return PairBatch(*(torch.from_numpy(array) for array in arrays))
 
     def batches_per_epoch(self, size: int) -> int:
-        """Batches of `size` pairs that see each pair once; the last one may be smaller."""
+        """Batches of `size` pairs in an epoch; the last may be smaller."""
         return -(-len(self) // size)
 
     def shuffled(self, index: int, size: int, seed: int) -> PairBatch:
-        """The `index`-th batch of an endless sequence of epochs, a pure function of its arguments."""
+        """The `index`-th batch of an endless sequence of epochs; a pure function of its arguments."""
         epoch, place = divmod(index, self.batches_per_epoch(size))
         return self.batch(_epoch(self, size, seed, epoch)[place * size : (place + 1) * size])
 
     def sorted(self, size: int) -> Iterator[PairBatch]:
-        """All pairs once, by length, always in the same order."""
+        """All pairs once, sorted by length, always in the same order."""
         rows = np.argsort(self.lengths, kind="stable")
         for first in range(0, len(rows), size):
             yield self.batch(rows[first : first + size])
@@ -89,18 +81,18 @@ class Pairs:
 
 @lru_cache(maxsize=4)
 def _epoch(pairs: Pairs, size: int, seed: int, epoch: int) -> Array:
-    """The rows of an epoch (N,), batch after batch; what does not fill a batch comes last, of any length."""
+    """The rows of an epoch (N,), batch after batch; those that do not fill a batch come last, unsorted."""
     rng = np.random.default_rng([seed, epoch])
     full = len(pairs) // size
     rows, rest = np.split(rng.permutation(len(pairs)), [full * size])
     pools = np.arange(len(rows)) // (POOL * size)
-    rows = rows[np.lexsort((pairs.lengths[rows], pools))]  # by pool, and in it by length
+    rows = rows[np.lexsort((pairs.lengths[rows], pools))]  # by pool, then by length
     batches = rows.reshape(full, size)[rng.permutation(full)]
     return np.concatenate([batches.reshape(-1), rest])
 
 
 class PairWriter:
-    """Collects tokenised pairs, and writes them as `Pairs` reads them."""
+    """Collects tokenized pairs and writes them in the form that `Pairs` reads."""
 
     def __init__(self) -> None:
         self._tokens: list[Array] = []
@@ -111,13 +103,13 @@ class PairWriter:
         return len(self._labels)
 
     def add(self, ids: Sequence[int], boundary: int, label: int) -> None:
-        """Add a pair: its token ids, how many of them are in the first segment, and its label, below 128."""
+        """Add a pair: its token ids, the length of its first segment, and its label (< 128)."""
         self._tokens.append(np.array(ids, np.int32))
         self._boundaries.append(boundary)
         self._labels.append(label)
 
     def write(self, folder: Path, part: str) -> dict[str, int]:
-        """Write PART.tokens.npy and so on, at least one pair; returns the counts, JSON-ready: pairs, tokens."""
+        """Write PART.tokens.npy and so on, for at least one pair; returns the numbers of pairs and tokens."""
         tokens = np.concatenate(self._tokens)
         arrays = {
             "tokens": tokens.astype(np.uint16) if tokens.max() < 2**16 else tokens,

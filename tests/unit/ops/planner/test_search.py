@@ -1,4 +1,4 @@
-"""The exact search on the chain, against every partition, every contraction tree, opt_einsum and torch's counting."""
+"""The exact search for groups, against every partition, every contraction tree, opt_einsum and torch's counting."""
 
 import itertools
 from math import inf, prod
@@ -9,8 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.ops.planner.cost import CPU, Machine
-from comera.ops.planner.search import SIMPLE, ChainSearch, merging
-from comera.ops.sequential import contract_groups, leaves, simple_tree
+from comera.ops.planner.groups import Group, default_group
+from comera.ops.planner.search import DEFAULT_ADVANTAGE, GroupSearch, merging
+from comera.ops.sequential import contract_groups
 from comera.tt.spec import TTSpec, clip_ranks
 
 # Seconds are operations: what the search minimises can be compared with counts of operations.
@@ -38,7 +39,7 @@ BATCHES = [1, 4, 64, 4096]
 
 
 def forward_only(spec, batch):
-    return ChainSearch(spec, batch, 4, COUNTING, grad_x=False, grad_cores=False)
+    return GroupSearch(spec, batch, 4, COUNTING, grad_x=False, grad_cores=False)
 
 
 def all_ends(order):
@@ -82,7 +83,7 @@ def fewest_flops(spec, batch):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_no_contraction_tree_at_all_needs_fewer_operations(spec, batch):
     search = forward_only(spec, batch)
-    assert search.price(search.best())[1].flops <= 1.005 * fewest_flops(spec, batch)  # 1 + what SIMPLE may cost
+    assert search.price(search.best())[1].flops <= 1.005 * fewest_flops(spec, batch)  # + DEFAULT_ADVANTAGE
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -121,45 +122,45 @@ def test_over_uneven_ranks_no_tree_is_5_percent_better():
 @pytest.mark.parametrize("batch", [0, 1, 8, 100, 4096])
 @pytest.mark.parametrize("spec", [*SPECS, tt((3, 4), (2, 5), 0), tt((3, 4), (2, 5), 1)], ids=str)
 def test_the_best_is_the_cheapest_of_all_partitions(spec, batch, gradients, machine):
-    search = ChainSearch(spec, batch, 4, machine, *gradients)
+    search = GroupSearch(spec, batch, 4, machine, *gradients)
     seconds = {ends: search.price(ends)[1].seconds for ends in all_ends(spec.order)}
     assert seconds[search.best()] == pytest.approx(min(seconds.values()), rel=1e-12)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_groups_cover_the_chain_from_left_to_right(spec):
-    search = ChainSearch(spec, 64, 4, CPU)
+def test_groups_cover_the_train_from_left_to_right(spec):
+    search = GroupSearch(spec, 64, 4, CPU)
     for ends in all_ends(spec.order)[:40]:
         groups, _ = search.price(ends)
-        assert [core for tree in groups for core in leaves(tree)] == list(range(spec.order))
-        assert tuple(leaves(tree)[-1] + 1 for tree in groups) == ends
+        assert [core for group in groups for core in group.cores] == list(range(spec.order))
+        assert tuple(group.end for group in groups) == ends
 
 
 def all_trees(first, last):
     if last - first == 1:
-        return [first]
+        return [Group.of(first)]
     cuts = range(first + 1, last)
-    return [(a, b) for c in cuts for a in all_trees(first, c) for b in all_trees(c, last)]
+    return [Group.of(a, b) for c in cuts for a in all_trees(first, c) for b in all_trees(c, last)]
 
 
 @pytest.mark.parametrize("spec", SPECS[:7], ids=str)
-def test_merging_order_is_the_cheapest_or_the_simple_one_within_5_percent(spec):
-    search = ChainSearch(spec, 1, 4, COUNTING)
+def test_merging_order_is_the_cheapest_or_the_default_within_5_percent(spec):
+    search = GroupSearch(spec, 1, 4, COUNTING)
     for (a, b), (tree, cost) in search.merges.items():
         flops = {t: merging(spec, COUNTING, t).flops for t in all_trees(a, b)}
         assert cost.flops == flops[tree]
-        if tree == simple_tree(spec, a, b):
-            assert cost.flops <= SIMPLE * min(flops.values())
+        if tree == default_group(spec, a, b):
+            assert cost.flops <= DEFAULT_ADVANTAGE * min(flops.values())
         else:
             assert cost.flops == min(flops.values())
-            assert flops[simple_tree(spec, a, b)] > SIMPLE * cost.flops
+            assert flops[default_group(spec, a, b)] > DEFAULT_ADVANTAGE * cost.flops
 
 
-def test_a_thin_outer_bond_is_merged_last():
+def test_a_small_outer_rank_is_contracted_last():
     spec = TTSpec(768, 768, (12, 8, 8), (8, 8, 12), (1, 2, 30, 30, 30, 2, 1))
-    groups, cost = ChainSearch(spec, 4096, 4, CPU).price((3, 6))
-    assert groups == ((0, (1, 2)), ((3, 4), 5))
-    assert cost.flops < ChainSearch(spec, 4096, 4, CPU).price((3, 6), simple=True)[1].flops
+    groups, cost = GroupSearch(spec, 4096, 4, CPU).price((3, 6))
+    assert groups == (Group.of(0, Group.of(1, 2)), Group.of(3, 4, 5))
+    assert cost.flops < GroupSearch(spec, 4096, 4, CPU).price((3, 6), default_order=True)[1].flops
 
 
 @pytest.mark.parametrize("grad_x", [True, False])
@@ -171,7 +172,7 @@ def test_counts_are_those_of_torch_for_every_partition_and_wanted_gradients(spec
     cores = [torch.randn(shape, requires_grad=grad_cores) for shape in spec.core_shapes]
     x = torch.randn(6, spec.in_features, requires_grad=grad_x)
     for ends in all_ends(spec.order):
-        groups, cost = ChainSearch(spec, 6, 4, CPU, grad_x, grad_cores).price(ends)
+        groups, cost = GroupSearch(spec, 6, 4, CPU, grad_x, grad_cores).price(ends)
         with FlopCounterMode(display=False) as counter:
             y = contract_groups(x, spec, cores, groups)
             if y.requires_grad:

@@ -1,0 +1,90 @@
+"""The one list of methods: CoMERA, the dense baseline, and what a user would otherwise pick.
+
+A new baseline needs a module with its settings (see `Baseline`), a name in `Method` and a field in `BaselineConfig`;
+command line, recipes, estimates and reports follow."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from comera.baselines.cola import CoLA
+from comera.baselines.common import Applied, Baseline
+from comera.baselines.galore import GaLore
+from comera.baselines.lte import LTE
+from comera.baselines.tensorly import Tensorly
+from comera.convert import TensorizeConfig, TensorizeReport, tensorize_
+from comera.errors import ConfigError
+from comera.trainer.config import TrainConfig
+
+Method = Literal["comera", "dense", "galore", "lte", "cola", "tensorly"]
+METHODS: tuple[Method, ...] = get_args(Method)
+BASELINES: tuple[Method, ...] = tuple(method for method in METHODS if method not in ("comera", "dense"))
+
+Conversion = TensorizeReport | Applied | None  # what a method returns of a model's conversion; None for dense
+
+
+@dataclass(frozen=True)
+class BaselineConfig:
+    """Settings of the baselines; a run reads those of its own method alone."""
+
+    galore: GaLore = field(default_factory=GaLore)
+    """Dense weights; gradients are projected to low rank for the optimizer (galore-torch)."""
+    lte: LTE = field(default_factory=LTE)
+    """Parallel low-rank adapters, merged into the weights every few steps (arXiv:2402.16828)."""
+    cola: CoLA = field(default_factory=CoLA)
+    """Low-rank layers with an activation between the factors (arXiv:2502.10940)."""
+    tensorly: Tensorly = field(default_factory=Tensorly)
+    """Tensor-train layers of fixed rank (tensorly-torch)."""
+
+    def __getitem__(self, method: str) -> Baseline:
+        """The settings of a baseline."""
+        settings: Baseline = getattr(self, method)
+        return settings
+
+    def identity(self, method: str) -> dict[str, Any]:
+        """The settings that decide what a run of this method learns, by dotted name; empty for comera and dense."""
+        settings = asdict(self).get(method, {})
+        return {f"baselines.{method}.{name}": value for name, value in settings.items()}
+
+
+def installed(method: Method) -> bool:
+    """Whether everything that a method needs is installed; imports nothing."""
+    package = BaselineConfig()[method].package if method in BASELINES else None
+    return package is None or package.installed
+
+
+def check_method(method: str) -> None:
+    """Raise ConfigError for an unknown method, or one whose package is not installed; imports nothing."""
+    if method not in METHODS:
+        raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method in BASELINES and (package := BaselineConfig()[method].package):
+        package.check()
+
+
+def has_own_layers(method: str) -> bool:
+    """Whether a method's model has layers that are neither dense nor CoMERA's."""
+    return method in BASELINES and not BaselineConfig()[method].dense_layers
+
+
+def apply_method_(
+    model: nn.Module, method: Method, formats: TensorizeConfig, baselines: BaselineConfig, skip: Sequence[str] = ()
+) -> Conversion:
+    """Convert a dense model in place, as the method does. formats: of the compressed layers, for comera. baselines,
+    skip: settings of the baselines, and glob patterns of layers that they leave dense."""
+    if method == "dense":
+        return None
+    return tensorize_(model, formats) if method == "comera" else baselines[method].apply_(model, skip)
+
+
+def rates_by_method(comera: TrainConfig, dense: TrainConfig) -> dict[Method, TrainConfig]:
+    """Training settings of every method from those of comera and dense, for presets. `core_lr` is the rate of whatever
+    replaces the linear weights. Its ratio to the dense rate was measured on short runs of a small model, for none at
+    full size."""
+    rates: dict[Method, TrainConfig] = {"comera": comera, "dense": dense}
+    for method in BASELINES:
+        ratio = BaselineConfig()[method].rate
+        own = (comera.lr, comera.core_lr) if ratio is None else (dense.lr, dense.lr * ratio)
+        rates[method] = replace(dense, lr=own[0], core_lr=own[1])
+    return rates

@@ -1,0 +1,21 @@
+"""A drop-in for `nn.Dropout` with cheaper masks on a CPU (ops/dropout.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from comera.ops.dropout import dropout
+
+
+class Dropout(nn.Dropout):
+    """Drop-in for `nn.Dropout`: elements are zeroed with probability p and the others scaled by 1/(1 - p).
+
+    Any floating input -> its shape and dtype. Off the CPU, and under torch.compile, it is `nn.Dropout` itself.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        cheap = input.device.type == "cpu" and not self.inplace and 0 < self.p < 1
+        if not self.training or not cheap or torch.compiler.is_compiling():
+            return super().forward(input)
+        return dropout(input, self.p)

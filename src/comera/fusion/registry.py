@@ -1,0 +1,107 @@
+"""The blocks that `fuse_` knows: one registry, by exact type of module, of what it can replace in them."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from inspect import Parameter, Signature, signature
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from comera.errors import ConversionError
+from comera.fusion.merge_cache import MergeCache
+from comera.nn.linear import TTLinear
+
+
+class BlockPattern(ABC):
+    """How one type of module holds a part that can be fused, by the names of its submodules."""
+
+    kind: str
+    """What the part is, for the report: "mlp", "qkv", "residual norm"."""
+    method: str
+    """The method of the module that computes the part."""
+
+    @abstractmethod
+    def obstacle(self, module: nn.Module) -> str | None:
+        """Why the part of this module cannot be fused; None if it can."""
+
+    @abstractmethod
+    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+        """What the method returns, computed as one operation."""
+
+    def run_plain(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the method of the module's own class returns."""
+        return getattr(type(module), self.method)(module, *args, **kwargs)
+
+
+class Fused:
+    """A fused method, as an attribute of the module instance in place of its class's method.
+
+    It refers to the module, the pattern and the cache, so in a copy or a pickle of the model it refers to the copies.
+    """
+
+    def __init__(self, module: nn.Module, pattern: BlockPattern, cache: MergeCache) -> None:
+        self.module, self.pattern, self.cache = module, pattern, cache
+        own = signature(MethodType(getattr(type(module), pattern.method), module))  # callers look at it
+        plain = [p.replace(annotation=Parameter.empty) for p in own.parameters.values()]
+        self.__signature__ = Signature(plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.pattern.run(self.module, self.cache, *args, **kwargs)
+
+
+_REGISTERED: dict[type[nn.Module] | str, tuple[BlockPattern, ...]] = {}
+
+
+def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) -> None:
+    """Let `fuse_` fuse modules of a type.
+
+    Args:
+        module_type: the exact type, or "module.path.ClassName" for one that is not imported yet.
+        patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`. They replace those registered before.
+
+    Raises:
+        ConversionError: for what is not a type of module, or has no method of a pattern's name.
+    """
+    if not isinstance(module_type, str):
+        if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+            raise ConversionError(f"expected a subclass of nn.Module to register, got {module_type!r}")
+        for pattern in patterns:
+            if not hasattr(module_type, pattern.method):
+                name = module_type.__name__
+                raise ConversionError(f"expected a method of {name}, got the name {pattern.method!r}")
+    _REGISTERED[module_type] = patterns
+
+
+def patterns_of(module: nn.Module) -> tuple[BlockPattern, ...]:
+    """The patterns that are registered for the exact type of a module."""
+    kind = type(module)
+    if kind in _REGISTERED:
+        return _REGISTERED[kind]
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    return _REGISTERED.get(path, ()) if kind.__module__ in sys.modules else ()
+
+
+def layers_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
+    """Why these layers of a module cannot be computed without being called one by one; None if they can."""
+    for name in names:
+        layer = module.get_submodule(name)
+        if type(layer) is not TTLinear:
+            return f"{name} is a {type(layer).__name__}, not a TTLinear"
+    # what is around a layer, such as "intermediate" of "intermediate.dense", is not called either
+    around = [name.rpartition(".")[0] for name in names]
+    hooked = next((name for name in (*names, *filter(None, around)) if is_hooked(module.get_submodule(name))), None)
+    return None if hooked is None else f"{hooked} has hooks"
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody else looks at the calls of a module, which a fused block would not make."""
+    if "forward" in vars(module) or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return any(not _is_cache(hook) for hook in module._forward_pre_hooks.values())
+
+
+def _is_cache(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), MergeCache)

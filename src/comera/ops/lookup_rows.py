@@ -1,0 +1,289 @@
+"""Rows of a tensor-train matrix and their sums over bags: products of rows of a left and a right part, in blocks.
+
+The plan cuts the cores into groups, each merged to a table of its own. Where a part of the cores has more than one
+group, only those of its rows that occur among the ids are made, from the rows of its own two parts:
+
+    row(id) = L[i] R[k]ᵀ,   id = i · M_R + k,       sums[b] += w · row(id) for every use (id, b, w)
+
+The product of a single pair (i, k) is too small to run fast. So the different pairs are sorted by k and put in blocks
+that share R[k]; the last slots of a block may stay empty. R is stored with the rank last, so that no product of a block
+has a skinny result:
+
+    forward   R[k] [L[i] ...]ᵀ  (Y × r)(r × nX)      backward   ∂L = ∂rows R[k]  (nX × Y)(Y × r)
+                                                                ∂R = ∂rowsᵀ L    (Y × nX)(nX × r)
+
+Blocks are multiplied in chunks that stay in the caches, forward and backward, and rows are never kept; saved for the
+backward are L, R and the ids. Sorting the pairs needs the ids on the host, for which an accelerator would synchronize
+and a compiled graph break: there every use is a block of its own, and all sizes are known beforehand.
+
+Shapes: N uses, B bags, G blocks of n slots each, S slots, M rows of a table, R left and Q right rank of a part, r the
+rank between two parts, X = R · columns of the left part, Y = columns · Q of the right part, Z = n·X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comera.ops.chunking import chunks
+from comera.ops.dtypes import without_autocast
+from comera.ops.lookup_pairs import pair_rows
+from comera.ops.planner.groups import Group, Groups, two_parts
+
+BLOCK_ROWS = 128  # n·X at most: more make the products no faster
+BLOCKS_FROM = 4096  # different pairs; sorting fewer takes longer than blocks gain
+
+
+def on_host(ids: Tensor) -> bool:
+    """Whether the values of `ids` can be read without synchronizing or breaking a graph."""
+    return ids.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def left_and_right(
+    ids_N: Tensor, groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """L (M, X, r), R (M, Y, r), and for each id its row i (N,) of L and k (N,) of R; for two groups or more.
+
+    gates_R: gates between the two parts, which R absorbs; default ones.
+    """
+    left, right = two_parts(groups)
+    rows = prod([cores[core].shape[1] for core in range(right[0].first, right[-1].end)])
+    left_MNRS, i_N = _part(ids_N // rows, left, cores)
+    left_MXR = _flat(left_MNRS.transpose(1, 2))
+    if on_host(ids_N) and len(right) == 1 and right[0].pair is None:
+        return left_MXR, _rank_last(cores[right[0].first], gates_R), i_N, ids_N % rows
+    right_MNSQ, k_N = _part(ids_N % rows, right, cores)
+    right_MYR = _flat(right_MNSQ.mT)
+    return left_MXR, right_MYR if gates_R is None else right_MYR * gates_R, i_N, k_N
+
+
+def _rank_last(core_RMNS: Tensor, gates_R: Tensor | None) -> Tensor:
+    """A single core with its left rank last (M, N·S, R).
+
+    By a product, which transposes it back in the backward too: torch makes transposed copies on one thread, several
+    times slower.
+    """
+    rank, m, n, s = core_RMNS.shape
+    scale_RR = torch.eye(rank, dtype=core_RMNS.dtype) if gates_R is None else torch.diag(gates_R)
+    return (core_RMNS.reshape(rank, m * n * s).t() @ scale_RR).view(m, n * s, rank)
+
+
+def rows_of(ids_U: Tensor, groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None) -> Tensor:
+    """Rows (U, D) by two groups or more, for ids that, on the host, all differ.
+
+    gates_R: gates between the left and the right part; default ones.
+    """
+    left_MXR, right_MYR, i_U, k_U = left_and_right(ids_U, groups, cores, gates_R)
+    count, columns = ids_U.numel(), left_MXR.shape[1]
+    in_blocks = count >= BLOCKS_FROM and block_size(count, min(count, right_MYR.shape[0]), columns) > 1
+    if on_host(ids_U) and not in_blocks:
+        return pair_rows(i_U, k_U, left_MXR, right_MYR)
+    return pair_sums(i_U, k_U, torch.arange(count, device=ids_U.device), count, left_MXR, right_MYR)
+
+
+def _flat(part_MXYR: Tensor) -> Tensor:
+    m, x, y, r = part_MXYR.shape
+    return part_MXYR.reshape(m, x * y, r)
+
+
+def _part(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A part of the cores as (M, N, R, Q), all rows or only those that occur, and for each id its row there."""
+    if len(groups) == 1:
+        return _merge(groups[0], cores), ids_N
+    if on_host(ids_N):
+        ids_U, row_N = torch.unique(ids_N, return_inverse=True)
+    else:
+        ids_U, row_N = ids_N, torch.arange(ids_N.numel(), device=ids_N.device)
+    rows_UD = rows_of(ids_U, groups, cores)
+    part = cores[groups[0].first : groups[-1].end]
+    cols = prod([core.shape[2] for core in part])
+    return rows_UD.view(ids_U.numel(), part[0].shape[0], cols, part[-1].shape[3]).transpose(1, 2), row_N
+
+
+def _merge(group: Group, cores: Sequence[Tensor]) -> Tensor:
+    """Product of the cores (R, M, N, S) of a group as (M, N, R, S), row and column modes apart; differentiable."""
+    if group.pair is None:
+        return cores[group.first].permute(1, 2, 0, 3)
+    left_MNRK, right_MNKS = _merge(group.pair[0], cores), _merge(group.pair[1], cores)
+    (rows, cols, r, k), (m, n, _, s) = left_MNRK.shape, right_MNKS.shape
+    if s == 1:  # the right one first: then r, or the modes, stay contiguous when the modes are permuted
+        product = right_MNKS.reshape(m * n, k) @ left_MNRK.permute(3, 0, 1, 2).reshape(k, rows * cols * r)
+        return product.view(m, n, rows, cols, r).permute(2, 0, 3, 1, 4).reshape(rows * m, cols * n, r, 1)
+    product = left_MNRK.reshape(rows * cols * r, k) @ right_MNKS.permute(2, 0, 1, 3).reshape(k, m * n * s)
+    ordered = product.view(rows, cols, r, m, n, s).permute(0, 3, 1, 4, 2, 5)
+    return ordered.reshape(rows * m, cols * n, r, s)
+
+
+class _Blocks(NamedTuple):
+    """Which pairs share a block, and where their rows go. Uses come in the order of the slots.
+
+    left: row of L for each slot (S,). right: row of R for each block (G,). bag: bag of each use (N,).
+    slot, first: slot of each use (N,); first use of each slot and the end (S + 1,). Both None where the n-th use has
+    the n-th slot.
+    """
+
+    left: Tensor
+    right: Tensor
+    bag: Tensor
+    slot: Tensor | None
+    first: Tensor | None
+
+
+def pair_sums(
+    i_N: Tensor,
+    k_N: Tensor,
+    bag_N: Tensor,
+    bags: int,
+    left_MXR: Tensor,
+    right_MYR: Tensor,
+    weights_N: Tensor | None = None,
+) -> Tensor:
+    """sums[b] = Σ w · L[i] R[k]ᵀ (bags, X·Y) over the uses (i, k, w) with the bag b; differentiable twice."""
+    blocks = _Blocks(i_N, k_N, bag_N, None, None)
+    if on_host(i_N):
+        blocks, order_N = _sorted_blocks(i_N, k_N, bag_N, left_MXR)
+        weights_N = None if weights_N is None else weights_N[order_N]
+    sums: Tensor = _PairSums.apply(bags, left_MXR, right_MYR, weights_N, *blocks)
+    return sums
+
+
+def _sorted_blocks(i_N: Tensor, k_N: Tensor, bag_N: Tensor, left_MXR: Tensor) -> tuple[_Blocks, Tensor]:
+    """The different pairs sorted by k, in blocks that share k, and the matching order of the uses."""
+    rows, columns = max(1, left_MXR.shape[0]), left_MXR.shape[1]
+    pairs_N, order_N = torch.sort(k_N * rows + i_N)
+    pairs_U, pair_N, uses_U = torch.unique_consecutive(pairs_N, return_inverse=True, return_counts=True)
+    i_U, k_U = pairs_U % rows, pairs_U // rows
+    k_K, which_U, size_K = torch.unique_consecutive(k_U, return_inverse=True, return_counts=True)
+    slots = block_size(k_U.numel(), k_K.numel(), columns)
+    blocks_K = (size_K + slots - 1) // slots
+    empty_K = blocks_K * slots - size_K  # slots at the end of the last block of each k
+    slot_U = torch.arange(k_U.numel()) + (empty_K.cumsum(0) - empty_K)[which_U]
+    k_G = k_K.repeat_interleave(blocks_K)
+    size = k_G.numel() * slots
+    first_S = i_U.new_zeros(size + 1).index_copy_(0, slot_U + 1, uses_U).cumsum(0)
+    i_S = i_U.new_zeros(size).index_copy_(0, slot_U, i_U)
+    return _Blocks(i_S, k_G, bag_N[order_N], slot_U[pair_N], first_S), order_N
+
+
+def block_size(pairs: int, different: int, columns: int) -> int:
+    """Slots per block for `pairs` pairs with `different` different k and `columns` X: so few that most are filled."""
+    return max(1, min(BLOCK_ROWS // max(1, columns), pairs // (2 * max(1, different))))
+
+
+class _PairSums(torch.autograd.Function):
+    """The formulas stand at the top of the file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bags: int, left_MXR: Tensor, right_MYR: Tensor, weights_N: Tensor | None, *blocks: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(left_MXR, right_MYR, weights_N, *blocks)
+        products = _BlockProducts(left_MXR, right_MYR, weights_N, _Blocks(*blocks))
+        sums_BD = left_MXR.new_zeros(bags, left_MXR.shape[1] * right_MYR.shape[1])
+        for chunk in products.chunks:
+            rows_ND = products.rows(chunk)
+            if weights_N is not None:
+                rows_ND = rows_ND * weights_N[chunk.uses].unsqueeze(1)
+            sums_BD.index_add_(0, products.blocks.bag[chunk.uses], rows_ND)
+        return sums_BD
+
+    @staticmethod
+    def backward(ctx: Any, dsums_BD: Tensor) -> tuple[Tensor | None, ...]:
+        left_MXR, right_MYR, weights_N, *blocks = ctx.saved_tensors
+        products = _BlockProducts(left_MXR, right_MYR, weights_N, _Blocks(*blocks))
+        # contiguous, whatever the strides of L and R: flatten must give views, or the sums go into a copy
+        dleft_MXR, dright_MYR = left_MXR.new_zeros(left_MXR.shape), right_MYR.new_zeros(right_MYR.shape)
+        wants_weights = ctx.needs_input_grad[3]
+        dweights = [weights_N[:0]] if wants_weights else []
+        with without_autocast(dsums_BD):
+            dsums_BD = dsums_BD.contiguous()
+            for chunk in products.chunks:
+                if wants_weights:
+                    rows_ND = products.rows(chunk)
+                    dweights.append((rows_ND * dsums_BD[products.blocks.bag[chunk.uses]]).sum(1))
+                products.add_gradients(chunk, dsums_BD, dleft_MXR, dright_MYR)
+        return None, dleft_MXR, dright_MYR, torch.cat(dweights) if wants_weights else None, *[None] * len(blocks)
+
+
+class _Chunk(NamedTuple):
+    """Some blocks, with their slots and uses."""
+
+    blocks: slice
+    slots: slice
+    uses: slice
+
+
+class _BlockProducts:
+    """The products of `_PairSums`, chunk by chunk.
+
+    On a CPU every chunk is written to the same memory: fresh pages would cost several times the gathering itself.
+    """
+
+    def __init__(self, left_MXR: Tensor, right_MYR: Tensor, weights_N: Tensor | None, blocks: _Blocks) -> None:
+        (_, self.x, self.rank), (_, self.y, _) = left_MXR.shape, right_MYR.shape
+        self.left_MK, self.right_MK = left_MXR.flatten(1), right_MYR.flatten(1)
+        self.weights_N, self.blocks = weights_N, blocks
+        count = blocks.right.numel()
+        self.n = blocks.left.numel() // max(1, count)
+        elements = self.n * self.x * (self.rank + self.y) + self.y * self.rank
+        self.chunks = [self._chunk(part) for part in chunks(count, elements, blocks.right.device)]
+        self._reuses = on_host(blocks.right) and not torch.is_grad_enabled()
+        self._memory: dict[str, Tensor] = {}
+
+    def _chunk(self, part: slice) -> _Chunk:
+        slots, first_S = slice(part.start * self.n, part.stop * self.n), self.blocks.first
+        uses = slots if first_S is None else slice(int(first_S[slots.start]), int(first_S[slots.stop]))
+        return _Chunk(part, slots, uses)
+
+    def rows(self, chunk: _Chunk) -> Tensor:
+        """The rows (N, X·Y) of the uses of a chunk."""
+        left_GZR, right_GYR = self._operands(chunk)
+        count, n, x, y = left_GZR.shape[0], self.n, self.x, self.y
+        if n == 1:
+            rows_SD = torch.bmm(left_GZR, right_GYR.mT, out=self._out("rows", count, x, y)).view(count, x * y)
+        else:
+            rows_GYZ = torch.bmm(right_GYR, left_GZR.mT, out=self._out("rows", count, y, n * x))
+            rows_SD = rows_GYZ.view(count, y, n, x).permute(0, 2, 3, 1).reshape(count * n, x * y)
+        if self.blocks.slot is None:
+            return rows_SD
+        return rows_SD.index_select(0, self.blocks.slot[chunk.uses] - chunk.slots.start)
+
+    def add_gradients(self, chunk: _Chunk, dsums_BD: Tensor, dleft_MXR: Tensor, dright_MYR: Tensor) -> None:
+        """Add what a chunk contributes to the gradients of L and R."""
+        left_GZR, right_GYR = self._operands(chunk)
+        drows_GZY = self._drows(chunk, dsums_BD).view(*left_GZR.shape[:2], self.y)
+        dleft_GZR = torch.bmm(drows_GZY, right_GYR, out=self._out("dleft", *left_GZR.shape))
+        dright_GYR = torch.bmm(drows_GZY.mT, left_GZR, out=self._out("dright", *right_GYR.shape))
+        i_S, k_G = self.blocks.left[chunk.slots], self.blocks.right[chunk.blocks]
+        dleft_MXR.flatten(1).index_add_(0, i_S, dleft_GZR.view(i_S.numel(), self.left_MK.shape[1]))
+        dright_MYR.flatten(1).index_add_(0, k_G, dright_GYR.flatten(1))
+
+    def _drows(self, chunk: _Chunk, dsums_BD: Tensor) -> Tensor:
+        """Gradients (S, X·Y) of the rows in a chunk's slots: summed over the uses of a slot, zero in empty slots."""
+        bag_N = self.blocks.bag[chunk.uses]
+        weights_N = None if self.weights_N is None else self.weights_N[chunk.uses]
+        if self.blocks.first is not None:
+            first_S = self.blocks.first[chunk.slots] - chunk.uses.start
+            return F.embedding_bag(bag_N, dsums_BD, first_S, mode="sum", per_sample_weights=weights_N)
+        drows_ND = dsums_BD.index_select(0, bag_N)
+        return drows_ND if weights_N is None else drows_ND * weights_N.unsqueeze(1)
+
+    def _operands(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        """L (G, n·X, r) and R (G, Y, r) of a chunk."""
+        i_S, k_G = self.blocks.left[chunk.slots], self.blocks.right[chunk.blocks]
+        left = torch.index_select(self.left_MK, 0, i_S, out=self._out("left", i_S.numel(), self.left_MK.shape[1]))
+        right = torch.index_select(self.right_MK, 0, k_G, out=self._out("right", k_G.numel(), self.right_MK.shape[1]))
+        return left.view(k_G.numel(), self.n * self.x, self.rank), right.view(k_G.numel(), self.y, self.rank)
+
+    def _out(self, name: str, *shape: int) -> Tensor | None:
+        """Memory of the previous chunk, or None for memory of its own."""
+        if not self._reuses:
+            return None
+        if name not in self._memory:  # the first chunk is the largest
+            self._memory[name] = self.left_MK.new_empty(prod(shape))
+        return self._memory[name][: prod(shape)].view(shape)

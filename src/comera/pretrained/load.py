@@ -1,0 +1,289 @@
+"""`load_pretrained`: everything is planned and checked before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.convert.registry import converters, refusal
+from comera.convert.swap import compress_layers_
+from comera.errors import CheckpointError
+from comera.nn.tensor_train import TensorTrain
+from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
+from comera.rank.optimizer_state import reset_state_, unwrap
+from comera.tt.spec import Spec, TTMSpec, TTSpec
+
+
+def load_pretrained(
+    model: nn.Module, folder: str | Path, *, strict: bool = True, optimizers: Sequence[Optimizer] = ()
+) -> nn.Module:
+    """Load what `save_pretrained` wrote into a model of the same architecture, in place.
+
+    Layers get the saved modes and ranks. Parameters keep their dtype and device; those on the meta device go to the
+    CPU. They stay the same objects if a layer is compressed already, with as many cores as saved; a dense layer that
+    becomes compressed, other numbers of cores and the meta device give new ones. Create optimizers after such a load.
+
+    Args:
+        model: dense (fresh, or on the meta device) or compressed.
+        folder: where `save_pretrained` wrote.
+        strict: whether file and model must hold the same tensors. If not, what only one of them holds is ignored, with
+            a warning.
+        optimizers: those that train `model`. The state of every parameter that is loaded is reset, step counts
+            included, since moments of the old values mean nothing for the new ones and may differ in shape. Optimizers
+            that are not passed are not known here and keep their stale state: load their own state afterwards, as a
+            checkpoint does, or create them after loading.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: a file that is missing, truncated, foreign or of other shapes, or an optimizer that holds a
+            parameter which loading would replace by a new one. The model is unchanged.
+
+    Example:
+        >>> import tempfile, torch, comera
+        >>> def build():
+        ...     return torch.nn.Sequential(torch.nn.Embedding(1000, 64), torch.nn.Linear(64, 256))
+        >>> model = build()
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(rank=8), comera.TTM(rank=8)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     comera.save_pretrained(model, folder)
+        ...     with torch.device("meta"):
+        ...         fresh = build()  # dense; no weight is ever allocated
+        ...     loaded = comera.load_pretrained(fresh, folder)
+        >>> type(loaded[0]).__name__, type(loaded[1]).__name__
+        ('TTMEmbedding', 'TTLinear')
+    """
+    folder = Path(folder)
+    manifest, stored = read_folder(folder)
+    plan = _Plan(model, stored, set(manifest["transient"]))
+    for entry in manifest["trains"]:
+        plan.place(SavedTrain.of(entry))
+    plan.match()
+    problems = plan.problems + (plan.unmatched if strict else [])
+    if problems or not plan.found:
+        shown = "; ".join(problems[:8]) or "it has no tensor of that name and shape"
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(
+            f"{folder} does not fit this {type(model).__name__}: {shown}{more}. Nothing was loaded: build the model as "
+            "it was when it was saved, dense or converted in the same way"
+            + ("; strict=False loads what fits" if strict and not plan.problems else "")
+        )
+    written, replaced = plan.parameters()
+    _check_optimizers(model, replaced, optimizers)
+    if plan.unmatched:
+        warnings.warn(f"{folder}: ignored what does not match: {'; '.join(plan.unmatched)}", stacklevel=2)
+    plan.apply()
+    reset_state_(written, optimizers)
+    return model
+
+
+def _check_optimizers(model: nn.Module, replaced: set[Tensor], optimizers: Iterable[Optimizer]) -> None:
+    """Raise CheckpointError for an optimizer that would go on training a parameter which is no longer in the model."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in map(unwrap, optimizers):
+        lost = [names[p] for group in optimizer.param_groups for p in group["params"] if p in replaced]
+        if lost:
+            raise CheckpointError(
+                f"expected optimizers of parameters that can be loaded in place, but this {type(optimizer).__name__} "
+                f"holds {lost[0]}, which loading replaces by new parameters (one of {len(lost)}). Nothing was loaded: "
+                "load first, then create the optimizer"
+            )
+
+
+@dataclass
+class _Placement:
+    """Where a tensor train of the file goes: dense layers to replace, or modules that hold a tensor train already."""
+
+    saved: SavedTrain
+    names: list[str] = field(default_factory=list)
+    dense: list[nn.Module] = field(default_factory=list)
+    holders: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def held(self) -> set[TensorTrain]:
+        """The tensor trains of the model where this one goes."""
+        return {getattr(module, attribute) for module, attribute in self.holders}
+
+    @property
+    def in_place(self) -> TensorTrain | None:
+        """The tensor train of the model whose parameters can take the new values; None if it must be a new one."""
+        held = next(iter(self.held), None)
+        fits = held is not None and held.spec.order == self.saved.spec.order and not held.cores[0].is_meta
+        return held if fits else None
+
+
+class _Plan:
+    """What loading will do to a model; `apply` changes it once everything else has been checked."""
+
+    def __init__(self, model: nn.Module, stored: Mapping[str, Tensor], transient: set[str]) -> None:
+        self.model, self.stored, self._transient = model, stored, transient
+        self.problems: list[str] = []  # what cannot be loaded at all
+        self.unmatched: list[str] = []  # what only the file or only the model holds
+        self.placements: list[_Placement] = []
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._train_names = train_names(model)
+        self._left = {key: value for key, value in stored.items() if key not in transient}
+        state = model.state_dict(keep_vars=True)
+        self.state: dict[str, Tensor] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        self.meta_buffers = {key: b for key, b in transient_buffers(model).items() if b.is_meta}
+
+    @property
+    def found(self) -> bool:
+        """Whether anything of the file has a place in the model, or both are empty."""
+        return bool(self.placements or self.state) or not self.stored
+
+    def place(self, saved: SavedTrain) -> None:
+        """Find the modules, by name and type of layer, where a tensor train of the file belongs."""
+        placement = _Placement(saved)
+        for name, kind in saved.names.items():
+            path, _, attribute = name.rpartition(".")
+            module = self._modules.get(path)
+            for key, shape in saved.shapes(name).items():
+                value = self._left.pop(key, None)
+                if value is None or value.shape != shape:
+                    got = "nothing" if value is None else str(tuple(value.shape))
+                    self.problems.append(f"{key}: expected {shape} as the manifest says, got {got}")
+            if module is None:
+                self.unmatched.append(f"{path} ({kind}) is in the file only")
+                continue
+            if type(module) in converters():
+                misfit = _misfit(module, kind, saved.spec)
+                placement.dense.append(module)
+                self._claim(f"{path}.weight")
+            else:
+                misfit = _held_misfit(module, attribute, kind, saved.spec)
+                if not misfit:
+                    placement.holders.append((module, attribute))
+                self._claim(f"{name}.")
+            placement.names.append(name)
+            if misfit:
+                self.problems.append(f"{path}: expected {misfit}, got {kind} with {saved.spec} in the file")
+        if placement.names:
+            self.placements.append(placement)
+        tied = [self._train_names[tt] for tt in placement.held]
+        if placement.holders and (placement.dense or len(tied) > 1 or set(tied[0]) != set(placement.names)):
+            where = ", ".join(placement.names)
+            self.problems.append(f"{where}: expected to share one tensor train in the model as in the file, or dense")
+
+    def match(self) -> None:
+        """Compare the other tensors of the model with what is left in the file."""
+        placed = {name for placement in self.placements for name in placement.names}
+        for name, kind in (pair for names in self._train_names.values() for pair in names.items()):
+            if name not in placed:
+                self.unmatched.append(f"{name.rpartition('.')[0]} ({kind}) is compressed in the model only")
+                if any(p.is_meta for p in self._modules[name].parameters()):
+                    self.problems.append(_without_values(name))
+                self._claim(f"{name}.")
+        first: dict[int, str] = {}
+        for key, own in list(self.state.items()):
+            value = self._left.pop(key, None)
+            tied_to = first.setdefault(id(own), key)
+            if value is None:
+                self.unmatched.append(f"{key} {tuple(own.shape)} is in the model only")
+                del self.state[key]
+                if own.is_meta:
+                    self.problems.append(_without_values(key))
+            elif value.shape != own.shape:
+                self.problems.append(f"{key}: expected {tuple(own.shape)}, got {tuple(value.shape)} in the file")
+            elif tied_to != key and tied_to in self.state and not torch.equal(value, self.stored[tied_to]):
+                self.problems.append(f"{key} and {tied_to} are tied in the model, but differ in the file")
+        self.unmatched += [f"{key} {tuple(value.shape)} is in the file only" for key, value in self._left.items()]
+        for key, buffer in self.meta_buffers.items():
+            if key not in self._transient or self.stored[key].shape != buffer.shape:
+                self.problems.append(f"buffer {key} is on the meta device and its values are not in the file")
+
+    def parameters(self) -> tuple[set[Tensor], set[Tensor]]:
+        """The model's present parameters that `apply` writes in place, and those that it replaces by new ones."""
+        written: set[Tensor] = set()
+        replaced: set[Tensor] = set()
+        for placement in self.placements:
+            replaced.update(layer.get_parameter("weight") for layer in placement.dense)
+            for held in placement.held:
+                (written if placement.in_place else replaced).update(held.parameters())
+        for own in self.state.values():
+            if isinstance(own, nn.Parameter):
+                (replaced if own.is_meta else written).add(own)
+        return written, replaced
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Change the model; nothing can fail any more."""
+        new: dict[nn.Module, TensorTrain] = {}
+        for placement in self.placements:
+            saved, held = placement.saved, placement.in_place
+            tensors = [self.stored[key].clone() for key in saved.shapes(placement.names[0])]
+            cores, gates = tensors[: saved.spec.order], tensors[saved.spec.order :]
+            if held is not None:
+                held.set_(saved.spec, cores, gates)  # the same Parameters, so that optimizers keep theirs
+                held.init_std, held.threshold = saved.init_std, saved.threshold
+                continue
+            like = next((tt.cores[0] for tt in placement.held), None)
+            like = placement.dense[0].get_parameter("weight") if like is None else like
+            constants = {"init_std": saved.init_std, "threshold": saved.threshold}
+            device = "cpu" if like.is_meta else like.device
+            tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=like.dtype, device=device)
+            tt.requires_grad_(like.requires_grad)
+            new |= dict.fromkeys(placement.dense, tt)
+            for module, attribute in placement.holders:
+                setattr(module, attribute, tt)
+        compress_layers_(self.model, new)
+
+        self._load({key: self.stored[key] for key, own in self.state.items() if not own.is_meta})
+        made: dict[int, Tensor] = {}  # tied ones stay tied
+        for key, own in self.state.items():
+            if own.is_meta and id(own) not in made:
+                value = self.stored[key].to(own.dtype).clone()
+                made[id(own)] = nn.Parameter(value, own.requires_grad) if isinstance(own, nn.Parameter) else value
+        self._load({key: made[id(own)] for key, own in self.state.items() if own.is_meta}, assign=True)
+        for key, buffer in self.meta_buffers.items():
+            path, _, leaf = key.rpartition(".")
+            self.model.get_submodule(path)._buffers[leaf] = self.stored[key].to(buffer.dtype).clone()
+
+    def _load(self, tensors: Mapping[str, Tensor], *, assign: bool = False) -> None:
+        state = OrderedDict(tensors)
+        state._metadata = self.model.state_dict()._metadata  # type: ignore[attr-defined]  # versions of the modules
+        self.model.load_state_dict(state, strict=False, assign=assign)
+
+    def _claim(self, prefix: str) -> None:
+        """Take the model's tensors that a tensor train replaces out of those that are loaded one by one."""
+        for key in [key for key in self.state if key.startswith(prefix)]:
+            del self.state[key]
+
+
+def _without_values(name: str) -> str:
+    return f"{name} is on the meta device and not in the file, so it would get no values"
+
+
+def _misfit(layer: nn.Module, kind: str, spec: Spec) -> str | None:
+    """What a dense layer can be replaced by, if not by a layer of type `kind` with this spec."""
+    converter = converters()[type(layer)]
+    reason = refusal(layer, converter)
+    if reason:
+        return f"a layer that can be converted (not this {type(layer).__name__}: {reason})"
+    rows, cols = converter.shape(layer)
+    allowed: set[tuple[object, ...]]
+    if converter.table is not None:
+        allowed = {(converter.table.__name__, TTMSpec, (rows, cols))}
+    else:
+        allowed = {("TTLinear", TTSpec, (rows, cols)), ("TTMProjection", TTMSpec, (cols, rows))}
+    if (kind, type(spec), spec.shape) in allowed:
+        return None
+    return f"a tensor train for a {type(layer).__name__} {rows} -> {cols}"
+
+
+def _held_misfit(module: nn.Module, attribute: str, kind: str, spec: Spec) -> str | None:
+    """What tensor train a module holds, if not one that a layer of type `kind` with this spec can replace."""
+    held = getattr(module, attribute, None)
+    if not isinstance(held, TensorTrain):
+        return f"a layer that holds or can become a tensor train (not this {type(module).__name__})"
+    if (type(module).__name__, type(held.spec), held.spec.shape) == (kind, type(spec), spec.shape):
+        return None
+    return f"a tensor train for a {type(module).__name__} {held.spec.shape[0]} x {held.spec.shape[1]}"

@@ -1,0 +1,91 @@
+"""`save_pretrained`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from comera._version import __version__
+from comera.errors import CheckpointError
+from comera.files import replace_file
+from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, train_names, transient_buffers
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
+    """Write a model, compressed or dense, to `folder`: model.safetensors and comera.json, each replaced as a whole.
+
+    Args:
+        model: its parameters and buffers are saved, tied tensors once.
+        folder: created if it does not exist.
+        metadata: JSON-ready values to keep in the manifest.
+
+    Raises:
+        CheckpointError: a model on the meta device, or with state other than tensors. The folder is unchanged.
+
+    Example:
+        >>> import tempfile, torch, comera
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU())
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=8)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     comera.save_pretrained(model, folder, metadata={"step": 1000})
+        ...     same = comera.load_pretrained(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU()), folder)
+        >>> inputs = torch.randn(4, 64)
+        >>> torch.equal(same(inputs), model(inputs))
+        True
+    """
+    folder = Path(folder)
+    tensors, tied, transient = _stored_tensors(model)
+    manifest = {
+        "format": FORMAT,
+        "comera": __version__,
+        "metadata": dict(metadata or {}),
+        "trains": [
+            {"names": names, "spec": tt.spec.to_dict(), "init_std": tt.init_std, "threshold": tt.threshold}
+            for tt, names in train_names(model).items()
+        ],
+        "tied": tied,
+        "transient": transient,
+    }
+    try:
+        header = {"format": "pt", "comera": json.dumps(manifest, allow_nan=False)}
+        folder.mkdir(parents=True, exist_ok=True)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"metadata for {folder} must be JSON-ready, but: {error}") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(f"expected a folder to save in, found a file at {folder}") from error
+    try:
+        replace_file(folder / WEIGHTS, lambda beside: save_file(tensors, beside, header))
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / WEIGHTS} could not be written: {error}") from error
+    replace_file(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
+    """The tensors to store, each once and in memory of its own; other name -> stored name of the tied ones; and the
+    names of transient buffers."""
+    transient = transient_buffers(model)
+    first: dict[int, str] = {}
+    memory: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    for name, value in {**model.state_dict(keep_vars=True), **transient}.items():
+        if not isinstance(value, Tensor) or value.is_meta:
+            state = "is on the meta device" if isinstance(value, Tensor) else f"is a {type(value).__name__}, no tensor"
+            raise CheckpointError(f"{name} of this {type(model).__name__} {state}: only tensors with data can be saved")
+        if id(value) in first:
+            tied[name] = first[id(value)]
+            continue
+        first[id(value)] = name
+        tensor = value.detach().cpu().contiguous()
+        where = tensor.untyped_storage().data_ptr()
+        if where in memory and tensor.numel():  # another view of the same memory, which safetensors refuses
+            tensor = tensor.clone()
+        memory.add(where)
+        tensors[name] = tensor
+    return tensors, tied, list(transient)

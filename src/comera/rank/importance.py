@@ -1,0 +1,89 @@
+"""Importance of gates as measured by the loss: how the late stage chooses ranks (beyond [CoMERA]; docs/method.md §2).
+
+To first order, pruning gate j of inner rank k changes the loss by ``−d_k[j] ∂L/∂d_k[j]``. The running mean of the
+square over recent steps is the gate's importance (Molchanov et al. 2019, "Importance estimation for neural network
+pruning"). It needs only the gradient that each step computes anyway. At intervals, the gates with the least importance
+per parameter saved are set to zero, over all tensor trains at once (allocate.py); the others keep their values.
+Rejected: the ℓ1 surrogate presses on all gates alike, and under Adam they fall in lockstep until whole layers are zero.
+
+The running mean lives in the optimizer's state of d. So pruning cuts it, rounding resets it, and a checkpoint restores
+it with the other moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from comera.nn.tensor_train import TensorTrain
+from comera.rank.allocate import allocate
+from comera.rank.optimizer_state import state_tensors
+from comera.rank.size import spec_size
+
+STATE = "sensitivity"  # key in the optimizer's state, in checkpoints too
+_DECAY = 0.95  # looks back about twenty steps
+
+
+@torch.no_grad()
+def update_importance_(optimizer: Optimizer, gates: Iterable[Tensor]) -> None:
+    """Fold (d ∂L/∂d)² of the step that `optimizer` has just taken into the running mean of each of its `gates`.
+
+    Gates without a gradient are left alone, and so are those whose gradient is not finite (a step that a GradScaler
+    skips). Does not synchronize.
+    """
+    for d in gates:
+        if d.grad is None:
+            continue
+        square = (d * d.grad).square()
+        state = optimizer.state[d]
+        mean = state.get(STATE)
+        if mean is None:
+            state[STATE] = torch.nan_to_num(square, posinf=0.0)
+        else:
+            mean.copy_(torch.where(square.isfinite(), mean.lerp(square, 1 - _DECAY), mean))
+
+
+@torch.no_grad()
+def zero_gates_(
+    trains: Sequence[TensorTrain], optimizers: Sequence[Optimizer], budget: int, *, multiple: int = 1
+) -> None:
+    """Set the least important gates to zero until the unpruned slices of all `trains` take at most `budget` parameters.
+
+    Trains with gates that no optimizer has moved yet (frozen, or just rounded) keep their ranks. A gate that is zeroed
+    gets zero moments too, so that no momentum brings it back. Every inner rank keeps a gate. Synchronizes.
+    """
+    measured: list[tuple[TensorTrain, list[tuple[Tensor, list[float]]]]] = []
+    for train in trains:
+        unpruned = [mask.nonzero().flatten() for mask in train.unpruned()]
+        means = [mean for d in train.rank_params if (mean := _importance(d, optimizers)) is not None]
+        if len(means) == len(train.rank_params):
+            measured.append((train, list(map(_ascending, means, unpruned))))
+        else:
+            budget -= spec_size(train.spec, [len(indices) for indices in unpruned])
+    ranks = allocate(
+        [train.spec.with_ranks((1, *(len(indices) for indices, _ in gates), 1)) for train, gates in measured],
+        [[importances for _, importances in gates] for _, gates in measured],
+        budget,
+        multiple=multiple,
+    )
+    for (train, gates), inner in zip(measured, ranks, strict=True):
+        for d, (indices, _), rank in zip(train.rank_params, gates, inner, strict=True):
+            zeroed = indices[: len(indices) - rank]
+            if len(zeroed):
+                d[zeroed] = 0
+                for _, _, moment in state_tensors(d, optimizers):
+                    if moment.shape == d.shape:
+                        moment[zeroed] = 0
+
+
+def _ascending(importance: Tensor, unpruned: Tensor) -> tuple[Tensor, list[float]]:
+    """Indices of the unpruned gates in ascending order of importance, and their importances."""
+    values, order = importance[unpruned].sort(stable=True)
+    return unpruned[order], values.tolist()
+
+
+def _importance(d: Tensor, optimizers: Sequence[Optimizer]) -> Tensor | None:
+    return next((value for _, key, value in state_tensors(d, optimizers) if key == STATE), None)

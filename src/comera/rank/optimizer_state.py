@@ -1,0 +1,62 @@
+"""The optimizer state of parameters whose ranks change: cut with them, zeroed, or reset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adagrad, Optimizer
+
+from comera.errors import RankError
+
+Cut = Callable[[Tensor], Tensor]
+
+
+def unwrap(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that takes the steps, inside wrappers such as Accelerate's, which hold it as `.optimizer`."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrap(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def state_tensors(parameter: Tensor, optimizers: Iterable[Optimizer]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """State tensors of `parameter` that are not scalars, as (state, key, tensor), in all optimizers."""
+    for optimizer in map(unwrap, optimizers):
+        state = optimizer.state.get(parameter, {})
+        yield from ((state, key, value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim)
+
+
+def cut_state(
+    optimizers: Sequence[Optimizer], cuts: Mapping[Tensor, Cut], names: Mapping[Tensor, str]
+) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """State entries to replace, as (state, key, new tensor), when each parameter in `cuts` is cut; changes nothing.
+
+    Every state tensor of its parameter's shape is cut with it; scalars stay. Raises RankError for any other shape.
+    """
+    updates = []
+    for optimizer in optimizers:
+        for parameter, cut in cuts.items():
+            for state, key, value in state_tensors(parameter, [optimizer]):
+                if value.shape != parameter.shape:
+                    raise RankError(
+                        f"{type(unwrap(optimizer)).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
+                        f"{names[parameter]!r} of shape {tuple(parameter.shape)}, so it cannot be cut with it: prune "
+                        "with an optimizer whose state has the shapes of its parameters (AdamW, SGD, Adagrad), or "
+                        "without passing this one and then create it anew (nothing was pruned)"
+                    )
+                updates.append((state, key, cut(value)))
+    return updates
+
+
+def reset_state_(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> None:
+    """Drop all state of `parameters`, step counts included, so that their next step is like their first."""
+    chosen = set(parameters)
+    for optimizer in map(unwrap, optimizers):
+        for group in optimizer.param_groups:
+            for parameter in chosen.intersection(group["params"]):
+                state = optimizer.state.pop(parameter, None)
+                # Most optimizers create state at a parameter's next step; Adagrad does so only when constructed.
+                if state and isinstance(optimizer, Adagrad):
+                    first = torch.full_like(parameter, group["initial_accumulator_value"])
+                    optimizer.state[parameter] = {"step": torch.zeros_like(state["step"]), "sum": first}

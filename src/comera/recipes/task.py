@@ -1,0 +1,66 @@
+"""What the recipes share: tasks with a sequence of batches and all that decides what a run learns, and estimates."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, nn
+
+from comera.baselines import METHODS, Applied, Conversion, Method, installed
+from comera.trainer.memory import MemoryEstimate
+from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.task import Batch, Task
+
+
+class RecipeTask(Task):
+    """A task for `comera.trainer.loop.fit`, from a recipe's configuration, its prepared data and its model. config:
+    with the fields `method`, `train`, `model`, `compress`. report: of the model's conversion. first: steps that earlier
+    runs trained. Keyword arguments: further entries of the identity, by dotted name."""
+
+    def __init__(
+        self, config: Any, data: Any, model: nn.Module, report: Conversion, first: int = 0, **identity: Any
+    ) -> None:
+        self.config, self.data, self.first = config, data, first
+        self.method: str = config.method
+        self.model = model
+        follow(self, report)
+        self.identity = {"data.prepared": data.folder.name, **identity}
+        for group in ("model", "compress"):
+            self.identity |= {f"{group}.{name}": value for name, value in asdict(getattr(config, group)).items()}
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
+        """The next batch of a single sequence that all micro-batches, processes and successive runs share."""
+        train = self.config.train
+        index = ((self.first + step) * train.accumulation + micro) * world + rank
+        return self.data.train_batch(index, train.batch_size, train.seed)
+
+    def epoch_length(self) -> int:
+        """Steps per epoch over all processes."""
+        train = self.config.train
+        batches = train.accumulation * PartialState(cpu=train.device == "cpu").num_processes
+        return int(self.data.steps_per_epoch(train.batch_size, batches))
+
+
+def follow(task: Any, report: Conversion) -> None:
+    """Set the members of a task that its method decides: rows of the layer table, parameters of the dense model, and
+    for a baseline its optimizer and what it does after a step. report: of the conversion."""
+    task.report_rows = [row.to_dict() for row in report.rows] if report else []
+    task.dense_total = report.dense_total if report else None
+    if isinstance(report, Applied):
+        task.optimizer, task.after_step = report.optimizer, report.after_step
+
+
+def estimates_by_method(
+    build: Callable[[Method], tuple[nn.Module, Conversion, Callable[[], Tensor]]],
+) -> dict[str, MemoryEstimate]:
+    """Memory and FLOPs of a training step for every installed method. build: makes a method's model, the report of its
+    conversion, and a closure that returns the loss; it is called on the meta device."""
+    estimates: dict[str, MemoryEstimate] = {}
+    for method in filter(installed, METHODS):
+        with torch.device("meta"):
+            model, report, loss = build(method)
+            estimate = report.estimate(model, loss) if isinstance(report, Applied) else estimate_step(model, loss)
+        estimates[method] = estimate
+    return estimates

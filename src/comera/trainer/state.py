@@ -1,0 +1,195 @@
+"""What a run holds while it trains: the pieces that `fit` builds from a task and its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast, set_seed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.errors import ConfigError
+from comera.fusion.fuse import fuse_
+from comera.nn.tensor_train import named_trains
+from comera.rank.controller import RankController
+from comera.rank.size import model_size
+from comera.recompute import recompute_
+from comera.trainer.checkpoint import Progress, checkpoints, clean, load_checkpoint, take_over
+from comera.trainer.clock import Clock
+from comera.trainer.config import TrainConfig
+from comera.trainer.memory import MemoryMeter
+from comera.trainer.optimizer import named_optimizer
+from comera.trainer.step import TrainStep
+from comera.trainer.task import Task
+
+
+@dataclass
+class TrainState:
+    """A run under way.
+
+    Checkpoints hold model, optimizer, controller (None for a dense model) and progress.
+
+    method: what the report calls it. identity: the values under which alone the run may be resumed. max_steps: None
+    where only the clock ends the run. peak_lrs: one per parameter group.
+    pending: step, loss and gradient norm of the steps that the host has not seen yet; last: loss and norm of the last
+    one that it has; step_times: mean seconds of the steps between two such checks, the last at `checked_at`.
+    """
+
+    task: Task
+    config: TrainConfig
+    out: Path
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Optimizer
+    controller: RankController | None
+    progress: Progress
+    train_step: TrainStep
+    method: str
+    identity: dict[str, Any]
+    max_steps: int | None
+    peak_lrs: list[float]
+    memory: MemoryMeter
+    clock: Clock
+    checked_at: float
+    pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    last: tuple[float, float] = (0.0, 0.0)
+    step_times: list[float] = field(default_factory=list)
+
+    @property
+    def stage(self) -> str | None:
+        """Stage of the rank adaptation, "early" or "late"; None for a dense model."""
+        return self.controller.stage if self.controller else None
+
+    def fraction_done(self, ahead: float = 0.0) -> float:
+        """The fraction of the run that is done; ahead: steps to count in addition."""
+        by_steps = (self.progress.step + ahead) / self.max_steps if self.max_steps else 0.0
+        by_time = self.progress.time / self.config.max_seconds if self.config.max_seconds else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    def take_peak_memory(self) -> int:
+        """Peak bytes since the last call; `progress` keeps that of the whole run."""
+        peak = self.memory.peak
+        self.progress.peak_memory = max(self.progress.peak_memory, peak)
+        self.memory = MemoryMeter.start(self.accelerator.device)
+        return peak
+
+
+def build_state(
+    task: Task, config: TrainConfig, out: Path, accelerator: Accelerator, start_from: Path | str | None
+) -> TrainState:
+    """Build everything that a run needs, from its last checkpoint in `out`, from `start_from`, or anew."""
+    max_steps = config.bound(task.steps_per_epoch)
+    memory = MemoryMeter.start(accelerator.device)
+    set_seed(config.seed, device_specific=True)  # each process draws its own dropout
+    model = _prepare_model(task, config, accelerator)
+    own_optimizer = task.optimizer(config)
+    optimizer = own_optimizer or named_optimizer("adamw", model, config)
+    for k, group in enumerate(optimizer.param_groups):
+        group.setdefault("name", f"group_{k}")
+    peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+    controller = None
+    if _is_compressed(model):
+        controller = RankController(model, config.early, config.late, multiple=config.rank_multiple)
+        controller.attach(optimizer)
+    train_step = TrainStep(
+        model,
+        task.loss,
+        optimizer,
+        controller=controller,
+        max_grad_norm=config.max_grad_norm,
+        precision=config.precision,
+        average=(lambda flat: accelerator.reduce(flat, "mean")) if accelerator.num_processes > 1 else None,
+        mode=config.mode,
+    )
+    method = task.method or ("comera" if controller else "dense")
+    identity = {
+        **config.identity(),
+        **{"recipe": task.name, "method": method},
+        **{"processes": accelerator.num_processes, "steps_per_epoch": task.steps_per_epoch},
+        **({"optimizer": type(optimizer).__name__} if own_optimizer else {}),
+        **task.identity,
+    }
+    progress = _resume(out, config, accelerator, (model, optimizer, controller), identity, start_from)
+    return TrainState(
+        task,
+        config,
+        out,
+        accelerator,
+        model,
+        optimizer,
+        controller,
+        progress,
+        train_step,
+        method=method,
+        identity=identity,
+        max_steps=max_steps,
+        peak_lrs=peak_lrs,
+        memory=memory,
+        clock=Clock(accelerator.device, progress.time),
+        checked_at=progress.time,
+    )
+
+
+def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) -> nn.Module:
+    """The task's model on its device, the same one in all processes, fused and recomputing as configured."""
+    model = task.model.to(accelerator.device)
+    if accelerator.num_processes > 1:
+        broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
+    if config.fuse and _is_compressed(model):
+        fuse_(model)
+    if config.recompute:
+        recompute_(model)
+    return model
+
+
+def _is_compressed(model: nn.Module) -> bool:
+    return next(named_trains(model), None) is not None
+
+
+def _resume(
+    out: Path,
+    config: TrainConfig,
+    accelerator: Accelerator,
+    state: tuple[nn.Module, Optimizer, RankController | None],
+    identity: dict[str, Any],
+    start_from: Path | str | None,
+) -> Progress:
+    """Load the last checkpoint in `out`, or what another run left, or nothing; returns the progress to continue."""
+    if accelerator.is_main_process:
+        clean(out)
+    accelerator.wait_for_everyone()
+    if found := checkpoints(out):
+        progress = load_checkpoint(found[-1], *state, identity=identity, process=accelerator.process_index)
+        if progress.stopped == "interrupted":
+            progress.stopped = None
+        return progress
+    model, _, controller = state
+    progress = Progress()
+    if start_from is not None:
+        step = take_over(Path(start_from), *state).step
+        size = model_size(model)
+        progress.start_from = {"step": step, "parameters": size.total, "tensorized": size.tensorized}
+    if controller and config.late.target_size is not None:
+        _check_late_stage(config, controller, start_from)
+        if not config.late.starts:
+            controller.start_late()
+    return progress
+
+
+def _check_late_stage(config: TrainConfig, controller: RankController, start_from: Path | str | None) -> None:
+    """Raise ConfigError where a new run cannot begin its late stage: it has begun, or nothing will start it."""
+    target = f"train.late.target_size is {config.late.target_size!r}"
+    if controller.stage == "late":
+        raise ConfigError(
+            f"{target}, but the run in {start_from} is in its late stage already, with a target of "
+            f"{controller.target_size:,} parameters: omit the new target to keep that one, or start from a run in its "
+            "early stage"
+        )
+    if not config.late.starts and start_from is None:
+        raise ConfigError(
+            f"{target}, but nothing starts the late stage: set train.late.start_step, start_epoch or plateau, "
+            "or start from a run that has finished its early stage"
+        )
