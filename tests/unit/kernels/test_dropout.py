@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera.fusion.dropout import Dropout, new_seed
+from comera.fusion.dropout import Dropout
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
 from comera.kernels.cpp.library import call
+from comera.ops.dropout import new_seed
 
 from ...helpers.live import Live
 
@@ -66,8 +67,8 @@ def test_entries_follow_the_words_in_the_order_of_memory() -> None:
     dropped, scale = kernels.rounded(p)
     for block in range(4):
         call("random_words", -5, block, words)
-        bits16 = np.array(words, np.uint32).view(np.int16).reshape(4, 8, 2).transpose(0, 2, 1).reshape(64)
-        exact = torch.from_numpy(np.where(bits16.astype(int) >= dropped - 2**15, scale, 0)).float()
+        halves = np.array(words, np.uint32).view(np.int16).reshape(4, 8, 2).transpose(0, 2, 1).reshape(64)
+        exact = torch.from_numpy(np.where(halves.astype(int) >= dropped - 2**15, scale, 0)).float()
         assert torch.equal(found[block], exact)
 
 
