@@ -8,7 +8,7 @@
 Batches depend on the seed and on their place in one sequence, in which each late stage continues after the early one:
 the dense baseline sees exactly the batches of the early stage and of a late one.
 If late stages follow, the early stage holds its learning rates after the warm-up, and they decay in each late stage:
-pruned ranks recover at full rates only, and rates that have decayed twice waste the steps in between (docs/LOG.md)."""
+pruned ranks recover at full rates only, and rates that have decayed twice waste the steps in between (docs/log.md)."""
 
 import sys
 from collections.abc import Callable

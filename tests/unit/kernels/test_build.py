@@ -11,11 +11,9 @@ from torch._subclasses import FakeTensorMode
 from comera.errors import ConfigError
 from comera.kernels import select
 from comera.kernels.cpp import build, library
-from comera.ops import mlp as ours
+from comera.kernels.cpp import mlp as ours
 from comera.ops.low_rank import LowRankFactors
 from comera.ops.mlp import mlp
-from comera.tt.init import init_cores
-from comera.tt.spec import TTSpec
 
 needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 

@@ -11,12 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from comera.kernels.cpp import build
 from comera.kernels.cpp.library import operation
-from comera.ops.attention import attention
 from comera.ops import mlp as mlp_room
+from comera.ops.attention import attention
 from comera.ops.low_rank import low_rank, pairs
 from comera.ops.merge import merge
 from comera.tt.shapes import tt_spec
-from comera.tt.spec import TTSpec
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 

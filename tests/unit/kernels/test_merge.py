@@ -98,14 +98,14 @@ def test_a_chain_without_any_gradient_has_none():
     assert [grad is None for grad in grads] == [False] * width + [True] * width + [False] * (width + 2)
 
 
-def test_chains_of_other_ranks():
+def test_trains_of_other_ranks():
     specs = [
         TTSpec(in_modes=(2, 3), out_modes=(3, 2), ranks=ranks, in_features=5, out_features=6)
         for ranks in [(1, 2, 0, 2, 1), (1, 2, 5, 0, 1), (1, 2, 2, 2, 1)]
     ]
     results = []
     for dtype in (torch.float32, torch.float64):
-        tensors = [chains(spec, 1, dtype)[0][0] for spec in specs]
+        tensors = [trains_of(spec, 1, dtype)[0][0] for spec in specs]
         results.append(run(specs, tensors, [None] * 3, dtype))
     for found, expected in zip(*results, strict=True):
         assert_near(found, expected)

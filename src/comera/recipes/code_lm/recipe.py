@@ -57,7 +57,7 @@ class CompressConfig(BertFormats):
         )
 
 
-# Measured on short runs (docs/LOG.md): with higher rates the model collapses onto the token frequencies.
+# Measured on short runs (docs/log.md): with higher rates the model collapses onto the token frequencies.
 _TRAIN = TrainConfig(
     steps=10_000,
     batch_size=16,

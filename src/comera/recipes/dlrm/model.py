@@ -18,7 +18,7 @@ from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import CompressedLayer
 
 # Of a compressed table: the gradient of a core is a product of the other cores, and for millions of rows the published
-# initialization would make all of them tiny. Measured: docs/LOG.md.
+# initialization would make all of them tiny. Measured: docs/log.md.
 _LEAST_STD = 0.03
 
 

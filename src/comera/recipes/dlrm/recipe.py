@@ -62,7 +62,7 @@ class CompressConfig:
     mlp_rank: int = 0
     """TT-rank of the large layers of the two MLPs; 0 leaves them dense: they have half a million parameters, the tables
     millions. Two cores of rank 64 made a step 1.2 times faster and the result of one pass over the sample 0.6 % worse
-    (docs/LOG.md)."""
+    (docs/log.md)."""
     mlp_order: int = 2
     """Cores in the tensor trains of the MLPs."""
 
@@ -91,7 +91,7 @@ class CompressConfig:
         return TensorizeConfig(linear=None, embedding=None, overrides=formats)
 
 
-# Rates measured on the sample (docs/LOG.md). One pass over the rows in total: in a second, the dense baseline overfits.
+# Rates measured on the sample (docs/log.md). One pass over the rows in total: in a second, the dense baseline overfits.
 _TRAIN = TrainConfig(
     epochs=0.5,
     batch_size=2048,

@@ -56,11 +56,11 @@ class CompressConfig(BertFormats):
 _PUBLISHED = TrainConfig(
     epochs=6, batch_size=64, lr=5e-5, core_lr=1e-4, rank_lr=1e-3, prune_every=100, late=LateStage(shrink="surrogate")
 )
-# The token embedding's cores at ten times the rate of the other cores: it learns far faster (docs/LOG.md).
+# The token embedding's cores at ten times the rate of the other cores: it learns far faster (docs/log.md).
 _TUNED = replace(_PUBLISHED, table_lr=1e-3, late=LateStage())
 # Six encoders on two CPU cores: small batches, as escaping the majority class takes steps rather than pairs.
 _SHORT = replace(_TUNED, epochs=1.2, batch_size=16, early=EarlyStage(size_weight=0))
-# Two small encoders that learn in minutes on two CPU cores, at measured rates (docs/LOG.md).
+# Two small encoders that learn in minutes on two CPU cores, at measured rates (docs/log.md).
 _SMALL = replace(
     _TUNED,
     epochs=2,
