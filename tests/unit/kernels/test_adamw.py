@@ -19,7 +19,7 @@ from comera.tt.spec import TTSpec
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 
-# nothing, less than a vector, vectors with and without a rest, and several pieces
+# nothing, less than a vector, vectors with and without a rest, and several tiles
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (5, 13), (8, 16), (3, 11, 2), (41_003,)] + [(4, 7)] * 30
 
 
@@ -148,7 +148,7 @@ WAYS = [{"amsgrad": True}, {"maximize": True}, {"differentiable": True}, {"captu
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
-def test_other_ways_are_left_to_torch(way, taken):
+def test_other_variants_are_left_to_torch(way, taken):
     expected, ours = ([p.detach() for p in parameters()] for _ in range(2))
     train(torch.optim.AdamW, expected, 3, **way)
     train(AdamW, ours, 3, **way)
@@ -177,11 +177,11 @@ def half(p):
     p.data = p.data.bfloat16()
 
 
-def turned(p):
+def transposed(p):
     p.data = p.data.t().contiguous().t()
 
 
-@pytest.mark.parametrize("change", [half, turned])
+@pytest.mark.parametrize("change", [half, transposed])
 def test_a_group_with_another_kind_of_parameter_is_left_to_torch(change, taken):
     both = []
     for kind in (torch.optim.AdamW, AdamW):
@@ -332,7 +332,7 @@ def test_autograd_knows_that_parameters_changed():
         loss.backward()
 
 
-def test_what_is_no_number_spreads_as_in_torch():
+def test_nan_and_inf_spread_as_in_torch():
     for bad in (float("nan"), float("inf")):
         both = []
         for kind in (torch.optim.AdamW, AdamW):

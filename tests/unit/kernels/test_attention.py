@@ -69,7 +69,7 @@ def check(q, k, v, do, mask=None, p=0.0, scale=None, is_causal=False):
     for one, other in zip(found, exact(q, k, v, do, mask, factors(q, k, seed, p), scale, is_causal), strict=True):
         assert one.shape == other.shape
         assert one.transpose(1, 2).is_contiguous()
-        torch.testing.assert_close(one.double(), other, rtol=2e-6, atol=4e-6)  # of numbers around 1
+        torch.testing.assert_close(one.double(), other, rtol=2e-6, atol=4e-6)  # of values around 1
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])

@@ -20,7 +20,7 @@ def tensors(sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"{len(s)} tensors")
-def test_norm_is_that_of_all_numbers(sizes):
+def test_norm_is_that_of_all_elements(sizes):
     given = tensors(sizes)
     before = [t.clone() for t in given]
     exact = torch.cat(given).double().norm()
@@ -39,7 +39,9 @@ def test_what_is_larger_is_scaled_to_the_limit(sizes):
     versions = [t._version for t in given]
     torch.testing.assert_close(clip_(given, 0.1), nn.utils.clip_grad_norm_(torchs, 0.1), rtol=2e-6, atol=0)
     for one, other in zip(given, torchs, strict=True):
-        torch.testing.assert_close(one, other.grad, rtol=2e-6, atol=0)  # torch's norm of 200,000 numbers is off by 1e-6
+        torch.testing.assert_close(
+            one, other.grad, rtol=2e-6, atol=0
+        )  # torch's norm of 200,000 elements is off by 1e-6
     assert all(t._version > version for t, version in zip(given, versions, strict=True))
     torch.testing.assert_close(clip_(given, 0.0), torch.tensor(0.1), rtol=1e-5, atol=0)
 
@@ -55,7 +57,7 @@ def test_the_same_bits_with_any_threads(sizes):
     assert all(all(map(torch.equal, result, results[0])) for result in results)
 
 
-def test_plain_are_float32_side_by_side_on_the_cpu():
+def test_plain_are_contiguous_float32_on_the_cpu():
     plain = [torch.ones(2, 3), nn.Parameter(torch.ones(0)), torch.ones(5)[1:3], torch.tensor(1.0)]
     assert are_plain(plain)
     assert are_plain([])
@@ -74,7 +76,7 @@ def test_no_tensors_are_left_to_torch():
     assert not select.supports("gradients")
 
 
-def test_what_is_no_number_stays_visible():
+def test_nan_and_inf_stay_visible():
     given = [torch.ones(3), torch.tensor([1.0, float("nan")])]
     assert clip_(given, 1.0).isnan()
     given = [torch.ones(3), torch.tensor([1.0, float("inf")])]

@@ -215,7 +215,7 @@ from comera.kernels.cpp import attention, low_rank, merge, mlp, residual_norm
 torch.set_num_threads(1)
 n = 2**22
 x, p, one = torch.zeros(n, 1), torch.zeros(n, 16), torch.ones(1, 1)
-wide = torch.zeros(1, 2**24)
+long_row = torch.zeros(1, 2**24)
 row = torch.zeros(1)
 keys = torch.zeros(1, 1, 1, 64).expand(1, 1, n, 64)
 layout = (2, 1, 2**18, 2, 2**18, 2, 1, 16, 1)
@@ -226,7 +226,7 @@ calls = {
     "attention": (500, lambda: attention.attention(keys[:, :, :1], keys, keys, None, None, 0.0, 1.0, False)),
     "merge": (200, lambda: merge.merge(cores, [None], layout, 0.0)),
     "residual_norm_backward": (
-        256, lambda: residual_norm.residual_norm_backward(wide, wide, row, row, None, None, 0.0)),
+        256, lambda: residual_norm.residual_norm_backward(long_row, long_row, row, row, None, None, 0.0)),
 }
 low_rank.low_rank(one, [one], [one])
 _, most = resource.getrlimit(resource.RLIMIT_AS)

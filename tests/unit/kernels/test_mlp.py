@@ -41,18 +41,18 @@ def operands(samples, features, hidden, out, ranks, rank, bias):
 def reference(x, as_, bs, activation, dz):
     """z, dx, then all ∂A and ∂B in turn, in float64 by torch's autograd."""
     x, dz = x.double().requires_grad_(), dz.double()
-    halves = [(a.double().requires_grad_(), b.double().requires_grad_()) for a, b in zip(as_, bs, strict=True)]
+    factors = [(a.double().requires_grad_(), b.double().requires_grad_()) for a, b in zip(as_, bs, strict=True)]
 
     def linear(x, a, b):
         y = x @ a.t() @ b[b.shape[0] - a.shape[0] :]
         return y if len(a) == len(b) else y + b[0]
 
-    first, *others = (linear(x, *half) for half in halves[:-1])
+    first, *others = (linear(x, *pair) for pair in factors[:-1])
     h = ACTIVATIONS[activation][0](first)
     for y in others:
         h = h * y
-    z = linear(h, *halves[-1])
-    grads = torch.autograd.grad(z, [x, *(t for half in halves for t in half)], dz, allow_unused=True)
+    z = linear(h, *factors[-1])
+    grads = torch.autograd.grad(z, [x, *(t for pair in factors for t in pair)], dz, allow_unused=True)
     return [z.detach(), *grads]
 
 
