@@ -76,8 +76,14 @@ def param_groups(
     cores = {core for train in trains for core in train.cores}
     tables = {core for train in trains if isinstance(train.spec, TTMSpec) for core in train.cores}
     ranks = {d for train in trains for d in train.rank_params}
-    kinds = ("cores", "tables", "ranks", "dense", "dense_no_decay")
-    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in kinds}
+    settings = {
+        "cores": (core_lr, weight_decay),
+        "tables": (table_lr, weight_decay),
+        "ranks": (rank_lr, 0.0),
+        "dense": (lr, weight_decay),
+        "dense_no_decay": (lr, 0.0),
+    }
+    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in settings}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
@@ -95,13 +101,6 @@ def param_groups(
             f"{type(model).__name__} has no trainable parameter (all have requires_grad=False, or there are none): "
             "unfreeze the parameters to train"
         )
-    settings = {
-        "cores": (core_lr, weight_decay),
-        "tables": (table_lr, weight_decay),
-        "ranks": (rank_lr, 0.0),
-        "dense": (lr, weight_decay),
-        "dense_no_decay": (lr, 0.0),
-    }
     return [
         {"name": name, "params": parameters, "lr": settings[name][0], "weight_decay": settings[name][1]}
         for name, parameters in members.items()

@@ -85,7 +85,9 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
     Source: docs/method.md §8.
     """
     modules = dict(model.named_modules())
-    recomputing = {name: module for name, module in modules.items() if _recomputes(module)}
+    recomputing = {
+        name: module for name, module in modules.items() if isinstance(vars(module).get("forward"), _Recompute)
+    }
     found = {} if not enabled else find_blocks(model) if blocks is None else _matching(modules, blocks)
     if enabled and not found:
         what = "has none" if blocks is None else f"has no module with compressed layers that matches {blocks!r}"
@@ -94,10 +96,15 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
             f"{type(model).__name__} {what}: compress it first (tensorize_), or name its blocks (blocks=)"
         )
     for module in recomputing.values():
-        _restore_forward(module)
+        if (own := vars(module).pop("forward").own) is not None:
+            module.forward = own
     for module in found.values():
         module.forward = _Recompute(module)
-    return _report(found if enabled else recomputing, enabled)
+    changed = found if enabled else recomputing
+    layers = _layers(changed.values())
+    specs = [layer.spec for layer in layers if isinstance(layer, TTLinear)]
+    hidden, low_rank = sum(spec.out_features for spec in specs), sum(spec.ranks[spec.split] for spec in specs)
+    return RecomputeReport(tuple(changed), len(layers), hidden, low_rank, enabled)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -135,13 +142,6 @@ def _layers(modules: Iterable[nn.Module]) -> set[CompressedLayer]:
     return {layer for module in modules for layer in module.modules() if isinstance(layer, CompressedLayer)}
 
 
-def _report(blocks: dict[str, nn.Module], enabled: bool) -> RecomputeReport:
-    layers = _layers(blocks.values())
-    specs = [layer.spec for layer in layers if isinstance(layer, TTLinear)]
-    hidden, low_rank = sum(spec.out_features for spec in specs), sum(spec.ranks[spec.split] for spec in specs)
-    return RecomputeReport(tuple(blocks), len(layers), hidden, low_rank, enabled)
-
-
 class _Recompute:
     """The forward of a block that recomputes. It is an attribute of the instance, so the class stays as it is.
 
@@ -167,16 +167,6 @@ class _Recompute:
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         # Random draws are kept, so no random state has to be restored, which a CUDA graph would not allow.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
-
-
-def _recomputes(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), _Recompute)
-
-
-def _restore_forward(module: nn.Module) -> None:
-    own = vars(module).pop("forward").own
-    if own is not None:
-        module.forward = own
 
 
 def _is_cache(value: object) -> bool:

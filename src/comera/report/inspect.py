@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +88,9 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
         dense.append(_Row(f"{len(vectors)} vectors (biases, norms)", "dense", "", "", sum(vectors), sum(vectors)))
 
     total, tensorized = _total([*trains, *dense]), _total(trains)
-    table = _table([*trains, *dense, total if trains else total._replace(flops=None, dense_flops=None)])
+    rows = [*trains, *dense, total if trains else total._replace(flops=None, dense_flops=None)]
+    header = ("layer", "type", "modes", "ranks", "parameters", "dense", "ratio", "kFLOPs", "dense kFLOPs")
+    table = Table(header, "llllrrrrr", tuple(map(_cells, rows)), total=True)
     size = f"{total.stored:,} parameters, {megabytes(sum(tensor.bytes for tensor in tensors.values()))} MB"
     if not trains:
         return f"{table.text()}\n\nmodel       {size}{'' if kinds else ', no layer compressed'}"
@@ -118,17 +120,10 @@ def _progress(run: RunData) -> str:
     return f"{run.recipe}, {run.method}: {', '.join(parts) or 'no step yet'}"
 
 
-def _total(rows: Iterable[_Row]) -> _Row:
-    rows = list(rows)
+def _total(rows: Sequence[_Row]) -> _Row:
     stored, dense = sum(row.stored for row in rows), sum(row.dense for row in rows)
     flops, dense_flops = sum(row.flops or 0 for row in rows), sum(row.dense_flops or 0 for row in rows)
     return _Row("all layers", "", "", "", stored, dense, flops, dense_flops)
-
-
-def _table(rows: Iterable[_Row]) -> Table:
-    """A table whose last row is the total."""
-    header = ("layer", "type", "modes", "ranks", "parameters", "dense", "ratio", "kFLOPs", "dense kFLOPs")
-    return Table(header, "llllrrrrr", tuple(map(_cells, rows)), total=True)
 
 
 def _cells(row: _Row) -> tuple[str, ...]:
