@@ -103,10 +103,8 @@ def export_dense(
     dense = copy_with_own_trains(model)
     if any(isinstance(module, CompressedLayer) for module in dense.modules()):
         materialize_(dense)
-    tensors = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in dense.state_dict().items()
-    }
+    contiguous = torch.contiguous_format
+    tensors = {name: t.detach().cpu().clone(memory_format=contiguous) for name, t in dense.state_dict().items()}
     with _beside(Path(folder)) as beside:
         save_file(tensors, beside / WEIGHTS, {"format": "pt"})
         _save_config(dense, beside)

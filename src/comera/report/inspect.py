@@ -77,12 +77,11 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
     tensors = {key: tensor for key, tensor in _tensors(folder).items() if key not in transient}
     prefixes = tuple(f"{name}." for names, _ in specs for name in names)
     others = {key: tensor for key, tensor in tensors.items() if not key.startswith(prefixes or "\0")}
-    trains = [_train_row(names, spec) for names, spec in specs]
-    dense = [
-        _Row(key, _kind(key, kinds or {}), "×".join(map(str, tensor.shape)), "", tensor.numel, tensor.numel)
-        for key, tensor in others.items()
-        if len(tensor.shape) > 1
-    ]
+    trains, dense = [_train_row(names, spec) for names, spec in specs], []
+    for key, tensor in others.items():
+        if len(tensor.shape) > 1:
+            kind = next((kind for layer, kind in (kinds or {}).items() if key.startswith(f"{layer}.")), "dense")
+            dense.append(_Row(key, kind, "×".join(map(str, tensor.shape)), "", tensor.numel, tensor.numel))
     vectors = [tensor.numel for tensor in others.values() if len(tensor.shape) < 2]
     if vectors:
         dense.append(_Row(f"{len(vectors)} vectors (biases, norms)", "dense", "", "", sum(vectors), sum(vectors)))
@@ -103,11 +102,6 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
         f"FLOPs       forward and backward, per token in batches of {TOKENS:,}, compressed layers only",
     )
     return "\n".join(lines)
-
-
-def _kind(tensor: str, kinds: Mapping[str, str]) -> str:
-    """Type of the layer that a tensor belongs to; "dense" for one of torch's own."""
-    return next((kind for layer, kind in kinds.items() if tensor.startswith(f"{layer}.")), "dense")
 
 
 def _progress(run: RunData) -> str:

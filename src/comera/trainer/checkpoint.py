@@ -69,7 +69,7 @@ def checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first."""
     folder = Path(run) / "checkpoints"
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=_step)
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def find_checkpoint(run: Path, which: Literal["last", "best"] = "last") -> Path:
@@ -341,10 +341,6 @@ def _best(known: Mapping[Path, Progress]) -> Path | None:
         if progress.held_out_loss is not None and progress.held_out_step == progress.step
     }
     return min(losses, key=losses.__getitem__, default=None)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def _drop(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -42,10 +43,8 @@ def reset_peak(device: torch.device | str = "cpu") -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
-        try:
+        with suppress(OSError):  # forbidden in some containers: the peak then counts from the start of the process
             _CLEAR.write_text("5")  # proc(5): resets the high-water mark of the resident set
-        except OSError:  # forbidden in some containers: the peak then counts from the start of the process
-            return
 
 
 def device_memory(device: str = "auto") -> int:

@@ -142,9 +142,8 @@ class RunLogger:
         """Log the evaluation that `progress` holds; is_best: whether its loss is the lowest so far."""
         progress, epoch = self._state.progress, self._state.task.steps_per_epoch
         loss, metrics = progress.held_out_loss, progress.metrics
-        self._write(
-            "eval", tokens=progress.tokens, loss=loss, metrics=metrics, epoch=progress.step / epoch if epoch else None
-        )
+        epochs = progress.step / epoch if epoch else None
+        self._write("eval", tokens=progress.tokens, loss=loss, metrics=metrics, epoch=epochs)
         self.log_size()
         self.announce(
             f"step {progress.step:,}, {progress.time:.0f} s: held-out loss {loss:.4f}"

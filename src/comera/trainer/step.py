@@ -84,13 +84,8 @@ class TrainStep:
         mode: Literal["eager", "compile", "graph"] = "eager",
         recorder: Recorder | None = None,
     ) -> None:
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.controller = controller
-        self.max_grad_norm = max_grad_norm
-        self.precision = precision
-        self.average = average
+        self.model, self.loss, self.optimizer, self.controller = model, loss, optimizer, controller
+        self.max_grad_norm, self.precision, self.average = max_grad_norm, precision, average
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device: torch.device = self.parameters[0].device
         self._held = [*dict.fromkeys([*model.parameters(), *self.parameters, *model.buffers()])]
@@ -164,7 +159,9 @@ class TrainStep:
         loss = torch.stack(losses).mean()
         if self.average is not None:
             loss = self._average(self.average, loss)
-        self._coalesce()
+        for p in self.parameters:  # sum duplicate rows of sparse gradients, as norms and optimizers require
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
         grad_norm = self._clip()
         if self.controller is not None:
             self.controller.observe(loss)
@@ -192,12 +189,6 @@ class TrainStep:
         for grad, value in zip(grads, means, strict=True):
             grad.copy_(value.view_as(grad))
         return mean.reshape(())
-
-    def _coalesce(self) -> None:
-        """Sum duplicate rows of sparse gradients, as norms and optimizers require."""
-        for p in self.parameters:
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.coalesce()
 
     def _clip(self) -> Tensor:
         """Scale a gradient of a norm above `max_grad_norm` down to it; returns the norm before."""
