@@ -1,16 +1,11 @@
 """Low-rank recomputation: hidden activations between compressed layers are rebuilt in the backward from low-rank ones.
 
-A compressed layer's two products with the batch, P = A xᵀ and y = Pᵀ B, cost the same, but P has r elements
-per token, while y has as many as the layer has outputs. So for the backward, a transformer block keeps only
-
-    its input               the one hidden tensor
-    low-rank activations    P of every compressed layer, r elements per token
-    random draws            dropout masks, as booleans
-    fused attention         its output and log-sum-exp, where one kernel computes it
-
-and everything else (y, GELU, layer norms, q, k, v, ...) is computed again when the backward reaches the block, with the
-kept tensors in place of the operations that made them (replay.py). This saves half of the products, draws nothing
-twice, and gives the values without recomputation, to the bit.
+A compressed layer's two products with the batch, P = A xᵀ and y = Pᵀ B, cost the same, but P has r elements per token,
+while y has as many as the layer has outputs. So for the backward, a transformer block keeps only its input, the one
+hidden tensor, and what replay.py lists: P of every compressed layer, dropout masks, results of fused attention.
+Everything else (y, GELU, layer norms, q, k, v, ...) is computed again when the backward reaches the block, with the
+kept tensors in place of the operations that made them. This saves half of the products, draws nothing twice, and gives
+the values without recomputation, to the bit.
 
 It works for any block and any layers in it: what is kept is decided per operation, below autograd, and the replay is
 PyTorch's non-reentrant checkpoint.

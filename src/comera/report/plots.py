@@ -199,9 +199,8 @@ def compare_runs(runs: Mapping[str, RunData]) -> Figure:
 
     megas = [run.summary.size_bytes / MEGA if run.summary else 0.0 for run in runs.values()]
     seen = [run.summary.tokens if run.summary else 0 for run in runs.values()]
-    _bars(sizes, "Model size, MB", list(colors.items()), megas, [number(value) for value in megas])
-    title = f"{next(iter(runs.values())).unit.capitalize()} seen"
-    _bars(amounts, title, list(colors.items()), seen, [count(value) for value in seen])
+    _bars(sizes, "Model size, MB", colors, megas, number)
+    _bars(amounts, f"{next(iter(runs.values())).unit.capitalize()} seen", colors, seen, count)
     return figure
 
 
@@ -224,14 +223,16 @@ def pareto_of_runs(summaries: Mapping[str, Summary]) -> Figure | None:
 
 
 def _bars(
-    axes: Axes, title: str, colors: list[tuple[str, str]], values: Sequence[float], labels: Sequence[str]
+    axes: Axes, title: str, colors: Mapping[str, str], values: Sequence[float], label: Callable[[float], str]
 ) -> None:
     rows = range(len(values))
-    axes.barh(rows, values, color=[color for _, color in colors], height=0.62)
+    axes.barh(rows, values, color=list(colors.values()), height=0.62)
     axes.set_title(title)
-    axes.set_yticks(rows, [name for name, _ in colors])
-    for row, value, label in zip(rows, values, labels, strict=True):
-        axes.annotate(label, (value, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
+    axes.set_yticks(rows, list(colors))
+    for row, value in enumerate(values):
+        axes.annotate(
+            label(value), (value, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False
+        )
     axes.invert_yaxis()
     axes.set_xlim(0, max(values) * 1.18 or 1.0)
     axes.set_xticks([])
