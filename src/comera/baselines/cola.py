@@ -2,8 +2,7 @@
 
     W x  →  B · silu(A x),   A (r, in), B (out, r)
 
-This is an architecture of its own: it keeps nothing of a dense weight, and cannot be turned into one.
-"""
+This is an architecture of its own: it keeps nothing of a dense weight, and cannot be turned into one."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ class CoLA(Baseline):
         require(self.rank is None or is_integer(self.rank), "cola.rank", "an integer >= 1 or nothing", self.rank)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
-        """Convert a dense model in place, except layers that match `skip`. Errors: see `linear_layers`."""
         dense_total = elements(model.parameters())
         rows = cola_(model, rank=self.rank, skip=skip)
         factors = [p for layer in model.modules() if isinstance(layer, CoLALinear) for p in (layer.down, layer.up)]
@@ -39,22 +37,18 @@ class CoLA(Baseline):
 
 
 def cola_(model: nn.Module, rank: int | None = None, skip: Sequence[str] = ()) -> tuple[LayerRow, ...]:
-    """Replace linear layers in place; returns what became of each.
-
-    rank: width of the bottleneck, clipped to the layer's smaller dimension; None takes a quarter of that.
-    skip: glob patterns of names to leave dense. Raises ConversionError if there is nothing to replace.
-    """
+    """Replace linear layers in place; returns what became of each. rank: width of the bottleneck, clipped to the
+    layer's smaller dimension; None takes a quarter of that. skip: glob patterns of names to leave dense. Raises
+    ConversionError if there is nothing to replace."""
     return convert_linear_(
         model, skip, lambda layer: CoLALinear.like(layer, rank), lambda layer: f"bottleneck {layer.rank}"
     )
 
 
 class CoLALinear(nn.Module):
-    """y = B · silu(A x) + bias.
-
-    Input (..., in_features) -> output (..., out_features). down: A (r, in_features), up: B (out_features, r); drawn so
-    that the entries of B A have variance 1 / (in + out), as in the published code. bias: an existing one, or None.
-    """
+    """y = B · silu(A x) + bias. Input (..., in_features) -> output (..., out_features). down: A (r, in_features), up: B
+    (out_features, r); drawn so that the entries of B A have variance 1 / (in + out), as in the published code. bias: an
+    existing one, or None."""
 
     bias: nn.Parameter | None
 

@@ -1,7 +1,5 @@
 """What the baselines share: the layers they convert, the report, optimizers, and packages they need."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +24,8 @@ T = TypeVar("T", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Package:
-    """A package that a method needs.
-
-    method: its name. module: what is imported. name: of the distribution. install: the command that installs it.
-    """
+    """A package that a method needs. method: its name. module: what is imported. name: of the distribution. install:
+    the command that installs it."""
 
     method: str
     module: str
@@ -53,23 +49,16 @@ class Package:
         )
 
 
-def _nothing(step: int) -> None:
-    """The default after a step."""
-
-
 @dataclass(frozen=True)
 class Applied:
-    """What a run needs of a method once the model is converted.
-
-    rows: what became of each layer. dense_total: parameters of the dense model.
-    optimizer, after_step: members of a task (`comera.trainer.task.Task`).
-    state_bytes: size of the optimizer's state; None: two moments for each trained parameter.
-    """
+    """What a run needs of a method once the model is converted. rows: what became of each layer. dense_total:
+    parameters of the dense model. optimizer, after_step: members of a task (`comera.trainer.task.Task`). state_bytes:
+    size of the optimizer's state; None: two moments for each trained parameter."""
 
     rows: tuple[LayerRow, ...]
     dense_total: int
     optimizer: Callable[[TrainConfig], Optimizer]
-    after_step: Callable[[int], object] = _nothing
+    after_step: Callable[[int], object] = lambda step: None
     state_bytes: int | None = None
 
     def estimate(self, model: nn.Module, loss: Callable[[], Tensor]) -> MemoryEstimate:
@@ -80,11 +69,9 @@ class Applied:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Base of the settings of a baseline.
-
-    package: what must be installed. dense_layers: whether the model keeps its dense layers. rate: of what replaces the
-    linear weights, as a multiple of the dense learning rate; None: the learning rates of comera.
-    """
+    """Base of the settings of a baseline. package: what must be installed. dense_layers: whether the model keeps its
+    dense layers. rate: of what replaces the linear weights, as a multiple of the dense learning rate; None: the
+    learning rates of comera."""
 
     package: ClassVar[Package | None] = None
     dense_layers: ClassVar[bool] = False
@@ -96,12 +83,9 @@ class Baseline:
 
 
 def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Linear]:
-    """The layers that a baseline converts, by name: linear layers with a weight of their own.
-
-    Left as they are: layers that share a weight (an output head tied to the embedding), subclasses of `nn.Linear`,
-    other projects' parametrizations, and names that match a glob pattern in `skip`.
-    Raises ConversionError if none remains.
-    """
+    """The layers that a baseline converts, by name: linear layers with a weight of their own. Left as they are: layers
+    that share a weight (an output head tied to the embedding), subclasses of `nn.Linear`, other projects'
+    parametrizations, and names that match a glob pattern in `skip`. Raises ConversionError if none remains."""
     owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     found = {
         name: module
@@ -123,10 +107,8 @@ def linear_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Li
 def convert_linear_(
     model: nn.Module, skip: Sequence[str], make: Callable[[nn.Linear], T], note: Callable[[T], str]
 ) -> tuple[LayerRow, ...]:
-    """Replace linear layers in place, wherever they are registered; returns what became of each.
-
-    make: the new layer, which inherits the train mode. note: for the report. Layers and errors: see `linear_layers`.
-    """
+    """Replace linear layers in place, wherever they are registered; returns what became of each. make: the new layer,
+    which inherits the train mode. note: for the report. Layers and errors: see `linear_layers`."""
     layers = linear_layers(model, skip)
     new: dict[nn.Module, T] = {layer: make(layer) for layer in layers.values()}
     for module in list(model.modules()):

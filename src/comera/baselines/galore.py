@@ -5,10 +5,7 @@ The model stays dense; the optimizer is that of the package galore-torch, with i
     G (m, n), m >= n:  P = right singular vectors (r, n) of G every `update_proj_gap` steps
                        W ← W - lr · scale · Adam(G Pᵀ) P            (from the other side if m < n)
 
-Its moments have shape (m, r) instead of (m, n); it also stores P. Gradients and weights keep their full size.
-"""
-
-from __future__ import annotations
+Its moments have shape (m, r) instead of (m, n); it also stores P. Gradients and weights keep their full size."""
 
 import importlib
 import importlib.util
@@ -64,7 +61,8 @@ class GaLore(Baseline):
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         """Select the weights to project, except those that match `skip`. Errors: see `linear_layers`."""
         layers = linear_layers(model, skip)
-        ranks = {name: self._rank(layer) for name, layer in layers.items()}
+        smaller = {name: min(layer.weight.shape) for name, layer in layers.items()}
+        ranks = {name: min(self.rank, n) if self.rank else max(1, min(128, n // 4)) for name, n in smaller.items()}
         projected = {layer.get_parameter("weight"): ranks[name] for name, layer in layers.items()}
 
         def optimizer(config: TrainConfig) -> Optimizer:
@@ -85,28 +83,20 @@ class GaLore(Baseline):
             layer_row(name, layer, sizes[name], sizes[name], f"gradient projected to rank {ranks[name]}")
             for name, layer in layers.items()
         )
-        state = sum(self._state_bytes(p, projected.get(p)) for p in model.parameters() if p.requires_grad)
+        state = 0  # two moments, plus the basis of a projected weight
+        for p in model.parameters():
+            if p.requires_grad:
+                rank = projected.get(p)
+                stored = 2 * p.numel() if rank is None else (2 * max(p.shape) + min(p.shape)) * rank
+                state += stored * p.element_size()
         return Applied(rows, elements(model.parameters()), optimizer, state_bytes=state)
-
-    def _rank(self, layer: nn.Linear) -> int:
-        smaller = min(layer.weight.shape)
-        return min(self.rank, smaller) if self.rank else max(1, min(128, smaller // 4))
-
-    def _state_bytes(self, parameter: nn.Parameter, rank: int | None) -> int:
-        """Two moments, plus the basis of a projected weight."""
-        if rank is None:
-            return 2 * parameter.numel() * parameter.element_size()
-        smaller, larger = sorted(parameter.shape)
-        return (2 * larger + smaller) * rank * parameter.element_size()
 
 
 @cache
 def galore_adamw() -> Callable[..., Optimizer]:
-    """GaLore's AdamW with a state of tensors and numbers alone, so a run can be saved and resumed.
-
-    The package keeps an object in the state of each projected weight. Between steps, its only changing member, the
-    basis, takes the object's place as a tensor. Raises ConfigError if the package cannot be used.
-    """
+    """GaLore's AdamW with a state of tensors and numbers alone, so a run can be saved and resumed. The package keeps an
+    object in the state of each projected weight. Between steps, its only changing member, the basis, takes the object's
+    place as a tensor. Raises ConfigError if the package cannot be used."""
     base, projector = library()
 
     class GaLoreAdamW(base):  # type: ignore[misc, valid-type]
@@ -114,7 +104,6 @@ def galore_adamw() -> Callable[..., Optimizer]:
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> Any:
-            """Take a step."""
             projected = [(p, group) for group in self.param_groups if "rank" in group for p in group["params"]]
             for p, group in projected:
                 state = self.state[p]
@@ -133,11 +122,9 @@ def galore_adamw() -> Callable[..., Optimizer]:
 
 
 def library() -> tuple[Any, Any]:
-    """The package's plain AdamW and its projector. Raises ConfigError if they cannot be imported.
-
-    The package imports bitsandbytes for an 8-bit variant, unused here, that many machines cannot run. So the modules
-    are imported from its folder under an otherwise empty package of another name.
-    """
+    """The package's plain AdamW and its projector. Raises ConfigError if they cannot be imported. The package imports
+    bitsandbytes for an 8-bit variant, unused here, that many machines cannot run. So the modules are imported from its
+    folder under an otherwise empty package of another name."""
     _PACKAGE.check()
     found = importlib.util.find_spec("galore_torch")
     alias = ModuleType(_ALIAS)

@@ -12,12 +12,8 @@ Where the paper leaves a choice: a merge keeps A_n and the optimizer's moments; 
 workers would average, train as usual. Evaluation uses the average, W + s/N Σ_n B_n A_n, so a merge never changes it.
 If the batch has fewer examples than heads, several heads see each example and their mean counts: with one example this
 is the paper's multi-head LoRA. If the sizes do not divide, parts differ by one. All heads take two batched products.
-
 B examples (leading axis of the input), N heads, S slots for examples in a head's part, T remaining axes of the input
-(tokens), P parts of the batch, I in, O out, R rank, F flattened axis.
-"""
-
-from __future__ import annotations
+(tokens), P parts of the batch, I in, O out, R rank, F flattened axis."""
 
 import math
 from collections.abc import Sequence
@@ -52,7 +48,6 @@ class LTE(Baseline):
         require(0 < self.alpha < float("inf"), "lte.alpha", "a number > 0", self.alpha)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
-        """Convert a dense model in place, except layers that match `skip`. Errors: see `linear_layers`."""
         dense_total = elements(model.parameters())
         rows = lte_(model, heads=self.heads, rank=self.rank, alpha=self.alpha, skip=skip)
         heads = [p for layer in model.modules() if isinstance(layer, LTELinear) for p in (layer.down, layer.up)]
@@ -67,11 +62,9 @@ class LTE(Baseline):
 def lte_(
     model: nn.Module, heads: int = 32, rank: int = 32, alpha: float = 4096.0, skip: Sequence[str] = ()
 ) -> tuple[LayerRow, ...]:
-    """Add heads to linear layers and freeze their weights, in place; returns what became of each layer.
-
-    The model's outputs are unchanged at first. Call `merge_` every T steps. skip: glob patterns of names to leave as
-    they are. Raises ConversionError if there is nothing to replace.
-    """
+    """Add heads to linear layers and freeze their weights, in place; returns what became of each layer. The model's
+    outputs are unchanged at first. Call `merge_` every T steps. skip: glob patterns of names to leave as they are.
+    Raises ConversionError if there is nothing to replace."""
     return convert_linear_(
         model,
         skip,
@@ -88,11 +81,9 @@ def merge_(model: nn.Module) -> None:
 
 
 class LTELinear(nn.Module):
-    """A linear layer with parallel low-rank heads; see the top of this file.
-
-    Keeps the weight (frozen) and the bias of `layer`. down: A (N, R, I) with orthogonal rows of length √(I/R), as in
-    the published code; up: B (N, O, R), zero. Input (B, ..., I) -> output (B, ..., O); an input (I,) is one example.
-    """
+    """A linear layer with parallel low-rank heads; see the top of this file. Keeps the weight (frozen) and the bias of
+    `layer`. down: A (N, R, I) with orthogonal rows of length √(I/R), as in the published code; up: B (N, O, R), zero.
+    Input (B, ..., I) -> output (B, ..., O); an input (I,) is one example."""
 
     bias: nn.Parameter | None
 
@@ -159,11 +150,9 @@ class LTELinear(nn.Module):
 
 
 def parts(examples: int, heads: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """The example in each slot of each head (N, S), and its weight there (N, S).
-
-    Parts are contiguous and as equal as possible. The weights of an example sum to 1 over the heads that see it; empty
-    slots have weight 0. Needs at least one example.
-    """
+    """The example in each slot of each head (N, S), and its weight there (N, S). Parts are contiguous and as equal as
+    possible. The weights of an example sum to 1 over the heads that see it; empty slots have weight 0. Needs at least
+    one example."""
     head_N1 = torch.arange(heads, device=device)[:, None]
     start_N1, end_N1 = head_N1 * examples // heads, (head_N1 + 1) * examples // heads
     slot_S = torch.arange(-(-examples // heads), device=device)

@@ -1,10 +1,7 @@
 """The one list of methods: CoMERA, the dense baseline, and what a user would otherwise pick.
 
 A new baseline needs a module with its settings (see `Baseline`), a name in `Method` and a field in `BaselineConfig`;
-command line, recipes, estimates and reports follow.
-"""
-
-from __future__ import annotations
+command line, recipes, estimates and reports follow."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -74,22 +71,17 @@ def has_own_layers(method: str) -> bool:
 def apply_method_(
     model: nn.Module, method: Method, formats: TensorizeConfig, baselines: BaselineConfig, skip: Sequence[str] = ()
 ) -> Conversion:
-    """Convert a dense model in place, as the method does.
-
-    formats: of the compressed layers, for comera. baselines, skip: settings of the baselines, and glob patterns of
-    layers that they leave dense.
-    """
+    """Convert a dense model in place, as the method does. formats: of the compressed layers, for comera. baselines,
+    skip: settings of the baselines, and glob patterns of layers that they leave dense."""
     if method == "dense":
         return None
     return tensorize_(model, formats) if method == "comera" else baselines[method].apply_(model, skip)
 
 
 def rates_by_method(comera: TrainConfig, dense: TrainConfig) -> dict[Method, TrainConfig]:
-    """Training settings of every method from those of comera and dense, for presets.
-
-    `core_lr` is the rate of whatever replaces the linear weights. Its ratio to the dense rate was measured on short
-    runs of a small model, for none at full size.
-    """
+    """Training settings of every method from those of comera and dense, for presets. `core_lr` is the rate of whatever
+    replaces the linear weights. Its ratio to the dense rate was measured on short runs of a small model, for none at
+    full size."""
     rates: dict[Method, TrainConfig] = {"comera": comera, "dense": dense}
     for method in BASELINES:
         ratio = BaselineConfig()[method].rate

@@ -3,15 +3,12 @@
 Its only tensor-train format of a linear layer is "blocktt", a TT-matrix: one core (r_{k-1}, out_k, in_k, r_k) per pair
 of an input and an output mode. It gets the same modes and rank as ours; ranks do not adapt, and embeddings stay dense.
 Its product is one `torch.einsum` over all cores, whose contraction order is good only if opt_einsum is installed:
-without it, a layer takes several times as long.
-"""
-
-from __future__ import annotations
+without it, a layer takes several times as long."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -24,6 +21,9 @@ from comera.tt.spec import clip_ranks
 _PACKAGE = Package("tensorly", "tltorch", "tensorly-torch", "pip install tensorly tensorly-torch opt_einsum")
 
 
+Form = Literal["factorized", "reconstructed"]
+
+
 @dataclass(frozen=True)
 class Tensorly(Baseline):
     """Tensor-train layers of tensorly-torch; core_lr is the learning rate of their cores."""
@@ -34,7 +34,7 @@ class Tensorly(Baseline):
     """Modes of a layer, half of them for its inputs, half for its outputs."""
     rank: int = 30
     """TT-rank, clipped where the modes allow less."""
-    implementation: Literal["factorized", "reconstructed"] = "factorized"
+    implementation: Form = "factorized"
     """How a layer computes its product: core by core (the library's default), or with a dense weight
     reconstructed each time."""
 
@@ -42,13 +42,10 @@ class Tensorly(Baseline):
         even = is_integer(self.order, 2) and self.order % 2 == 0
         require(even, "tensorly.order", "an even number >= 2", self.order)
         require(is_integer(self.rank), "tensorly.rank", "an integer >= 1", self.rank)
-        ways = ("factorized", "reconstructed")
-        require(
-            self.implementation in ways, "tensorly.implementation", f"one of {', '.join(ways)}", self.implementation
-        )
+        way, ways = self.implementation, get_args(Form)
+        require(way in ways, "tensorly.implementation", f"one of {', '.join(ways)}", way)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
-        """Convert a dense model in place, except layers that match `skip`. Errors: see `tensorly_`."""
         dense_total = elements(model.parameters())
         rows = tensorly_(model, self.rank, order=self.order, implementation=self.implementation, skip=skip)
         kind = library().FactorizedLinear
@@ -61,15 +58,13 @@ def tensorly_(
     rank: int = 30,
     *,
     order: int = 6,
-    implementation: Literal["factorized", "reconstructed"] = "factorized",
+    implementation: Form = "factorized",
     skip: Sequence[str] = (),
 ) -> tuple[LayerRow, ...]:
-    """Replace linear layers in place by `tltorch.FactorizedLinear`; returns what became of each.
-
-    Biases are kept; random cores preserve the weight's standard deviation. Modes are balanced, and their product is
-    exact. skip: glob patterns of names to leave dense.
-    Raises ConversionError if there is nothing to replace, ConfigError if the library is not installed.
-    """
+    """Replace linear layers in place by `tltorch.FactorizedLinear`; returns what became of each. Biases are kept;
+    random cores preserve the weight's standard deviation. Modes are balanced, and their product is exact. skip: glob
+    patterns of names to leave dense. Raises ConversionError if there is nothing to replace, ConfigError if the library
+    is not installed."""
     library()
     return convert_linear_(model, skip, lambda layer: _layer(layer, rank, order // 2, implementation), _note)
 
@@ -113,7 +108,6 @@ def _layer(layer: nn.Linear, rank: int, pairs: int, implementation: str) -> Any:
 
 
 def _note(layer: Any) -> str:
-    modes = " / ".join(
-        "·".join(map(str, side)) for side in (layer.in_tensorized_features, layer.out_tensorized_features)
-    )
+    sides = layer.in_tensorized_features, layer.out_tensorized_features
+    modes = " / ".join("·".join(map(str, side)) for side in sides)
     return f"{modes} ranks {'-'.join(map(str, layer.weight.rank[1:-1]))}"

@@ -43,9 +43,9 @@ class TT:
 
     def spec(self, in_features: int, out_features: int) -> TTSpec:
         """Modes and ranks for a layer of these sizes. Raises SpecError if they do not fit."""
-        modes = (self.in_modes, self.out_modes)
-        order = self.order if None in modes else sum(len(m) for m in modes if m)
-        return tt_spec(in_features, out_features, order=order, rank=self.rank, in_modes=modes[0], out_modes=modes[1])
+        ins, outs = self.in_modes, self.out_modes
+        order = len(ins) + len(outs) if ins and outs else self.order
+        return tt_spec(in_features, out_features, order=order, rank=self.rank, in_modes=ins, out_modes=outs)
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,10 @@ class TTM:
 
     def spec(self, num_embeddings: int, embedding_dim: int) -> TTMSpec:
         """Modes and ranks for a table of these sizes. Raises SpecError if they do not fit."""
-        modes = self.row_modes or self.col_modes
+        rows, cols = self.row_modes, self.col_modes
+        modes = rows or cols
         order = len(modes) if modes else self.order
-        return ttm_spec(
-            num_embeddings,
-            embedding_dim,
-            order=order,
-            rank=self.rank,
-            row_modes=self.row_modes,
-            col_modes=self.col_modes,
-        )
+        return ttm_spec(num_embeddings, embedding_dim, order=order, rank=self.rank, row_modes=rows, col_modes=cols)
 
 
 def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) -> None:

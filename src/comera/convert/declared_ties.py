@@ -59,9 +59,8 @@ def rewrite_ties(model: nn.Module, declared: list[DeclaredTies]) -> None:
     if declared:
         for module in model.modules():
             if "all_tied_weights_keys" in vars(module):
-                module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(  # type: ignore[operator]
-                    all_submodels=True
-                )
+                expand: Any = module.get_expanded_tied_weights_keys
+                module.all_tied_weights_keys = expand(all_submodels=True)
 
 
 def _weight(layer: nn.Module) -> tuple[str, Any]:

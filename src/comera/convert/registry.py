@@ -22,13 +22,11 @@ from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMTable
 class Converter:
     """How one type of dense layer is read and rebuilt; its parameters are `weight` and, optionally, `bias`.
 
-    shape: layer -> (in_features, out_features), or (num_embeddings, embedding_dim).
-    std: layer -> standard deviation that its own initialization gives the weight.
-    build: compressed layer -> dense layer of the same sizes; called under `torch.device("meta")`.
-    table: for a table whose rows are looked up by id (with a `padding_idx`), the type of layer that replaces it; None
-        for a linear map.
-    in_first: whether a linear map stores its weight as (in, out); `nn.Linear` has (out, in).
-    refusal: layer -> why this one cannot be converted, or None.
+    shape: layer -> (in_features, out_features), or (num_embeddings, embedding_dim). std: layer -> standard deviation
+    that its own initialization gives the weight. build: compressed layer -> dense layer of the same sizes; called under
+    `torch.device("meta")`. table: for a table whose rows are looked up by id (with a `padding_idx`), the type of layer
+    that replaces it; None for a linear map. in_first: whether a linear map stores its weight as (in, out); `nn.Linear`
+    has (out, in). refusal: layer -> why this one cannot be converted, or None.
     """
 
     shape: Callable[[Any], tuple[int, int]]
@@ -39,32 +37,19 @@ class Converter:
     refusal: Callable[[Any], str | None] = lambda layer: None
 
 
-def _refuse_options(layer: nn.Embedding | nn.EmbeddingBag, options: tuple[str, ...]) -> str | None:
-    for option in options:
-        if getattr(layer, option):
-            return f"{option} works on rows of a dense table"
-    return None
-
-
-def _refuse_embedding(layer: nn.Embedding) -> str | None:
-    return _refuse_options(layer, ("max_norm", "scale_grad_by_freq", "sparse"))
-
-
-def _refuse_bag(layer: nn.EmbeddingBag) -> str | None:
-    """Sparse gradients are no obstacle: they serve tables too large for dense ones, which a tensor train is not."""
-    if layer.mode == "max":
+def _refuse_table(layer: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    options = ["max_norm", "scale_grad_by_freq"]
+    if not isinstance(layer, nn.EmbeddingBag):
+        options.append("sparse")  # no obstacle in a bag: it serves tables too large for dense gradients
+    elif layer.mode == "max":
         return "mode 'max' takes the largest of dense rows"
-    return _refuse_options(layer, ("max_norm", "scale_grad_by_freq"))
+    used = next((option for option in options if getattr(layer, option)), None)
+    return f"{used} works on rows of a dense table" if used else None
 
 
 def _dense_bag(layer: Any) -> nn.EmbeddingBag:
-    return nn.EmbeddingBag(
-        layer.num_embeddings,
-        layer.embedding_dim,
-        mode=layer.mode,
-        padding_idx=layer.padding_idx,
-        include_last_offset=layer.include_last_offset,
-    )
+    options = {name: getattr(layer, name) for name in ("mode", "padding_idx", "include_last_offset")}
+    return nn.EmbeddingBag(layer.num_embeddings, layer.embedding_dim, **options)
 
 
 LINEAR = Converter(
@@ -77,9 +62,9 @@ EMBEDDING = Converter(
     std=lambda layer: 1.0,
     build=lambda layer: nn.Embedding(layer.num_embeddings, layer.embedding_dim, padding_idx=layer.padding_idx),
     table=TTMEmbedding,
-    refusal=_refuse_embedding,
+    refusal=_refuse_table,
 )
-EMBEDDING_BAG = replace(EMBEDDING, build=_dense_bag, table=TTMEmbeddingBag, refusal=_refuse_bag)
+EMBEDDING_BAG = replace(EMBEDDING, build=_dense_bag, table=TTMEmbeddingBag)
 _CONV1D = Converter(
     shape=lambda layer: (layer.nx, layer.nf),
     std=lambda layer: 0.02,

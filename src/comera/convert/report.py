@@ -15,12 +15,9 @@ from comera.tt.spec import Spec, spec_from_dict
 class LayerRow:
     """One layer of a type that can be converted, or of a subclass of one.
 
-    name: qualified name.
-    before, after: type of layer; the same if it stays dense.
-    spec: modes and ranks; None for a dense layer.
-    dense, stored: parameters of the weight before and now, without biases; a tied weight counts at its first layer.
-    error: relative Frobenius error of the decomposition; None for random cores.
-    note: why the layer stays dense, or what it is tied to.
+    before, after: type of layer; the same if it stays dense. spec: None for a dense layer. dense, stored: parameters of
+    the weight before and now, without biases; a tied weight counts at its first layer. error: relative Frobenius error
+    of the decomposition; None for random cores. note: why the layer stays dense, or what it is tied to.
     """
 
     name: str
@@ -44,8 +41,7 @@ class LayerRow:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` reads it back."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"spec": self.spec.to_dict() if self.spec else None, "ratio": self.ratio}
+        return {**vars(self), "spec": self.spec.to_dict() if self.spec else None, "ratio": self.ratio}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerRow:
@@ -56,11 +52,8 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class TensorizeReport:
-    """What a conversion did. Printing it gives a table.
-
-    rows: one per layer, in the model's order.
-    dense_total, total: parameters of the whole model, before and now.
-    """
+    """What a conversion did: a row per layer, in the model's order, and the parameters of the whole model, before and
+    now. Printing it gives a table."""
 
     rows: tuple[LayerRow, ...]
     dense_total: int
@@ -85,13 +78,8 @@ class TensorizeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: "rows", one object each, and the totals."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "dense_total": self.dense_total,
-            "total": self.total,
-            "dense_tensorized": self.dense_tensorized,
-            "tensorized": self.tensorized,
-        }
+        totals = ("dense_total", "total", "dense_tensorized", "tensorized")
+        return {"rows": [row.to_dict() for row in self.rows], **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
         with_errors = any(row.error is not None for row in self.rows)

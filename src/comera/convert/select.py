@@ -22,20 +22,15 @@ from comera.tt.spec import Spec
 
 @dataclass
 class Site:
-    """A layer of a registered type that may be converted.
+    """A layer of a registered type that may be converted."""
 
-    names: every name that it is registered under. choice: the format chosen for it; None leaves it dense.
-    explicit: whether an override chose the format. refused: why the layer itself cannot be converted, or None.
-    note: what the report says about it.
-    """
-
-    names: list[str]
+    names: list[str]  # all that it is registered under
     layer: nn.Module
     converter: Converter
-    choice: TT | TTM | None
-    explicit: bool
-    refused: str | None
-    note: str = ""
+    choice: TT | TTM | None  # the format chosen for it; None leaves it dense
+    explicit: bool  # whether an override chose the format
+    refused: str | None  # why the layer itself cannot be converted
+    note: str = ""  # for the report
 
     @property
     def name(self) -> str:

@@ -40,19 +40,17 @@ def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) 
         if converters()[type(layer)].table:
             padding[tt] = layer.padding_idx  # type: ignore[assignment]
 
-    def compressed(layer: nn.Module, tt: TensorTrain) -> CompressedLayer:
-        new: CompressedLayer
+    swaps: dict[nn.Module, CompressedLayer] = {}
+    for layer, tt in trains.items():
         table, bias = converters()[type(layer)].table, layer._parameters.get("bias")
         if table is not None:
-            new = table.like(layer, tt)
+            swaps[layer] = table.like(layer, tt)
         elif isinstance(tt.spec, TTSpec):
-            new = TTLinear(tt, False if bias is None else bias)
+            swaps[layer] = TTLinear(tt, False if bias is None else bias)
         else:
-            new = TTMProjection(tt, False if bias is None else bias, padding.get(tt))
-        new.dense_type = type(layer)
-        return new
-
-    _swap_(model, {layer: compressed(layer, tt) for layer, tt in trains.items()})
+            swaps[layer] = TTMProjection(tt, False if bias is None else bias, padding.get(tt))
+        swaps[layer].dense_type = type(layer)
+    _swap_(model, swaps)
 
 
 def materialize_layers_(model: nn.Module) -> int:

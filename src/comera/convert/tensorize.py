@@ -131,16 +131,9 @@ def _make_train(
 ) -> tuple[TensorTrain, float | None]:
     """The tensor train of one group, and the relative error of its decomposition (None for random cores)."""
     site, weight = group.leader, group.leader.weight.detach()
-    std = config.init_std or _std(site)
+    std, threshold, dtype, device = config.init_std or _std(site), config.threshold, weight.dtype, weight.device
     if config.init == "random":
-        tt = TensorTrain(
-            group.spec,
-            init_std=std,
-            threshold=config.threshold,
-            dtype=weight.dtype,
-            device=weight.device,
-            generator=generator,
-        )
+        tt = TensorTrain(group.spec, init_std=std, threshold=threshold, dtype=dtype, device=device, generator=generator)
         return tt, None
     if weight.is_meta:
         raise ConversionError(f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'")
@@ -150,12 +143,7 @@ def _make_train(
     except SpecError as error:
         raise SpecError(f"{site}: {error}") from error
     tt = TensorTrain.from_tensors(
-        result.spec,
-        result.cores,
-        init_std=std,
-        threshold=config.threshold,
-        dtype=weight.dtype,
-        device=weight.device,
+        result.spec, result.cores, init_std=std, threshold=threshold, dtype=dtype, device=device
     )
     return tt, result.error
 

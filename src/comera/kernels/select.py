@@ -67,7 +67,7 @@ def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", 
 
 
 def mlp_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "torch"]:
-    """Who computes an MLP. factors: A, B (or [bias; B]) of the one or two weights of x, then of the last weight."""
+    """Who computes an MLP. factors: A and B (or [bias; B]) of one or two weights of x, then of that to the output."""
     fits = max(a.shape[0] for a in factors[::2]) <= MLP_MOST_RANK and x_BI.shape[0] >= MLP_LEAST_ROWS
     return "cpp" if fits and supports("mlp", x_BI, *factors) else "torch"
 
@@ -92,8 +92,7 @@ def triton_available() -> bool:
 def triton_enabled(kernel: str, device: torch.device | str) -> bool:
     """Whether the Triton `kernel`, a name in TRITON, is to run on this device: measured faster there, or asked for.
 
-    Never under torch.compile, which fuses torch's own operations. Raises ConfigError for an unknown name in
-    COMERA_KERNELS.
+    Never under torch.compile, which fuses torch's own operations. Raises ConfigError for an unknown COMERA_KERNELS.
     """
     device = torch.device(device)
     if device.type != "cuda" or torch.compiler.is_compiling() or not triton_available():

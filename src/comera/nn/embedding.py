@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Literal
 
 import torch
@@ -17,16 +18,18 @@ from comera.tt.spec import TTMSpec
 class _TTMLayer(CompressedLayer):
     """A layer around a tensor-train matrix of shape (num_embeddings, embedding_dim).
 
-    tt: the chain, or a TTMSpec from which one is made with unit std, as `nn.Embedding` has.
-    padding_idx: the row of the table that is exactly zero and gets no gradient; negative ones count from the end.
+    tt: the tensor train, or a TTMSpec from which one is made with unit std, as `nn.Embedding` and `nn.EmbeddingBag`
+    have. padding_idx: the row that is exactly zero and gets no gradient; a negative one counts from the end.
+    Raises SpecError for a tensor train of another format or a padding_idx outside the table.
     """
 
     def __init__(
         self,
         tt: TensorTrain | TTMSpec,
-        padding_idx: int | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        padding_idx: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if isinstance(tt, TTMSpec):
@@ -48,20 +51,23 @@ class _TTMLayer(CompressedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The materialised table (num_embeddings, embedding_dim), made anew at each access: for inspection only."""
+        """The materialized table (num_embeddings, embedding_dim), made anew at each access: for inspection only."""
         table_VD = self.tt.dense()
         if self.padding_idx is None:
             return table_VD
         return table_VD.index_fill(0, torch.tensor([self.padding_idx], device=table_VD.device), 0)
+
+    def _padding_repr(self) -> str:
+        return f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
 
 
 class TTMTable(_TTMLayer):
     """A layer that looks up rows by their ids."""
 
     @classmethod
+    @abstractmethod
     def like(cls, dense: Any, tt: TensorTrain) -> TTMTable:
-        """The layer with the settings of a dense one of the kind that it takes the place of, around the chain `tt`."""
-        raise AssertionError("defined by the layers")
+        """The layer around `tt` with the settings of the dense one that it replaces."""
 
     @property
     def num_embeddings(self) -> int:
@@ -74,17 +80,13 @@ class TTMTable(_TTMLayer):
         return self.spec.embedding_dim
 
     def extra_repr(self) -> str:
-        pad = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
-        return f"{self.num_embeddings}, {self.embedding_dim}{pad}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{self._padding_repr()}"
 
 
 class TTMEmbedding(TTMTable):
     """Drop-in for `nn.Embedding`: rows of a tensor-train matrix.
 
-    tt: the chain, or a TTMSpec from which one is made with unit std, as `nn.Embedding` has.
-    padding_idx: its row is exactly zero and gets no gradient.
     Input: integer ids of any shape -> (..., embedding_dim). An id outside the table is an IdError.
-    Raises SpecError for a chain of another format or a padding_idx outside the table.
     """
 
     dense_type: type[nn.Module] = nn.Embedding
@@ -93,32 +95,19 @@ class TTMEmbedding(TTMTable):
     def like(cls, dense: Any, tt: TensorTrain) -> TTMEmbedding:
         return cls(tt, dense.padding_idx)
 
-    def __init__(
-        self,
-        tt: TensorTrain | TTMSpec,
-        padding_idx: int | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(tt, padding_idx, dtype, device)
-
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         cores, gates = list(self.tt.cores), self.tt.gates()
-        return ttm_lookup(ids, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
+        return ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
 
 
 class TTMEmbeddingBag(TTMTable):
     """Drop-in for `nn.EmbeddingBag`: sums or means over bags of rows of a tensor-train matrix.
 
-    tt: the chain, or a TTMSpec from which one is made with unit std, as `nn.EmbeddingBag` has.
-    mode: "sum" or "mean".
-    padding_idx: ids that count in no bag.
-    include_last_offset: whether the offsets end with the number of ids.
+    mode: "sum" or "mean"; another one is a ValueError. padding_idx: ids that count in no bag. include_last_offset:
+    whether the offsets end with the number of ids.
     Input as that of `nn.EmbeddingBag`: ids (bags, ids in a bag), or ids (all ids,) with offsets (bags,); for sums also
     per_sample_weights of the ids' shape -> (bags, embedding_dim), zeros for an empty bag. An id outside the table is an
     IdError, offsets or weights that do not fit the ids are a DataError.
-    Raises ValueError for another mode, SpecError for a chain of another format or a padding_idx outside the table.
     """
 
     dense_type: type[nn.Module] = nn.EmbeddingBag
@@ -137,15 +126,15 @@ class TTMEmbeddingBag(TTMTable):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(tt, padding_idx, dtype, device)
+        super().__init__(tt, padding_idx, dtype=dtype, device=device)
         if mode not in ("sum", "mean"):
             raise ValueError(f"expected mode 'sum' or 'mean', got {mode!r}: a maximum needs the dense rows")
         self.mode: Literal["sum", "mean"] = mode
         self.include_last_offset = include_last_offset
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         return ttm_bag(
-            ids,
+            input,
             offsets,
             self.spec,
             list(self.tt.cores),
@@ -164,10 +153,9 @@ class TTMEmbeddingBag(TTMTable):
 class TTMProjection(_TTMLayer):
     """Output head over a tensor-train matrix: logits = x Eᵀ + bias, usually sharing E with a TTMEmbedding.
 
-    Input (..., embedding_dim) -> logits (..., num_embeddings).
-    bias: True (zeros), False, or a Parameter of shape (num_embeddings,) to keep.
-    padding_idx: the zero row of the TTMEmbedding that shares the table: its logit is the bias alone.
-    Raises SpecError for a chain of another format, a bias of another shape or a padding_idx outside the table.
+    Input (..., embedding_dim) -> logits (..., num_embeddings). bias: True (zeros), False, or a Parameter of shape
+    (num_embeddings,) to keep; another shape is a SpecError. padding_idx: the zero row of the TTMEmbedding that shares
+    the table: its logit is the bias alone.
     """
 
     dense_type: type[nn.Module] = nn.Linear
@@ -182,7 +170,7 @@ class TTMProjection(_TTMLayer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(tt, padding_idx, dtype, device)
+        super().__init__(tt, padding_idx, dtype=dtype, device=device)
         self._add_bias(bias, self.spec.num_embeddings)
 
     @property
@@ -195,13 +183,12 @@ class TTMProjection(_TTMLayer):
         """Size of the output's last axis."""
         return self.spec.num_embeddings
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = ttm_linear(x, self.spec, self.tt.effective_cores(), self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        logits = ttm_linear(input, self.spec, self.tt.effective_cores(), self.bias)
         if self.padding_idx is not None:  # one column written in place: the logits are the widest tensor of a model
             logits[..., self.padding_idx] = self.bias[self.padding_idx] if self.bias is not None else 0.0
         return logits
 
     def extra_repr(self) -> str:
-        pad = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
-        bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}{pad}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}{self._padding_repr()}"

@@ -1,1 +1,3 @@
-"""How a compressed weight meets its input: plans, products, look-ups."""
+"""Differentiable operations on tensors, one a file, each with its formula on top. Import the files themselves."""
+
+__all__: list[str] = []

@@ -1,8 +1,8 @@
 """y = x W + bias for a tensor train in groups of cores: each group is merged first, then x absorbs one after another.
 
-Groups and the order in which their cores merge come from the plan (planner/groups.py). Two special cases: one group for
-the input cores and one for the output cores give the factors of (x A) B; a single group gives the dense weight. No
-group needs to end between input and output cores.
+Groups, and the order in which their cores merge, come from the plan (ops/planner/groups.py). Two special cases: one
+group for the input cores and one for the output cores give the factors of (x A) B; a single group gives the dense
+weight. No group needs to end between input and output cores.
 
     group  (R, M·N, S)     M its input modes, N its output modes, either may be empty
     input  T (R·M, M'·B) → Gᵀ T  (S, M'·B)      M' the input modes still to come: features first, the batch last

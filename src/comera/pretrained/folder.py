@@ -57,6 +57,16 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return read_folder(Path(folder), with_tensors=False)[0]
 
 
+def tensor_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type ("F32") of every tensor that model.safetensors stores, from its header; tied ones once.
+
+    Raises OSError or SafetensorError for a file that is missing, truncated or foreign.
+    """
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
+
+
 def read_folder(folder: Path, *, with_tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Manifest and tensors of a saved model, tied tensors under each of their names; from one open file."""
     path = folder / WEIGHTS

@@ -18,7 +18,7 @@ from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
 from comera.rank.optimizer_state import reset_state_, unwrap
-from comera.tt.spec import Spec, TTSpec
+from comera.tt.spec import Spec, TTMSpec, TTSpec
 
 
 def load_pretrained(
@@ -121,15 +121,12 @@ class _Placement:
 
 
 class _Plan:
-    """What loading will do to a model; `apply` changes it once everything else has been checked.
-
-    problems: what cannot be loaded at all. unmatched: what only the file or only the model holds.
-    """
+    """What loading will do to a model; `apply` changes it once everything else has been checked."""
 
     def __init__(self, model: nn.Module, stored: Mapping[str, Tensor], transient: set[str]) -> None:
         self.model, self.stored, self._transient = model, stored, transient
-        self.problems: list[str] = []
-        self.unmatched: list[str] = []
+        self.problems: list[str] = []  # what cannot be loaded at all
+        self.unmatched: list[str] = []  # what only the file or only the model holds
         self.placements: list[_Placement] = []
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._train_names = train_names(model)
@@ -230,15 +227,9 @@ class _Plan:
                 continue
             like = next((tt.cores[0] for tt in placement.held), None)
             like = placement.dense[0].get_parameter("weight") if like is None else like
-            tt = TensorTrain.from_tensors(
-                saved.spec,
-                cores,
-                gates,
-                init_std=saved.init_std,
-                threshold=saved.threshold,
-                dtype=like.dtype,
-                device="cpu" if like.is_meta else like.device,
-            )
+            constants = {"init_std": saved.init_std, "threshold": saved.threshold}
+            device = "cpu" if like.is_meta else like.device
+            tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=like.dtype, device=device)
             tt.requires_grad_(like.requires_grad)
             new |= dict.fromkeys(placement.dense, tt)
             for module, attribute in placement.holders:
@@ -278,11 +269,12 @@ def _misfit(layer: nn.Module, kind: str, spec: Spec) -> str | None:
     if reason:
         return f"a layer that can be converted (not this {type(layer).__name__}: {reason})"
     rows, cols = converter.shape(layer)
+    allowed: set[tuple[object, ...]]
     if converter.table is not None:
-        allowed = {(converter.table.__name__, "ttm", (rows, cols))}
+        allowed = {(converter.table.__name__, TTMSpec, (rows, cols))}
     else:
-        allowed = {("TTLinear", "tt", (rows, cols)), ("TTMProjection", "ttm", (cols, rows))}
-    if (kind, _format(spec), spec.shape) in allowed:
+        allowed = {("TTLinear", TTSpec, (rows, cols)), ("TTMProjection", TTMSpec, (cols, rows))}
+    if (kind, type(spec), spec.shape) in allowed:
         return None
     return f"a tensor train for a {type(layer).__name__} {rows} -> {cols}"
 
@@ -292,10 +284,6 @@ def _held_misfit(module: nn.Module, attribute: str, kind: str, spec: Spec) -> st
     held = getattr(module, attribute, None)
     if not isinstance(held, TensorTrain):
         return f"a layer that holds or can become a tensor train (not this {type(module).__name__})"
-    if type(module).__name__ == kind and _format(held.spec) == _format(spec) and held.spec.shape == spec.shape:
+    if (type(module).__name__, type(held.spec), held.spec.shape) == (kind, type(spec), spec.shape):
         return None
     return f"a tensor train for a {type(module).__name__} {held.spec.shape[0]} x {held.spec.shape[1]}"
-
-
-def _format(spec: Spec) -> str:
-    return "tt" if isinstance(spec, TTSpec) else "ttm"

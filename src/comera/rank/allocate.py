@@ -38,14 +38,12 @@ def allocate(
 ) -> list[tuple[int, ...]]:
     """Inner ranks of every tensor train whose total size, gates included, is at most `budget`.
 
-    Args:
-        specs: modes of each train.
-        importances: for each train and inner rank, the importances of the gates that may stay, ascending; dropping the
-            first m of them leaves rank len − m.
-        budget: parameters that all trains may store. No inner rank with a gate falls below 1 (or `multiple`); if even
-            these smallest ranks exceed the budget, they are returned.
-        multiple: ranks stay at multiples of it, or as they are.
-        rounding: no rank exceeds what its neighbors allow, r_k ≤ sizes · r_{k±1}, as SVD rounding leaves it.
+    No inner rank with a gate falls below 1 (or `multiple`); if even these smallest ranks exceed the budget, they are
+    returned.
+
+    importances: for each train and inner rank, those of the gates that may stay, ascending; dropping the first m of
+    them leaves rank len − m. multiple: ranks stay at multiples of it, or as they are. rounding: no rank exceeds what
+    its neighbors allow, r_k ≤ sizes · r_{k±1}, as SVD rounding leaves it.
     """
     costs = [[_costs(gates, multiple) for gates in train] for train in importances]
     by_order: dict[int, list[int]] = {}
@@ -112,9 +110,8 @@ class _Group:
             left_CR1, right_C1S = self.rank_KCR[k][:, :, None], self.rank_KCR[k + 1][:, None, :]
             size_C11 = inner_KC[k][:, None, None]
             self.cores.append(left_CR1 * size_C11 * right_C1S)
-            self.barred.append(
-                (left_CR1 > size_C11 * right_C1S) | (right_C1S > size_C11 * left_CR1) if rounding else None
-            )
+            barred_CRS = (left_CR1 > size_C11 * right_C1S) | (right_C1S > size_C11 * left_CR1)
+            self.barred.append(barred_CRS if rounding else None)
         if rounding and self.inner:
             self.cost_KCR[0][self.rank_KCR[0] > self.first_C[:, None]] = inf
             self.cost_KCR[-1][self.rank_KCR[-1] > self.last_C[:, None]] = inf
@@ -131,9 +128,7 @@ class _Group:
         came_from: list[Tensor] = []
         for core_CRS, barred, own_CS in zip(self.cores, self.barred, own_KCR[1:], strict=True):
             total_CRS = best_CR[:, :, None] + price * core_CRS
-            if barred is not None:
-                total_CRS = total_CRS.masked_fill(barred, inf)
-            found = total_CRS.min(1)
+            found = (total_CRS if barred is None else total_CRS.masked_fill(barred, inf)).min(1)
             came_from.append(found.indices)
             best_CR = found.values + own_CS
         place_C1 = (best_CR + price * self.last_C[:, None] * self.rank_KCR[-1]).argmin(1, keepdim=True)

@@ -22,7 +22,7 @@ from comera.rank.allocate import allocate
 from comera.rank.optimizer_state import reset_state_
 from comera.rank.report import RankReport, RankRow
 from comera.rank.size import spec_size
-from comera.rank.target import bytes_per_element, check_multiple, resolve_target, smallest_size
+from comera.rank.target import check_multiple, target_of
 from comera.tt.decompose import Decomposition, round_cores, singular_values
 from comera.tt.dense import absorb
 
@@ -83,13 +83,7 @@ def round_(
                 f"weights: expected finite values >= 0 for tensor trains ({', '.join(trains)}), got {name!r}: {weight}"
             )
     before = sum(spec_size(train.spec) for train in trains.values())
-    budget = resolve_target(
-        target,
-        size=before,
-        smallest=smallest_size(model, multiple=multiple),
-        bytes_per_element=bytes_per_element(model),
-        where="target",
-    )
+    budget = target_of(model, target, size=before, multiple=multiple, where="target")
     # Compute everything before changing anything, so that an error leaves model and optimizers as they were.
     with _one_thread():
         rounded = _round(trains, budget, weights, multiple) if before > budget else {}
@@ -117,10 +111,8 @@ def canonicalize_(trains: Iterable[TensorTrain], optimizers: Sequence[Optimizer]
         found = [(train, round_cores(train.spec, _effective_cores("a tensor train", train))) for train in trains]
     for train, canonical in found:
         unpruned = [int(mask.sum()) for mask in train.unpruned()]
-        gates = [
-            (torch.arange(rank) < count).double()
-            for rank, count in zip(canonical.spec.inner_ranks, unpruned, strict=True)
-        ]
+        ranks = zip(canonical.spec.inner_ranks, unpruned, strict=True)
+        gates = [(torch.arange(rank) < count).double() for rank, count in ranks]
         train.set_(canonical.spec, canonical.cores, gates)
     reset_state_([p for train, _ in found for p in train.parameters()], optimizers)
 

@@ -38,7 +38,7 @@ from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.step_rule import HookArgs, adjust_gradients_, parameters_of, run_before_step
-from comera.rank.target import bytes_per_element, resolve_target, smallest_size
+from comera.rank.target import target_of
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _ZERO_EVERY = 20  # steps between two rounds of zeroing gates: about as far as the importances look back
@@ -47,26 +47,18 @@ _HORIZON = 100  # steps over which the loss that the stages weigh is averaged: a
 
 @dataclass
 class _State:
-    """What a controller remembers from step to step; its fields are the keys of `state_dict`.
+    """What a controller remembers from step to step; its fields are the keys of `state_dict`."""
 
-    surrogate_0: Ŝ when adaptation began.
-    target_size, target_loss: S0 and L0; None in the early stage.
-    switch_size, switch_step: size and step count when the late stage started.
-    steps, epochs: counted so far.
-    best_held_out, evaluations_since: lowest held-out loss, and evaluations since then, for `LateStage.plateau`.
-    loss: mean of the last losses, as of saving.
-    """
-
-    surrogate_0: float | None = None
-    target_size: int | None = None
-    target_loss: float | None = None
-    switch_size: int = 0
+    surrogate_0: float | None = None  # Ŝ when adaptation began
+    target_size: int | None = None  # S0; None in the early stage
+    target_loss: float | None = None  # L0; None in the early stage
+    switch_size: int = 0  # when the late stage started
     switch_step: int = 0
     steps: int = 0
     epochs: int = 0
-    best_held_out: float | None = None
-    evaluations_since: int = 0
-    loss: float | None = None
+    best_held_out: float | None = None  # for LateStage.plateau
+    evaluations_since: int = 0  # that best one
+    loss: float | None = None  # mean of the last losses, as of saving
 
 
 class RankController:
@@ -115,10 +107,7 @@ class RankController:
     def __init__(
         self, model: nn.Module, early: EarlyStage = _EARLY, late: LateStage = _LATE, *, multiple: int = 1
     ) -> None:
-        self.model = model
-        self.early = early
-        self.late = late
-        self.multiple = multiple
+        self.model, self.early, self.late, self.multiple = model, early, late, multiple
         self.replayed = False
         self._trains = [train for _, train in named_trains(model)]
         self._cores = [core for train in self._trains for core in train.cores]
@@ -159,8 +148,9 @@ class RankController:
 
     def detach(self) -> None:
         """Release all optimizers; from now on they step without rank adaptation."""
-        for hook in [hook for hooks in self._hooks.values() for hook in hooks]:
-            hook.remove()
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
         self._hooks.clear()
 
     @property
@@ -204,7 +194,7 @@ class RankController:
         """After a step: start the late stage if it is due; by sensitivity, zero gates at intervals."""
         state = self._state
         measured = self._by_sensitivity()  # in this step; False if this step starts the stage
-        self._start_late_if(self.late.due(steps=state.steps))
+        self._start_late_if_due(steps=state.steps)
         passed = state.steps - state.switch_step
         if measured and passed and passed % _ZERO_EVERY == 0:
             self._zero_gates(passed)
@@ -219,7 +209,7 @@ class RankController:
     def epoch_ended(self) -> None:
         """Count an epoch, for `LateStage.start_epoch`."""
         self._state.epochs += 1
-        self._start_late_if(self.late.due(epochs=self._state.epochs))
+        self._start_late_if_due(epochs=self._state.epochs)
 
     def evaluated(self, held_out_loss: float) -> None:
         """Record a held-out loss, for `LateStage.plateau`."""
@@ -228,7 +218,7 @@ class RankController:
             state.best_held_out, state.evaluations_since = held_out_loss, 0
         else:
             state.evaluations_since += 1
-        self._start_late_if(self.late.due(evaluations=state.evaluations_since))
+        self._start_late_if_due(evaluations=state.evaluations_since)
 
     def start_late(self) -> None:
         """Start the late stage now, between two steps: fix S0 from the present size and L0 from the last losses.
@@ -247,13 +237,8 @@ class RankController:
                 "expected an early stage before the late one, but no loss was observed yet: "
                 "call observe(loss) in each step, and start_late() after the early stage"
             )
-        state.target_size = resolve_target(
-            self.late.target_size,
-            size=size,
-            smallest=smallest_size(self.model, multiple=self.multiple),
-            bytes_per_element=bytes_per_element(self.model),
-            where="LateStage.target_size",
-        )
+        target, where = self.late.target_size, "LateStage.target_size"
+        state.target_size = target_of(self.model, target, size=size, multiple=self.multiple, where=where)
         state.target_loss = self._mean_loss() if self.late.target_loss is None else self.late.target_loss
         state.switch_size, state.switch_step = size, state.steps
         if self.late.shrink == "sensitivity":
@@ -297,8 +282,8 @@ class RankController:
     def _mean_loss(self) -> float | None:
         return self._state.loss if self._loss is None else float(self._loss)
 
-    def _start_late_if(self, due: bool) -> None:
-        if due and self.stage == "early":
+    def _start_late_if_due(self, **counts: int) -> None:
+        if self.stage == "early" and self.late.due(**counts):
             self.start_late()
 
     def _current_tables(self) -> list[SizeTable]:

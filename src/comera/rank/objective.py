@@ -43,10 +43,14 @@ class EarlyStage:
     """β: weight of the squared norm of the cores, in both stages; it keeps them from growing while the gates shrink."""
 
     def __post_init__(self) -> None:
-        for name in ("size_weight", "ridge"):
-            value = getattr(self, name)
-            if not isfinite(value) or value < 0:
-                raise ConfigError(f"EarlyStage.{name} must be a finite number >= 0, got {value}: 0 turns it off")
+        _check_weights(self, "size_weight", "ridge", hint=": 0 turns it off")
+
+
+def _check_weights(stage: EarlyStage | LateStage, *names: str, hint: str = "") -> None:
+    for name in names:
+        value = getattr(stage, name)
+        if not isfinite(value) or value < 0:
+            raise ConfigError(f"{type(stage).__name__}.{name} must be a finite number >= 0, got {value}{hint}")
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,7 @@ class LateStage:
             )
         if self.target_loss is not None and not isfinite(self.target_loss):
             raise ConfigError(f"LateStage.target_loss must be a finite number, got {self.target_loss}")
-        for name in ("loss_weight", "size_weight"):
-            value = getattr(self, name)
-            if not isfinite(value) or value < 0:
-                raise ConfigError(f"LateStage.{name} must be a finite number >= 0, got {value}")
+        _check_weights(self, "loss_weight", "size_weight")
         if self.shrink not in ("sensitivity", "surrogate"):
             raise ConfigError(f"LateStage.shrink must be 'sensitivity' or 'surrogate', got {self.shrink!r}")
         if self.steps is not None and self.steps < 0:
@@ -130,7 +131,7 @@ class LateStage:
     @property
     def starts(self) -> bool:
         """Whether the stage starts by itself, without a call."""
-        return not (self.start_step is None and self.start_epoch is None and self.plateau is None)
+        return (self.start_step, self.start_epoch, self.plateau) != (None, None, None)
 
     def due(self, *, steps: int = 0, epochs: int = 0, evaluations: int = 0) -> bool:
         """Whether the stage starts after this many steps, epochs, or evaluations without a new lowest loss."""

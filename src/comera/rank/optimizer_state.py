@@ -24,13 +24,11 @@ def state_tensors(parameter: Tensor, optimizers: Iterable[Optimizer]) -> Iterato
     """State tensors of `parameter` that are not scalars, as (state, key, tensor), in all optimizers."""
     for optimizer in map(unwrap, optimizers):
         state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim:
-                yield state, key, value
+        yield from ((state, key, value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim)
 
 
 def cut_state(
-    optimizers: Sequence[Optimizer], cuts: Mapping[Tensor, Cut], name_of: Callable[[Tensor], str]
+    optimizers: Sequence[Optimizer], cuts: Mapping[Tensor, Cut], names: Mapping[Tensor, str]
 ) -> list[tuple[dict[str, Any], str, Tensor]]:
     """State entries to replace, as (state, key, new tensor), when each parameter in `cuts` is cut; changes nothing.
 
@@ -43,7 +41,7 @@ def cut_state(
                 if value.shape != parameter.shape:
                     raise RankError(
                         f"{type(unwrap(optimizer)).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
-                        f"{name_of(parameter)!r} of shape {tuple(parameter.shape)}, so it cannot be cut with it: prune "
+                        f"{names[parameter]!r} of shape {tuple(parameter.shape)}, so it cannot be cut with it: prune "
                         "with an optimizer whose state has the shapes of its parameters (AdamW, SGD, Adagrad), or "
                         "without passing this one and then create it anew (nothing was pruned)"
                     )

@@ -10,7 +10,8 @@ weight: all of its inner ranks become 0, its cores become empty, and the layer b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -32,41 +33,20 @@ def prune_(model: nn.Module, optimizers: Sequence[Optimizer] = (), *, multiple: 
     counters rise: whatever holds copies of shapes or storage (a DistributedDataParallel wrapper, a captured CUDA graph)
     must be created anew.
 
-    Args:
-        model: a model with or without tensor trains.
-        optimizers: all that hold parameters of the model. State tensors of a parameter's shape are cut with it; scalar
-            state stays.
-        multiple: keep ranks at multiples of it (8 or 16 suit tensor cores) by keeping the largest pruned gates too.
-
-    Returns:
-        The ranks before and after; printable.
-
-    Raises:
-        RankError: NaN or infinite gates, optimizer state of a shape that cannot be cut (factored moments), or a
-            multiple below 1. Nothing has changed then.
-
-    Example:
-        >>> import torch, comera
-        >>> from comera.rank import prune_
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
-        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=8)))
-        >>> with torch.no_grad():
-        ...     _ = model[0].tt.rank_params[1][2:].zero_()
-        >>> print(prune_(model))
-        0.tt  8-8-8 -> 8-2-8
-        1 of 1 tensor trains pruned: 1,176 -> 402 parameters (34.2%)
+    optimizers: all that hold parameters of the model. State tensors of a parameter's shape are cut with it; scalar
+    state stays. multiple: keep ranks at multiples of it (8 or 16 suit tensor cores) by keeping the largest pruned gates
+    too. Raises RankError, with nothing changed, for NaN or infinite gates, optimizer state of a shape that cannot be
+    cut (factored moments), or a multiple below 1.
     """
     check_multiple(multiple)
     plans = [_PrunePlan(name, train, multiple) for name, train in named_trains(model)]
     changed = [plan for plan in plans if plan.spec != plan.train.spec]
     cuts = {parameter: cut for plan in changed for parameter, cut in plan.cuts.items()}
-    names: dict[Tensor, str] = {
-        p: f"{plan.name}.{name}" for plan in changed for name, p in plan.train.named_parameters()
-    }
+    names: dict[Tensor, str] = {p: f"{plan.name}.{key}" for plan in changed for key, p in plan.train.named_parameters()}
     # Compute everything before changing anything, so that an error leaves model and optimizers as they were.
     values = {parameter: cut(parameter) for parameter, cut in cuts.items()}
     grads = {parameter: cut(parameter.grad) for parameter, cut in cuts.items() if parameter.grad is not None}
-    states = cut_state(optimizers, cuts, names.__getitem__)
+    states = cut_state(optimizers, cuts, names)
 
     report = RankReport(
         "pruned",
@@ -102,22 +82,15 @@ class _PrunePlan:
         self.spec = train.spec.with_ranks((1, *(len(kept) for kept in keep), 1))
         boundary = train.cores[0].new_zeros(1, dtype=torch.long)
         sides = pairwise([boundary, *keep, boundary])
-        self.cuts: dict[Tensor, Cut] = {
-            core: _core_cut(left, right) for core, (left, right) in zip(train.cores, sides, strict=True)
-        }
-        self.cuts.update({d: _gate_cut(kept) for d, kept in zip(train.rank_params, keep, strict=True)})
+        self.cuts: dict[Tensor, Cut] = dict(zip(train.cores, starmap(_core_cut, sides), strict=True))
+        self.cuts |= {d: itemgetter(kept) for d, kept in zip(train.rank_params, keep, strict=True)}
 
 
 def _kept(d: Tensor, unpruned: Tensor, multiple: int) -> Tensor:
     """Indices of the unpruned gates and of the largest others, up to a multiple; none if all are pruned."""
-    count = int(unpruned.sum())
-    count = min(len(d), -(-count // multiple) * multiple)
+    count = min(len(d), -(-int(unpruned.sum()) // multiple) * multiple)
     return torch.where(unpruned, torch.inf, d).argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _core_cut(left: Tensor, right: Tensor) -> Cut:
     return lambda core_RNS: core_RNS.index_select(0, left).index_select(-1, right)
-
-
-def _gate_cut(kept: Tensor) -> Cut:
-    return lambda d: d.index_select(0, kept)

@@ -11,8 +11,8 @@ from typing import Literal
 class RankRow:
     """One tensor train: its qualified name and its inner ranks before and after.
 
-    error: relative Frobenius error that rounding made in the weight, padding included, measured in float64 before the
-        cast to the train's dtype; None after pruning, which leaves the function as it is.
+    error: relative Frobenius error that rounding made in the weight, padding included, in float64 before the cast to
+    the train's dtype; None after pruning, which leaves the function as it is.
     """
 
     name: str

@@ -49,13 +49,11 @@ def _core_size(spec: Spec, inner_ranks: Sequence[int]) -> int:
 
 
 class SizeTable:
-    """Index tables over several tensor trains, so that Ŝ and ∂Ŝ/∂d of a whole model take a handful of operations.
+    """Index tables over tensor trains of one device, dtype and threshold (`size_tables` groups those of a model), so
+    that Ŝ and ∂Ŝ/∂d of a whole model take a handful of operations.
 
     Building the table copies a few indices to the device; `size`, `surrogate` and `surrogate_grads` never synchronize.
     A table holds for the ranks of the moment: build a new one when `fits` returns False.
-
-    Args:
-        trains: tensor trains of one device, dtype and threshold (`size_tables` groups those of a model).
 
     Shapes: C cores, K gate vectors (one per inner rank), E gates of all vectors concatenated, R largest inner rank.
     """
@@ -80,15 +78,10 @@ class SizeTable:
         self._end = like.new_zeros(1)
         self._one = torch.ones(1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         self._sizes_C = self._one.new_tensor([size for spec in specs for size in spec.sizes])
-        self._left_C, self._right_C, self._core_before_K, self._core_after_K = (
-            torch.tensor(index, dtype=torch.long, device=like.device)
-            for index in (
-                [left for left, _ in ends],
-                [right for _, right in ends],
-                [core for core, (_, right) in enumerate(ends) if right >= 0],
-                [core for core, (left, _) in enumerate(ends) if left >= 0],
-            )
-        )
+        left_C, right_C = torch.tensor(ends, dtype=torch.long).T.contiguous()
+        self._left_C, self._right_C = left_C.to(like.device), right_C.to(like.device)
+        self._core_before_K = (right_C >= 0).nonzero().flatten().to(like.device)
+        self._core_after_K = (left_C >= 0).nonzero().flatten().to(like.device)
         self._padded_KR = padded_KR.to(like.device)
         self._vector_E = torch.repeat_interleave(ranks_K).to(like.device)
 
@@ -140,9 +133,8 @@ def size_tables(trains: Iterable[TensorTrain]) -> list[SizeTable]:
 class ModelSize:
     """Parameters that a model stores, beside those of its dense original. Printing it gives one line.
 
-    total: all parameters, tied ones once. tensorized: those of them in tensor trains (cores and gates).
-    dense_total, dense_tensorized: the same with every tensor train replaced by the dense weight that it represents;
-        biases are not part of a tensor train.
+    total: all parameters, tied ones once. tensorized: those of them in tensor trains (cores and gates; no biases).
+    dense_total, dense_tensorized: the same with every tensor train replaced by the dense weight that it represents.
     bytes: storage of all parameters, in their own dtypes.
     """
 
@@ -194,21 +186,15 @@ def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize
     trains = [train for _, train in named_trains(model)]
     total = sum(p.numel() for p in parameters)
     tensorized = sum(p.numel() for p in {p for train in trains for p in train.parameters()})
+    others = total - tensorized
     if dense_total is None:
-        dense_total = total - tensorized + sum(train.spec.dense_numel for train in trains)
-    return ModelSize(
-        total=total,
-        tensorized=tensorized,
-        dense_total=dense_total,
-        dense_tensorized=dense_total - (total - tensorized),
-        bytes=sum(p.numel() * p.element_size() for p in parameters),
-    )
+        dense_total = others + sum(train.spec.dense_numel for train in trains)
+    stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    return ModelSize(total, tensorized, dense_total, dense_total - others, stored_bytes)
 
 
 def _ratio(dense: int, stored: int) -> float:
-    if stored:
-        return dense / stored
-    return float("inf") if dense else 1.0
+    return dense / stored if stored else float("inf") if dense else 1.0
 
 
 def _representative(train: TensorTrain) -> Tensor:

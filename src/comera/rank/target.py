@@ -25,31 +25,27 @@ def smallest_size(model: nn.Module, *, multiple: int = 1) -> int:
     )
 
 
-def bytes_per_element(model: nn.Module) -> float:
-    """Mean bytes per parameter stored in the model's tensor trains; 0 if they store nothing."""
-    parameters = [p for _, train in named_trains(model) for p in train.parameters()]
-    return sum(p.numel() * p.element_size() for p in parameters) / max(1, sum(p.numel() for p in parameters))
-
-
 def check_multiple(multiple: int) -> None:
     """Raise RankError unless ranks can be kept at multiples of it."""
     if multiple < 1:
         raise RankError(f"multiple: expected ranks at multiples of 1 or more, got {multiple}")
 
 
+def target_of(model: nn.Module, target: float | int | str, *, size: int, multiple: int, where: str) -> int:
+    """`resolve_target` for the tensor trains of a model, of which `size` parameters count as stored now."""
+    parameters = [p for _, train in named_trains(model) for p in train.parameters()]
+    stored = sum(p.numel() * p.element_size() for p in parameters)
+    mean = stored / max(1, sum(p.numel() for p in parameters))
+    smallest = smallest_size(model, multiple=multiple)
+    return resolve_target(target, size=size, smallest=smallest, bytes_per_element=mean, where=where)
+
+
 def resolve_target(target: float | int | str, *, size: int, smallest: int, bytes_per_element: float, where: str) -> int:
     """The target as a number of stored parameters.
 
-    Args:
-        target: a float in (0, 1], the fraction of `size` to keep; an integer number of parameters; or a string such as
-            "1.5MB" (1 MB = 2^20 bytes).
-        size: parameters stored now.
-        smallest: fewest parameters that can be reached.
-        bytes_per_element: mean storage of a parameter, which converts bytes.
-        where: name of the target, for the error message.
-
-    Raises:
-        RankError: anything else, or a target above `size` or below `smallest`.
+    target: a float in (0, 1], the fraction of `size` to keep; an integer number of parameters; or a string such as
+    "1.5MB" (1 MB = 2^20 bytes). size, smallest: parameters stored now, and the fewest that can be reached. where: name
+    of the target, for the error message. Raises RankError for anything else, or a target out of these bounds.
     """
     if isinstance(target, str):
         found = _BYTES.fullmatch(target)

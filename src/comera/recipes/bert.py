@@ -1,25 +1,19 @@
 """The transformer of the recipes code-lm and mnli: a stock Hugging Face BERT with post-norm encoders, GELU and learned
 positions; its sizes, its formats, and how to rebuild it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import BertConfig
 
 from comera.convert import TT, TTM
 from comera.errors import CheckpointError, ConfigError
-from comera.pretrained import WEIGHTS, read_manifest
+from comera.pretrained import read_manifest, tensor_headers
 from comera.recipes.interface import Architecture
-
-__all__ = ["BertFormats", "ModelConfig", "bert_architecture", "check_length", "example_ids", "stored_rows"]
 
 _ROWS, _TOKENS = 4, 64  # of an example batch
 
@@ -101,15 +95,18 @@ def check_length(field: str, length: int, model: ModelConfig) -> None:
 def bert_architecture(
     model_class: Any, build: Callable[[], nn.Module], inputs: dict[str, Tensor], model: ModelConfig, **sizes: int
 ) -> Architecture:
-    """How to rebuild a BERT.
-
-    model_class: of transformers, for the dense model. build: makes the method's model. inputs: an example batch (B, T)
-    by argument of forward; both dimensions are dynamic. sizes: those that the data decides.
-    """
+    """How to rebuild a BERT. model_class: of transformers, for the dense model. build: makes the method's model.
+    inputs: an example batch (B, T) by argument of forward; both dimensions are dynamic. sizes: those that the data
+    decides."""
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=model.max_positions)
     dynamic = {name: {0: batch, 1: length} for name in inputs}
     about = {**sizes, "model": asdict(model)}
-    return Architecture(build, partial(_from_config, model_class), inputs, dynamic, about)
+
+    def dense(folder: Path) -> nn.Module:
+        model: nn.Module = model_class(model_class.config_class.from_pretrained(folder))
+        return model
+
+    return Architecture(build, dense, inputs, dynamic, about)
 
 
 def example_ids(vocab_size: int, longest: int) -> Tensor:
@@ -123,13 +120,6 @@ def stored_rows(checkpoint: Path, layer: str) -> int:
         if f"{layer}.tt" in entry["names"]:
             return int(entry["spec"]["num_embeddings"])
     try:
-        with safe_open(checkpoint / WEIGHTS, framework="pt") as file:
-            return int(file.get_slice(f"{layer}.weight").get_shape()[0])
-    except SafetensorError as error:
+        return tensor_headers(checkpoint)[f"{layer}.weight"][0][0]
+    except KeyError as error:
         raise CheckpointError(f"{checkpoint}: expected the weight of {layer}, found none ({error})") from error
-
-
-def _from_config(model_class: Any, folder: Path) -> nn.Module:
-    """A new model of transformers, as described by the config.json of a folder."""
-    model: nn.Module = model_class(model_class.config_class.from_pretrained(folder))
-    return model

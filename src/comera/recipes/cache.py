@@ -1,7 +1,5 @@
 """Prepared data, made once and reused: a cache folder that exists is complete."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -31,13 +29,11 @@ def settings_digest(settings: list[object]) -> str:
 
 
 def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path], object]) -> T:
-    """Return `load(folder)`; if the folder is missing or damaged, `write` makes it first.
-
-    One process writes while the others wait. It writes to a folder beside, flushes to disk and renames, so a killed
-    process leaves nothing that looks complete, and an error leaves nothing at all.
-    Raises ConfigError for a cache that is not a writable folder, and whatever `write` raises. A DataError of `load`
-    passes through: the folder is sound, but these settings cannot use it.
-    """
+    """Return `load(folder)`; if the folder is missing or damaged, `write` makes it first. One process writes while the
+    others wait. It writes to a folder beside, flushes to disk and renames, so a killed process leaves nothing that
+    looks complete, and an error leaves nothing at all. Raises ConfigError for a cache that is not a writable folder,
+    and whatever `write` raises. A DataError of `load` passes through: the folder is sound, but these settings cannot
+    use it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.with_name(f"{folder.name}.lock")).acquire()

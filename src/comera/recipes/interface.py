@@ -1,7 +1,5 @@
 """What a recipe's module offers to the command line, to export and to reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,17 +13,12 @@ from comera.recipes.registry import RECIPES
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
 
-__all__ = ["Architecture", "Recipe", "load_recipe"]
-
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to rebuild a recipe's model.
-
-    build: makes the method's model. dense: makes the original, dense model, as described by the config.json of a folder
-    if there is one. inputs: an example batch by argument of forward. dynamic: its dynamic shapes, for torch.export.
-    about: sizes of the model, JSON-ready.
-    """
+    """How to rebuild a recipe's model. build: makes the method's model. dense: makes the original, dense model, as
+    described by the config.json of a folder if there is one. inputs: an example batch by argument of forward. dynamic:
+    its dynamic shapes, for torch.export. about: sizes of the model, JSON-ready."""
 
     build: Callable[[], nn.Module]
     dense: Callable[[Path], nn.Module]
@@ -35,11 +28,9 @@ class Architecture:
 
 
 class Recipe(Protocol):
-    """The functions of a recipe's module.
-
-    config: a frozen dataclass whose fields are the command-line options, and the text under each field its help. It has
-    the fields `method` and `out` and the property `folder`, where the runs go.
-    """
+    """The functions of a recipe's module. config: a frozen dataclass whose fields are the command-line options, and the
+    text under each field its help. It has the fields `method` and `out` and the property `folder`, where the runs
+    go."""
 
     def preset(self, method: Method = "comera") -> Any:
         """The default configuration for a method. Further parameters are fields that choose among presets."""

@@ -1,17 +1,17 @@
 """A progress bar for preparing data and scoring rows."""
 
-from __future__ import annotations
-
 import sys
+from contextlib import ExitStack
 
 from rich import progress as rich
 from rich.console import Console
 
 
-class Progress:
+class Progress(ExitStack):
     """A context manager that shows a progress bar on stderr; silent if `quiet`, or if stderr is no terminal."""
 
     def __init__(self, quiet: bool) -> None:
+        super().__init__()
         columns = (
             rich.TextColumn("{task.description}"),
             rich.BarColumn(),
@@ -20,7 +20,8 @@ class Progress:
             rich.TextColumn("{task.fields[note]}"),
         )
         live = sys.stderr.isatty() and not quiet
-        self._bar = rich.Progress(*columns, console=Console(stderr=True), transient=True, disable=not live)
+        bar = rich.Progress(*columns, console=Console(stderr=True), transient=True, disable=not live)
+        self._bar = self.enter_context(bar)
 
     def start(self, what: str, total: int | None, unit: str = "") -> None:
         """Begin a new bar in place of the last one; total: None if unknown; unit: of the count in `to`."""
@@ -35,10 +36,3 @@ class Progress:
     def add(self, amount: int = 1) -> None:
         """Move the bar forward; any thread may call this."""
         self._bar.advance(self._task, amount)
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()

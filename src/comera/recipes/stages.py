@@ -7,12 +7,8 @@
 
 Batches depend on the seed and on their place in one sequence, in which each late stage continues after the early one:
 the dense baseline sees exactly the batches of the early stage and of a late one.
-
 If late stages follow, the early stage holds its learning rates after the warm-up, and they decay in each late stage:
-pruned ranks recover at full rates only, and rates that have decayed twice waste the steps in between (docs/LOG.md).
-"""
-
-from __future__ import annotations
+pruned ranks recover at full rates only, and rates that have decayed twice waste the steps in between (docs/log.md)."""
 
 import sys
 from collections.abc import Callable
@@ -32,31 +28,21 @@ from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
 from comera.trainer.task import Task
 
-__all__ = ["StagedConfig", "check_stages", "fit_stages", "is_main", "log", "refuse_existing", "resolved", "runs"]
-
 
 class StagedConfig(Protocol):
-    """What the stages read of a recipe's configuration, a dataclass."""
+    """What the stages read of a recipe's configuration, a dataclass: settings of the early stage in `train`, target
+    sizes as fractions of the size at its end, passes over the training data in each late stage, folder of all runs."""
 
     @property
-    def method(self) -> Method:
-        """Only comera trains in stages; other methods train in one run."""
-
+    def method(self) -> Method: ...
     @property
-    def late_targets(self) -> tuple[float, ...]:
-        """Sizes to reach, as fractions of the size at the end of the early stage."""
-
+    def late_targets(self) -> tuple[float, ...]: ...
     @property
-    def late_epochs(self) -> float:
-        """Passes over the training data in each late stage."""
-
+    def late_epochs(self) -> float: ...
     @property
-    def train(self) -> TrainConfig:
-        """Settings of the early stage."""
-
+    def train(self) -> TrainConfig: ...
     @property
-    def folder(self) -> Path:
-        """The folder of all runs."""
+    def folder(self) -> Path: ...
 
 
 T = TypeVar("T", bound=Task)
@@ -118,12 +104,10 @@ def fit_stages(
     resume: bool,
     finish: Callable[[Summary, T, Path], Summary] = lambda summary, task, folder: summary,
 ) -> Summary:
-    """Train the runs of `config`; returns the summary of the last run that was started.
-
-    make_task: makes the task of a run, from the number of steps that other runs trained before it. resume: keep
-    finished runs and continue an interrupted one. finish: called after each run.
-    An interruption ends the current run and skips the rest. Raises what `fit` raises.
-    """
+    """Train the runs of `config`; returns the summary of the last run that was started. make_task: makes the task of a
+    run, from the number of steps that other runs trained before it. resume: keep finished runs and continue an
+    interrupted one. finish: called after each run. An interruption ends the current run and skips the rest. Raises what
+    `fit` raises."""
     folders, main, settings = runs(config), is_main(config.train), resolved(config)
     task = make_task(0)  # before anything is written: it may fail
     if config.method != "comera":
@@ -133,7 +117,8 @@ def fit_stages(
         config.folder.mkdir(parents=True, exist_ok=True)
         replace_file(config.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     log(main, task.name, f"early stage, in {folders['early']}")
-    early = fit(task, _early(config), folders["early"], resume=resume, resolved=settings)
+    train = replace(config.train, schedule="constant") if config.late_targets else config.train
+    early = fit(task, train, folders["early"], resume=resume, resolved=settings)
     summary = finish(early, task, folders["early"])
     for target in config.late_targets:
         if not summary.finished:
@@ -147,25 +132,17 @@ def fit_stages(
     return summary
 
 
-def _early(config: StagedConfig) -> TrainConfig:
-    """Settings of the early stage."""
-    return replace(config.train, schedule="constant") if config.late_targets else config.train
-
-
 def _late(config: StagedConfig, target: float, epoch: int | None) -> TrainConfig:
     """Settings of a late stage; epoch: steps per epoch."""
     train = replace(config.train, epochs=config.late_epochs)
-    steps = train.late.steps
-    if steps is None:  # the size shrinks during the first half
-        steps = (train.bound(epoch) or 0) // 2
+    half = (train.bound(epoch) or 0) // 2  # the size shrinks during the first half
+    steps = half if train.late.steps is None else train.late.steps
     return replace(train, late=replace(train.late, target_size=target, steps=steps))
 
 
 def _dense(config: StagedConfig, epoch: int | None) -> TrainConfig:
     """Settings of a baseline: in steps, so that it sees exactly what the early stage and a late one see together."""
-    early, late = (
-        replace(config.train, epochs=epochs).bound(epoch) for epochs in (config.train.epochs, config.late_epochs)
-    )
+    early, late = config.train.bound(epoch), replace(config.train, epochs=config.late_epochs).bound(epoch)
     if early is None or late is None or not config.late_targets:
         return config.train
     return replace(config.train, steps=early + late, epochs=None)

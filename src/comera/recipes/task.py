@@ -1,25 +1,23 @@
-"""What the tasks of all recipes share: the sequence of batches, and what decides what a run learns."""
+"""What the recipes share: tasks with a sequence of batches and all that decides what a run learns, and estimates."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from accelerate import PartialState
-from torch import nn
+from torch import Tensor, nn
 
-from comera.baselines import Applied, Conversion
+from comera.baselines import METHODS, Applied, Conversion, Method, installed
+from comera.trainer.memory import MemoryEstimate
+from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.task import Batch, Task
-
-__all__ = ["RecipeTask", "follow"]
 
 
 class RecipeTask(Task):
-    """A task for `comera.trainer.loop.fit`, from a recipe's configuration, its prepared data and its model.
-
-    config: with the fields `method`, `train`, `model`, `compress`. report: of the model's conversion. first: steps that
-    earlier runs trained. Keyword arguments: further entries of the identity, by dotted name.
-    """
+    """A task for `comera.trainer.loop.fit`, from a recipe's configuration, its prepared data and its model. config:
+    with the fields `method`, `train`, `model`, `compress`. report: of the model's conversion. first: steps that earlier
+    runs trained. Keyword arguments: further entries of the identity, by dotted name."""
 
     def __init__(
         self, config: Any, data: Any, model: nn.Module, report: Conversion, first: int = 0, **identity: Any
@@ -52,3 +50,17 @@ def follow(task: Any, report: Conversion) -> None:
     task.dense_total = report.dense_total if report else None
     if isinstance(report, Applied):
         task.optimizer, task.after_step = report.optimizer, report.after_step
+
+
+def estimates_by_method(
+    build: Callable[[Method], tuple[nn.Module, Conversion, Callable[[], Tensor]]],
+) -> dict[str, MemoryEstimate]:
+    """Memory and FLOPs of a training step for every installed method. build: makes a method's model, the report of its
+    conversion, and a closure that returns the loss; it is called on the meta device."""
+    estimates: dict[str, MemoryEstimate] = {}
+    for method in filter(installed, METHODS):
+        with torch.device("meta"):
+            model, report, loss = build(method)
+            estimate = report.estimate(model, loss) if isinstance(report, Applied) else estimate_step(model, loss)
+        estimates[method] = estimate
+    return estimates

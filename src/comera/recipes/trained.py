@@ -1,9 +1,6 @@
 """Rebuilds a trained model from a run's folder, without its data and its optimizer.
 
-The run's config.yaml and the checkpoint hold everything that the recipe's model needs.
-"""
-
-from __future__ import annotations
+The run's config.yaml and the checkpoint hold everything that the recipe's model needs."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -20,16 +17,11 @@ from comera.recipes.interface import Architecture, load_recipe
 from comera.recipes.registry import RECIPES
 from comera.trainer.checkpoint import checkpoints, find_checkpoint
 
-__all__ = ["Trained", "open_trained"]
-
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's trained model, in evaluation mode on the CPU.
-
-    recipe: its name. config: the recipe's configuration. identity: what a resumed run must match, including the name of
-    the prepared data.
-    """
+    """A run's trained model, in evaluation mode on the CPU. recipe: its name. config: the recipe's configuration.
+    identity: what a resumed run must match, including the name of the prepared data."""
 
     recipe: str
     config: Any
@@ -40,12 +32,9 @@ class Trained:
 
 
 def open_trained(path: Path, read_config: Callable[[str, Path], Any]) -> Trained:
-    """The model of a run (its last checkpoint) or of one of its checkpoints.
-
-    path: folder of the run or of the checkpoint. read_config: (recipe's name, config.yaml) -> the recipe's
-    configuration.
-    Raises CheckpointError for any other folder, and for an unfinished or truncated checkpoint.
-    """
+    """The model of a run (its last checkpoint) or of one of its checkpoints. path: folder of the run or of the
+    checkpoint. read_config: (recipe's name, config.yaml) -> the recipe's configuration. Raises CheckpointError for any
+    other folder, and for an unfinished or truncated checkpoint."""
     checkpoint = _find(Path(path))
     file = checkpoint.parents[1] / "config.yaml"
     if not file.is_file():
@@ -70,7 +59,6 @@ def open_trained(path: Path, read_config: Callable[[str, Path], Any]) -> Trained
 
 
 def _find(path: Path) -> Path:
-    """The checkpoint that a path means."""
     path = path.expanduser().resolve()
     if (path / "trainer.json").is_file() or (path / WEIGHTS).is_file():
         if path in checkpoints(path.parent.parent):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import safe_open
-
 from comera.errors import CheckpointError
 from comera.ops.planner.plan import plan_linear, plan_lookup, plan_projection
-from comera.pretrained import MANIFEST, WEIGHTS, read_manifest
+from comera.pretrained import MANIFEST, WEIGHTS, read_manifest, tensor_headers
 from comera.report.layers import modes_of
 from comera.report.run import RunData, read_run
 from comera.report.tables import Table, count, duration, join_ranks, megabytes, number, times
@@ -157,12 +155,8 @@ def _flops(kind: str, spec: Spec) -> tuple[float, float]:
 
 def _tensors(folder: Path) -> dict[str, _Tensor]:
     """Shapes of the floating-point tensors, from the file's header."""
-    tensors = {}
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        keys: Iterable[str] = file.keys()
-        for key in keys:
-            header = file.get_slice(key)
-            shape, itemsize = tuple(header.get_shape()), _BYTES.get(header.get_dtype())
-            if itemsize is not None:
-                tensors[key] = _Tensor(shape, prod(shape), prod(shape) * itemsize)
-    return tensors
+    return {
+        key: _Tensor(shape, prod(shape), prod(shape) * _BYTES[dtype])
+        for key, (shape, dtype) in tensor_headers(folder).items()
+        if dtype in _BYTES
+    }

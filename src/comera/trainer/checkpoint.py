@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConfigError, RankError
 from comera.files import flush
-from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
+from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
 from comera.rank.controller import RankController
 from comera.trainer.config import upgrade_names
 
@@ -285,8 +285,7 @@ def _read_tensors(folder: Path, other_shapes: Mapping[str, Sequence[int]]) -> di
     """The optimizer's tensors, checked against the model beside them; other_shapes: as saved with them."""
     try:
         tensors = load_file(folder / _STATE_FILE)
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: shape for name, (shape, _) in tensor_headers(folder).items()}
     except (OSError, SafetensorError) as error:
         raise _broken(folder, "whole safetensors files", str(error)) from error
     for entry, value in tensors.items():

@@ -33,11 +33,7 @@ _ROUNDING = 1e-12  # relative norm of the singular values that float64 leaves wh
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Cores of a weight.
-
-    spec: the format, with the ranks that were found. cores: tensors of `spec.core_shapes`.
-    error: relative Frobenius error of the dense weight.
-    """
+    """Cores of `spec.core_shapes`, with the ranks that were found, and the relative Frobenius error of the weight."""
 
     spec: Spec
     cores: list[Tensor]
@@ -46,34 +42,20 @@ class Decomposition:
 
 @torch.no_grad()
 def tt_svd(weight: Tensor, spec: Spec, *, rel_error: float | None = None) -> Decomposition:
-    """Decompose a dense weight into cores, by TT-SVD.
+    """Decompose a dense weight into cores, by TT-SVD (algorithm 1; docs/method.md §1).
 
-    The error is at most sqrt(order−1) times that of the best cores of the same ranks.
+    The error is at most sqrt(order−1) times that of the best cores of the same ranks. It is measured after the cast to
+    the weight's dtype (0 for a weight of zeros).
 
-    Args:
-        weight: (rows, columns) of `spec.shape`, any floating-point dtype.
-        spec: modes, and caps for the ranks.
-        rel_error: relative Frobenius error to allow, in [0, 1): ranks become as small as it permits. The caps still
-            hold. Default: ranks as large as the caps.
+    weight: (rows, columns) of `spec.shape`, floating-point. spec: modes, and caps for the ranks. rel_error: relative
+    Frobenius error to allow, in [0, 1), with ranks as small as it permits; by default ranks are as large as the caps.
+    Raises SpecError for another shape, a dtype that is not floating-point, NaN or infinity.
 
-    Returns:
-        Cores in the weight's dtype, the spec with their ranks, and the measured relative error, which includes the cast
-        to that dtype (0 for a weight of zeros).
-
-    Raises:
-        SpecError: another shape, a dtype that is not floating-point, NaN or infinity.
-
-    Example:
-        >>> import torch
-        >>> from comera.tt import materialize, tt_spec
+        >>> from comera.tt import tt_spec
         >>> weight = torch.outer(torch.arange(1.0, 25.0), torch.ones(36))
         >>> found = tt_svd(weight, tt_spec(24, 36, order=4, rank=8), rel_error=0.01)
-        >>> print(found.spec)
-        TT 6·4 / 6·6 ranks 2-1-1
-        >>> found.error < 1e-6, torch.allclose(materialize(found.spec, found.cores), weight, rtol=1e-4)
-        (True, True)
-
-    Source: Oseledets 2011, algorithm 1; docs/method.md §1.
+        >>> print(found.spec, found.error < 1e-6)
+        TT 6·4 / 6·6 ranks 2-1-1 True
     """
     if tuple(weight.shape) != spec.shape:
         raise SpecError(f"expected a weight of shape {spec.shape} for {spec}, got {tuple(weight.shape)}")
@@ -101,29 +83,19 @@ def round_cores(
     ranks: int | Sequence[int] | None = None,
     rel_error: float | None = None,
 ) -> Decomposition:
-    """Compress cores to smaller ranks or to a given error; the dense weight is never formed.
+    """Compress cores to smaller ranks or to a given error (algorithm 2); the dense weight is never formed.
 
-    Args:
-        spec: format of the cores.
-        cores: `order` tensors of `spec.core_shapes` that have absorbed the gates.
-        ranks: caps, one integer or all order+1. Default: those of `spec`.
-        rel_error: relative Frobenius error to allow, in [0, 1).
+    The error is that of the truncation, padding included, before the cast to the dtype of the first core.
 
-    Returns:
-        Cores in the dtype of the first one, the spec with their ranks, and the relative error of the truncation,
-        padding included, before the cast to that dtype.
-
-    Raises:
-        SpecError: other shapes, ranks that do not fit the modes, NaN or infinity.
-
-    Source: Oseledets 2011, algorithm 2; docs/method.md §1.
+    cores: `order` tensors of `spec.core_shapes` that have absorbed the gates. ranks: caps, one integer or all order+1;
+    those of `spec` by default. rel_error: relative Frobenius error to allow, in [0, 1).
+    Raises SpecError for other shapes, ranks that do not fit the modes, NaN or infinity.
     """
     _check_operands(spec, cores)
     caps = _caps(spec if ranks is None else spec.with_ranks(ranks))
     rounded = _right_orthogonal(cores)
     norm = float(rounded[0].norm())
     delta = _delta(rel_error, norm, spec.order)
-    # left to right: truncate, and pass the remainder to the next core
     new_ranks, dropped = [1], 0.0
     for k, cap in enumerate(caps):
         rounded[k], rest_SS, lost = _truncate(rounded[k].flatten(0, 1), cap, delta)
@@ -136,19 +108,11 @@ def round_cores(
 
 @torch.no_grad()
 def singular_values(spec: Spec, cores: Sequence[Tensor]) -> list[Tensor]:
-    """Singular values of the unfolding at each inner rank; the dense weight is never formed.
+    """Singular values of the unfolding at each inner rank, `order - 1` descending float64 vectors.
 
-    Dropping a singular value σ at one rank makes a Frobenius error of σ.
+    The dense weight is never formed. Dropping a singular value σ at one rank makes a Frobenius error of σ.
 
-    Args:
-        spec: format of the cores.
-        cores: `order` tensors of `spec.core_shapes` that have absorbed the gates.
-
-    Returns:
-        `order - 1` vectors, float64, descending.
-
-    Raises:
-        SpecError: other shapes, NaN or infinity.
+    cores: as for `round_cores`. Raises SpecError for other shapes, NaN or infinity.
     """
     _check_operands(spec, cores)
     train = _right_orthogonal(cores)

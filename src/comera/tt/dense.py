@@ -17,26 +17,14 @@ from comera.tt.spec import Spec, TTMSpec
 
 
 def absorb(cores: Sequence[Tensor], rank_params: Sequence[Tensor]) -> list[Tensor]:
-    """Multiply the gates into the core to their left: G_k D_k.
-
-    Args:
-        cores: `order` tensors (R, modes..., S).
-        rank_params: the gates, `order - 1` vectors (S,).
-
-    Returns:
-        `order` tensors of the cores' shapes.
-    """
+    """Multiply the gates, `order - 1` vectors (S,), into the core (R, modes..., S) to their left: G_k D_k."""
     return [core * d for core, d in zip(cores, rank_params, strict=False)] + [cores[-1]]
 
 
 def merge(cores: Sequence[Tensor]) -> Tensor:
-    """Product of neighboring cores over the ranks that they share, from left to right.
+    """Product of neighboring cores (R, modes..., S) over the ranks that they share, from left to right.
 
-    Args:
-        cores: tensors (R, modes..., S).
-
-    Returns:
-        A tensor (R of the first core, the modes of all cores in order..., S of the last core). A rank of 0 gives zeros.
+    Its axes: R of the first core, the modes of all cores in order, S of the last core. A rank of 0 gives zeros.
     """
     product_RNS = cores[0]
     for core in cores[1:]:
@@ -45,14 +33,9 @@ def merge(cores: Sequence[Tensor]) -> Tensor:
 
 
 def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
-    """The dense weight of a tensor train, padding sliced away.
+    """The dense weight of a tensor train, of `spec.shape`, padding sliced away.
 
-    Args:
-        spec: format of the weight.
-        cores: `order` tensors of `spec.core_shapes` that have absorbed the gates.
-
-    Returns:
-        (in_features, out_features) for a TTSpec, (num_embeddings, embedding_dim) for a TTMSpec.
+    cores: `order` tensors of `spec.core_shapes` that have absorbed the gates.
     """
     full = merge(cores)
     if isinstance(spec, TTMSpec):
@@ -64,15 +47,8 @@ def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
 
 
 def fold(spec: Spec, weight: Tensor) -> Tensor:
-    """The dense weight as one tensor with an axis for each core: the inverse of `materialize`, padded with zeros.
-
-    Args:
-        spec: format of the weight.
-        weight: (rows, columns) of `spec.shape`.
-
-    Returns:
-        A tensor of shape `spec.sizes`.
-    """
+    """The dense weight of `spec.shape` with one axis for each core, `spec.sizes`, padded with zeros: the inverse of
+    `materialize`."""
     (rows, cols), (padded_rows, padded_cols) = spec.shape, spec.padded_shape
     full = F.pad(weight, (0, padded_cols - cols, 0, padded_rows - rows))
     if isinstance(spec, TTMSpec):
@@ -83,16 +59,10 @@ def fold(spec: Spec, weight: Tensor) -> Tensor:
 
 
 def frobenius_norm(cores: Sequence[Tensor]) -> Tensor:
-    """‖W‖_F of the padded weight, from the cores alone.
+    """‖W‖_F of the padded weight, a float64 scalar, from `cores` (R, modes..., S) that have absorbed the gates.
 
     Carries the Gram matrix of the cores so far, M_k = Σ_n G_k[n]ᵀ M_{k-1} G_k[n], from core to core in
     O(order · modes · rank³) operations; W is never formed.
-
-    Args:
-        cores: `order` tensors (R, modes..., S) that have absorbed the gates.
-
-    Returns:
-        A float64 scalar.
     """
     gram_SS = cores[0].new_ones(1, 1, dtype=torch.float64)
     for core in cores:

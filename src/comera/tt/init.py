@@ -27,22 +27,12 @@ def init_cores(
     Gaussian cores multiply their unevenness: the norms of rows grow unequal, entries get heavy tails and the singular
     values spread, the more the higher the order. So each mode's slice of a core is a random isometry (semi-orthogonal
     matrix), which gives every row of the weight (a feature, a token) about the same norm. All cores have entries of
-    about the same size, s = (std² / Π r_k)^(1 / 2·order).
+    about the same size, s = (std² / Π r_k)^(1 / 2·order). See docs/method.md §9.
 
-    Args:
-        spec: format of the weight. A rank of 0 gives empty cores.
-        std: root mean square of the weight, padding included; met up to rounding, not only on average.
-        generator: draws on its own device. Default: the CPU's, so that a seed gives the same cores on every device.
-        dtype: of the cores; they are drawn in float32, or in float64 for that dtype, and cast.
-        device: of the cores.
-
-    Returns:
-        `order` tensors of `spec.core_shapes`.
-
-    Raises:
-        SpecError: a std that is negative or not finite.
-
-    Source: docs/method.md §9.
+    std: root mean square of the weight, padding included; met up to rounding, not only on average. generator: draws on
+    its own device; the CPU's by default, so that a seed gives the same cores on every device. dtype: that of the cores;
+    they are drawn in float32, or in float64 for that dtype, and cast.
+    Raises SpecError for a std that is negative or not finite.
     """
     if not (isfinite(std) and std >= 0):
         raise SpecError(f"the std of a dense weight must be finite and >= 0, got {std} for {spec}")

@@ -39,19 +39,9 @@ def balanced_modes(features: int, count: int, *, max_padding: float = 0.1) -> tu
 
         price = sum(modes) · product / features · (1.1 if padded else 1),   product <= (1 + max_padding) · features
 
-    Args:
-        features: size of the axis to factor.
-        count: number of modes.
-        max_padding: largest padding, as a fraction of the features. 0 forces an exact product (a prime then gives
-            itself and ones); an exact product wins ties.
+    The modes come in descending order. max_padding=0 forces an exact product (a prime then gives itself and ones); an
+    exact product wins ties. Raises SpecError for features or count below 1, or a negative max_padding.
 
-    Returns:
-        The modes, in descending order.
-
-    Raises:
-        SpecError: features or count below 1, or a negative max_padding.
-
-    Example:
         >>> balanced_modes(768, 3), balanced_modes(30_522, 4)
         ((12, 8, 8), (14, 14, 13, 12))
     """
@@ -113,21 +103,11 @@ def tt_spec(
 ) -> TTSpec:
     """A TTSpec with balanced modes, the largest ones outside.
 
-    Args:
-        in_features: size of the input's last axis.
-        out_features: size of the output's last axis.
-        order: number of cores, 2 to 8, split evenly between both sides; the larger side gets an odd one.
-        rank: one integer, clipped to what the modes allow, or all order+1 ranks with ones at both ends.
-        in_modes: modes of the input to use; the output gets the remaining cores. Default: balanced ones.
-        out_modes: modes of the output to use; the input gets the remaining cores. Default: balanced ones.
+    order: number of cores, 2 to 8, split evenly between both sides; the larger side gets an odd one. rank: one integer,
+    clipped to what the modes allow, or all order+1 ranks with ones at both ends. in_modes, out_modes: modes to use; a
+    side without any gets the remaining cores.
+    Raises SpecError for order, modes, ranks and features that do not fit together.
 
-    Returns:
-        The spec.
-
-    Raises:
-        SpecError: order, modes, ranks and features that do not fit together.
-
-    Example:
         >>> print(tt_spec(768, 3072))
         TT 12·8·8 / 12·16·16 ranks 12-30-30-30-16
         >>> print(tt_spec(768, 3072, order=2, rank=64))
@@ -165,21 +145,9 @@ def ttm_spec(
     There a core has only one inner rank. The columns are arranged so that the left and the right part of the cores,
     which a lookup merges, are of about the same size.
 
-    Args:
-        num_embeddings: rows of the table.
-        embedding_dim: columns of the table.
-        order: number of cores, 1 to 8.
-        rank: one integer, clipped to what the modes allow, or all order+1 ranks with ones at both ends.
-        row_modes: `order` row modes to use. Default: balanced ones.
-        col_modes: `order` column modes to use. Default: balanced ones.
+    order: number of cores, 1 to 8. rank: as for `tt_spec`. row_modes, col_modes: `order` modes each to use.
+    Raises SpecError for order, modes, ranks and features that do not fit together.
 
-    Returns:
-        The spec.
-
-    Raises:
-        SpecError: order, modes, ranks and features that do not fit together.
-
-    Example:
         >>> print(ttm_spec(30_522, 768))
         TTM 14·12·13·14 × 8·4·4·6 ranks 32-32-32
     """

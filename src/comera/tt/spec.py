@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -28,14 +28,7 @@ from comera.errors import SpecError
 
 
 def rank_limits(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Largest useful ranks: at each k the smaller of the products of `sizes` left and right of it.
-
-    Args:
-        sizes: entries of each core's modes (TT: ``modes_k``; TTM: ``m_k * n_k``).
-
-    Returns:
-        order+1 limits, ones at both ends.
-    """
+    """The order+1 largest useful ranks: at each k the smaller of the products of `sizes` left and right of it."""
     return tuple(min(prod(sizes[:k]), prod(sizes[k:])) for k in range(len(sizes) + 1))
 
 
@@ -52,6 +45,8 @@ def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int]) -> tuple[int, ..
 class _Format(ABC):
     """What both formats share: a train of cores that are joined by ranks."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _format: ClassVar[str]
     ranks: tuple[int, ...]
 
     @property
@@ -111,6 +106,21 @@ class _Format(ABC):
         stored = self.numel + self.rank_numel
         return self.dense_numel / stored if stored else float("inf")
 
+    def with_ranks(self, ranks: int | Sequence[int]) -> Self:
+        """The same modes with other ranks: all of them, or one integer that is clipped to `rank_limits`."""
+        return replace(self, ranks=clip_ranks(ranks, self.sizes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready description; `spec_from_dict` reads it back."""
+        return {"format": self._format, **vars(self)}
+
+    def _validate(self, rows: str, cols: str) -> None:
+        """Convert lists to tuples and check modes (fields `rows` and `cols`) and ranks."""
+        for name in (rows, cols, "ranks"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, features in zip((rows, cols), self.shape, strict=True):
+            _check_modes(name, getattr(self, name), features)
+
 
 @dataclass(frozen=True)
 class TTSpec(_Format):
@@ -120,8 +130,7 @@ class TTSpec(_Format):
     modes for given features; build a spec directly for full control.
 
     Args:
-        in_features: size of the input's last axis.
-        out_features: size of the output's last axis.
+        in_features, out_features: sizes of the last axes of input and output.
         in_modes: factors of the input features; where their product is larger, inputs are padded with zeros.
         out_modes: factors of the output features; where their product is larger, outputs are sliced.
         ranks: ``len(in_modes) + len(out_modes) + 1`` ranks, ones at both ends, inner ranks >= 0. Each is at most the
@@ -142,6 +151,7 @@ class TTSpec(_Format):
     Source: [CoMERA] eq. 3, docs/method.md §1.
     """
 
+    _format = "tt"
     in_features: int
     out_features: int
     in_modes: tuple[int, ...]
@@ -149,10 +159,7 @@ class TTSpec(_Format):
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name in ("in_modes", "out_modes", "ranks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        _check_modes("in_modes", self.in_modes, self.in_features)
-        _check_modes("out_modes", self.out_modes, self.out_features)
+        self._validate("in_modes", "out_modes")
         _check_ranks(self.ranks, self.rank_limits)
 
     @property
@@ -181,14 +188,6 @@ class TTSpec(_Format):
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(zip(self.ranks[:-1], self.modes, self.ranks[1:], strict=True))
 
-    def with_ranks(self, ranks: int | Sequence[int]) -> TTSpec:
-        """The same modes with other ranks: all of them, or one integer that is clipped to `rank_limits`."""
-        return replace(self, ranks=clip_ranks(ranks, self.sizes))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready description; `spec_from_dict` reads it back."""
-        return {"format": "tt", **{k: getattr(self, k) for k in self.__dataclass_fields__}}
-
     def __str__(self) -> str:
         return f"TT {_join('·', self.in_modes)} / {_join('·', self.out_modes)} ranks {_join('-', self.inner_ranks)}"
 
@@ -201,8 +200,7 @@ class TTMSpec(_Format):
     product of the slices is the row. `ttm_spec` chooses balanced modes for a given table.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: columns of the table.
+        num_embeddings, embedding_dim: rows and columns of the table.
         row_modes: factors of the rows, one for each core; rows beyond `num_embeddings` are padding that no id reaches.
         col_modes: factors of the columns, one for each core; columns beyond `embedding_dim` are sliced away.
         ranks: ``order + 1`` ranks, ones at both ends, inner ranks >= 0. Each is at most the product of all modes on
@@ -223,6 +221,7 @@ class TTMSpec(_Format):
     Source: [CoMERA] eq. 4, docs/method.md §1.
     """
 
+    _format = "ttm"
     num_embeddings: int
     embedding_dim: int
     row_modes: tuple[int, ...]
@@ -230,10 +229,7 @@ class TTMSpec(_Format):
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name in ("row_modes", "col_modes", "ranks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        _check_modes("row_modes", self.row_modes, self.num_embeddings)
-        _check_modes("col_modes", self.col_modes, self.embedding_dim)
+        self._validate("row_modes", "col_modes")
         if len(self.row_modes) != len(self.col_modes):
             raise SpecError(
                 f"row_modes and col_modes must have one entry per core each, "
@@ -257,14 +253,6 @@ class TTMSpec(_Format):
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(zip(self.ranks[:-1], self.row_modes, self.col_modes, self.ranks[1:], strict=True))
 
-    def with_ranks(self, ranks: int | Sequence[int]) -> TTMSpec:
-        """The same modes with other ranks: all of them, or one integer that is clipped to `rank_limits`."""
-        return replace(self, ranks=clip_ranks(ranks, self.sizes))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready description; `spec_from_dict` reads it back."""
-        return {"format": "ttm", **{k: getattr(self, k) for k in self.__dataclass_fields__}}
-
     def __str__(self) -> str:
         return f"TTM {_join('·', self.row_modes)} × {_join('·', self.col_modes)} ranks {_join('-', self.inner_ranks)}"
 
@@ -274,9 +262,9 @@ Spec = TTSpec | TTMSpec
 
 def spec_from_dict(fields: dict[str, Any]) -> Spec:
     """The spec that `to_dict` described. Raises SpecError for an unknown format and for missing or unknown fields."""
-    kinds: dict[str, type[TTSpec] | type[TTMSpec]] = {"tt": TTSpec, "ttm": TTMSpec}
     rest = dict(fields)
-    kind = kinds.get(str(rest.pop("format", None)))
+    name = rest.pop("format", None)
+    kind = next((kind for kind in (TTSpec, TTMSpec) if kind._format == name), None)
     if kind is None:
         raise SpecError(f"expected a spec with format 'tt' or 'ttm', got {fields.get('format')!r}")
     if set(rest) != set(kind.__dataclass_fields__):

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from comera.baselines import BASELINES, LTE, BaselineConfig, CoLA, GaLore, Method, Tensorly, check_method
 from comera.cli import main as cli
 from comera.errors import ConfigError
-from comera.recipes.methods import estimates_by_method
-from comera.recipes.task import follow
+from comera.recipes.task import estimates_by_method, follow
 from comera.report import compare, inspect, render
 from comera.report.layers import layer_table
 from comera.report.run import read_run

@@ -11,11 +11,9 @@ from torch._subclasses import FakeTensorMode
 from comera.errors import ConfigError
 from comera.kernels import select
 from comera.kernels.cpp import build, library
-from comera.ops import mlp as ours
-from comera.ops.linear import Weight
-from comera.ops.mlp import tt_feed_forward
-from comera.tt.init import init_cores
-from comera.tt.spec import TTSpec
+from comera.kernels.cpp import mlp as ours
+from comera.ops.low_rank import LowRankFactors
+from comera.ops.mlp import mlp
 
 needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 
@@ -34,11 +32,9 @@ def forget():
     library._functions.cache_clear()
 
 
-def weights():
-    up = TTSpec(12, 24, (3, 4), (6, 4), (1, 2, 3, 2, 1))
-    down = TTSpec(24, 12, (6, 4), (4, 3), (1, 3, 3, 2, 1))
+def factors():
     torch.manual_seed(0)
-    return [Weight(spec, init_cores(spec, std=0.3), torch.randn(spec.out_features)) for spec in (up, down)]
+    return [LowRankFactors(torch.randn(3, i) / i, torch.randn(4, o) / 2) for i, o in ((12, 24), (24, 12))]
 
 
 @needs_compiler
@@ -59,8 +55,8 @@ def test_without_a_compiler_there_is_a_reason_and_torch_does_the_work(monkeypatc
     assert "no C++ compiler" in select.unavailable_reason()
     x = torch.randn(5, 12)
     assert not select.supports("mlp", x)
-    up, down = weights()
-    without = tt_feed_forward(x, [up], "gelu", down)
+    up, down = factors()
+    without = mlp(x, [up], "gelu", down)
     assert without.shape == (5, 12)
 
 
@@ -97,23 +93,54 @@ def test_other_tensors_are_left_to_torch():
 
 @needs_compiler
 def test_the_same_with_and_without(monkeypatch):
-    monkeypatch.setattr(Weight, "choose", lambda *_: ("low_rank", ()))
     calls = []
     kernel = ours.mlp
     monkeypatch.setattr(ours, "mlp", lambda *args: calls.append(1) or kernel(*args))
     x = torch.randn(select.MLP_LEAST_ROWS, 12, requires_grad=True)
-    up, down = weights()
-    tensors = [x, *up.cores, up.bias, *down.cores, down.bias]
+    up, down = factors()
+    tensors = [x, *up, *down]
     for tensor in tensors[1:]:
         tensor.requires_grad_()
     results = []
     for setting in ("mlp", "none"):
         monkeypatch.setenv("COMERA_KERNELS", setting)
-        z = tt_feed_forward(x, [up], "gelu", down)
+        z = mlp(x, [up], "gelu", down)
         results.append([z.detach(), *torch.autograd.grad(z.square().sum(), tensors)])
     assert len(calls) == 1
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [{"clip": "l p p d p"}, {"low_rank": "l l p l w8 l i"}, {"no_kernel": "i"}], ids=str)
+def test_a_library_with_other_signatures_is_refused(change, monkeypatch):
+    assert select.unavailable_reason() is None
+    monkeypatch.setattr(library, "SIGNATURES", library.SIGNATURES | change)
+    library._functions.cache_clear()
+    reason = select.unavailable_reason()
+    monkeypatch.undo()
+    library._functions.cache_clear()
+    assert f"expected {next(iter(change))} ({next(iter(change.values()))})" in reason
+    assert "\n" not in reason
+
+
+@needs_compiler
+def test_a_function_missing_from_the_table_is_refused(monkeypatch):
+    assert select.unavailable_reason() is None
+    monkeypatch.delitem(library.SIGNATURES, "mlp")
+    library._functions.cache_clear()
+    reason, supported = select.unavailable_reason(), select.supports("merge", torch.zeros(1))
+    monkeypatch.undo()
+    library._functions.cache_clear()
+    assert "expected mlp (absent)" in reason
+    assert not supported
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_refused(anew, monkeypatch):
+    monkeypatch.setattr(build, "_compile", lambda compiler, path: path.write_bytes(b"no library"))
+    assert "could not be loaded" in select.unavailable_reason()
+    assert not select.supports("mlp", torch.zeros(1))
 
 
 @needs_compiler

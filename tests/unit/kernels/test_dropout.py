@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera.fusion.dropout import Dropout, new_seed
+from comera.fusion.dropout import Dropout
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
 from comera.kernels.cpp.library import call
+from comera.ops.dropout import new_seed
 
 from ...helpers.live import Live
 

@@ -1,20 +1,21 @@
 """FLOP counters see the kernels as the torch products that they stand for."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from comera.ops.together import merge_together
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.kernels.cpp import build
 from comera.kernels.cpp.library import operation
+from comera.ops import mlp as mlp_room
 from comera.ops.attention import attention
-from comera.ops.linear import Weight
-from comera.ops.low_rank import two_sided, unflatten
-from comera.ops.mlp import tt_feed_forward
+from comera.ops.low_rank import low_rank, pairs
+from comera.ops.merge import merge
 from comera.tt.shapes import tt_spec
-from comera.tt.spec import TTSpec
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 
@@ -29,25 +30,27 @@ def counted(run, setting, monkeypatch):
 def merging():
     spec = tt_spec(24, 30, order=6, rank=4)
     torch.manual_seed(0)
-    chains = [
+    trains = [
         [torch.randn(s, requires_grad=True) for s in (*spec.core_shapes, *((r,) for r in spec.inner_ranks))]
         for _ in range(3)
     ]
-    halves = merge_together([spec] * 3, chains, 0.0, torch.float32)
-    return torch.cat([half.flatten() for pair in halves for half in pair])
+    factors = merge([spec] * 3, trains, 0.0, torch.float32)
+    return torch.cat([factor.flatten() for pair in factors for factor in pair])
 
 
 def mlp():
-    specs = TTSpec(12, 24, (3, 4), (6, 4), (1, 2, 3, 2, 1)), TTSpec(24, 12, (6, 4), (4, 3), (1, 3, 3, 2, 1))
-    up, down = (Weight(s, [torch.randn(c, requires_grad=True) for c in s.core_shapes], None) for s in specs)
-    return tt_feed_forward(torch.randn(40, 12, requires_grad=True), [up], "gelu", down)
+    torch.manual_seed(0)
+    shapes = ((40, 12), (3, 12), (4, 24), (3, 24), (3, 12))
+    x, *flat = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    up, down = pairs(flat)
+    return mlp_room.mlp(x, [up], "gelu", down)
 
 
 def projecting():
     torch.manual_seed(0)
     shapes = ((20, 12), (5, 12), (6, 30), (9, 12), (10, 8))
     x, *flat = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    return torch.cat(two_sided(x, *unflatten(flat)), 1)
+    return torch.cat(low_rank(x, *pairs(flat)), 1)
 
 
 def attending():
@@ -109,3 +112,12 @@ def test_merging_makes_its_partial_products_twice(monkeypatch):
     ours, torchs = (counted(merging, setting, monkeypatch) for setting in ("merge", "none"))
     spec = tt_spec(24, 30, order=6, rank=4)
     assert 1 < ours / torchs < 4 / 3, spec
+
+
+@pytest.mark.parametrize("first", ["torch.utils.flop_counter", "comera.kernels.cpp.low_rank"])
+def test_formulas_are_registered_whatever_is_imported_first(first):
+    code = (
+        f"import {first}, comera.kernels.cpp.low_rank, torch.utils.flop_counter as counter;"
+        "import torch; assert torch.ops.comera.low_rank in counter.flop_registry"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

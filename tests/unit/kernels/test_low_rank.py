@@ -75,16 +75,16 @@ def test_values_and_gradients(shape):
 def test_only_what_is_asked_for():
     x, as_, bs, dys = operands(*SHAPES[0])
     p, *_ = low_rank(x, as_, bs)
-    dx, *halves = low_rank_backward(x, p, dys, as_, bs, True, True, True)
+    dx, *factors = low_rank_backward(x, p, dys, as_, bs, True, True, True)
     for wants in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
         found = low_rank_backward(x, p, dys, as_, bs, *wants)
-        assert_all_equal(found, [dx] * wants[0] + halves[:3] * wants[1] + halves[3:] * wants[2])
+        assert_all_equal(found, [dx] * wants[0] + factors[:3] * wants[1] + factors[3:] * wants[2])
     some = [dys[0], None, dys[2]]
     _, (dx, *_) = reference(x, as_, bs, [dys[0], torch.zeros_like(dys[1]), dys[2]])
     found = low_rank_backward(x, p, some, as_, bs, True, True, True)
     assert len(found) == 5
     assert_near(found[0], dx)
-    assert_all_equal(found[1:], [halves[k] for k in (0, 2, 3, 5)])
+    assert_all_equal(found[1:], [factors[k] for k in (0, 2, 3, 5)])
 
 
 def test_operands_need_not_be_contiguous():
@@ -126,19 +126,19 @@ def test_used_where_it_is_faster():
 def layer():
     torch.manual_seed(0)
     x = torch.randn(LEAST_ROWS, 20, requires_grad=True)
-    halves = [ours.Half(torch.randn(5, 20), torch.randn(6, 30)) for _ in range(3)]
-    return x, halves, [x, *(t.requires_grad_() for half in halves for t in half)]
+    factors = [ours.LowRankFactors(torch.randn(5, 20), torch.randn(6, 30)) for _ in range(3)]
+    return x, factors, [x, *(t.requires_grad_() for pair in factors for t in pair)]
 
 
 def test_layers_use_it(monkeypatch):
-    x, halves, flat = layer()
+    x, factors, flat = layer()
     results, calls = [], []
     for name in ("low_rank", "low_rank_backward"):
-        kernel = getattr(ours.native, name)
-        monkeypatch.setattr(ours.native, name, lambda *args, k=kernel, n=name: calls.append(n) or k(*args))
+        kernel = getattr(ours.cpp, name)
+        monkeypatch.setattr(ours.cpp, name, lambda *args, k=kernel, n=name: calls.append(n) or k(*args))
     for setting in ("low_rank", "none"):
         monkeypatch.setenv("COMERA_KERNELS", setting)
-        ys = ours.two_sided(x, *halves)
+        ys = ours.low_rank(x, *factors)
         losses = [y.square().sum() for y in (ys[0], ys[2])]
         grads = torch.autograd.grad(losses, flat, allow_unused=True)
         results.append([*(y.detach() for y in ys), *grads])
@@ -151,27 +151,27 @@ def test_layers_use_it(monkeypatch):
 
 
 def test_gradients_of_gradients_do_not():
-    x, halves, flat = layer()
-    (dx,) = torch.autograd.grad(ours.two_sided(x, *halves)[0].square().sum(), [x], create_graph=True)
+    x, factors, flat = layer()
+    (dx,) = torch.autograd.grad(ours.low_rank(x, *factors)[0].square().sum(), [x], create_graph=True)
     (found,) = torch.autograd.grad(dx.square().sum(), flat[1:2])
     assert found.abs().max() > 0
 
 
 def test_a_replay_does_not_project_again(monkeypatch):
-    x, halves, flat = layer()
+    x, factors, flat = layer()
     calls = []
     for name in ("low_rank", "low_rank_output"):
-        kernel = getattr(ours.native, name)
-        monkeypatch.setattr(ours.native, name, lambda *args, k=kernel, n=name: calls.append(n) or k(*args))
+        kernel = getattr(ours.cpp, name)
+        monkeypatch.setattr(ours.cpp, name, lambda *args, k=kernel, n=name: calls.append(n) or k(*args))
 
     def gradients(run):
-        ys = run(x, *halves)
+        ys = run(x, *factors)
         return [*ys, *torch.autograd.grad([y.square().sum() for y in ys], flat)]
 
-    plain = gradients(ours.two_sided)
+    plain = gradients(ours.low_rank)
     again = gradients(
         lambda *args: torch.utils.checkpoint.checkpoint(
-            lambda *args: tuple(y * 1 for y in ours.two_sided(*args)), *args, use_reentrant=False, context_fn=contexts
+            lambda *args: tuple(y * 1 for y in ours.low_rank(*args)), *args, use_reentrant=False, context_fn=contexts
         )
     )
     assert calls == ["low_rank", "low_rank", "low_rank_output"]

@@ -1,11 +1,11 @@
-"""Chains merged by the kernel against the same in float64 by torch, which is tested against dense weights."""
+"""Tensor trains merged by the kernel against the same in float64 by torch, which is tested against dense weights."""
 
 import pytest
 import torch
-from comera.ops.together import merge_together
 
 from comera.kernels.cpp import build
-from comera.ops import together
+from comera.ops import merge as room
+from comera.ops.merge import merge
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
 
@@ -23,13 +23,13 @@ SPECS = [
     tt_spec(96, 200, order=8, rank=11),
 ]
 THRESHOLD = 0.3
-STACKED = together._Stacked
+STACKED = room._Stacked
 
 
-def chains(spec, count, dtype=torch.float32):
-    """Cores, rank parameters of which some are at or below the threshold, and biases of some."""
+def trains_of(spec, count, dtype=torch.float32):
+    """Cores, gates of which some are at or below the threshold, and biases of some."""
     torch.manual_seed(1)
-    numbers = [
+    tensors = [
         [
             *(torch.randn(shape) / shape[0] ** 0.5 for shape in spec.core_shapes),
             *(torch.rand(r) for r in spec.inner_ranks),
@@ -37,19 +37,19 @@ def chains(spec, count, dtype=torch.float32):
         for _ in range(count)
     ]
     biases = [torch.randn(spec.out_features) if k != 1 else None for k in range(count)]
-    numbers = [[t.to(dtype).requires_grad_() for t in chain] for chain in numbers]
-    return numbers, [None if bias is None else bias.to(dtype).requires_grad_() for bias in biases]
+    tensors = [[t.to(dtype).requires_grad_() for t in train] for train in tensors]
+    return tensors, [None if bias is None else bias.to(dtype).requires_grad_() for bias in biases]
 
 
 def run(specs, given, biases, dtype, reached=lambda k: True):
-    """Halves, and the gradients of all numbers and biases from random ones of the halves that are `reached`."""
-    halves = [half for pair in merge_together(specs, given, THRESHOLD, dtype, biases) for half in pair]
+    """Factors, and the gradients of all tensors and biases from random ones of the factors that are `reached`."""
+    factors = [factor for pair in merge(specs, given, THRESHOLD, dtype, biases) for factor in pair]
     generator = torch.Generator().manual_seed(2)
-    came = [torch.randn(half.shape, generator=generator).to(dtype) for half in halves]
-    leaves = [t for chain in given for t in chain] + [bias for bias in biases if bias is not None]
-    some = [k for k in range(len(halves)) if reached(k)]
-    grads = torch.autograd.grad([halves[k] for k in some], leaves, [came[k] for k in some], allow_unused=True)
-    return [half.detach() for half in halves], grads
+    came = [torch.randn(factor.shape, generator=generator).to(dtype) for factor in factors]
+    leaves = [t for train in given for t in train] + [bias for bias in biases if bias is not None]
+    some = [k for k in range(len(factors)) if reached(k)]
+    grads = torch.autograd.grad([factors[k] for k in some], leaves, [came[k] for k in some], allow_unused=True)
+    return [factor.detach() for factor in factors], grads
 
 
 def assert_near(found, expected):
@@ -70,21 +70,21 @@ def by_the_kernel(monkeypatch):
         assert flat[0].dtype == torch.float64
         return STACKED(specs, flat, threshold)
 
-    monkeypatch.setattr(together, "_Stacked", only_float64)
+    monkeypatch.setattr(room, "_Stacked", only_float64)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_halves_and_gradients(spec):
-    results = [run([spec] * 3, *chains(spec, 3, dtype), dtype) for dtype in (torch.float32, torch.float64)]
+def test_factors_and_gradients(spec):
+    results = [run([spec] * 3, *trains_of(spec, 3, dtype), dtype) for dtype in (torch.float32, torch.float64)]
     for found, expected in zip(*results, strict=True):
         assert_near(found, expected)
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2, 5], ids=lambda k: f"half {k}")
-def test_halves_whose_gradient_never_came(missing):
+def test_factors_whose_gradient_never_came(missing):
     spec = SPECS[-2]
     results = [
-        run([spec] * 3, *chains(spec, 3, dtype), dtype, lambda k: k != missing)
+        run([spec] * 3, *trains_of(spec, 3, dtype), dtype, lambda k: k != missing)
         for dtype in (torch.float32, torch.float64)
     ]
     for found, expected in zip(*results, strict=True):
@@ -93,20 +93,20 @@ def test_halves_whose_gradient_never_came(missing):
 
 def test_a_chain_without_any_gradient_has_none():
     spec = SPECS[-2]
-    _, grads = run([spec] * 3, *chains(spec, 3), torch.float32, lambda k: k not in (2, 3))
+    _, grads = run([spec] * 3, *trains_of(spec, 3), torch.float32, lambda k: k not in (2, 3))
     width = 2 * spec.order - 1
     assert [grad is None for grad in grads] == [False] * width + [True] * width + [False] * (width + 2)
 
 
-def test_chains_of_other_ranks():
+def test_trains_of_other_ranks():
     specs = [
         TTSpec(in_modes=(2, 3), out_modes=(3, 2), ranks=ranks, in_features=5, out_features=6)
         for ranks in [(1, 2, 0, 2, 1), (1, 2, 5, 0, 1), (1, 2, 2, 2, 1)]
     ]
     results = []
     for dtype in (torch.float32, torch.float64):
-        numbers = [chains(spec, 1, dtype)[0][0] for spec in specs]
-        results.append(run(specs, numbers, [None] * 3, dtype))
+        tensors = [trains_of(spec, 1, dtype)[0][0] for spec in specs]
+        results.append(run(specs, tensors, [None] * 3, dtype))
     for found, expected in zip(*results, strict=True):
         assert_near(found, expected)
 
@@ -117,8 +117,8 @@ def test_the_same_to_the_bit_for_any_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            halves, grads = run([spec] * 3, *chains(spec, 3), torch.float32)
-            made.append([*halves, *grads])
+            factors, grads = run([spec] * 3, *trains_of(spec, 3), torch.float32)
+            made.append([*factors, *grads])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for again in made[1:] for one, other in zip(made[0], again, strict=True))
@@ -128,25 +128,25 @@ def test_a_bias_need_not_stand_in_a_row():
     spec = SPECS[-1]
     results = []
     for dtype in (torch.float32, torch.float64):
-        numbers, _ = chains(spec, 2, dtype)
+        tensors, _ = trains_of(spec, 2, dtype)
         columns = torch.linspace(-1, 1, 2 * spec.out_features, dtype=dtype).view(-1, 2)
-        results.append(run([spec] * 2, numbers, [column.requires_grad_() for column in columns.unbind(1)], dtype))
+        results.append(run([spec] * 2, tensors, [column.requires_grad_() for column in columns.unbind(1)], dtype))
     for found, expected in zip(*results, strict=True):
         assert_near(found, expected)
 
 
 def test_derivatives_of_derivatives_are_torchs(monkeypatch):
-    monkeypatch.setattr(together, "_Stacked", STACKED)
+    monkeypatch.setattr(room, "_Stacked", STACKED)
     spec = SPECS[1]
-    numbers, _ = chains(spec, 2)
+    tensors, _ = trains_of(spec, 2)
 
     def second(dtype):
-        given = [[t.detach().to(dtype).requires_grad_() for t in chain] for chain in numbers]
-        halves = [half for pair in merge_together([spec] * 2, given, THRESHOLD, dtype, [None] * 2) for half in pair]
-        flat = [t for chain in given for t in chain]
-        first = torch.autograd.grad(sum(half.square().sum() for half in halves), flat, create_graph=True)
+        given = [[t.detach().to(dtype).requires_grad_() for t in train] for train in tensors]
+        factors = [factor for pair in merge([spec] * 2, given, THRESHOLD, dtype, [None] * 2) for factor in pair]
+        flat = [t for train in given for t in train]
+        first = torch.autograd.grad(sum(factor.square().sum() for factor in factors), flat, create_graph=True)
         return torch.autograd.grad(sum(grad.square().sum() for grad in first), flat)
 
     found, expected = second(torch.float32), second(torch.float64)
-    assert len(found) == sum(map(len, numbers))
+    assert len(found) == sum(map(len, tensors))
     assert_near(found, expected)

@@ -16,11 +16,12 @@ from transformers.models.bert.modeling_bert import BertOutput
 
 import comera
 from comera.fusion import residual
-from comera.fusion.dropout import Dropout, new_seed
+from comera.fusion.dropout import Dropout
 from comera.fusion.fuse import fuse_
-from comera.fusion.residual import fuse_residual_norms_, residual_norm
+from comera.fusion.residual import add_and_norm as residual_norm
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
+from comera.ops.dropout import new_seed
 from comera.recompute.blocks import recompute_
 
 from ...helpers.live import Live, assert_same
@@ -268,12 +269,12 @@ def trained(made: nn.Module) -> dict[str, Tensor]:
 def test_a_fused_model_is_the_plain_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model(0.0, kind)
     before, calls = trained(made), []
-    fits = residual._fits
-    monkeypatch.setattr(residual, "_fits", lambda *given: calls.append(fits(*given)) or calls[-1])
+    fits = residual._supports
+    monkeypatch.setattr(residual, "_supports", lambda *given: calls.append(fits(*given)) or calls[-1])
     report = fuse_(made)
     ends = [f"encoder.layer.{k}.{part}" for k in range(2) for part in ("attention.output", "output")]
-    assert list(report.residual) == ends
-    assert "4 residual norms" in str(report)
+    assert list(report.fused("residual norm")) == ends
+    assert "4 residual norm" in str(report)
     after = trained(made)
     assert calls == [True] * 4  # those of the feed-forward parts too
     for name, exact in before.items():
@@ -285,37 +286,36 @@ def test_fusing_twice_and_taking_it_back() -> None:
     before, twice = trained(made), copy.deepcopy(made)
     assert str(fuse_(twice)) == str(fuse_(twice))
     once = copy.deepcopy(made)
-    fuse_residual_norms_(once)
     fuse_(once)
     assert_same(trained(once), trained(twice))
-    assert fuse_(twice, enabled=False).residual == fuse_(once).residual
+    assert fuse_(twice, enabled=False).fused("residual norm") == fuse_(once).fused("residual norm")
     assert_same(trained(twice), before)
     assert not any("forward" in vars(module) for module in twice.modules())
 
 
 def test_copies_and_pickles_run_on_their_own_weights() -> None:
     made = model()
-    fuse_residual_norms_(made)
+    fuse_(made)
     before = trained(made)
-    twin, other = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+    second, other = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(0.5)
-    assert_same(trained(twin), before)
-    assert len(fuse_residual_norms_(other)) == 4
+    assert_same(trained(second), before)
+    assert len(fuse_(other).fused("residual norm")) == 4
     assert_same(trained(other), before)
 
 
 def test_a_forward_of_someone_else_stays() -> None:
     made = BertOutput(BertConfig(**SIZES))
     made.forward = own = lambda hidden_states, input_tensor: input_tensor  # type: ignore[method-assign]
-    assert fuse_residual_norms_(made) == []
+    assert not fuse_(made).fused("residual norm")
     assert made.forward is own
 
 
 def test_hooks_on_the_layers_run() -> None:
     made, ran = model(), []
-    fuse_residual_norms_(made)
+    fuse_(made)
     made.encoder.layer[0].output.LayerNorm.register_forward_hook(lambda *_: ran.append("norm"))  # type: ignore[union-attr]
     made.encoder.layer[1].attention.output.dropout.register_forward_hook(lambda *_: ran.append("dropout"))  # type: ignore[union-attr]
     trained(made)

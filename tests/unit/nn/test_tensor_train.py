@@ -74,7 +74,7 @@ def test_set_refuses_other_shapes_and_orders() -> None:
     with pytest.raises(SpecError, match="expected cores and gates of shapes"):
         tt.set_(TT_SPEC, [torch.zeros(1)] * 4)
     other = TTSpec(12, 10, (12,), (10,), (1, 3, 1))
-    with pytest.raises(SpecError, match="expected cores and rank parameters"):
+    with pytest.raises(SpecError, match="expected cores and gates"):
         tt.set_(other, [torch.zeros(s) for s in other.core_shapes])
     assert tt.spec == TT_SPEC
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from comera.errors import DataError
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, RowEncoder, prepare
 from comera.recipes.dlrm.criteo import batches as criteo_batches
+from comera.recipes.dlrm.criteo.parse import parse
 from comera.recipes.dlrm.criteo.synthetic import ClickLog
 
 from ...helpers.click_rows import ROWS, lines_of, read, write
@@ -39,6 +39,10 @@ def keys(batch: ClickBatch) -> list[bytes]:
     return [b"".join(array[k].tobytes() for array in arrays) for k in range(len(batch.labels))]
 
 
+def encode(data: ClickData, rows: list[list[str]], labeled: bool = True) -> ClickBatch:
+    return RowEncoder(data.folder).encode_rows(parse(lines_of(rows), labeled), slice(None), labeled)
+
+
 def assert_equal(left: ClickBatch, right: ClickBatch) -> None:
     for a, b in zip(left, right, strict=True):
         assert torch.equal(a, b)
@@ -48,7 +52,7 @@ def test_form(data: ClickData) -> None:
     for batch in (
         data.train_batch(0, 7, 0),
         data.batch("test", 0, 7),
-        next(data.encode(lines_of(ROWS[:7]).split(b"\n")[:-1])),
+        encode(data, ROWS[:7]),
     ):
         assert (batch.dense.shape, batch.dense.dtype) == ((7, 13), torch.float32)
         assert (batch.ids.shape, batch.ids.dtype) == ((7, 26), torch.int64)
@@ -140,58 +144,32 @@ def test_parts_in_batches(data: ClickData) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"min_count": 5}, {"table_sizes": "kaggle"}, {"table_sizes": (1, 2, 3, *(50,) * 23)}]
 )
-def test_the_same_rows_get_the_same_ids(path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_the_same_rows_get_the_same_ids(path: Path, fields: dict[str, Any]) -> None:
     data = read(path, **fields)
     whole = [
         torch.cat(tensors)
         for tensors in zip(*(b for p in criteo_batches.PARTS for b in data.batches(p, 300)), strict=True)
     ]
-    (tmp_path / "rows.gz").write_bytes(gzip.compress(path.read_bytes()))
-    text = path.read_text("ascii")
-    for source in (
-        path,
-        str(path.parent),
-        tmp_path / "rows.gz",
-        text.splitlines(),
-        iter(text.encode().splitlines(True)),
-    ):
-        batches = list(data.encode(source, size=400))
-        assert [len(batch.labels) for batch in batches] == [400, 400, 400, 300]
-        for tensors, expected in zip(zip(*batches, strict=True), whole, strict=True):
-            assert torch.equal(torch.cat(tensors), expected)
+    for tensor, expected in zip(encode(data, ROWS), whole, strict=True):
+        assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize("table_sizes", ["appearance", "kaggle"])
 def test_unknown_categories(path: Path, table_sizes: Any) -> None:
     data = read(path, table_sizes=table_sizes)
     row = [*ROWS[0][:14], *["fedcba98"] * 26]
-    (batch,) = RowEncoder(data.folder).encode(["\t".join(row)])
+    batch = encode(data, [row])
     expected = [0] * 26 if table_sizes == "appearance" else [1 + 0xFEDCBA98 % (size - 1) for size in data.table_sizes]
     assert batch.ids[0].tolist() == expected
 
 
 def test_rows_without_labels(path: Path) -> None:
     data = read(path)
-    (batch,) = data.encode(["\t".join(row[1:]) for row in ROWS[:5]], labeled=False)
-    (labeled,) = data.encode(["\t".join(row) for row in ROWS[:5]])
+    batch = encode(data, [row[1:] for row in ROWS[:5]], labeled=False)
+    labeled = encode(data, ROWS[:5])
     assert torch.isnan(batch.labels).all()
     assert torch.equal(batch.ids, labeled.ids)
     assert torch.equal(batch.dense, labeled.dense)
-
-
-def test_a_bad_row_to_encode_names_its_line(path: Path, tmp_path: Path) -> None:
-    data, rows = read(path), ["\t".join(row) for row in ROWS[:10]]
-    with pytest.raises(DataError, match=r"rows, line 8: expected 40 fields between tabs, got 39"):
-        list(data.encode([*rows[:7], rows[7].partition("\t")[2]], size=3))
-    with pytest.raises(DataError, match=r"rows, line 1: expected 39 fields between tabs, got 40"):
-        list(data.encode(rows, labeled=False))
-    with pytest.raises(DataError, match=r"later\.txt, line 10: expected 0 or 1 as label, got '5'"):
-        list(data.encode(write(tmp_path / "later.txt", [*ROWS[:9], ["5", *ROWS[9][1:]]])))
-    (tmp_path / "later.gz").write_bytes(gzip.compress(lines_of(ROWS))[:-100])
-    with pytest.raises(
-        DataError, match=r"later\.gz, line \d+: the compressed file ends here, cut short: fetch it again"
-    ):
-        list(data.encode(tmp_path / "later.gz"))
 
 
 def test_an_encoder_needs_prepared_data(tmp_path: Path) -> None:

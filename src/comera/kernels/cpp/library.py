@@ -48,7 +48,7 @@ SIGNATURES = {
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
 _FLOP_COUNTER = "torch.utils.flop_counter"
 
-Run = TypeVar("Run", bound=Callable[..., Any])
+Result = TypeVar("Result")
 Functions = dict[str, Callable[..., int]]
 
 _library = torch.library.Library("comera", "FRAGMENT")
@@ -112,7 +112,9 @@ def check_seed(seed: Tensor) -> Tensor:
     return seed
 
 
-def operation(schema: str, flops: Callable[..., int] | None = None) -> Callable[[Run], Run]:
+def operation(
+    schema: str, flops: Callable[..., int] | None = None
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Make a function the operation torch.ops.comera.NAME of a schema "NAME(Tensor x, ...) -> ...", on the CPU.
 
     flops: takes the operands, shapes in place of tensors. The operation has no derivative: autograd functions call it.
@@ -124,22 +126,22 @@ def operation(schema: str, flops: Callable[..., int] | None = None) -> Callable[
     """
     name = schema.partition("(")[0]
 
-    def decorate(run: Run) -> Run:
+    def decorate(run: Callable[..., Result]) -> Callable[..., Result]:
         _library.define(schema)
         _library.impl(name, run, "CPU")
-        dispatched = getattr(torch.ops.comera, name).default
+        dispatched: Callable[..., Result] = getattr(torch.ops.comera, name).default
         if flops is not None:
             _flop_formulas[name] = flops
             if _FLOP_COUNTER in sys.modules:
                 _register_flops(name)
 
-        def call_operation(*operands: Any) -> Any:
+        def call_operation(*operands: Any) -> Result:
             if _profiler_enabled() or _get_current_dispatch_mode() is not None:
                 return dispatched(*operands)
             return run(*operands)
 
         call_operation.__name__, call_operation.__doc__ = run.__name__, run.__doc__
-        return call_operation  # type: ignore[return-value]
+        return call_operation
 
     return decorate
 

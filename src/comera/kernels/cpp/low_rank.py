@@ -129,9 +129,8 @@ def low_rank_backward(
     dx_BI = empty(batch, features) if wants_x else None
     das_RI: list[Tensor] = []
     dbs_SO: list[Tensor] = []
-    kept: list[Tensor] = []
     flat: list[int] = []
-    at = p_BS.data_ptr()
+    kept, at = [], p_BS.data_ptr()
     for (a, b, rank, rows, outputs, size), dy in zip(weights, dys_BO, strict=True):
         if dy is not None:
             dy = checked("dy", dy, batch, outputs)

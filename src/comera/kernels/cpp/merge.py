@@ -108,8 +108,8 @@ def merge(
     Raises RuntimeError for tensors of other sizes than `layout` says, or not float32 on the CPU.
     """
     described, parameters, biases = _operands(parameters, biases, layout)
-    empty = parameters[0].new_empty
     factors: list[Tensor] = []
+    empty = parameters[0].new_empty
     for (rank, inputs, outputs), bias in zip(described.factors, biases, strict=True):
         factors += (empty(rank, inputs), empty(rank if bias is None else rank + 1, outputs))
     _call("merge", described, [*parameters, *biases, *factors], threshold)

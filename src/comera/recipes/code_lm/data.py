@@ -5,11 +5,7 @@
 Preparation is deterministic and happens once: tokens and tokenizer stay in a cache folder named by a digest of the
 files' contents and the settings. Batches are pure functions of their place in the run, so a resumed run sees the same
 ones.
-
-B batch, T block size, P masked positions, V vocabulary.
-"""
-
-from __future__ import annotations
+B batch, T block size, P masked positions, V vocabulary."""
 
 import hashlib
 import json
@@ -103,18 +99,14 @@ class Source(NamedTuple):
 
 
 class CodeData:
-    """Prepared source code: training and held-out blocks, memory-mapped, and their tokenizer.
-
-    train, held_out: (blocks, T) arrays of token ids. manifest: where they come from.
-    """
+    """Prepared source code: training and held-out blocks, memory-mapped, and their tokenizer. train, held_out: (blocks,
+    T) arrays of token ids. manifest: where they come from."""
 
     def __init__(self, folder: Path, config: CodeDataConfig) -> None:
-        self.config = config
-        self.folder = folder
+        self.config, self.folder = config, folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self.vocab_size: int = self.manifest["vocab_size"]
-        self.train = self._blocks("train")
-        self.held_out = self._blocks("held_out")
+        self.train, self.held_out = self._blocks("train"), self._blocks("held_out")
 
     def _blocks(self, part: str) -> np.ndarray[Any, Any]:
         tokens, width = self.manifest[part]["tokens"], self.config.block_size
@@ -148,11 +140,9 @@ class CodeData:
         return self._mask(self.train[rows], count, np.random.default_rng([seed, 1, index]))
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
-        """The held-out part in batches of `size` blocks, or one smaller batch if there are fewer.
-
-        Blocks that do not fill the last batch are dropped, so the mean over batches is the mean over blocks. Blocks and
-        masks depend on the data alone, not on the seed, the method or the batch size.
-        """
+        """The held-out part in batches of `size` blocks, or one smaller batch if there are fewer. Blocks that do not
+        fill the last batch are dropped, so the mean over batches is the mean over blocks. Blocks and masks depend on
+        the data alone, not on the seed, the method or the batch size."""
         width = self.config.block_size
         order = _permutation(len(self.held_out), HELD_OUT_SEED, 0)
         count = max(1, round(self.config.mask_share * width))
@@ -184,30 +174,27 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
 
 def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
     """Read, tokenize and cache the source code that `config` names; a second call with the same files opens the cache.
-
-    One process prepares while the others wait; a killed one leaves nothing that looks complete.
-    Raises DataError for a missing folder, or one without enough code.
-    """
+    One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for a
+    missing folder, or one without enough code."""
     root = Path(config.path or sysconfig.get_paths()["stdlib"]).expanduser()
     sources, skipped = find_sources(root, config)
-    parts = dict(zip(("train", "held_out"), split_sources(sources, config.held_out), strict=True))
+    train, held_out = split_sources(sources, config.held_out)
     digest = settings_digest([FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out, sources])
 
-    def write(folder: Path) -> None:
-        _write(folder, root, parts, skipped, config, quiet)
-
-    folder = cache_folder(config.cache) / f"code-{digest}"
-    return open_or_make(folder, lambda folder: CodeData(folder, config), write)
+    return open_or_make(
+        cache_folder(config.cache) / f"code-{digest}",
+        lambda folder: CodeData(folder, config),
+        lambda folder: _write(folder, root, {"train": train, "held_out": held_out}, skipped, config, quiet),
+    )
 
 
 def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
-    """The source files below `root`, sorted by path, and how many were skipped, by reason.
-
-    Skipped: hidden folders, folders of installed packages, and files that are unreadable, empty, not UTF-8 or copies
-    of another one (a held-out copy would have been seen in training).
-    """
+    """The source files below `root`, sorted by path, and how many were skipped, by reason. Skipped: hidden folders,
+    folders of installed packages, and files that are unreadable, empty, not UTF-8 or copies of another one (a held-out
+    copy would have been seen in training)."""
     if not root.is_dir():
-        raise DataError(f"expected a folder of source code, got {root}, which {_what_is(root)}: check data.path")
+        state = "is a file" if root.exists() else "does not exist"
+        raise DataError(f"expected a folder of source code, got {root}, which {state}: check data.path")
     skipped = {"unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0}
     chosen: dict[str, Source] = {}
     left = float("inf") if config.max_bytes is None else config.max_bytes
@@ -262,10 +249,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _what_is(path: Path) -> str:
-    return "is a file" if path.exists() else "does not exist"
-
-
 def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     """Paths of the source files, relative to `root`, with forward slashes."""
     for folder, below, files in os.walk(root):
@@ -298,14 +281,8 @@ def _sample(root: Path, sources: Sequence[Source], limit: int) -> Iterator[str]:
 
 
 def _write(
-    folder: Path,
-    root: Path,
-    parts: dict[str, list[Source]],
-    skipped: dict[str, int],
-    config: CodeDataConfig,
-    quiet: bool,
+    folder: Path, root: Path, parts: dict[str, list[Source]], skipped: object, config: CodeDataConfig, quiet: bool
 ) -> None:
-    """Write tokenizer.json, train.bin, held_out.bin and manifest.json."""
     with Progress(quiet) as progress:
         progress.start("training the tokenizer", None)
         tokenizer = train_tokenizer(_sample(root, parts["train"], config.tokenizer_bytes), config.vocab_size)
@@ -339,12 +316,10 @@ def _write(
 def _chunks(sources: Iterable[Source]) -> Iterator[list[Source]]:
     """Groups of consecutive files of about ENCODE_BYTES: bounds memory, and keeps all cores busy."""
     chunk: list[Source] = []
-    size = 0
     for source in sources:
         chunk.append(source)
-        size += source.size
-        if size >= ENCODE_BYTES:
+        if sum(each.size for each in chunk) >= ENCODE_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
     if chunk:
         yield chunk

@@ -2,11 +2,7 @@
 
 Masked language modeling on packed blocks. The loss covers the masked positions only, so the output head is computed for
 15 % of the tokens.
-
-B batch, T block size, P masked positions, H hidden, V vocabulary.
-"""
-
-from __future__ import annotations
+B batch, T block size, P masked positions, H hidden, V vocabulary."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,9 +22,8 @@ from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, che
 from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
 from comera.recipes.config import runs_folder
 from comera.recipes.interface import Architecture
-from comera.recipes.methods import estimates_by_method
 from comera.recipes.stages import is_main, log, resolved
-from comera.recipes.task import RecipeTask
+from comera.recipes.task import RecipeTask, estimates_by_method
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate
@@ -62,7 +57,7 @@ class CompressConfig(BertFormats):
         )
 
 
-# Measured on short runs (docs/LOG.md): with higher rates the model collapses onto the token frequencies.
+# Measured on short runs (docs/log.md): with higher rates the model collapses onto the token frequencies.
 _TRAIN = TrainConfig(
     steps=10_000,
     batch_size=16,
@@ -152,11 +147,9 @@ class CodeLMTask(RecipeTask):
         return self.data.held_out_batches(self.config.train.batch_size)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The batch's mean loss."""
         return masked_loss(model, batch)
 
     def tokens(self, batch: Batch) -> int:
-        """Tokens that the model reads."""
         return batch.input_ids.numel()
 
 

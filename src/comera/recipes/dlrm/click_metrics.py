@@ -1,9 +1,6 @@
 """How well scores separate clicks from the rest, over all rows at once: none of these is a mean over batches.
 
-R rows.
-"""
-
-from __future__ import annotations
+R rows."""
 
 from math import log, nan
 
@@ -18,11 +15,9 @@ def click_metrics(scores: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve: how often a click scores above another row, ties counting one half; exact.
-
-    From the ranks of the scores, ties sharing their mean rank (Mann and Whitney): with P clicks and N others,
-    (Σ ranks of clicks − P(P+1)/2) / (P·N). NaN if all labels are equal.
-    """
+    """Area under the ROC curve: how often a click scores above another row, ties counting one half; exact. From the
+    ranks of the scores, ties sharing their mean rank (Mann and Whitney): with P clicks and N others, (Σ ranks of clicks
+    − P(P+1)/2) / (P·N). NaN if all labels are equal."""
     clicked = labels > 0.5
     clicks, others = int(clicked.sum()), int((~clicked).sum())
     if not clicks or not others:
@@ -34,10 +29,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 
 
 def normalized_entropy(scores: Tensor, labels: Tensor) -> float:
-    """Log loss relative to always predicting the rows' own click rate; below 1 beats that.
-
-    NaN if all labels are equal. Source: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook".
-    """
+    """Log loss relative to always predicting the rows' own click rate; below 1 beats that. NaN if all labels are equal.
+    Source: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook"."""
     rate = float(labels.double().mean())
     if not 0 < rate < 1:
         return nan

@@ -2,10 +2,7 @@
 
     x = bottom(integers),   e_f = table_f[id_f],   logit = top([x, ⟨v_i, v_j⟩ for i > j]),   v = (x, e_1, …, e_F)
 
-B batch, I integers, F categorical features, V = 1 + F vectors, D their width, P products.
-"""
-
-from __future__ import annotations
+B batch, I integers, F categorical features, V = 1 + F vectors, D their width, P products."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import CompressedLayer
 
 # Of a compressed table: the gradient of a core is a product of the other cores, and for millions of rows the published
-# initialization would make all of them tiny. Measured: docs/LOG.md.
+# initialization would make all of them tiny. Measured: docs/log.md.
 _LEAST_STD = 0.03
 
 
@@ -46,12 +43,9 @@ class DLRMConfig:
 
 
 class DLRM(nn.Module):
-    """Logits of clicks.
-
-    table_sizes: rows of each categorical feature's table; integers: number of numerical features.
+    """Logits of clicks. table_sizes: rows of each categorical feature's table; integers: number of numerical features.
     dense (B, I) float32, ids (B, F) int64 -> logits (B,). On the meta device it allocates nothing and can be
-    compressed; `to_empty` and `reset_parameters` then materialize it without ever allocating the dense tables.
-    """
+    compressed; `to_empty` and `reset_parameters` then materialize it without ever allocating the dense tables."""
 
     def __init__(self, config: DLRMConfig, table_sizes: Sequence[int], integers: int = 13) -> None:
         super().__init__()
@@ -97,7 +91,6 @@ class DLRM(nn.Module):
 
 
 def _mlp(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -105,6 +98,5 @@ def _mlp(widths: Sequence[int]) -> nn.Sequential:
 
 
 def _draw(layer: CompressedLayer, std: float) -> None:
-    """Draw new cores for a weight of this standard deviation."""
     layer.tt.init_std = std
     layer.tt.reset_parameters()

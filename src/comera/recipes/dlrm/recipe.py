@@ -1,13 +1,9 @@
 """Click prediction: DLRM on Criteo's click log, with its large embedding tables compressed or not.
 
 Runs in stages, see `comera.recipes.stages`.
+B batch."""
 
-B batch.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +62,7 @@ class CompressConfig:
     mlp_rank: int = 0
     """TT-rank of the large layers of the two MLPs; 0 leaves them dense: they have half a million parameters, the tables
     millions. Two cores of rank 64 made a step 1.2 times faster and the result of one pass over the sample 0.6 % worse
-    (docs/LOG.md)."""
+    (docs/log.md)."""
     mlp_order: int = 2
     """Cores in the tensor trains of the MLPs."""
 
@@ -95,7 +91,7 @@ class CompressConfig:
         return TensorizeConfig(linear=None, embedding=None, overrides=formats)
 
 
-# Rates measured on the sample (docs/LOG.md). One pass over the rows in total: in a second, the dense baseline overfits.
+# Rates measured on the sample (docs/log.md). One pass over the rows in total: in a second, the dense baseline overfits.
 _TRAIN = TrainConfig(
     epochs=0.5,
     batch_size=2048,
@@ -157,11 +153,6 @@ class DLRMTaskConfig:
         """The folder of all runs."""
         return runs_folder(self.out, NAME, self.method)
 
-    @property
-    def sparse(self) -> bool:
-        """Whether the gradients of dense tables are sparse."""
-        return self.optimizer in _SPARSE
-
 
 def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConfig:
     """The defaults for a method; methods differ in their learning rates."""
@@ -172,10 +163,8 @@ def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConf
 
 
 def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLRM, TensorizeReport | None]:
-    """A DLRM, seeded by train.seed and compressed for the method comera, and the report of that.
-
-    Compressed tables never exist in dense form: they are converted on the meta device.
-    """
+    """A DLRM, seeded by train.seed and compressed for the method comera, and the report of that. Compressed tables
+    never exist in dense form: they are converted on the meta device."""
     torch.manual_seed(config.train.seed)
     report = None
     if config.method == "comera":
@@ -189,7 +178,7 @@ def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLR
         model = DLRM(config.model, table_sizes, INTEGERS)
     for table in model.tables:
         if isinstance(table, nn.EmbeddingBag):
-            table.sparse = config.sparse
+            table.sparse = config.optimizer in _SPARSE
     return model, report
 
 
@@ -199,32 +188,23 @@ def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
 
 
 class DLRMTask(RecipeTask):
-    """Click prediction, as a task for `comera.trainer.loop.fit`.
-
-    first: steps that earlier runs trained. part: of the data to evaluate on.
-    """
+    """Click prediction, as a task for `comera.trainer.loop.fit`. first: steps that earlier runs trained. part: of the
+    data to evaluate on."""
 
     name = NAME
     counted = "samples"
+    part: Literal["validation", "test"] = "validation"
     config: DLRMTaskConfig
     data: ClickData
 
-    def __init__(
-        self,
-        config: DLRMTaskConfig,
-        data: ClickData,
-        first: int = 0,
-        part: Literal["validation", "test"] = "validation",
-    ) -> None:
+    def __init__(self, config: DLRMTaskConfig, data: ClickData, first: int = 0) -> None:
         model, report = build_model(config, data.table_sizes)
         settings = {"shuffle": data.shuffle, "first_step": first, "table_sizes": list(data.table_sizes)}
-        super().__init__(
-            config, data, model, report, first, **{f"data.{name}": value for name, value in settings.items()}
-        )
-        self.part, self.steps_per_epoch = part, self.epoch_length()
+        identity = {f"data.{name}": value for name, value in settings.items()}
+        super().__init__(config, data, model, report, first, **identity)
+        self.steps_per_epoch = self.epoch_length()
 
     def optimizer(self, train: TrainConfig) -> Optimizer:
-        """The configured optimizer, over all parameters."""
         return named_optimizer(self.config.optimizer, self.model, train)
 
     def eval_batches(self) -> Iterator[ClickBatch]:
@@ -232,7 +212,6 @@ class DLRMTask(RecipeTask):
         return self.data.batches(self.part, self.config.train.batch_size)
 
     def loss(self, model: nn.Module, batch: ClickBatch) -> Tensor:
-        """The batch's mean loss."""
         return click_loss(model, batch)
 
     def evaluate(self, model: nn.Module, batch: ClickBatch) -> tuple[dict[str, Tensor], int, Tensor]:
@@ -247,22 +226,17 @@ class DLRMTask(RecipeTask):
         return click_metrics(*rows.unbind(1))
 
     def examples(self, batch: ClickBatch) -> int:
-        """Rows in a batch."""
         return len(batch.labels)
 
     def tokens(self, batch: ClickBatch) -> int:
-        """The recipe counts rows as its input."""
         return len(batch.labels)
 
 
 def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
-    """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one.
-
-    Each finished run also writes test.json: the metrics of its last model on the test rows.
-    resume: keep finished runs and continue an interrupted one. An interruption ends the current run and skips the rest.
-    Raises ConfigError if a run exists already and `resume` is not set, or the budget is too small, and what `prepare`
-    and `fit` raise.
-    """
+    """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one. Each
+    finished run also writes test.json: the metrics of its last model on the test rows. resume: keep finished runs and
+    continue an interrupted one. An interruption ends the current run and skips the rest. Raises ConfigError if a run
+    exists already and `resume` is not set, or the budget is too small, and what `prepare` and `fit` raise."""
     main = is_main(config.train)
     if not resume:
         refuse_existing(config)
@@ -270,7 +244,10 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
     steps = estimate(config, ("dense", config.method))  # before anything is written: the budget may be too small
     check_memory(steps[config.method], config.train.device, f"method={config.method}")
     if main:
-        _save_estimates(runs(config).values(), steps)
+        content = to_json({method: step.parts for method, step in steps.items()}) + "\n"
+        for folder in runs(config).values():  # for the report: estimated bytes by method and part
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / "memory.json", content)
     return fit_stages(config, partial(DLRMTask, config, data), resume=resume, finish=_tested)
 
 
@@ -289,13 +266,6 @@ def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
         log(accelerator.is_main_process, NAME, f"test: {metrics}")
         accelerator.wait_for_everyone()
     return summary
-
-
-def _save_estimates(folders: Iterable[Path], steps: dict[str, MemoryEstimate]) -> None:
-    """Write memory.json to each folder, for the report: estimated bytes by method and part."""
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "memory.json", to_json({method: step.parts for method, step in steps.items()}) + "\n")
 
 
 def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dict[str, MemoryEstimate]:

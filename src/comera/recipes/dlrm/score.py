@@ -4,11 +4,7 @@
 
 Memory does not grow with the file. An unreadable row gets no score; every score comes with its line number, so none is
 mistaken for another's.
-
-B batch.
-"""
-
-from __future__ import annotations
+B batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +22,7 @@ from comera.files import replace_file
 from comera.recipes.cache import cache_folder
 from comera.recipes.dlrm.criteo.batches import RowEncoder
 from comera.recipes.dlrm.criteo.files import END_MISSING, find_files, read_blocks
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, Array, explain, parse
+from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, explain, parse
 from comera.recipes.progress import Progress
 from comera.recipes.trained import Trained
 from comera.trainer.step import autocast
@@ -48,6 +44,14 @@ class Scores:
     probabilities: float = 0.0
     labels: float = 0.0
     losses: float = 0.0
+
+    def add(self, logits_B: Tensor, labels_B: Tensor) -> None:
+        """Count rows by their logits and, if they have any, their labels."""
+        self.rows += len(logits_B)
+        self.probabilities += float(logits_B.sigmoid().sum())
+        if self.labeled:
+            self.labels += float(labels_B.sum())
+            self.losses += float(F.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="sum"))
 
     def __str__(self) -> str:
         skipped = f", {self.bad:,} bad rows skipped" if self.bad else ""
@@ -73,11 +77,9 @@ def score(
 
     file: rows in Criteo's format, with or without a label in front, plain or gzipped. max_bad_rows: bad rows to skip
     before giving up. overwrite: replace existing scores in `out`. The model is in evaluation mode, in the precision of
-    its training.
-    Raises ConfigError for a run of another recipe, and if `out` exists (with `overwrite`: and holds anything but
-    scores). Raises DataError, with file and line, for too many bad rows or a file that is cut short, and if the
-    prepared data with the run's dictionaries is gone (hashed categories need none).
-    """
+    its training. Raises ConfigError for a run of another recipe, and if `out` exists (with `overwrite`: and holds
+    anything but scores). Raises DataError, with file and line, for too many bad rows or a file that is cut short, and
+    if the prepared data with the run's dictionaries is gone (hashed categories need none)."""
     if trained.recipe != "dlrm":
         raise ConfigError(
             f"expected a run of dlrm, whose input is a file of rows, got one of {trained.recipe}, "
@@ -86,10 +88,11 @@ def score(
     for name, value, least in (("batch_size", batch_size, 1), ("max_bad_rows", max_bad_rows, 0)):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-    if out.exists() and not overwrite:
-        raise ConfigError(f"expected a new file, got {out}, which exists: give another, or set overwrite")
-    if out.exists() and not _holds_scores(out):  # maybe even the file of rows
-        raise ConfigError(f"expected scores to overwrite, got {out} with something else: give another file")
+    if out.exists():
+        if not overwrite:
+            raise ConfigError(f"expected a new file, got {out}, which exists: give another, or set overwrite")
+        if not _holds_scores(out):  # maybe even the file of rows
+            raise ConfigError(f"expected scores to overwrite, got {out} with something else: give another file")
     if file.is_dir() or not file.exists():
         what = f"the folder {file}: name a file in it" if file.is_dir() else f"{file}, where there is nothing"
         raise DataError(f"expected a file of rows, got {what}")
@@ -115,13 +118,7 @@ def score(
 
 @torch.no_grad()
 def _score(
-    trained: Trained,
-    encoder: RowEncoder,
-    files: list[Path],
-    target: TextIO,
-    scores: Scores,
-    size: int,
-    max_bad_rows: int,
+    trained: Trained, encoder: RowEncoder, files: list[Path], target: TextIO, scores: Scores, size: int, limit: int
 ) -> Iterator[int]:
     """Write and count the scores of all rows; yields the bytes of the file read so far, after each block."""
     model, precision = trained.model, trained.config.train.precision
@@ -134,12 +131,12 @@ def _score(
             labeled = scores.labeled = _has_labels(block.text)
         rows = parse(block.text, labeled)
         scores.bad += len(rows.bad_lines)
-        if scores.bad > max_bad_rows:
-            bad = int(rows.bad_lines[max_bad_rows - scores.bad])  # the first one too many
+        if scores.bad > limit:
+            bad = int(rows.bad_lines[limit - scores.bad])  # the first one too many
             wrong = explain(block.text.split(bytes([10]))[bad], labeled)
             raise DataError(
                 f"{file}, line {line + bad + 1}: {wrong}; that is one bad row more than max_bad_rows "
-                f"({max_bad_rows:,}) allows: repair the file, or raise the limit to skip such rows"
+                f"({limit:,}) allows: repair the file, or raise the limit to skip such rows"
             )
         lines = line + 1 + np.delete(np.arange(rows.lines), rows.bad_lines)
         for first in range(0, len(lines), size):
@@ -151,8 +148,10 @@ def _score(
                 raise CheckpointError(
                     f"expected finite logits from {trained.checkpoint}, got others: take an older checkpoint"
                 )
-            _write(target, lines[part], logits_B)
-            _count(scores, logits_B, batch.labels.double())
+            scores.add(logits_B, batch.labels.double())
+            columns = lines[part].tolist(), logits_B.tolist(), logits_B.sigmoid().tolist()
+            # nine digits distinguish every float32 from its neighbors
+            target.writelines(f"{line},{logit:.9g},{share:.9g}\n" for line, logit, share in zip(*columns, strict=True))
         yield block.read
 
 
@@ -167,17 +166,3 @@ def _has_labels(text: bytes) -> bool:
     """Whether rows begin with a label, judging by the first row with a valid number of fields."""
     separators = (line.count(b"\t") for line in text.split(b"\n"))
     return next((LABELED[count] for count in separators if count in LABELED), True)
-
-
-def _write(target: TextIO, lines: Array, logits_B: Tensor) -> None:
-    """Nine digits distinguish every float32 from its neighbors."""
-    columns = lines.tolist(), logits_B.tolist(), logits_B.sigmoid().tolist()
-    target.write("".join(f"{line},{logit:.9g},{share:.9g}\n" for line, logit, share in zip(*columns, strict=True)))
-
-
-def _count(scores: Scores, logits_B: Tensor, labels_B: Tensor) -> None:
-    scores.rows += len(logits_B)
-    scores.probabilities += float(logits_B.sigmoid().sum())
-    if scores.labeled:
-        scores.labels += float(labels_B.sum())
-        scores.losses += float(F.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="sum"))

@@ -3,11 +3,9 @@
 Small tables stay dense. Large ones share the rest of the budget in proportion to √rows, which is how the parameters of
 two cores grow with the rows at fixed rank: larger tables are compressed more, and none takes all. Within its share, a
 table takes the fewest cores that allow LEAST_RANK (two give the most accurate table and the fastest lookup), and then
-the largest rank.
-"""
+the largest rank."""
 
-from __future__ import annotations
-
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import sqrt
 
@@ -24,11 +22,9 @@ def fit_tables(
     sizes: Sequence[int], dim: int, *, ratio: float, min_rows: int, order: int | None = None
 ) -> list[TTMSpec | None]:
     """The TT-matrix of each table, or None if it stays dense; together they store at most 1/ratio of the parameters.
-
     sizes: rows of the tables, each `dim` wide. min_rows: smaller tables stay dense, and so do larger ones that fit into
-    their share. order: cores of every TT-matrix; None chooses for each table.
-    Raises ConfigError if no TT-matrix fits the budget.
-    """
+    their share. order: cores of every TT-matrix; None chooses for each table. Raises ConfigError if no TT-matrix fits
+    the budget."""
     specs: list[TTMSpec | None] = [None] * len(sizes)
     left = int(dim * sum(sizes) / ratio) - dim * sum(rows for rows in sizes if rows < min_rows)
     large = sorted((rows, table) for table, rows in enumerate(sizes) if rows >= min_rows)
@@ -59,15 +55,10 @@ def _fit(rows: int, dim: int, parameters: int, orders: Sequence[int]) -> TTMSpec
     found = None
     for order in orders:
         spec = ttm_spec(rows, dim, order=order, rank=1)
-        low, high = 0, max(spec.rank_limits)  # bounds of the largest rank that fits
-        while low < high:
-            middle = (low + high + 1) // 2
-            if spec_size(spec.with_ranks(middle)) <= parameters:
-                low = middle
-            else:
-                high = middle - 1
-        if low:
-            found = spec.with_ranks(low)
-        if low >= LEAST_RANK:
+        ranks = range(1, max(spec.rank_limits) + 1)
+        largest = bisect_right(ranks, parameters, key=lambda rank: spec_size(spec.with_ranks(rank)))  # 0 if none fits
+        if largest:
+            found = spec.with_ranks(largest)
+        if largest >= LEAST_RANK:
             break
     return found

@@ -3,15 +3,12 @@
     files -> pairs -> [CLS] premise [SEP] hypothesis [SEP], truncated longest-first -> arrays and a manifest -> batches
 
 The arrays lie in a cache folder named by a digest of the files, the vocabulary and the settings. Batches are pure
-functions of their place in the run, so a resumed run sees the same ones.
-"""
-
-from __future__ import annotations
+functions of their place in the run, so a resumed run sees the same ones."""
 
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,28 +20,16 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from comera.errors import DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.config import check_fields
-from comera.recipes.mnli.files import (
-    LABELS,
-    NO_HYPOTHESIS,
-    NO_PREMISE,
-    PARTS,
-    SKIPS,
-    Pair,
-    Part,
-    Source,
-    find_source,
-    read_pairs,
-)
+from comera.recipes.mnli.files import LABELS, PARTS, SKIPS, Part, Source, find_source, read_pairs
 from comera.recipes.mnli.pairs import PairBatch, Pairs, PairWriter
 from comera.recipes.progress import Progress
-
-__all__ = ["MNLIData", "MNLIDataConfig", "PairBatch", "find_vocabulary", "parse_vocabulary", "prepare"]
 
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
 SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 SHORTEST = 5  # [CLS] a [SEP] b [SEP]
 VOCABULARY = "vocab.txt"
 USUAL_VOCABULARY = Path("vocab", "bert-base-uncased", VOCABULARY)  # beside the data's folder
+_, NO_PREMISE, NO_HYPOTHESIS = SKIPS
 ENCODE_PAIRS = 4096  # per call of the tokenizer: bounds memory, and keeps all cores busy
 
 
@@ -79,21 +64,19 @@ class MNLIDataConfig:
 
 
 class MNLIData:
-    """Prepared MNLI: training and matched development pairs, memory-mapped.
-
-    train, dev: the arrays. folder: where they lie, named after everything they depend on. manifest: where they come
-    from. label_names: names of the labels 0, 1, 2. skipped: skipped pairs of both parts, by reason.
-    """
+    """Prepared MNLI: training and matched development pairs, memory-mapped. train, dev: the arrays. folder: where they
+    lie, named after everything they depend on. manifest: where they come from. label_names: names of the labels 0, 1,
+    2. skipped: skipped pairs of both parts, by reason."""
 
     def __init__(self, folder: Path, config: MNLIDataConfig) -> None:
-        self.config = config
-        self.folder = folder
+        self.config, self.folder = config, folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self.vocab_size: int = self.manifest["vocab_size"]
         self.label_names: tuple[str, ...] = tuple(self.manifest["label_names"])
         self.skipped: dict[str, int] = {w: sum(self.manifest[part]["skipped"][w] for part in PARTS) for w in SKIPS}
         pad = self.manifest["special_tokens"][PAD]
         self.train, self.dev = (Pairs(folder, part, config.max_length, config.buckets, pad) for part in PARTS)
+        self.train_size, self.dev_size = len(self.train), len(self.dev)
 
     @property
     def label_counts(self) -> dict[str, dict[str, int]]:
@@ -103,26 +86,13 @@ class MNLIData:
             part: dict(zip(self.label_names, c.tolist(), strict=True)) for part, c in zip(PARTS, counts, strict=True)
         }
 
-    @property
-    def train_size(self) -> int:
-        """Number of training pairs."""
-        return len(self.train)
-
-    @property
-    def dev_size(self) -> int:
-        """Number of development pairs."""
-        return len(self.dev)
-
     def steps_per_epoch(self, batch_size: int, processes: int = 1) -> int:
         """Steps that cover all training pairs, with `processes` batches per step."""
         return -(-self.train.batches_per_epoch(batch_size) // processes)
 
     def train_batch(self, index: int, batch_size: int, seed: int) -> PairBatch:
-        """The `index`-th batch, counted over all epochs: a pure function of its arguments.
-
-        Each epoch contains every pair once, in a new order; its last batch may be smaller. The pairs of a batch have
-        near-equal length.
-        """
+        """The `index`-th batch, counted over all epochs: a pure function of its arguments. Each epoch contains every
+        pair once, in a new order; its last batch may be smaller. The pairs of a batch have near-equal length."""
         return self.train.shuffled(index, batch_size, seed)
 
     def dev_batches(self, batch_size: int) -> Iterator[PairBatch]:
@@ -131,11 +101,9 @@ class MNLIData:
 
 
 def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
-    """Read and tokenize the pairs that `config` names; a second call with the same files opens what the first made.
-
-    One process prepares while the others wait; a killed one leaves nothing that looks complete.
-    Raises DataError for missing or malformed data or vocabulary, and for data without a single usable pair.
-    """
+    """Read and tokenize the pairs that `config` names; a second call with the same files opens what the first made. One
+    process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for
+    missing or malformed data or vocabulary, and for data without a single usable pair."""
     source = find_source(config.path)
     vocabulary = find_vocabulary(config)
     try:
@@ -146,10 +114,11 @@ def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
         [FORMAT, source.digest, hashlib.blake2b(words).hexdigest(), config.max_length, config.max_examples]
     )
 
-    def write(folder: Path) -> None:
-        _write(folder, source, parse_vocabulary(words, vocabulary), config, digest, quiet)
-
-    return open_or_make(cache_folder(config.cache) / f"mnli-{digest}", lambda folder: MNLIData(folder, config), write)
+    return open_or_make(
+        cache_folder(config.cache) / f"mnli-{digest}",
+        lambda folder: MNLIData(folder, config),
+        lambda folder: _write(folder, source, parse_vocabulary(words, vocabulary), config, digest, quiet),
+    )
 
 
 def find_vocabulary(config: MNLIDataConfig) -> Path:
@@ -186,10 +155,8 @@ def parse_vocabulary(words: bytes, file: Path) -> dict[str, int]:
 
 
 def build_tokenizer(vocab: dict[str, int], max_length: int) -> Tokenizer:
-    """BERT's lower-case WordPiece tokenizer for pairs, truncating longest-first.
-
-    It recognizes no special tokens in text: a "[SEP]" in a sentence is ordinary text.
-    """
+    """BERT's lower-case WordPiece tokenizer for pairs, truncating longest-first. It recognizes no special tokens in
+    text: a "[SEP]" in a sentence is ordinary text."""
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -201,7 +168,6 @@ def build_tokenizer(vocab: dict[str, int], max_length: int) -> Tokenizer:
 def _write(
     folder: Path, source: Source, vocab: dict[str, int], config: MNLIDataConfig, digest: str, quiet: bool
 ) -> None:
-    """Write the arrays of both parts and manifest.json."""
     tokenizer = build_tokenizer(vocab, config.max_length)
     limits = dict(zip(PARTS, (config.max_examples, None), strict=True))
     parts = {name: _tokenize(tokenizer, source.parts[name], limits[name], quiet) for name in PARTS}
@@ -222,14 +188,13 @@ def _write(
 
 
 def _tokenize(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) -> tuple[PairWriter, dict[str, int]]:
-    """The pairs of a part, at most `limit`, as token ids, and how many were skipped, by reason.
-
-    Raises DataError if none remains.
-    """
+    """The pairs of a part, at most `limit`, as token ids, and how many were skipped, by reason. Raises DataError if
+    none remains."""
     writer, skipped = PairWriter(), dict.fromkeys(SKIPS, 0)
     with Progress(quiet) as progress:
         progress.start("preparing MNLI", None, "pairs")
-        for chunk in _chunks(islice(read_pairs(part, skipped), limit)):
+        pairs = islice(read_pairs(part, skipped), limit)
+        while chunk := list(islice(pairs, ENCODE_PAIRS)):
             encodings = tokenizer.encode_batch_fast([(pair.premise, pair.hypothesis) for pair in chunk])
             for pair, encoding in zip(chunk, encodings, strict=True):
                 ids, boundary = encoding.ids, encoding.type_ids.index(1)
@@ -243,9 +208,3 @@ def _tokenize(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) 
     if not len(writer):
         raise DataError(f"{part.name}: expected labeled sentence pairs, got none (skipped: {skipped}): check data.path")
     return writer, skipped
-
-
-def _chunks(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    rest = iter(pairs)
-    while chunk := list(islice(rest, ENCODE_PAIRS)):
-        yield chunk

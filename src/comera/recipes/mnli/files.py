@@ -1,7 +1,5 @@
 """Reads MNLI's sentence pairs from its published files or through Hugging Face `datasets`."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -57,10 +55,8 @@ class Source(NamedTuple):
 
 
 def find_source(path: str) -> Source:
-    """The pairs in the folder `path`, or in the data set of this name on the hub; nothing is parsed yet.
-
-    Raises DataError for a file, a folder without MNLI, and a path that cannot name a data set.
-    """
+    """The pairs in the folder `path`, or in the data set of this name on the hub; nothing is parsed yet. Raises
+    DataError for a file, a folder without MNLI, and a path that cannot name a data set."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return _saved(folder) if (folder / DATASETS_MARK).is_file() else _published(folder)
@@ -72,10 +68,8 @@ def find_source(path: str) -> Source:
 
 
 def read_pairs(part: Part, skipped: dict[str, int]) -> Iterator[Pair]:
-    """The pairs of a part in order; those without a label or text are counted in `skipped`, by reason.
-
-    Raises DataError, with file and line, for unreadable rows, missing fields and unknown labels.
-    """
+    """The pairs of a part in order; those without a label or text are counted in `skipped`, by reason. Raises
+    DataError, with file and line, for unreadable rows, missing fields and unknown labels."""
     for row in part.rows():
         where = f"{part.name}, line {row.line}"
         premise, hypothesis = _text(row.premise, "premise", where), _text(row.hypothesis, "hypothesis", where)
@@ -91,13 +85,13 @@ def read_pairs(part: Part, skipped: dict[str, int]) -> Iterator[Pair]:
 
 
 def _text(value: object, name: str, where: str) -> str:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can encode
-            raise DataError(f"{where}: expected text as {name}, got {value[:80]!r} ({error.reason})") from error
-        return value
-    raise DataError(f"{where}: expected text as {name}, got {value!r}: check the file, or remove this line")
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text as {name}, got {value!r}: check the file, or remove this line")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can encode
+        raise DataError(f"{where}: expected text as {name}, got {value[:80]!r} ({error.reason})") from error
+    return value
 
 
 def _label(value: object, where: str) -> int | None:
@@ -109,9 +103,6 @@ def _label(value: object, where: str) -> int | None:
         return value
     expected = ", ".join(f"{name} ({number})" for number, name in enumerate(LABELS))
     raise DataError(f"{where}: expected as label {expected}, or '-' or -1 for none, got {value!r}: check the file")
-
-
-# The published files.
 
 
 def _published(folder: Path) -> Source:
@@ -204,9 +195,6 @@ def _digest(chunks: Iterable[bytes]) -> str:
     for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
-
-
-# Hugging Face datasets.
 
 
 def _saved(folder: Path) -> Source:

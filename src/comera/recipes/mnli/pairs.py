@@ -3,11 +3,7 @@
     epoch: shuffle -> pools of many batches -> sort each pool by length -> cut into batches -> shuffle the batches
 
 Every batch is padded to a bucket, one of a few lengths, so that few shapes occur.
-
-B batch, T tokens of a padded pair, N pairs.
-"""
-
-from __future__ import annotations
+B batch, T tokens of a padded pair, N pairs."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -26,9 +22,7 @@ Array = np.ndarray[Any, Any]
 
 class PairBatch(NamedTuple):
     """A padded batch: input_ids, token_type_ids (B, T) int64, attention_mask (B, T) bool, labels (B,) int64.
-
-    token_type_ids: 1 in the second segment, else 0. attention_mask: False in the padding.
-    """
+    token_type_ids: 1 in the second segment, else 0. attention_mask: False in the padding."""
 
     input_ids: Tensor
     token_type_ids: Tensor
@@ -37,12 +31,9 @@ class PairBatch(NamedTuple):
 
 
 class Pairs:
-    """Tokenized pairs, memory-mapped, and their batches.
-
-    tokens: the concatenated ids of all pairs. offsets (N+1,): the start of each pair, then the end of the last.
-    boundaries (N,): length of each pair's first segment. labels (N,).
-    Raises OSError or ValueError if the arrays are damaged.
-    """
+    """Tokenized pairs, memory-mapped, and their batches. tokens: the concatenated ids of all pairs. offsets (N+1,): the
+    start of each pair, then the end of the last. boundaries (N,): length of each pair's first segment. labels (N,).
+    Raises OSError or ValueError if the arrays are damaged."""
 
     def __init__(self, folder: Path, part: str, max_length: int, buckets: int, pad: int) -> None:
         self.tokens, self.offsets, self.boundaries, self.labels = (

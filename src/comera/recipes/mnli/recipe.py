@@ -1,11 +1,7 @@
 """Natural-language inference on MNLI: trains the published six-encoder transformer from scratch, compressed or not.
 
 Runs in stages, see `comera.recipes.stages`.
-
-B batch, T tokens of the longest pair in it.
-"""
-
-from __future__ import annotations
+B batch, T tokens of the longest pair in it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,11 +22,11 @@ from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
 from comera.recipes.config import runs_folder
 from comera.recipes.interface import Architecture
-from comera.recipes.methods import estimates_by_method
-from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, PairBatch, find_vocabulary, parse_vocabulary, prepare
+from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare
+from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
 from comera.recipes.stages import runs as runs
-from comera.recipes.task import RecipeTask
+from comera.recipes.task import RecipeTask, estimates_by_method
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
@@ -58,19 +54,13 @@ class CompressConfig(BertFormats):
 
 # docs/method.md §9: AdamW without weight decay, batches of 32 to 128, ranks shrunk by the size's surrogate.
 _PUBLISHED = TrainConfig(
-    epochs=6,
-    batch_size=64,
-    lr=5e-5,
-    core_lr=1e-4,
-    rank_lr=1e-3,
-    prune_every=100,
-    late=LateStage(shrink="surrogate"),
+    epochs=6, batch_size=64, lr=5e-5, core_lr=1e-4, rank_lr=1e-3, prune_every=100, late=LateStage(shrink="surrogate")
 )
-# The token embedding's cores at ten times the rate of the other cores: it learns far faster (docs/LOG.md).
+# The token embedding's cores at ten times the rate of the other cores: it learns far faster (docs/log.md).
 _TUNED = replace(_PUBLISHED, table_lr=1e-3, late=LateStage())
 # Six encoders on two CPU cores: small batches, as escaping the majority class takes steps rather than pairs.
 _SHORT = replace(_TUNED, epochs=1.2, batch_size=16, early=EarlyStage(size_weight=0))
-# Two small encoders that learn in minutes on two CPU cores, at measured rates (docs/LOG.md).
+# Two small encoders that learn in minutes on two CPU cores, at measured rates (docs/log.md).
 _SMALL = replace(
     _TUNED,
     epochs=2,
@@ -192,7 +182,6 @@ class MNLITask(RecipeTask):
         return iter(batches)
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
-        """The batch's mean loss."""
         return pair_loss(model, batch)
 
     def evaluate(self, model: nn.Module, batch: PairBatch) -> tuple[dict[str, Tensor], int]:
@@ -202,7 +191,6 @@ class MNLITask(RecipeTask):
         return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": correct.mean()}, len(batch.labels)
 
     def examples(self, batch: PairBatch) -> int:
-        """Pairs in a batch."""
         return len(batch.labels)
 
     def tokens(self, batch: PairBatch) -> int:
@@ -212,10 +200,8 @@ class MNLITask(RecipeTask):
 
 def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
     """Prepare the data and train the runs of `config`, one after the other; returns the summary of the last one.
-
     resume: keep finished runs and continue an interrupted one. An interruption ends the current run and skips the rest.
-    Raises ConfigError if a run exists already and `resume` is not set, and what `prepare` and `fit` raise.
-    """
+    Raises ConfigError if a run exists already and `resume` is not set, and what `prepare` and `fit` raise."""
     main = is_main(config.train)
     if not resume:
         refuse_existing(config)

@@ -3,17 +3,11 @@
 An epoch visits the training rows in time order, or shuffled in a way that keeps reading local: rows form runs, the
 runs are shuffled, some tens of runs make a pool, and the rows of a pool are shuffled. A batch then reads from a few
 places of every column, however many rows there are.
-
-B batch, F features.
-"""
-
-from __future__ import annotations
+B batch, F features."""
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +17,8 @@ from torch import Tensor
 
 from comera.errors import DataError
 from comera.recipes.dlrm.criteo.columns import DENSE, FEATURES, LABELS
-from comera.recipes.dlrm.criteo.files import END_MISSING, find_files, read_blocks
 from comera.recipes.dlrm.criteo.ids import IDS, Lookup
-from comera.recipes.dlrm.criteo.parse import INTEGERS, Array, Rows, explain, parse
+from comera.recipes.dlrm.criteo.parse import INTEGERS, Array, Rows
 
 PARTS = ("train", "validation", "test")
 MANIFEST = "manifest.json"
@@ -43,13 +36,10 @@ class ClickBatch(NamedTuple):
 
 
 class ClickData:
-    """Prepared clicks in time order, memory-mapped.
-
-    table_sizes: rows of each feature's embedding table. train, validation, test: their ranges of rows.
-    click_rate: of the training rows. bad: skipped rows by kind. manifest: everything known about the data.
-    shuffle: whether training visits the rows in random order rather than in time order.
-    Raises OSError, ValueError or KeyError if the columns are damaged.
-    """
+    """Prepared clicks in time order, memory-mapped. table_sizes: rows of each feature's embedding table. train,
+    validation, test: their ranges of rows. click_rate: of the training rows. bad: skipped rows by kind. manifest:
+    everything known about the data. shuffle: whether training visits the rows in random order rather than in time
+    order. Raises OSError, ValueError or KeyError if the columns are damaged."""
 
     def __init__(self, folder: Path, *, shuffle: bool = True) -> None:
         self.folder, self.shuffle = folder, shuffle
@@ -71,10 +61,8 @@ class ClickData:
         return -(-len(self.train) // (size * processes))
 
     def train_batch(self, index: int, size: int, seed: int) -> ClickBatch:
-        """The `index`-th batch, counted over all epochs: a pure function of its arguments.
-
-        Each epoch contains every training row once; the next one begins within the batch in which it ends.
-        """
+        """The `index`-th batch, counted over all epochs: a pure function of its arguments. Each epoch contains every
+        training row once; the next one begins within the batch in which it ends."""
         first = index * size
         if self.shuffle:
             return self._read(_shuffled(len(self.train), first, size, seed))
@@ -99,10 +87,6 @@ class ClickData:
         """All rows of a part, in time order."""
         return (self.batch(part, index, size) for index in range(self.batch_count(part, size)))
 
-    def encode(self, source: str | os.PathLike[str] | Iterable[str | bytes], **options: Any) -> Iterator[ClickBatch]:
-        """Rows of a file, a folder or lines as batches with the ids of these tables; see `RowEncoder.encode`."""
-        return RowEncoder(self.folder).encode(source, **options)
-
     def _part(self, part: str) -> range:
         if part not in PARTS:
             raise DataError(f"expected a part of the data, one of {', '.join(PARTS)}, got {part!r}")
@@ -120,10 +104,8 @@ class ClickData:
 
 class RowEncoder:
     """Turns rows in Criteo's format into batches, with the dictionaries or the hashing of a prepared folder.
-
     hashed_sizes: sizes of the tables to hash categories into; hashing needs no dictionaries, so the folder is not read.
-    Raises DataError if the folder has no complete prepared data.
-    """
+    Raises DataError if the folder has no complete prepared data."""
 
     def __init__(self, folder: Path, *, hashed_sizes: Sequence[int] | None = None) -> None:
         hashing, sizes = hashed_sizes is not None, hashed_sizes
@@ -141,35 +123,6 @@ class RowEncoder:
                 "the same settings first"
             ) from error
 
-    def encode(
-        self, source: str | os.PathLike[str] | Iterable[str | bytes], *, size: int = 4096, labeled: bool = True
-    ) -> Iterator[ClickBatch]:
-        """Batches of at most `size` rows, in order, from a path or from lines; unknown categories get id 0.
-
-        labeled: whether rows begin with a label, as in the training file; otherwise labels are NaN.
-        Raises DataError, with file and line, for the first bad row: scores must match their rows.
-        """
-        if isinstance(source, str | os.PathLike):
-            files = find_files(os.fspath(source))
-            for block in read_blocks(files):
-                file, line = files[block.begin.file], block.begin.line
-                if block.cut_short:
-                    raise DataError(f"{file}, line {line + 1}: {END_MISSING}: fetch it again")
-                yield from self._batches(block.text, str(file), line, size, labeled)
-        else:
-            lines = (line.encode() if isinstance(line, str) else line for line in source)
-            for first, chunk in enumerate(iter(partial(_take, lines, size), [])):
-                text = b"".join(line.rstrip(b"\r\n") + b"\n" for line in chunk)
-                yield from self._batches(text, "rows", first * size, size, labeled)
-
-    def _batches(self, text: bytes, where: str, line: int, size: int, labeled: bool) -> Iterator[ClickBatch]:
-        rows = parse(text, labeled)
-        if len(rows.bad_lines):
-            bad = int(rows.bad_lines[0])
-            raise DataError(f"{where}, line {line + bad + 1}: {explain(text.split(bytes([10]))[bad], labeled)}")
-        for first in range(0, len(rows.labels), size):
-            yield self.encode_rows(rows, slice(first, first + size), labeled)
-
     def encode_rows(self, rows: Rows, part: slice, labeled: bool) -> ClickBatch:
         """Some of the good rows of a parsed block; without `labeled`, their labels are NaN."""
         labels_B = rows.labels[part].astype(np.float32)
@@ -186,17 +139,10 @@ def _rows_of(column: Array, rows: slice | Array) -> Array:
     return np.array(column[rows]) if isinstance(rows, slice) else column.take(rows, 0)
 
 
-def _take(lines: Iterator[bytes], count: int) -> list[bytes]:
-    return list(islice(lines, count))
-
-
 def _column(file: Path, dtype: type[np.generic], *shape: int) -> Array:
     if file.stat().st_size != np.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{file} does not have {shape[0]:,} rows")
     return np.asarray(np.memmap(file, dtype, mode="r", shape=shape))
-
-
-# The order of an epoch.
 
 
 def _shuffled(rows: int, first: int, count: int, seed: int) -> Array:

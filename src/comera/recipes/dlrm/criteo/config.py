@@ -1,7 +1,5 @@
 """Where the clicks come from and how categories map to rows; the text under a field is its command-line help."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Literal

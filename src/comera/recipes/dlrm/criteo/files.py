@@ -1,9 +1,6 @@
 """Finds the files of Criteo's click log and reads them as blocks of whole lines, in bounded memory.
 
-The Kaggle data is one file, train.txt, in time order; the larger sets have one file a day. Either may be gzipped.
-"""
-
-from __future__ import annotations
+The Kaggle data is one file, train.txt, in time order; the larger sets have one file a day. Either may be gzipped."""
 
 import hashlib
 import re
@@ -34,11 +31,8 @@ START = Place()
 
 
 class Block(NamedTuple):
-    """Whole lines of a file, each ended by a newline.
-
-    begin, end: their places. read: bytes of all files read so far (compressed bytes, for a progress bar).
-    cut_short: the file is compressed and ends in the middle of what follows.
-    """
+    """Whole lines of a file, each ended by a newline. begin, end: their places. read: bytes of all files read so far
+    (compressed bytes, for a progress bar). cut_short: the file is compressed and ends in the middle of what follows."""
 
     text: bytes
     begin: Place
@@ -48,18 +42,17 @@ class Block(NamedTuple):
 
 
 def find_files(path: str) -> list[Path]:
-    """The file `path`; for a folder, its train.txt, or else its files day_0, day_1, … in that order.
-
-    Files may be gzipped. Raises DataError if there are none, or one is empty, an archive, or named .gz but not gzip.
-    """
+    """The file `path`; for a folder, its train.txt, or else its files day_0, day_1, … in that order. Files may be
+    gzipped. Raises DataError if there are none, or one is empty, an archive, or named .gz but not gzip."""
     root = Path(path).expanduser()
     if root.is_dir():
-        files = [file for file in map(root.joinpath, TRAIN) if file.is_file()][:1] or _days(root)
+        present = sorted(root.iterdir(), reverse=True)  # if a day is both plain and compressed, the plain file counts
+        days = {int(match[1]): file for file in present if (match := DAY.fullmatch(file.name))}
+        train = [file for file in map(root.joinpath, TRAIN) if file.is_file()][:1]
+        files = train or [days[day] for day in sorted(days)]
         if not files:
-            present = ", ".join(sorted(file.name for file in root.iterdir())[:10]) or "nothing"
-            raise DataError(
-                f"expected {' or '.join(TRAIN)} or day_0, day_1, … in {root}, got {present}: check data.path"
-            )
+            names = ", ".join(file.name for file in present[::-1][:10]) or "nothing"
+            raise DataError(f"expected {' or '.join(TRAIN)} or day_0, day_1, … in {root}, got {names}: check data.path")
     elif root.exists():
         files = [root]
     else:
@@ -83,19 +76,12 @@ def stamp(file: Path) -> list[object]:
 
 def read_blocks(files: Sequence[Path], place: Place = START) -> Iterator[Block]:
     """The text of all files from `place` on, a few megabytes at a time; adds a missing newline at the end of a file.
-
-    Raises DataError, with file and line, for unreadable files, endless lines and files without lines.
-    """
+    Raises DataError, with file and line, for unreadable files, endless lines and files without lines."""
     before = sum(file.stat().st_size for file in files[: place.file])
     for number in range(place.file, len(files)):
         file = files[number]
         yield from _read_file(file, place if place.file == number else Place(number), before)
         before += file.stat().st_size
-
-
-def _days(root: Path) -> list[Path]:
-    days = {int(match[1]): file for file in sorted(root.iterdir(), reverse=True) if (match := DAY.fullmatch(file.name))}
-    return [days[day] for day in sorted(days)]  # if a day is both plain and compressed, the plain file
 
 
 def _check(file: Path) -> None:
@@ -151,10 +137,8 @@ def _read_file(file: Path, place: Place, before: int) -> Iterator[Block]:
 
 
 def _inflate(raw: BinaryIO) -> Iterator[bytes]:
-    """The text of a gzip file with any number of members; raises EOFError if the last is cut short.
-
-    Yields at most BLOCK bytes at a time, since a few compressed bytes can expand to any number.
-    """
+    """The text of a gzip file with any number of members; raises EOFError if the last is cut short. Yields at most
+    BLOCK bytes at a time, since a few compressed bytes can expand to any number."""
     decoder, data = zlib.decompressobj(zlib.MAX_WBITS | 16), b""  # | 16: gzip, with its checksum
     while True:
         data = data or raw.read(BLOCK)

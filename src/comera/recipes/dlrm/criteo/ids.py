@@ -3,10 +3,7 @@
     numbered: 1, 2, … in order of appearance; values rarer than min_count, and unknown ones, share 0
     hashed:   0 for a missing value, else 1 + value mod (size - 1)
 
-Appearance follows the order of the rows, so the ids depend on the data alone.
-"""
-
-from __future__ import annotations
+Appearance follows the order of the rows, so the ids depend on the data alone."""
 
 import os
 from pathlib import Path
@@ -25,10 +22,8 @@ IDS, VALUES, TABLE = "ids.bin", "values.npy", "table.npy"
 
 
 class Numbering:
-    """Numbers 32-bit values 1, 2, … in order of appearance: a hash table with open addressing.
-
-    A slot holds value · 2³² + number, or 0 if free; a value lies in the first free slot from its hash on.
-    """
+    """Numbers 32-bit values 1, 2, … in order of appearance: a hash table with open addressing. A slot holds value · 2³²
+    + number, or 0 if free; a value lies in the first free slot from its hash on."""
 
     def __init__(self) -> None:
         self._bits = 12
@@ -112,10 +107,8 @@ def hashed(values: Array, size: int) -> Array:
 
 
 class Lookup:
-    """Ids for new rows, as in a prepared column.
-
-    folder: of the prepared data. name: of the feature. size: rows of its table. hashing: whether ids are hashed.
-    """
+    """Ids for new rows, as in a prepared column. folder: of the prepared data. name: of the feature. size: rows of its
+    table. hashing: whether ids are hashed."""
 
     def __init__(self, folder: Path, name: str, size: int, hashing: bool) -> None:
         self.size, self.hashing = size, hashing
@@ -135,11 +128,9 @@ class Lookup:
 
 
 def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count: int) -> int:
-    """Write NAME.ids.bin, int32, from a column of uint32 values; returns the size of its table.
-
-    size: of the table to hash into; None numbers the values, and also writes them (sorted, NAME.values.npy) and their
-    ids (NAME.table.npy). The ids get their final name once everything is complete.
-    """
+    """Write NAME.ids.bin, int32, from a column of uint32 values; returns the size of its table. size: of the table to
+    hash into; None numbers the values, and also writes them (sorted, NAME.values.npy) and their ids (NAME.table.npy).
+    The ids get their final name once everything is complete."""
     partial = folder / f"{name}.partial"
     numbers, counts = Numbering(), np.zeros(1, np.int64)
     with open(raw, "rb") as source, open(partial, "wb") as target:

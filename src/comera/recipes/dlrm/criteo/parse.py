@@ -5,18 +5,13 @@
 A good row has 40 fields between 39 tabs; any other is bad and skipped. The value of a field is read from the eight
 bytes that end with it, as one 64-bit word whose lanes are folded in pairs: 8 × 1 digit, 4 × 2, 2 × 4, 1 × 8. A column
 thus takes about twenty vector operations, however long its fields are.
-
 As in the published DLRM, a missing or negative integer is 0, an integer x becomes log(1 + x), a missing category is 0.
-
 Threads would spend most of their time waiting for one another, as the operations are many and short. So this file is
 also a program that parses blocks from its standard input: as a separate process it starts as fast as numpy loads,
 without torch, and without running the caller's script again, as `multiprocessing` would.
+B bytes of a block, R good rows, F fields."""
 
-B bytes of a block, R good rows, F fields.
-"""
-
-from __future__ import annotations
-
+import pickle
 import re
 import sys
 from typing import Any, BinaryIO, NamedTuple
@@ -32,19 +27,16 @@ TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY = KINDS = (
     "category that is not hexadecimal",
 )
 CUT_SHORT = "file cut short"  # a compressed file lacks its end, and part of its last row
-FORMS = (rb"[01]", rb"(-?[0-9]{1,10})?", rb"[0-9a-fA-F]{0,8}")  # of a label, an integer (32 bits) and a category
+FORMS = {"label": rb"[01]", "integer": rb"(-?[0-9]{1,10})?", "category": rb"[0-9a-fA-F]{0,8}"}
 WORD = 8  # bytes
 
 Array = np.ndarray[Any, Any]
 
 
 class Rows(NamedTuple):
-    """The good rows of a block, and the places of the bad ones.
-
-    labels: (R,) uint8; dense: (13, R) float32, log(1 + x); values: (26, R) uint32, 0 where missing.
-    lines: in the block. bad_lines: int64 indices, from 0, of the bad lines; bad_kinds: uint8 indices into KINDS
-    of their first mistakes.
-    """
+    """The good rows of a block, and the places of the bad ones. labels: (R,) uint8; dense: (13, R) float32, log(1 + x);
+    values: (26, R) uint32, 0 where missing. lines: in the block. bad_lines: int64 indices, from 0, of the bad lines;
+    bad_kinds: uint8 indices into KINDS of their first mistakes."""
 
     labels: Array
     dense: Array
@@ -55,10 +47,8 @@ class Rows(NamedTuple):
 
 
 def parse(block: bytes, labeled: bool = True) -> Rows:
-    """Parse a block of whole lines, each ended by a newline (a carriage return before it is ignored).
-
-    labeled: whether rows begin with a label; otherwise labels are 0.
-    """
+    """Parse a block of whole lines, each ended by a newline (a carriage return before it is ignored). labeled: whether
+    rows begin with a label; otherwise labels are 0."""
     bytes_B = np.zeros(WORD + len(block), np.uint8)  # room for the word that ends with the first field
     bytes_B[WORD:] = np.frombuffer(block, np.uint8)
     separators = np.flatnonzero(bytes_B - np.uint8(ord("\t")) < 2)  # tab and newline are adjacent codes
@@ -110,13 +100,12 @@ def explain(line: bytes, labeled: bool = True) -> str:
     expected = labeled + INTEGERS + CATEGORIES
     if len(fields) != expected:
         return f"expected {expected} fields between tabs, got {len(fields)} ({_quote(line)})"
-    names = ["label"] * labeled + [f"integer {k + 1}" for k in range(INTEGERS)]
-    names += [f"category {k + 1}" for k in range(CATEGORIES)]
+    counts = {"integer": INTEGERS, "category": CATEGORIES}
+    names = ["label"] * labeled + [f"{kind} {k + 1}" for kind, count in counts.items() for k in range(count)]
     wanted = {"label": "0 or 1", "integer": "a decimal integer of 32 bits", "category": "up to 8 hexadecimal digits"}
     for name, field in zip(names, fields, strict=True):
         kind = name.split()[0]
-        form = FORMS[list(wanted).index(kind)]
-        if not re.fullmatch(form, field) or (kind == "integer" and field and not -(2**31) <= int(field) < 2**31):
+        if not re.fullmatch(FORMS[kind], field) or (kind == "integer" and field and not -(2**31) <= int(field) < 2**31):
             return f"expected {wanted[kind]} as {name}, got {_quote(field)}"
     raise AssertionError(f"a good line: {line!r}")
 
@@ -159,6 +148,7 @@ class _Reader:
         return word
 
     def labels(self) -> tuple[Array, Array]:
+        """Values, uint8, and whether each is valid."""
         begins, _, lengths = self._field(0)
         labels = self.bytes_B[begins] - np.uint8(ord("0"))
         return labels, (lengths == 1) & (labels < 2)
@@ -206,35 +196,22 @@ def _hexadecimals(words: Array) -> tuple[Array, Array]:
     return lanes, valid
 
 
-# The program: reads each block after its length and writes the counts and arrays of its rows, until the input ends.
-
-
 def send(stream: BinaryIO, rows: Rows) -> None:
     """Write rows in the form that `receive` reads."""
-    stream.write(np.array([len(rows.labels), rows.lines, len(rows.bad_lines)], np.int64).tobytes())
-    for array in (rows.labels, rows.dense, rows.values, rows.bad_lines, rows.bad_kinds):
-        stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    pickle.dump(tuple(rows), stream, protocol=5)
     stream.flush()
 
 
 def receive(stream: BinaryIO) -> Rows:
     """Read rows; raises EOFError if the other process has ended."""
-
-    def read(dtype: type[np.generic], *shape: int) -> Array:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        data = stream.read(size)
-        if len(data) < size:
-            raise EOFError
-        return np.frombuffer(data, dtype).reshape(shape)
-
-    count, lines, bad = read(np.int64, 3).tolist()
-    labels, dense = read(np.uint8, count), read(np.float32, INTEGERS, count)
-    values = read(np.uint32, CATEGORIES, count)
-    return Rows(labels, dense, values, lines, read(np.int64, bad), read(np.uint8, bad))
+    try:
+        return Rows(*pickle.load(stream))
+    except pickle.UnpicklingError as error:  # cut short
+        raise EOFError from error
 
 
 def main() -> None:
-    """Parse blocks from standard input until it ends."""
+    """Read blocks from standard input, each after its length, and write their rows, until the input ends."""
     while size := sys.stdin.buffer.read(8):
         send(sys.stdout.buffer, parse(sys.stdin.buffer.read(int.from_bytes(size, "little"))))
 

@@ -4,10 +4,7 @@
 
 The columns lie in a cache folder named by a digest of the files and the settings. A stopped preparation continues where
 it was when called again. Memory does not grow with the number of rows: each process needs some tens of MB, and
-numbering the ids adds the dictionaries of as many features as there are processes (30 to 60 bytes per category).
-"""
-
-from __future__ import annotations
+numbering the ids adds the dictionaries of as many features as there are processes (30 to 60 bytes per category)."""
 
 import json
 import shutil
@@ -22,16 +19,7 @@ import numpy as np
 from comera.errors import ConfigError, DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.dlrm.criteo.batches import HASHED, MANIFEST, NUMBERED, PARTS, ClickData
-from comera.recipes.dlrm.criteo.columns import (
-    DENSE,
-    FEATURES,
-    LABELS,
-    RAW,
-    Columns,
-    State,
-    raise_too_many_bad,
-    read_columns,
-)
+from comera.recipes.dlrm.criteo.columns import DENSE, FEATURES, LABELS, RAW, Columns, State, read_columns, too_many_bad
 from comera.recipes.dlrm.criteo.config import HELD_OUT, LEAST_ROWS, SYNTHETIC, CriteoConfig
 from comera.recipes.dlrm.criteo.files import find_files, stamp
 from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, make_ids
@@ -44,12 +32,9 @@ _FORMAT = 2  # of the cache folder; raise it when its contents, or how they are 
 
 def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
     """Read the clicks that `config` names; a second call with the same files and settings opens what the first made.
-
     One process prepares while the others wait; a killed one leaves nothing that looks complete, and the next call
-    continues where it was.
-    Raises DataError for missing or unreadable files, for more than max_bad_rows bad rows, and for fewer than 14 good
-    ones.
-    """
+    continues where it was. Raises DataError for missing or unreadable files, for more than max_bad_rows bad rows, and
+    for fewer than 14 good ones."""
     synthetic = config.path in (None, SYNTHETIC)
     files = [] if config.path is None or synthetic else find_files(config.path)
     source = [config.synthetic_rows, config.synthetic_seed] if synthetic else [stamp(file) for file in files]
@@ -60,7 +45,8 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
         try:
             with Progress(quiet) as progress:
                 manifest = {"format": _FORMAT, "digest": digest, **_write(parts, files, config, progress)}
-            for file in _files(config):
+            kinds = (IDS,) if config.hashed_sizes else (IDS, VALUES, TABLE)
+            for file in (LABELS, DENSE, *(f"{name}.{kind}" for name in FEATURES for kind in kinds)):
                 (parts / file).rename(folder / file)
         except OSError as error:
             raise ConfigError(
@@ -78,23 +64,14 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
     folder = cache_folder(config.cache) / f"criteo-{digest}"
     data = open_or_make(folder, lambda folder: ClickData(folder, shuffle=config.shuffle), write)
     if sum(data.bad.values()) > config.max_bad_rows:
-        raise_too_many_bad(data.bad, next(iter(data.manifest["bad_rows"].values()))[0], config.max_bad_rows)
+        raise too_many_bad(data.bad, next(iter(data.manifest["bad_rows"].values()))[0], config.max_bad_rows)
     return data
 
 
 def _write(parts: Path, files: list[Path], config: CriteoConfig, progress: Progress) -> dict[str, Any]:
-    """Make the columns and their ids in `parts`; returns the manifest."""
     planted = None
     if files:
-        progress.start("reading the click log", sum(file.stat().st_size for file in files), "rows")
-        state = read_columns(
-            files,
-            parts,
-            workers=config.processes,
-            max_rows=config.max_rows,
-            max_bad_rows=config.max_bad_rows,
-            tick=progress.to,
-        )
+        state = read_columns(files, parts, config, progress)
         if state.rows < LEAST_ROWS:
             raise DataError(
                 f"expected at least {LEAST_ROWS} good rows, for training, validation and test, got {state.rows} in "
@@ -154,12 +131,6 @@ def _make_ids(parts: Path, config: CriteoConfig, progress: Progress) -> list[int
 
     with ThreadPoolExecutor(config.processes) as pool:
         return list(pool.map(make, FEATURES, sizes))
-
-
-def _files(config: CriteoConfig) -> list[str]:
-    """The files of a complete folder, besides its manifest."""
-    kinds = (IDS,) if config.hashed_sizes else (IDS, VALUES, TABLE)
-    return [LABELS, DENSE, *(f"{name}.{kind}" for name in FEATURES for kind in kinds)]
 
 
 def _cuts(rows: int) -> dict[str, tuple[int, int]]:

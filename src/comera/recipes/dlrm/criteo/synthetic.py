@@ -5,11 +5,7 @@
 x_i: integers, log-normal, some missing or negative. c_f: categories, distributed by a power law, the k-th about 1/k as
 frequent as the first, some missing (these add nothing). A model thus needs the integers, the categories and products of
 their embeddings, exactly what DLRM has. A longer log starts with the shorter one of the same seed.
-
-R rows of a chunk.
-"""
-
-from __future__ import annotations
+R rows of a chunk."""
 
 import math
 from collections.abc import Iterator
@@ -38,11 +34,8 @@ CALIBRATION = 2**32 - 1  # index of the chunk that sets the bias; no log reaches
 
 @dataclass(frozen=True)
 class Clicks:
-    """Rows of the log.
-
-    labels: (R,) uint8. integers: (13, R) int32, NO_INTEGER if missing. values: (26, R) uint32, 0 if missing.
-    probabilities: (R,) of the planted model.
-    """
+    """Rows of the log. labels: (R,) uint8. integers: (13, R) int32, NO_INTEGER if missing. values: (26, R) uint32, 0 if
+    missing. probabilities: (R,) of the planted model."""
 
     labels: Array
     integers: Array

@@ -1,0 +1,80 @@
+"""Operands of odd shapes for every C++ kernel; run as a program it calls them all, for the sanitizers to watch."""
+
+import torch
+
+from comera.kernels.cpp import adamw, attention, gradients, low_rank, merge, mlp, residual_norm
+
+LAYOUT = (3, 1, 5, 6, 6, 3, 2, 1, 4, 2, 1)  # order, split, features, modes, ranks
+
+
+def low_rank_operands(batch=5, features=7, out=9, rank=3, bias=1):
+    """x, P, dy, A and b as low_rank_backward takes them."""
+    x, a, b = torch.randn(batch, features), [torch.randn(rank, features)], [torch.randn(rank + bias, out)]
+    return x, low_rank.low_rank(x, a, b)[0], [torch.randn(batch, out)], a, b
+
+
+def mlp_operands(batch=5, features=7, hidden=50, out=9, ranks=(3, 2), rank=4, bias=1):
+    """x, P, Q, dz, A and b as mlp_backward takes them."""
+    a = [torch.randn(r, features) for r in ranks] + [torch.randn(rank, hidden)]
+    b = [torch.randn(r + bias, hidden) for r in ranks] + [torch.randn(rank + bias, out)]
+    x = torch.randn(batch, features)
+    return x, *mlp.mlp(x, a, b, "gelu")[:2], torch.randn(batch, out), a, b
+
+
+def merge_operands(layout=LAYOUT, trains=2, biased=True):
+    """Parameters, biases and layout of trains of one kind."""
+    order, _, _, out, *rest = layout
+    modes, ranks = rest[:order], rest[order:]
+    shapes = [(ranks[k], modes[k], ranks[k + 1]) for k in range(order)] + [(r,) for r in ranks[1:-1]]
+    parameters = [torch.randn(shape) for _ in range(trains) for shape in shapes]
+    return parameters, [torch.randn(out) if biased else None for _ in range(trains)], layout * trains
+
+
+def attention_operands(batch=2, heads=4, groups=2, queries=5, keys=7, width=9, value_width=3):
+    """q, k, v, mask and do."""
+    q, k = torch.randn(batch, heads, queries, width), torch.randn(batch, groups, keys, width)
+    v, do = torch.randn(batch, groups, keys, value_width), torch.randn(batch, heads, queries, value_width)
+    return q, k, v, torch.randn(queries, keys), do
+
+
+def call_all():
+    """Every kernel on shapes without, with part of, and with several vectors, tiles and blocks."""
+    seed = torch.tensor(3)
+    for sizes in ((5, 7, 9, 3), (1, 1, 1, 1), (0, 4, 3, 2), (3, 0, 5, 2), (70, 33, 65, 17), (131, 100, 129, 0)):
+        for bias in (0, 1):
+            operands = low_rank_operands(*sizes, bias)
+            low_rank.low_rank_backward(*operands, True, True, True)
+            low_rank.low_rank_output(operands[1], [sizes[3]], operands[4])
+    for sizes in ((5, 7, 50, 9, (3, 2), 4), (1, 1, 1, 1, (1,), 1), (0, 3, 9, 4, (2,), 3), (67, 20, 97, 33, (0, 9), 0)):
+        for activation in mlp.ACTIVATIONS:
+            mlp.mlp_backward(*mlp_operands(*sizes, bias=1), activation, True)
+    for layout in (LAYOUT, (2, 1, 3, 4, 4, 5, 1, 3, 1), (4, 2, 29, 41, 5, 6, 7, 6, 1, 9, 0, 17, 1)):
+        parameters, biases, layouts = merge_operands(layout)
+        factors = merge.merge(parameters, biases, layouts, 0.1)
+        for missing in (None, 0, 1):
+            given = [None if k == missing else torch.randn_like(factor) for k, factor in enumerate(factors)]
+            merge.merge_backward(given, parameters, biases, layouts, 0.1)
+    for sizes in ((2, 4, 2, 5, 7, 9, 3), (1, 1, 1, 65, 97, 1, 17), (1, 2, 2, 0, 3, 4, 4), (1, 2, 1, 3, 0, 4, 4)):
+        q, k, v, mask, do = attention_operands(*sizes)
+        for settings in ((mask, seed, 0.1, 1.0, False), (None, None, 0.0, 0.3, True)):
+            o, norms = attention.attention(q, k, v, *settings)
+            attention.attention_backward(do, o, norms, q, k, v, *settings)
+    for shape in ((3, 65), (1, 1), (0, 8), (4, 0), (40, 700)):
+        z, x, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+        for drawn in (seed, None):
+            _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, weight, drawn, 0.2, 1e-5)
+            residual_norm.residual_norm_backward(z, s, mean, rstd, weight, drawn, 0.2)
+        residual_norm.dropout(x, seed, 0.3)
+    params = [torch.randn(size) for size in (0, 1, 7, 20_001)]
+    gradients.clip_(params, 0.1)
+    states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0))]
+    rates = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    assert adamw.Held(params, states).step([p.clone() for p in params], **rates)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        call_all()
+    print("all kernels ran")

@@ -1,0 +1,256 @@
+"""No kernel touches memory that its operands do not have: wrong lengths raise, and so does a lack of scratch memory."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from comera.kernels import select
+from comera.kernels.cpp import adamw, attention, build, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp.library import call
+
+from ...helpers.odd_operands import attention_operands, low_rank_operands, merge_operands, mlp_operands
+
+pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+SEED = torch.tensor(5)
+
+
+def longer(tensor):
+    """One row more, or one element."""
+    return torch.cat([tensor, tensor[:1]]) if tensor.dim() else tensor.repeat(2)
+
+
+def shorter(tensor):
+    return tensor[..., :-1]
+
+
+CHANGES = [longer, shorter, torch.Tensor.double, lambda t: t.unsqueeze(0), lambda t: torch.empty_like(t, device="meta")]
+CHANGE_IDS = ["longer", "shorter", "float64", "more dimensions", "not on the CPU"]
+
+
+def replaced(operands, change):
+    """The operands with one tensor changed, each in turn, tensors in lists too."""
+    for k, operand in enumerate(operands):
+        if isinstance(operand, torch.Tensor):
+            yield [*operands[:k], change(operand), *operands[k + 1 :]]
+        elif isinstance(operand, list):
+            for each in replaced(operand, change):
+                yield [*operands[:k], each, *operands[k + 1 :]]
+
+
+def assert_all_refused(function, operands, change):
+    function(*operands)
+    for wrong in replaced(list(operands), change):
+        with pytest.raises((RuntimeError, ValueError), match=r"expected|expand"):
+            function(*wrong)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_low_rank_are_refused(change):
+    operands = low_rank_operands()
+    assert_all_refused(lambda *given: low_rank.low_rank_backward(*given, True, True, True), operands, change)
+    _, p, _, a, b = operands
+    if change is not longer:  # P alone says how many samples there are
+        assert_all_refused(lambda p: low_rank.low_rank_output(p, [len(a[0])], b), [p], change)
+    for given in ([p, [len(a[0]) + 1], b], [p, [len(a[0]) - 1], b]):
+        with pytest.raises(RuntimeError, match="expected"):
+            low_rank.low_rank_output(*given)
+
+
+@pytest.mark.parametrize("change", [longer, shorter, torch.Tensor.double], ids=CHANGE_IDS[:3])
+def test_wrong_factors_of_the_forward_are_refused(change):
+    x, _, _, [a], [b] = low_rank_operands()
+    for given in ([x, [change(longer(a))], [b]], [x, [shorter(a)], [b]], [change(x.t()).t(), [a], [b.double()]]):
+        with pytest.raises(RuntimeError, match="expected"):
+            low_rank.low_rank(*given)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+@pytest.mark.parametrize("ranks", [(3,), (3, 2)], ids=["plain", "gated"])
+def test_wrong_operands_of_mlp_are_refused(change, ranks):
+    operands = mlp_operands(ranks=ranks)
+    assert_all_refused(lambda *given: mlp.mlp_backward(*given, "gelu", True), operands, change)
+
+
+def test_a_wrong_number_of_weights_is_refused():
+    x, p, q, dz, a, b = mlp_operands()
+    for given in ([x, p, q, dz, a[:1], b[:1]], [x, p, q, dz, [*a, a[-1]], [*b, b[-1]]], [x, p, q, dz, a, b[:2]]):
+        with pytest.raises(RuntimeError, match="expected"):
+            mlp.mlp_backward(*given, "gelu", True)
+
+
+@pytest.mark.parametrize("change", [longer, shorter, torch.Tensor.double, CHANGES[-1]], ids=[*CHANGE_IDS[:3], "meta"])
+def test_wrong_operands_of_merge_are_refused(change):
+    parameters, biases, layout = merge_operands()
+    assert_all_refused(lambda *given: merge.merge(*given, layout, 0.0), [parameters, biases], change)
+    factors = merge.merge(parameters, biases, layout, 0.0)
+    operands = [factors, parameters, biases]
+    assert_all_refused(lambda *given: merge.merge_backward(*given, layout, 0.0), operands, change)
+    for few in (
+        [factors[1:], parameters, biases],
+        [factors, parameters[1:], biases],
+        [factors, parameters, biases[1:]],
+    ):
+        with pytest.raises(RuntimeError, match="expected"):
+            merge.merge_backward(*few, layout, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {0: 2},  # order
+        {1: 0},  # split
+        {1: 3},
+        {2: 7},  # more features than the modes have
+        {3: 7},
+        {4: 0},  # modes
+        {7: 2},  # ranks
+        {8: -4},
+    ],
+    ids=str,
+)
+def test_layouts_that_are_no_trains_are_refused(wrong):
+    parameters, biases, layout = merge_operands(trains=1)
+    layout = tuple(wrong.get(k, number) for k, number in enumerate(layout))
+    with pytest.raises((RuntimeError, ValueError), match=r"expected|not enough"):
+        merge.merge(parameters, biases, layout, 0.0)
+
+
+def test_cores_cut_between_forward_and_backward_are_refused():
+    """As rounding or pruning between the two would leave them."""
+    parameters, biases, layout = merge_operands()
+    factors = merge.merge(parameters, biases, layout, 0.0)
+    cut = [p[..., :1].contiguous() for p in parameters]
+    with pytest.raises(RuntimeError, match="as the layout says"):
+        merge.merge_backward(factors, cut, biases, layout, 0.0)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_attention_are_refused(change):
+    q, k, v, mask, do = attention_operands()
+    settings = SEED, 0.1, 1.0, False
+    o, norms = attention.attention(q, k, v, mask, *settings)
+
+    def run(do, o, norms, q, k, v):
+        return attention.attention_backward(do, o, norms, q, k, v, mask, *settings)
+
+    assert_all_refused(run, [do, o, norms, q, k, v], change)
+    if change is not CHANGES[3]:  # a mask may have more dimensions, of one entry
+        assert_all_refused(lambda mask: attention.attention(q, k, v, mask, *settings), [mask], change)
+
+
+def test_wrong_seeds_probabilities_and_heads_are_refused():
+    q, k, v, _, _ = attention_operands()
+    for seed, p in ((SEED.int(), 0.1), (torch.tensor([1, 2]), 0.1), (SEED, 1.0), (SEED, -0.1)):
+        with pytest.raises(RuntimeError, match="expected"):
+            attention.attention(q, k, v, None, seed, p, 1.0, False)
+        with pytest.raises(RuntimeError, match="expected"):
+            residual_norm.dropout(q, seed, p)
+    for groups in (0, 3):
+        with pytest.raises(RuntimeError, match="divide"):
+            attention.attention(q, *(torch.zeros(2, groups, 7, size) for size in (9, 3)), None, None, 0.0, 1.0, False)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_residual_norm_are_refused(change):
+    z, x, weight, bias = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6), torch.randn(6)
+    if change not in (CHANGES[0], CHANGES[1], CHANGES[3]):  # a z of another shape only fits another x
+        assert_all_refused(lambda z: residual_norm.residual_norm(z, x, weight, bias, SEED, 0.1, 1e-5), [z], change)
+    operands = [x, weight, bias]
+    assert_all_refused(lambda *given: residual_norm.residual_norm(z, *given, SEED, 0.1, 1e-5), operands, change)
+    _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, bias, SEED, 0.1, 1e-5)
+    operands = [z, s, mean, rstd, weight]
+    assert_all_refused(lambda *given: residual_norm.residual_norm_backward(*given, SEED, 0.1), operands, change)
+
+
+def test_wrong_moments_and_gradients_are_refused_by_adamw():
+    params = [torch.ones(3), torch.ones(2, 2)]
+    states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(0.0))]
+    rates = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    for k in range(len(states)):
+        held = adamw.Held(params, [longer(t) if k == j else t for j, t in enumerate(states)])
+        assert not held.fits
+        with pytest.raises(RuntimeError, match="expected"):
+            held.step(params, **rates)
+    held = adamw.Held(params, states)
+    for grads in ([torch.ones(2), torch.ones(2, 2)], params[:1], [p.double() for p in params]):
+        assert not held.step(grads, **rates)
+    assert torch.equal(params[0], torch.ones(3))
+
+
+def negative(*shape):
+    """A tensor with torch's negative bit, and one with the same values without."""
+    tensor = torch.randn(*shape, dtype=torch.complex64).conj().imag
+    assert tensor.is_neg()
+    return tensor, tensor.resolve_neg().contiguous()
+
+
+def test_tensors_with_the_negative_bit_are_declined():
+    tensor, _ = negative(4, 6)
+    assert not any(select.supports(kernel, tensor) for kernel in select.CPP)
+    assert not gradients.are_plain([tensor])
+    assert gradients.clip_([tensor.clone(), tensor], 1.0) is None
+
+
+def test_gradients_with_the_negative_bit_have_the_right_sign():
+    x, p, _, a, b = low_rank_operands()
+    results = [low_rank.low_rank_backward(x, p, [dy], a, b, True, True, True) for dy in negative(5, 9)]
+    parameters, biases, layout = merge_operands(trains=1)
+    factors = merge.merge(parameters, biases, layout, 0.0)
+    da = negative(*factors[0].shape)
+    results += [merge.merge_backward([each, None], parameters, biases, layout, 0.0) for each in da]
+    q, k, v, _, do = attention_operands()
+    o, norms = attention.attention(q, k, v, None, None, 0.0, 1.0, False)
+    each_do = negative(*do.shape)
+    results += [attention.attention_backward(each, o, norms, q, k, v, None, None, 0.0, 1.0, False) for each in each_do]
+    results += [[residual_norm.dropout(each, SEED, 0.1)] for each in negative(4, 6)]
+    for one, other in zip(results[::2], results[1::2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+SCRATCH = """
+import resource, torch
+from comera.kernels.cpp import attention, low_rank, merge, mlp, residual_norm
+torch.set_num_threads(1)
+n = 2**22
+x, p, one = torch.zeros(n, 1), torch.zeros(n, 16), torch.ones(1, 1)
+wide = torch.zeros(1, 2**24)
+row = torch.zeros(1)
+keys = torch.zeros(1, 1, 1, 64).expand(1, 1, n, 64)
+layout = (2, 1, 2**18, 2, 2**18, 2, 1, 16, 1)
+cores = [torch.zeros(1, 2**18, 16), torch.zeros(16, 2, 1), torch.ones(16)]
+calls = {
+    "low_rank_backward": (120, lambda: low_rank.low_rank_backward(x, p, [x], [one], [one], True, True, True)),
+    "mlp_backward": (100, lambda: mlp.mlp_backward(x, p, p, x, [one] * 2, [one] * 2, "gelu", True)),
+    "attention": (500, lambda: attention.attention(keys[:, :, :1], keys, keys, None, None, 0.0, 1.0, False)),
+    "merge": (200, lambda: merge.merge(cores, [None], layout, 0.0)),
+    "residual_norm_backward": (
+        256, lambda: residual_norm.residual_norm_backward(wide, wide, row, row, None, None, 0.0)),
+}
+low_rank.low_rank(one, [one], [one])
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+for name, (megabytes, run) in calls.items():
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + megabytes * 2**20, most))
+    try:
+        run()
+    except MemoryError as error:
+        assert name in str(error), error
+        print(name)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+assert float(low_rank.low_rank(one, [one], [one])[1]) == 1.0
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space through /proc")
+def test_a_lack_of_scratch_memory_is_an_error():
+    run = subprocess.run([sys.executable, "-c", SCRATCH], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    expected = ["low_rank_backward", "mlp_backward", "attention", "merge", "residual_norm_backward"]
+    assert run.stdout.split() == expected
+
+
+def test_an_unknown_function_is_no_silent_call():
+    with pytest.raises(KeyError):
+        call("no_such_kernel")
