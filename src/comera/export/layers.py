@@ -115,18 +115,17 @@ class _Table(nn.Module):
     def __init__(self, layer: Any, cores: _Cores) -> None:
         super().__init__()
         self.tt, self.padding_idx = cores, layer.padding_idx
+        self.spec: TTMSpec = layer.tt.spec
 
     def rows(self, ids_U: Tensor) -> Tensor:
         """Rows (U, D); an id outside the table is a runtime error."""
-        spec = self.tt.spec
-        assert isinstance(spec, TTMSpec)
-        inside = ((ids_U >= 0) & (ids_U < spec.num_embeddings)).all()
-        torch._assert_async(inside, f"expected every id in 0 ... {spec.num_embeddings - 1}")
+        inside = ((ids_U >= 0) & (ids_U < self.spec.num_embeddings)).all()
+        torch._assert_async(inside, f"expected every id in 0 ... {self.spec.num_embeddings - 1}")
         left_MNR, right_RMN = self.tt.factors()
         right_MRN = right_RMN.transpose(0, 1)
         i_U, k_U = ids_U // right_MRN.shape[0], ids_U % right_MRN.shape[0]
         rows_UNN = torch.bmm(left_MNR[i_U], right_MRN[k_U])
-        rows_UD = rows_UNN.flatten(1)[:, : spec.embedding_dim].to(self.tt.cores[0].dtype)
+        rows_UD = rows_UNN.flatten(1)[:, : self.spec.embedding_dim].to(self.tt.cores[0].dtype)
         if self.padding_idx is not None:
             rows_UD = rows_UD.masked_fill((ids_U == self.padding_idx).unsqueeze(1), 0)
         return rows_UD
@@ -169,8 +168,7 @@ class _Projection(_Table):
         self.bias = layer.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        spec = self.tt.spec
-        assert isinstance(spec, TTMSpec)
+        spec = self.spec
         left_MNR, right_RMN = (factor.to(input.dtype) for factor in self.tt.factors())
         (_, n, r), (_, rows_r, cols_r) = left_MNR.shape, right_RMN.shape
         x_QN = pad_last(input.reshape(-1, spec.embedding_dim), n * cols_r).reshape(-1, cols_r)

@@ -71,18 +71,11 @@ def export_compressed(
 ) -> Exported:
     """Write the compressed weights to `folder`, for `comera.load_pretrained`; does not change the model.
 
-    Pruned slices are removed and the gates absorbed into the cores, so all gates are ones.
-
-    Args:
-        example_inputs: arguments of forward to compare outputs with, positional or by name, batch first.
-        folder: where to write.
-        build: called with the folder, returns a model of the same architecture, dense or converted.
-        metadata: JSON-compatible entries for the manifest.
-        overwrite: replace an earlier export.
-
-    Raises:
-        ConfigError: something else is at `folder`.
-        CheckpointError: the reloaded model computes something else; nothing is written.
+    Pruned slices are removed and the gates absorbed into the cores, so all gates are ones. example_inputs: arguments of
+    forward to compare outputs with, positional or by name, batch first. build: called with the folder, returns a model
+    of the same architecture, dense or converted. metadata: JSON-compatible entries for the manifest. overwrite: replace
+    an earlier export. Raises ConfigError if something else is at `folder`, CheckpointError if the reloaded model
+    computes something else; nothing is written then.
     """
     _check_free(Path(folder), overwrite)
     small = copy_with_own_trains(model)
@@ -110,10 +103,8 @@ def export_dense(
     dense = copy_with_own_trains(model)
     if any(isinstance(module, CompressedLayer) for module in dense.modules()):
         materialize_(dense)
-    tensors = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in dense.state_dict().items()
-    }
+    contiguous = torch.contiguous_format
+    tensors = {name: t.detach().cpu().clone(memory_format=contiguous) for name, t in dense.state_dict().items()}
     with _beside(Path(folder)) as beside:
         save_file(tensors, beside / WEIGHTS, {"format": "pt"})
         _save_config(dense, beside)
@@ -130,29 +121,14 @@ def export_dense(
 
 
 def export_program(
-    model: nn.Module,
-    example_inputs: Inputs,
-    path: str | Path,
-    *,
-    dynamic_shapes: Any = None,
-    overwrite: bool = False,
+    model: nn.Module, example_inputs: Inputs, path: str | Path, *, dynamic_shapes: Any = None, overwrite: bool = False
 ) -> Exported:
     """Write a program for `torch.export.load(path).module()`, which needs torch alone.
 
     It computes in evaluation mode, without gradients. Contractions are planned for the example's batch size and valid
-    for any other.
-
-    Args:
-        example_inputs: arguments of forward to trace and compare with, positional or by name, batch first, two rows or
-            more.
-        path: the .pt2 file.
-        dynamic_shapes: as for torch.export.export; by default the batch may have any size.
-        overwrite: replace an earlier export.
-
-    Raises:
-        ConversionError: torch.export cannot trace the model.
-        ConfigError: something else is at `path`.
-        CheckpointError: the program computes something else; nothing is written.
+    for any other. example_inputs: as in `export_compressed`, with two rows or more. path: the .pt2 file.
+    dynamic_shapes: as for torch.export.export; by default the batch may have any size. Also raises ConversionError if
+    torch.export cannot trace the model.
     """
     if Path(path).suffix != ".pt2":  # torch recognizes its programs by it
         raise ConfigError(f"expected a file that ends in .pt2 for a program, got {path}: rename it")

@@ -72,29 +72,10 @@ def param_groups(
         if not isfinite(value) or value < 0:
             raise ConfigError(f"{name} must be a finite number >= 0, got {value}")
 
-    trains = [train for _, train in named_trains(model)]
-    cores = {core for train in trains for core in train.cores}
-    tables = {core for train in trains if isinstance(train.spec, TTMSpec) for core in train.cores}
-    ranks = {d for train in trains for d in train.rank_params}
-    kinds = ("cores", "tables", "ranks", "dense", "dense_no_decay")
-    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in kinds}
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter in tables:
-            kind = "tables"
-        elif parameter in cores:
-            kind = "cores"
-        elif parameter in ranks:
-            kind = "ranks"
-        else:
-            kind = "dense" if parameter.ndim >= 2 else "dense_no_decay"
-        members[kind].append(parameter)
-    if not any(members.values()):
-        raise ConfigError(
-            f"{type(model).__name__} has no trainable parameter (all have requires_grad=False, or there are none): "
-            "unfreeze the parameters to train"
-        )
+    roles: dict[nn.Parameter, str] = {}
+    for _, train in named_trains(model):
+        roles |= dict.fromkeys(train.cores, "tables" if isinstance(train.spec, TTMSpec) else "cores")
+        roles |= dict.fromkeys(train.rank_params, "ranks")
     settings = {
         "cores": (core_lr, weight_decay),
         "tables": (table_lr, weight_decay),
@@ -102,6 +83,16 @@ def param_groups(
         "dense": (lr, weight_decay),
         "dense_no_decay": (lr, 0.0),
     }
+    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in settings}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            kind = roles.get(parameter, "dense" if parameter.ndim >= 2 else "dense_no_decay")
+            members[kind].append(parameter)
+    if not any(members.values()):
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameter (all have requires_grad=False, or there are none): "
+            "unfreeze the parameters to train"
+        )
     return [
         {"name": name, "params": parameters, "lr": settings[name][0], "weight_decay": settings[name][1]}
         for name, parameters in members.items()

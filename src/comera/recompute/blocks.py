@@ -1,16 +1,11 @@
 """Low-rank recomputation: hidden activations between compressed layers are rebuilt in the backward from low-rank ones.
 
-A compressed layer's two products with the batch, P = A xᵀ and y = Pᵀ B, cost the same, but P has r elements
-per token, while y has as many as the layer has outputs. So for the backward, a transformer block keeps only
-
-    its input               the one hidden tensor
-    low-rank activations    P of every compressed layer, r elements per token
-    random draws            dropout masks, as booleans
-    fused attention         its output and log-sum-exp, where one kernel computes it
-
-and everything else (y, GELU, layer norms, q, k, v, ...) is computed again when the backward reaches the block, with the
-kept tensors in place of the operations that made them (replay.py). This saves half of the products, draws nothing
-twice, and gives the values without recomputation, to the bit.
+A compressed layer's two products with the batch, P = A xᵀ and y = Pᵀ B, cost the same, but P has r elements per token,
+while y has as many as the layer has outputs. So for the backward, a transformer block keeps only its input, the one
+hidden tensor, and what replay.py lists: P of every compressed layer, dropout masks, results of fused attention.
+Everything else (y, GELU, layer norms, q, k, v, ...) is computed again when the backward reaches the block, with the
+kept tensors in place of the operations that made them. This saves half of the products, draws nothing twice, and gives
+the values without recomputation, to the bit.
 
 It works for any block and any layers in it: what is kept is decided per operation, below autograd, and the replay is
 PyTorch's non-reentrant checkpoint.
@@ -85,7 +80,9 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
     Source: docs/method.md §8.
     """
     modules = dict(model.named_modules())
-    recomputing = {name: module for name, module in modules.items() if _recomputes(module)}
+    recomputing = {
+        name: module for name, module in modules.items() if isinstance(vars(module).get("forward"), _Recompute)
+    }
     found = {} if not enabled else find_blocks(model) if blocks is None else _matching(modules, blocks)
     if enabled and not found:
         what = "has none" if blocks is None else f"has no module with compressed layers that matches {blocks!r}"
@@ -94,10 +91,15 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
             f"{type(model).__name__} {what}: compress it first (tensorize_), or name its blocks (blocks=)"
         )
     for module in recomputing.values():
-        _restore_forward(module)
+        if (own := vars(module).pop("forward").own) is not None:
+            module.forward = own
     for module in found.values():
         module.forward = _Recompute(module)
-    return _report(found if enabled else recomputing, enabled)
+    changed = found if enabled else recomputing
+    layers = _layers(changed.values())
+    specs = [layer.spec for layer in layers if isinstance(layer, TTLinear)]
+    hidden, low_rank = sum(spec.out_features for spec in specs), sum(spec.ranks[spec.split] for spec in specs)
+    return RecomputeReport(tuple(changed), len(layers), hidden, low_rank, enabled)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -135,13 +137,6 @@ def _layers(modules: Iterable[nn.Module]) -> set[CompressedLayer]:
     return {layer for module in modules for layer in module.modules() if isinstance(layer, CompressedLayer)}
 
 
-def _report(blocks: dict[str, nn.Module], enabled: bool) -> RecomputeReport:
-    layers = _layers(blocks.values())
-    specs = [layer.spec for layer in layers if isinstance(layer, TTLinear)]
-    hidden, low_rank = sum(spec.out_features for spec in specs), sum(spec.ranks[spec.split] for spec in specs)
-    return RecomputeReport(tuple(blocks), len(layers), hidden, low_rank, enabled)
-
-
 class _Recompute:
     """The forward of a block that recomputes. It is an attribute of the instance, so the class stays as it is.
 
@@ -167,16 +162,6 @@ class _Recompute:
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         # Random draws are kept, so no random state has to be restored, which a CUDA graph would not allow.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
-
-
-def _recomputes(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), _Recompute)
-
-
-def _restore_forward(module: nn.Module) -> None:
-    own = vars(module).pop("forward").own
-    if own is not None:
-        module.forward = own
 
 
 def _is_cache(value: object) -> bool:

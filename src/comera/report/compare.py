@@ -24,21 +24,12 @@ _PARETO = "Model size against held-out quality, one point per run. Up and to the
 
 
 def compare(runs: Mapping[str, Path], out: Path) -> str:
-    """Write compare.md, .json, .png and .html into `out` and return the tables as text.
+    """Write compare.md, .json, .png and .html into `out` and return the tables in Markdown.
 
     Runs with a metric besides the loss add a second figure, pareto.png; compressed runs add a table of the ranks of one
-    block.
-
-    Args:
-        runs: name -> run folder, in display order. Step times are compared with the run named "dense", or else with the
-            first run of that method.
-        out: folder to write to; created if missing.
-
-    Returns:
-        The tables in Markdown.
-
-    Raises:
-        DataError: no runs, or a run that is missing, malformed or unfinished; nothing is written then.
+    block. runs: name -> run folder, in display order; step times are compared with the run named "dense", or else with
+    the first run of that method. Raises DataError without runs, or for one that is missing, malformed or unfinished;
+    nothing is written then.
     """
     from comera.report.plots import compare_runs, pareto_of_runs  # matplotlib, only to draw
     from comera.report.style import png_and_svg, styled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -35,8 +35,12 @@ def render(run: Path) -> Path:
                 replace_file(data.folder / f"{plot.name}.png", png)
                 plots.append(figure_html(svg, plot.caption, wide=figure.get_figwidth() > 6))
     table = layer_table(data)
+    cards = ""
+    for name, (value, remark) in _headline(data).items():
+        small = f"<small>{escape(remark)}</small>" if remark else ""
+        cards += f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
     sections = [
-        _cards(_headline(data)),
+        f'<dl class="cards">{cards}</dl>',
         _section("Training curves", f'<div class="plots">{"".join(plots)}</div>' if plots else "<p>No steps yet.</p>"),
         _section("Layers", table.html() if table else "<p>No layer is compressed: this is a dense run.</p>"),
     ]
@@ -62,15 +66,6 @@ def figure_html(svg: str, caption: str, *, wide: bool = False) -> str:
     return f'<figure{kind}><div class="scroll">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>\n'
 
 
-def _cards(results: Mapping[str, tuple[str, str]]) -> str:
-    """The headline results as cards: name -> (value, remark)."""
-    cards = []
-    for name, (value, remark) in results.items():
-        small = f"<small>{escape(remark)}</small>" if remark else ""
-        cards.append(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>")
-    return f'<dl class="cards">{"".join(cards)}</dl>'
-
-
 def _headline(run: RunData) -> dict[str, tuple[str, str]]:
     """Headline results, name -> (value, remark), from the summary or else from the last metrics."""
     results: dict[str, tuple[str, str]] = {}
@@ -86,10 +81,8 @@ def _headline(run: RunData) -> dict[str, tuple[str, str]]:
     if train:
         last = train[-1]
         results["Steps"] = (f"{last.step:,}", f"in {duration(last.time)} of training")
-        results[f"{run.unit.capitalize()} seen"] = (
-            count(last.tokens),
-            f"{count(last.tokens / max(last.time, 1e-9))}/s",
-        )
+        rate = f"{count(last.tokens / max(last.time, 1e-9))}/s"
+        results[f"{run.unit.capitalize()} seen"] = (count(last.tokens), rate)
         step_time = summary.step_time if summary else sorted(point.step_time for point in train)[len(train) // 2]
         results["Step time"] = (f"{number(step_time * 1e3)} ms", "median")
     if sizes:

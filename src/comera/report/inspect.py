@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -75,18 +75,19 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
     tensors = {key: tensor for key, tensor in _tensors(folder).items() if key not in transient}
     prefixes = tuple(f"{name}." for names, _ in specs for name in names)
     others = {key: tensor for key, tensor in tensors.items() if not key.startswith(prefixes or "\0")}
-    trains = [_train_row(names, spec) for names, spec in specs]
-    dense = [
-        _Row(key, _kind(key, kinds or {}), "×".join(map(str, tensor.shape)), "", tensor.numel, tensor.numel)
-        for key, tensor in others.items()
-        if len(tensor.shape) > 1
-    ]
+    trains, dense = [_train_row(names, spec) for names, spec in specs], []
+    for key, tensor in others.items():
+        if len(tensor.shape) > 1:
+            kind = next((kind for layer, kind in (kinds or {}).items() if key.startswith(f"{layer}.")), "dense")
+            dense.append(_Row(key, kind, "×".join(map(str, tensor.shape)), "", tensor.numel, tensor.numel))
     vectors = [tensor.numel for tensor in others.values() if len(tensor.shape) < 2]
     if vectors:
         dense.append(_Row(f"{len(vectors)} vectors (biases, norms)", "dense", "", "", sum(vectors), sum(vectors)))
 
     total, tensorized = _total([*trains, *dense]), _total(trains)
-    table = _table([*trains, *dense, total if trains else total._replace(flops=None, dense_flops=None)])
+    rows = [*trains, *dense, total if trains else total._replace(flops=None, dense_flops=None)]
+    header = ("layer", "type", "modes", "ranks", "parameters", "dense", "ratio", "kFLOPs", "dense kFLOPs")
+    table = Table(header, "llllrrrrr", tuple(map(_cells, rows)), total=True)
     size = f"{total.stored:,} parameters, {megabytes(sum(tensor.bytes for tensor in tensors.values()))} MB"
     if not trains:
         return f"{table.text()}\n\nmodel       {size}{'' if kinds else ', no layer compressed'}"
@@ -101,11 +102,6 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
     return "\n".join(lines)
 
 
-def _kind(tensor: str, kinds: Mapping[str, str]) -> str:
-    """Type of the layer that a tensor belongs to; "dense" for one of torch's own."""
-    return next((kind for layer, kind in kinds.items() if tensor.startswith(f"{layer}.")), "dense")
-
-
 def _progress(run: RunData) -> str:
     parts = []
     if run.train:
@@ -116,17 +112,10 @@ def _progress(run: RunData) -> str:
     return f"{run.recipe}, {run.method}: {', '.join(parts) or 'no step yet'}"
 
 
-def _total(rows: Iterable[_Row]) -> _Row:
-    rows = list(rows)
+def _total(rows: Sequence[_Row]) -> _Row:
     stored, dense = sum(row.stored for row in rows), sum(row.dense for row in rows)
     flops, dense_flops = sum(row.flops or 0 for row in rows), sum(row.dense_flops or 0 for row in rows)
     return _Row("all layers", "", "", "", stored, dense, flops, dense_flops)
-
-
-def _table(rows: Iterable[_Row]) -> Table:
-    """A table whose last row is the total."""
-    header = ("layer", "type", "modes", "ranks", "parameters", "dense", "ratio", "kFLOPs", "dense kFLOPs")
-    return Table(header, "llllrrrrr", tuple(map(_cells, rows)), total=True)
 
 
 def _cells(row: _Row) -> tuple[str, ...]:

@@ -13,20 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from comera.report.ranks import ranks_over_time
-from comera.report.run import RunData
+from comera.report.run import Point, RunData
 from comera.report.stages import objectives, pareto, smooth
-from comera.report.style import (
-    BLUE,
-    GREY,
-    METHOD_COLORS,
-    MUTED,
-    ORANGE,
-    PINK,
-    PURPLE,
-    TEAL,
-    label_ends,
-    log_size_axis,
-)
+from comera.report.style import BLUE, GREY, METHOD_COLORS, MUTED, ORANGE, PINK, PURPLE, TEAL, label_ends, log_size_axis
 from comera.report.tables import MEGA, count, number, time_unit
 from comera.trainer.metrics import Summary
 
@@ -45,27 +34,17 @@ class Plot:
 
 def loss_over_steps(run: RunData) -> Figure | None:
     """Train and held-out loss over steps, with prunings marked."""
-    steps = [point.step for point in run.train], [point.step for point in run.evals]
-    return _loss(run, "Loss over steps", *steps, [prune.step for prune in run.prunes], "steps", 1.0)
+    return _loss(run, "Loss over steps", "steps", lambda point: point.step)
 
 
 def loss_over_time(run: RunData) -> Figure | None:
     """Train and held-out loss over seconds, minutes or hours of training, with prunings marked."""
-    times = [point.time for point in run.train], [point.time for point in run.evals]
-    unit, seconds = time_unit(max([*times[0], *times[1]], default=0.0))
-    prunes = [prune.time for prune in run.prunes]
-    return _loss(run, "Loss over training time", *times, prunes, f"training time, {unit}", seconds)
+    unit, seconds = time_unit(max([point.time for point in (*run.train, *run.evals)], default=0.0))
+    return _loss(run, "Loss over training time", f"training time, {unit}", lambda point: point.time / seconds)
 
 
-def _loss(
-    run: RunData,
-    title: str,
-    train_x: Sequence[float],
-    eval_x: Sequence[float],
-    prune_x: Sequence[float],
-    unit: str,
-    scale: float,
-) -> Figure | None:
+def _loss(run: RunData, title: str, unit: str, at: Callable[[Point], float]) -> Figure | None:
+    """at: where a point stands on the x axis."""
     if not run.train and not run.evals:
         return None
     figure = Figure(figsize=_SMALL)
@@ -73,7 +52,7 @@ def _loss(
     ends = []
     shown: list[float] = []
     if run.train:
-        x, raw = np.array(train_x) / scale, np.array([point.loss for point in run.train])
+        x, raw = np.array([*map(at, run.train)]), np.array([point.loss for point in run.train])
         mean = smooth(raw)
         few = len(raw) < 20
         if not few:
@@ -82,12 +61,12 @@ def _loss(
         ends.append((mean[-1], f"train {number(mean[-1])}", BLUE))
         shown += list(mean) + list(raw[: len(raw) // 50 + 1])
     if run.evals:
-        x, held = np.array(eval_x) / scale, np.array([point.loss for point in run.evals])
+        x, held = np.array([*map(at, run.evals)]), np.array([point.loss for point in run.evals])
         axes.plot(x, held, color=ORANGE, marker="o", markersize=3.2 if len(held) < 40 else 0)
         ends.append((held[-1], f"held-out {number(held[-1])}", ORANGE))
         shown += list(held)
     _fit_y(axes, shown)
-    _mark_prunes(axes, np.array(prune_x) / scale)
+    _mark_prunes(axes, np.array([*map(at, run.prunes)]))
     _widen(axes, ends)
     return figure
 
@@ -220,9 +199,8 @@ def compare_runs(runs: Mapping[str, RunData]) -> Figure:
 
     megas = [run.summary.size_bytes / MEGA if run.summary else 0.0 for run in runs.values()]
     seen = [run.summary.tokens if run.summary else 0 for run in runs.values()]
-    _bars(sizes, "Model size, MB", list(colors.items()), megas, [number(value) for value in megas])
-    title = f"{next(iter(runs.values())).unit.capitalize()} seen"
-    _bars(amounts, title, list(colors.items()), seen, [count(value) for value in seen])
+    _bars(sizes, "Model size, MB", colors, megas, number)
+    _bars(amounts, f"{next(iter(runs.values())).unit.capitalize()} seen", colors, seen, count)
     return figure
 
 
@@ -245,14 +223,16 @@ def pareto_of_runs(summaries: Mapping[str, Summary]) -> Figure | None:
 
 
 def _bars(
-    axes: Axes, title: str, colors: list[tuple[str, str]], values: Sequence[float], labels: Sequence[str]
+    axes: Axes, title: str, colors: Mapping[str, str], values: Sequence[float], label: Callable[[float], str]
 ) -> None:
     rows = range(len(values))
-    axes.barh(rows, values, color=[color for _, color in colors], height=0.62)
+    axes.barh(rows, values, color=list(colors.values()), height=0.62)
     axes.set_title(title)
-    axes.set_yticks(rows, [name for name, _ in colors])
-    for row, value, label in zip(rows, values, labels, strict=True):
-        axes.annotate(label, (value, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
+    axes.set_yticks(rows, list(colors))
+    for row, value in enumerate(values):
+        axes.annotate(
+            label(value), (value, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False
+        )
     axes.invert_yaxis()
     axes.set_xlim(0, max(values) * 1.18 or 1.0)
     axes.set_xticks([])

@@ -18,14 +18,20 @@ from comera.trainer.metrics import Summary
 
 
 @dataclass(frozen=True)
-class TrainPoint:
-    """One logged training step. time: seconds of training; tokens: seen so far; step_time: seconds.
+class Point:
+    """A record of metrics.jsonl: made at a step, after `time` seconds of training."""
+
+    step: int
+    time: float
+
+
+@dataclass(frozen=True)
+class TrainPoint(Point):
+    """One logged training step. tokens: seen so far; step_time: seconds.
 
     size: unpruned parameters of the tensor trains, 0 for a dense run; stage: of rank adaptation, "" if there is none.
     """
 
-    step: int
-    time: float
     loss: float
     tokens: int
     step_time: float
@@ -34,25 +40,18 @@ class TrainPoint:
 
 
 @dataclass(frozen=True)
-class EvalPoint:
+class EvalPoint(Point):
     """One evaluation on held-out data. metrics: all but the loss."""
 
-    step: int
-    time: float
     loss: float
     tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class SizePoint:
-    """Parameters stored at a step. active: those of the tensor trains that are unpruned.
+class SizePoint(Point):
+    """Parameters stored. active: those of the tensor trains that are unpruned; ranks: unpruned inner ranks of each."""
 
-    ranks: unpruned inner ranks of each tensor train.
-    """
-
-    step: int
-    time: float
     total: int
     tensorized: int
     ratio: float
@@ -62,39 +61,32 @@ class SizePoint:
 
 
 @dataclass(frozen=True)
-class PrunePoint:
+class PrunePoint(Point):
     """One pruning: parameters stored before and after."""
 
-    step: int
-    time: float
     before: int
     after: int
 
 
 @dataclass(frozen=True)
-class StagePoint:
+class StagePoint(Point):
     """The start of the late stage, from `size` tensorized parameters to `target_size` at a loss of `target_loss`."""
 
-    step: int
-    time: float
     target_size: int
     target_loss: float
     size: int
 
 
 @dataclass(frozen=True)
-class RoundPoint:
+class RoundPoint(Point):
     """Rounding to the target: tensorized parameters before and after; the largest relative error of a weight."""
 
-    step: int
-    time: float
     before: int
     after: int
     error: float
 
 
-Point = TrainPoint | EvalPoint | SizePoint | PrunePoint | StagePoint | RoundPoint
-P = TypeVar("P", TrainPoint, EvalPoint, SizePoint, PrunePoint, StagePoint, RoundPoint)
+P = TypeVar("P", bound=Point)
 _KINDS: dict[str, type[Point]] = {
     "train": TrainPoint,
     "eval": EvalPoint,
@@ -103,6 +95,11 @@ _KINDS: dict[str, type[Point]] = {
     "stage": StagePoint,
     "round": RoundPoint,
 }
+
+
+def _points_of(kind: type[P]) -> cached_property[tuple[P, ...]]:
+    """An attribute of RunData: its points of one kind, in order."""
+    return cached_property(lambda run: tuple(point for point in run.points if isinstance(point, kind)))
 
 
 @dataclass(frozen=True)
@@ -122,38 +119,12 @@ class RunData:
     memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     test: Mapping[str, float] = field(default_factory=dict)
 
-    def _of(self, kind: type[P]) -> tuple[P, ...]:
-        return tuple(point for point in self.points if isinstance(point, kind))
-
-    @cached_property
-    def train(self) -> tuple[TrainPoint, ...]:
-        """Logged training steps, in order."""
-        return self._of(TrainPoint)
-
-    @cached_property
-    def evals(self) -> tuple[EvalPoint, ...]:
-        """Evaluations, in order."""
-        return self._of(EvalPoint)
-
-    @cached_property
-    def sizes(self) -> tuple[SizePoint, ...]:
-        """Logged sizes, in order."""
-        return self._of(SizePoint)
-
-    @cached_property
-    def prunes(self) -> tuple[PrunePoint, ...]:
-        """Prunings, in order."""
-        return self._of(PrunePoint)
-
-    @cached_property
-    def stages(self) -> tuple[StagePoint, ...]:
-        """The start of the late stage; at most one."""
-        return self._of(StagePoint)
-
-    @cached_property
-    def rounds(self) -> tuple[RoundPoint, ...]:
-        """Roundings to the target size, in order."""
-        return self._of(RoundPoint)
+    train = _points_of(TrainPoint)
+    evals = _points_of(EvalPoint)
+    sizes = _points_of(SizePoint)
+    prunes = _points_of(PrunePoint)
+    stages = _points_of(StagePoint)  # at most one: the start of the late stage
+    rounds = _points_of(RoundPoint)
 
     @property
     def method(self) -> str:
@@ -247,8 +218,7 @@ def _read_points(path: Path) -> tuple[Point, ...]:
             if number == len(lines):  # no newline behind it: the writer was killed inside this line
                 break
             raise DataError(f"{path}, line {number} is not JSON: {error}") from error
-        point = _point(row, f"{path}, line {number}")
-        if point is not None:
+        if (point := _point(row, f"{path}, line {number}")) is not None:
             points.append(point)
     return tuple(points)
 

@@ -17,18 +17,9 @@ from matplotlib.figure import Figure
 INK, MUTED, GRID, PAPER = "#1d2330", "#69707d", "#e1e4ea", "#ffffff"
 BLUE, ORANGE, TEAL, PURPLE, PINK, GREY = "#2f6fbb", "#c8590b", "#0e857a", "#7b4fc4", "#b8336a", "#7a828f"
 METHOD_COLORS = {"dense": GREY, "comera": TEAL}
-# SVGs inside a page use these variables for the colors, so one figure serves light, dark and print
-_VARIABLES = {
-    INK: "--ink",
-    MUTED: "--muted",
-    GRID: "--grid",
-    BLUE: "--blue",
-    ORANGE: "--orange",
-    TEAL: "--teal",
-    PURPLE: "--purple",
-    PINK: "--pink",
-    GREY: "--grey",
-}
+# SVGs inside a page use its variables for these colors, so one figure serves light, dark and print
+_COLORS = (INK, MUTED, GRID, BLUE, ORANGE, TEAL, PURPLE, PINK, GREY)
+_VARIABLES = ("ink", "muted", "grid", "blue", "orange", "teal", "purple", "pink", "grey")
 _RC: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": MUTED,
@@ -121,6 +112,6 @@ def _for_page(svg: str, name: str, label: str) -> str:
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#|url\(#', lambda found: f"{found[0]}{name}-", svg)
     svg = svg.replace("'DejaVu Sans'", "var(--sans)")
-    for color, variable in _VARIABLES.items():
-        svg = svg.replace(color, f"var({variable})")
+    for color, variable in zip(_COLORS, _VARIABLES, strict=True):
+        svg = svg.replace(color, f"var(--{variable})")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -30,22 +30,13 @@ from torch.optim import Optimizer
 from comera.errors import CheckpointError, ConfigError, RankError
 from comera.files import flush
 from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
+from comera.rank.controller import RankController
 from comera.trainer.config import upgrade_names
 
 _FORMAT = {"format": "comera-trainer", "version": 1}
 _NAME = re.compile(r"step-\d{8,}")
 _STATE_FILE = "optimizer.safetensors"
 _FIELDS = {"progress", "identity", "controller", "parameters", "scalars", "rng", "files"}
-
-
-class Stateful(Protocol):
-    """The part of a RankController that a checkpoint needs: a JSON-ready state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state to save."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
 
 
 @dataclass
@@ -78,7 +69,7 @@ def checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first."""
     folder = Path(run) / "checkpoints"
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=_step)
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def find_checkpoint(run: Path, which: Literal["last", "best"] = "last") -> Path:
@@ -110,7 +101,7 @@ def save_checkpoint(
     run: Path,
     model: nn.Module,
     optimizer: Optimizer,
-    controller: Stateful | None,
+    controller: RankController | None,
     progress: Progress,
     *,
     identity: Mapping[str, Any],
@@ -157,7 +148,7 @@ def load_checkpoint(
     folder: Path,
     model: nn.Module,
     optimizer: Optimizer,
-    controller: Stateful | None,
+    controller: RankController | None,
     *,
     identity: Mapping[str, Any],
     process: int = 0,
@@ -177,7 +168,7 @@ def load_checkpoint(
     return progress
 
 
-def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: Stateful | None) -> Progress:
+def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: RankController | None) -> Progress:
     """Restore model (with its ranks), optimizer and controller from another run; returns that run's progress.
 
     source: the run's folder, for its last checkpoint, or the folder of a checkpoint. That run's configuration and
@@ -218,7 +209,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _load_state(
-    folder: Path, trainer: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, controller: Stateful | None
+    folder: Path, trainer: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, controller: RankController | None
 ) -> None:
     """Load a checkpoint's model, optimizer and controller after validating everything."""
     for name, size in trainer["files"].items():
@@ -272,16 +263,12 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 def _set_optimizer_state(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    names = _names(model)
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
     for entry, value in tensors.items():
         name, _, key = entry.rpartition(":")
         state.setdefault(name, {})[key] = value.clone()  # the file's memory is read-only and shared
-    current = optimizer.state_dict()
-    indices = [i for group in current["param_groups"] for i in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    by_index = {i: state[names[p]] for i, p in zip(indices, parameters, strict=True) if names[p] in state}
-    optimizer.load_state_dict({**current, "state": by_index})
+    by_index = {i: state[name] for i, name in enumerate(_trained(model, optimizer)) if name in state}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
 
 
 def _other_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
@@ -353,10 +340,6 @@ def _best(known: Mapping[Path, Progress]) -> Path | None:
         if progress.held_out_loss is not None and progress.held_out_step == progress.step
     }
     return min(losses, key=losses.__getitem__, default=None)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def _drop(folder: Path) -> None:

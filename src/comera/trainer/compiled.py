@@ -59,13 +59,12 @@ class CompiledLoss:
         return self._loss(model, batch)
 
     def _compile(self) -> Callable[[nn.Module, Batch], Tensor]:
-        compiled: Any = torch.compile(self._loss, backend=self._count(torch._dynamo.lookup_backend(self._backend)))
-        return compiled  # type: ignore[no-any-return]
+        backend = torch._dynamo.lookup_backend(self._backend)
 
-    def _count(self, backend: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backend)
         def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
             self.compilations += 1
             return backend(graph, inputs)
 
-        return counting
+        compiled: Any = torch.compile(self._loss, backend=counting)
+        return compiled  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from comera.errors import ConfigError
 from comera.rank.objective import EarlyStage, LateStage
@@ -25,34 +25,10 @@ _RENAMED = {"clip": "max_grad_norm"}
 
 # field: (smallest value, whether that value itself is allowed)
 _BOUNDS: dict[str, tuple[float, bool]] = {
-    "steps": (1, True),
-    "epochs": (0, False),
-    "max_seconds": (0, False),
-    "seed": (0, True),
-    "batch_size": (1, True),
-    "accumulation": (1, True),
-    "lr": (0, False),
-    "core_lr": (0, True),
-    "table_lr": (0, True),
-    "rank_lr": (0, True),
-    "weight_decay": (0, True),
-    "max_grad_norm": (0, True),
-    "warmup": (0, True),
-    "final_lr": (0, True),
-    "prune_every": (0, True),
-    "rank_multiple": (1, True),
-    "eval_every": (0, True),
-    "eval_batches": (0, True),
-    "save_every": (0, True),
-    "log_every": (1, True),
-    "threads": (1, True),
-}
-
-_CHOICES = {
-    "schedule": ("cosine", "linear", "constant"),
-    "precision": ("fp32", "bf16"),
-    "device": ("auto", "cpu"),
-    "mode": ("eager", "compile", "graph"),
+    **dict.fromkeys(("epochs", "max_seconds", "lr"), (0, False)),
+    **dict.fromkeys(("seed", "core_lr", "table_lr", "rank_lr", "weight_decay", "max_grad_norm"), (0, True)),
+    **dict.fromkeys(("warmup", "final_lr", "prune_every", "eval_every", "eval_batches", "save_every"), (0, True)),
+    **dict.fromkeys(("steps", "batch_size", "accumulation", "rank_multiple", "log_every", "threads"), (1, True)),
 }
 
 
@@ -70,101 +46,79 @@ class TrainConfig:
 
     steps: int | None = None
     """Optimization steps. Of several bounds, the first one reached ends the run."""
-
     epochs: float | None = None
     """Passes over the training data, for recipes with finite data."""
-
     max_seconds: float | None = None
     """Wall-clock seconds of training, without evaluation and saving."""
 
     seed: int = 0
     """Seed of the initial weights, the order of the data and dropout."""
-
     batch_size: int = 32
     """Examples per micro-batch and process; a step sees batch_size x accumulation x processes of them."""
-
     accumulation: int = 1
     """Micro-batches per step, whose gradients are averaged."""
 
     lr: float = 1e-3
     """Peak learning rate of the dense parameters."""
-
     core_lr: float | None = None
     """Peak learning rate of the cores. Default: lr."""
-
     table_lr: float | None = None
     """Peak learning rate of the cores of embedding tables. Default: core_lr."""
-
     rank_lr: float | None = None
     """Peak learning rate of the gates (rank parameters). Default: lr."""
 
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW; never on biases, norms and gates."""
-
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
-
     max_grad_norm: float = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
 
     warmup: float = 0.05
     """Fraction of the run over which the learning rates rise from zero."""
-
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rates fall after the warm-up."""
-
     final_lr: float = 0.0
     """Learning rates at the end of the run, as a fraction of their peaks."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of forward and backward: bf16 is autocast; parameters and optimizer stay in float32."""
-
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto uses the accelerator if there is one."""
-
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step runs: eager; compile: forward and loss under torch.compile; graph: whole steps as CUDA graphs, one for
     each shape of batches. A mode that is not possible falls back to eager, and the run logs why."""
 
     fuse: bool = True
     """Fuse the blocks around compressed layers (comera.fuse_): MLPs, attention, residuals with dropout and norm."""
-
     recompute: bool = False
     """Rebuild hidden activations between compressed layers in the backward instead of keeping them: less memory."""
 
     early: EarlyStage = field(default_factory=EarlyStage)
     """How strongly training pushes the ranks down."""
-
     late: LateStage = field(default_factory=LateStage)
     """The size to reach, and when to start reducing the ranks to it."""
 
     prune_every: int = 0
     """Steps between removals of pruned ranks; 0 for none during the run."""
-
     prune_at_end: bool = True
     """Remove pruned ranks once more at the end of the run."""
-
     rank_multiple: int = 1
     """Pruning keeps ranks at multiples of this: 8 or 16 suit tensor cores."""
 
     eval_every: int | None = None
     """Steps between evaluations on held-out data; 0: only at the end. Default: an epoch, or 100 without epochs."""
-
     eval_batches: int = 0
     """Held-out batches per evaluation; 0 for all."""
-
     save_every: int = 500
     """Steps between checkpoints; 0: only at a new best evaluation and at the end."""
-
     log_every: int = 10
     """Steps between records of training metrics; on a GPU each one synchronizes."""
 
     tensorboard: bool = False
     """Also write TensorBoard event files."""
-
     progress: bool = True
     """Show a progress bar, or a line per evaluation without a terminal."""
-
     threads: int | None = None
     """CPU threads for PyTorch. Default: its own choice."""
 
@@ -178,8 +132,9 @@ class TrainConfig:
             value = getattr(self, name)
             inside = value is None or low < value < float("inf") or (allowed and value == low)
             self._expect(name, inside, f"a number {'>=' if allowed else '>'} {low}")
-        for name, choices in _CHOICES.items():
-            self._expect(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        for name, hint in get_type_hints(TrainConfig).items():
+            if get_origin(hint) is Literal:
+                self._expect(name, getattr(self, name) in get_args(hint), f"one of {', '.join(get_args(hint))}")
         self._expect("warmup", self.warmup < 1, "a fraction of the run, >= 0 and < 1")
         self._expect("final_lr", self.final_lr <= 1, "a fraction of the peak, >= 0 and <= 1")
         decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)

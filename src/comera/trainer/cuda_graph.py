@@ -62,17 +62,11 @@ class _Shape:
 class GraphedStep:
     """Runs `step` from graphs where they are captured, eager elsewhere.
 
-    Args:
-        step: batches -> results, a structure of tensors. It may write only to memory that `foundation` reports.
-        recorder: captures the graphs.
-        foundation: memory and host-side values that a captured step depends on.
-        before_capture: called before each capture; returns the function that undoes a failed one.
-        limit: shapes that are remembered; the least recently used one is dropped.
-
-    Attributes:
-        reason: why all steps run eager from now on; "" while they do not.
-        captures: number of captures so far.
-        crowded: whether there were more shapes than `limit`.
+    step: batches -> results, a structure of tensors. It may write only to memory that `foundation` reports.
+    foundation: memory and host-side values that a captured step depends on. before_capture: called before each capture;
+    returns the function that undoes a failed one. limit: shapes that are remembered; the least recently used one is
+    dropped. reason: why all steps run eager from now on; "" while they do not. captures: their number so far. crowded:
+    whether there were more shapes than `limit`.
     """
 
     def __init__(
@@ -84,9 +78,7 @@ class GraphedStep:
         *,
         limit: int = LIMIT,
     ) -> None:
-        self.reason = ""
-        self.captures = 0
-        self.crowded = False
+        self.reason, self.captures, self.crowded = "", 0, False
         self._step, self._recorder, self._limit = step, recorder, limit
         self._foundation, self._before_capture = foundation, before_capture
         self._captured_on: object = None  # the foundation of all graphs
@@ -139,13 +131,12 @@ class GraphedStep:
             shape.replay = self._recorder.capture(lambda: self._step(shape.inputs))
         except RuntimeError as error:
             self._give_up(f"capture failed: {str(error).strip().partition(chr(10))[0]}")
-            undo()
-            return
-        if self._foundation() != self._captured_on:
+        if not self.reason and self._foundation() != self._captured_on:
             self._give_up("the step puts new tensors in the place of the model's or the optimizer's")
+        if self.reason:
             undo()
-            return
-        self.captures += 1
+        else:
+            self.captures += 1
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason

@@ -112,7 +112,8 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
     while progress.stopped is None:
         _set_learning_rates(state)
         batches = [task.train_batch(progress.step, micro, rank, world) for micro in range(config.accumulation)]
-        tokens, examples = sum(map(task.tokens, batches)), sum(_examples(state, batch) for batch in batches)
+        tokens, counts = sum(map(task.tokens, batches)), map(task.examples, batches)
+        examples = sum(config.batch_size if count is None else count for count in counts)
         result = state.train_step([send_to_device(batch, device, non_blocking=True) for batch in batches])
         progress.step += 1
         logger.log_mode(state.train_step.mode, state.train_step.built)
@@ -147,7 +148,11 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
                 saves = saves or is_best
             if saves:
                 _save(state, logger)
-    return _finish(state, logger)
+    summary = logger.summary()
+    if state.accelerator.is_main_process:
+        summary.write(state.out / "summary.json")
+    state.accelerator.wait_for_everyone()
+    return summary
 
 
 def _set_learning_rates(state: TrainState) -> None:
@@ -157,11 +162,6 @@ def _set_learning_rates(state: TrainState) -> None:
         state.fraction_done(ahead=0.5), warmup=config.warmup, schedule=config.schedule, final=config.final_lr
     )
     state.train_step.set_rates([peak * multiplier for peak in state.peak_lrs])
-
-
-def _examples(state: TrainState, batch: Any) -> int:
-    examples = state.task.examples(batch)
-    return state.config.batch_size if examples is None else examples
 
 
 def _count(state: TrainState, tokens: int, examples: int, *, interrupted: bool) -> None:
@@ -266,11 +266,3 @@ def _failure(state: TrainState, what: str, step: int) -> TrainingError:
         f"expected finite values, got {what} at step {step}; {kept}: start a new run with a lower lr, a longer "
         "warmup or a smaller max_grad_norm, or with precision fp32 if it was bf16"
     )
-
-
-def _finish(state: TrainState, logger: RunLogger) -> Summary:
-    summary = logger.summary()
-    if state.accelerator.is_main_process:
-        summary.write(state.out / "summary.json")
-    state.accelerator.wait_for_everyone()
-    return summary

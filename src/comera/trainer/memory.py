@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,8 @@ def reset_peak(device: torch.device | str = "cpu") -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
-        try:
+        with suppress(OSError):  # forbidden in some containers: the peak then counts from the start of the process
             _CLEAR.write_text("5")  # proc(5): resets the high-water mark of the resident set
-        except OSError:  # forbidden in some containers: the peak then counts from the start of the process
-            return
 
 
 def device_memory(device: str = "auto") -> int:
@@ -143,17 +141,24 @@ def estimate(model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "
     if optimizer not in _STATE:
         raise ConfigError(f"expected an optimizer out of {', '.join(_STATE)}, got {optimizer!r}")
     slots, counts_steps = _STATE[optimizer]
-    parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    gradients = sum(map(_nbytes, trained))
-    kept = _Kept(excluded={_key(t): t for t in [*parameters, *model.buffers()]})
+    stored = [*model.parameters(), *model.buffers()]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = sum(p.nbytes for p in trained)
+    excluded = set(map(_key, stored))
+    kept: dict[int, torch.UntypedStorage] = {}  # holds the storages, so no other gets the address of one
+
+    def keep(tensor: Tensor) -> Tensor:
+        if _key(tensor) not in excluded:
+            kept[_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
     with FlopCounterMode(display=False) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             value = loss()
-        activations = kept.nbytes
+        activations = sum(storage.nbytes() for storage in kept.values())
         torch.autograd.grad(value, trained, allow_unused=True)
     return MemoryEstimate(
-        weights=sum(map(_nbytes, [*parameters, *model.buffers()])),
+        weights=sum(tensor.nbytes for tensor in stored),
         gradients=gradients,
         optimizer=slots * gradients + (4 * len(trained) if counts_steps else 0),
         activations=activations,
@@ -161,35 +166,9 @@ def estimate(model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "
     )
 
 
-class _Kept:
-    """Storages that autograd saved, each once, and held so that no other gets its address."""
-
-    def __init__(self, excluded: dict[int, Tensor]) -> None:
-        self.excluded = excluded
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(storage.nbytes() for storage in self.storages.values())
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        key = _key(tensor)
-        if key not in self.excluded:
-            self.storages[key] = tensor.untyped_storage()
-        return tensor
-
-    @staticmethod
-    def unpack(tensor: Any) -> Any:
-        return tensor
-
-
 def _key(tensor: Tensor) -> int:
     """Identity of a tensor's storage: the address of the object, since data on the meta device has none."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _process_memory(field: str) -> int:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -133,18 +132,16 @@ class Display:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._bar.stop()
 
     def update(self, done: float, *, step: int, loss: float, tokens_per_s: float, ratio: float, time: float) -> None:
         """Show the fraction of the run that is `done`, after `time` seconds of training."""
         left = time / done * (1 - done) if done else 0.0
-        text = (
-            f"step {step:,}  loss {loss:.4f}  {tokens_per_s:,.0f} {self.counted}/s  {ratio:.1f}x smaller  "
-            f"{int(left) // 60}:{int(left) % 60:02} left"
+        rates = (
+            f"{tokens_per_s:,.0f} {self.counted}/s  {ratio:.1f}x smaller  {int(left) // 60}:{int(left) % 60:02} left"
         )
+        text = f"step {step:,}  loss {loss:.4f}  {rates}"
         self._bar.update(self._task, completed=done, text=text)
 
     def announce(self, text: str) -> None:

@@ -20,14 +20,8 @@ OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
 def named_optimizer(name: OptimizerName, model: nn.Module, config: TrainConfig) -> Optimizer:
     """An optimizer over `param_groups` at the configuration's rates; Adagrad and SGD support sparse gradients too."""
-    groups = param_groups(
-        model,
-        lr=config.lr,
-        core_lr=config.core_lr,
-        table_lr=config.table_lr,
-        rank_lr=config.rank_lr,
-        weight_decay=config.weight_decay,
-    )
+    rates = ("lr", "core_lr", "table_lr", "rank_lr", "weight_decay")
+    groups = param_groups(model, **{name: getattr(config, name) for name in rates})
     if name == "adamw":
         # Fused where torch takes the step: 2-3 times faster over dense weights on a CPU.
         return AdamW(groups, betas=config.betas, fused=True)

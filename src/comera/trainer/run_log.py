@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from math import isfinite
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -52,9 +51,7 @@ class RunLogger:
         self._stack.enter_context(self._display)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
     def sync(self) -> None:
@@ -108,10 +105,7 @@ class RunLogger:
         size = self._size
         self._write(
             "size",
-            total=size.total,
-            tensorized=size.tensorized,
-            ratio=size.ratio,
-            tensorized_ratio=size.tensorized_ratio,
+            **{name: getattr(size, name) for name in ("total", "tensorized", "ratio", "tensorized_ratio")},
             active=sum(map(unpruned_size, self._trains.values())),
             ranks={name: unpruned_ranks(train) for name, train in self._trains.items()},
         )
@@ -148,13 +142,8 @@ class RunLogger:
         """Log the evaluation that `progress` holds; is_best: whether its loss is the lowest so far."""
         progress, epoch = self._state.progress, self._state.task.steps_per_epoch
         loss, metrics = progress.held_out_loss, progress.metrics
-        self._write(
-            "eval",
-            tokens=progress.tokens,
-            loss=loss,
-            metrics=metrics,
-            epoch=progress.step / epoch if epoch else None,
-        )
+        epochs = progress.step / epoch if epoch else None
+        self._write("eval", tokens=progress.tokens, loss=loss, metrics=metrics, epoch=epochs)
         self.log_size()
         self.announce(
             f"step {progress.step:,}, {progress.time:.0f} s: held-out loss {loss:.4f}"
@@ -165,27 +154,18 @@ class RunLogger:
     def summary(self) -> Summary:
         """The summary of the run at its end."""
         progress, size, epoch = self._state.progress, self._size, self._state.task.steps_per_epoch
-        assert progress.stopped is not None
+        shared = {f.name: getattr(progress, f.name) for f in fields(Summary) if hasattr(progress, f.name)}
         return Summary(
+            **shared,
             method=self._state.method,
             recipe=self._state.task.name,
             steps=progress.step,
-            time=progress.time,
-            tokens=progress.tokens,
-            step_time=progress.step_time,
-            peak_memory=progress.peak_memory,
-            held_out_loss=progress.held_out_loss,
-            best_held_out_loss=progress.best_held_out_loss,
             parameters=size.total,
             size_bytes=size.bytes,
             tensorized=size.tensorized,
             tensorized_ratio=size.tensorized_ratio if isfinite(size.tensorized_ratio) else None,
             ratio=size.ratio if isfinite(size.ratio) else None,
-            stopped=progress.stopped,
-            metrics=progress.metrics,
             epoch_time=progress.time / progress.step * epoch if epoch else None,
-            examples=progress.examples,
-            mode=progress.mode,
         )
 
     def _write(self, kind: str, **values: Any) -> None:

@@ -11,10 +11,10 @@ backward gains little on the small gradients of a compressed model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,34 +25,12 @@ from torch.optim import Optimizer
 from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
+from comera.rank.controller import RankController
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
 from comera.trainer.task import Batch
 
 Loss = Callable[[nn.Module, Batch], Tensor]
-
-
-class Observer(Protocol):
-    """The part of a RankController that a step calls; the other part is a hook on the optimizer.
-
-    In mode "graph", `replayed` is set: `observe` and the hook are captured, and the step calls `advance` before and
-    `between_steps` after each replay. A captured step is valid while `phase` stays equal.
-    """
-
-    replayed: bool
-
-    def observe(self, loss: Tensor) -> object:
-        """Record the step's task loss, a scalar on the device."""
-
-    def advance(self) -> object:
-        """The host's work at the beginning of a step."""
-
-    def between_steps(self) -> object:
-        """The host's work after a step."""
-
-    @property
-    def phase(self) -> Hashable:
-        """The host-side values that steps depend on."""
 
 
 class StepResult(NamedTuple):
@@ -81,7 +59,9 @@ class TrainStep:
         model: the model to train, on its device.
         loss: (model, micro-batch) -> mean loss, a scalar.
         optimizer: over the model's parameters.
-        controller: observes the loss; its hook on `optimizer` scales the gradients and adds those of the size.
+        controller: observes the loss; its hook on `optimizer` scales the gradients and adds those of the size. In
+            mode "graph", both are captured, `advance` and `between_steps` do the host's work around each replay, and a
+            captured step is valid while `phase` stays equal.
         max_grad_norm: largest global norm of the task's gradient; 0 turns clipping off.
         precision: "fp32", or "bf16" for autocast in the forward.
         average: mean of a flat tensor over all processes; None for one process.
@@ -97,20 +77,15 @@ class TrainStep:
         loss: Loss,
         optimizer: Optimizer,
         *,
-        controller: Observer | None = None,
+        controller: RankController | None = None,
         max_grad_norm: float = 0.0,
         precision: str = "fp32",
         average: Callable[[Tensor], Tensor] | None = None,
         mode: Literal["eager", "compile", "graph"] = "eager",
         recorder: Recorder | None = None,
     ) -> None:
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.controller = controller
-        self.max_grad_norm = max_grad_norm
-        self.precision = precision
-        self.average = average
+        self.model, self.loss, self.optimizer, self.controller = model, loss, optimizer, controller
+        self.max_grad_norm, self.precision, self.average = max_grad_norm, precision, average
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device: torch.device = self.parameters[0].device
         self._held = [*dict.fromkeys([*model.parameters(), *self.parameters, *model.buffers()])]
@@ -184,7 +159,9 @@ class TrainStep:
         loss = torch.stack(losses).mean()
         if self.average is not None:
             loss = self._average(self.average, loss)
-        self._coalesce()
+        for p in self.parameters:  # sum duplicate rows of sparse gradients, as norms and optimizers require
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
         grad_norm = self._clip()
         if self.controller is not None:
             self.controller.observe(loss)
@@ -213,15 +190,9 @@ class TrainStep:
             grad.copy_(value.view_as(grad))
         return mean.reshape(())
 
-    def _coalesce(self) -> None:
-        """Sum duplicate rows of sparse gradients, as norms and optimizers require."""
-        for p in self.parameters:
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.coalesce()
-
     def _clip(self) -> Tensor:
         """Scale a gradient of a norm above `max_grad_norm` down to it; returns the norm before."""
-        grads = [_stored_values(grad) for p in self.parameters if (grad := p.grad) is not None]
+        grads = [g.values() if g.is_sparse else g for p in self.parameters if (g := p.grad) is not None]
         # A compressed model has hundreds of small gradients: one call for all of them, which a graph cannot capture.
         if self._graphs is None and select.supports("gradients", *grads[:1]):
             norm = clip_(grads, self.max_grad_norm)
@@ -292,8 +263,3 @@ class TrainStep:
 
     def _state_values(self) -> Iterator[Any]:
         return (value for state in self.optimizer.state.values() for value in state.values())
-
-
-def _stored_values(grad: Tensor) -> Tensor:
-    """The elements that a gradient stores, dense or sparse."""
-    return grad.values() if grad.is_sparse else grad
