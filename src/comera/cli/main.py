@@ -4,8 +4,6 @@ A command imports torch and the rooms only once its arguments are parsed, so hel
 `options` makes the options of a recipe.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

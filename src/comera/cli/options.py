@@ -1,7 +1,5 @@
 """Parses a recipe's configuration: each field is an option, the docstring under a field is its help text."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

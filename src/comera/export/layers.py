@@ -8,8 +8,6 @@ Shapes: B flattened batch, I/O in/out features, U ids, D columns, M/N row and co
 factor of a TTM, r the rank between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from math import prod

@@ -1,7 +1,5 @@
 """Exports the model of a trained run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

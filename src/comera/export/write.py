@@ -9,8 +9,6 @@
 Each is written to a temporary place, loaded again, compared with the model, and only then renamed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

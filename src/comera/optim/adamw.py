@@ -1,7 +1,5 @@
 """AdamW that updates hundreds of small parameters in one call on the CPU."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter

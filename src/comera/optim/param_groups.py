@@ -1,7 +1,5 @@
 """Parameter groups for any torch optimizer, with a learning rate for each role of a parameter."""
 
-from __future__ import annotations
-
 from math import isfinite
 from typing import Any
 

@@ -11,8 +11,6 @@ It works for any block and any layers in it: what is kept is decided per operati
 PyTorch's non-reentrant checkpoint.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compares finished runs: one table, one figure, one page."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

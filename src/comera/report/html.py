@@ -1,7 +1,5 @@
 """The report of a run: figures as PNG, and one self-contained HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from html import escape
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Describes a run or a saved model: layers, modes, ranks, sizes, FLOPs. Reads headers only, never the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path

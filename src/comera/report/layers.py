@@ -1,7 +1,5 @@
 """The table of layers: what each became, its initial and present ranks, its size."""
 
-from __future__ import annotations
-
 from comera.report.run import RunData
 from comera.report.tables import Table, join_ranks, times
 from comera.tt.spec import Spec

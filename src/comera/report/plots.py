@@ -1,7 +1,5 @@
 """The figures of one run (loss over steps and time, size over steps, ranks per layer), and of a comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle

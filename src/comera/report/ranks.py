@@ -1,7 +1,5 @@
 """The figure of ranks: tensor trains × inner ranks over time, the paper's table of ranks as a picture."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import takewhile

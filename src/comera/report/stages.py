@@ -1,7 +1,5 @@
 """The figures of rank adaptation: both objectives on the way to their targets, and quality against size."""
 
-from __future__ import annotations
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

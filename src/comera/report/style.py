@@ -1,7 +1,5 @@
 """The look of figures: one palette, thin axes, direct labels; saved as PNG, and as SVG in the colors of the page."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

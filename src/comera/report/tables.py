@@ -1,7 +1,5 @@
 """Tables that print themselves as text, Markdown and HTML, and numbers formatted for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape

@@ -8,8 +8,6 @@ A checkpoint is written under a temporary name, flushed to the disk and renamed,
 renamed again before it is deleted. What a kill leaves behind is named .step-*, and `clean` removes it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -8,8 +8,6 @@ the run logs it.
 The exceptions and the config of torch._dynamo have no public counterpart; only this file uses them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

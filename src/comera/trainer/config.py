@@ -1,7 +1,5 @@
 """Configuration of a training run. The docstring under a field is its help text on the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field

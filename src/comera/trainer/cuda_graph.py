@@ -10,8 +10,6 @@ are dropped and every shape warms up again. Graphs share one memory pool: nothin
 results, which are copied.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

@@ -1,7 +1,5 @@
 """Evaluation on held-out data, divided among the processes."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import torch

@@ -7,8 +7,6 @@ clock steer the learning rates, so two runs under one differ.)
 A run's clock counts training: batches, steps and logging, but not evaluation, pruning or saving.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack

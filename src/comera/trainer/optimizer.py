@@ -1,7 +1,5 @@
 """Optimizers by name, and the learning-rate schedule as a pure function."""
 
-from __future__ import annotations
-
 from math import cos, pi
 from typing import Any, Literal, get_args
 

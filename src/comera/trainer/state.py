@@ -1,7 +1,5 @@
 """What a run holds while it trains: the pieces that `fit` builds from a task and its configuration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

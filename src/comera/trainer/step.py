@@ -9,8 +9,6 @@ Pruning changes those, so the wrapper would have to be rebuilt at each pruning. 
 backward gains little on the small gradients of a compressed model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_

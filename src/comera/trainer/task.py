@@ -1,7 +1,5 @@
 """What a recipe gives to `fit`: a model, its batches and its loss."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
