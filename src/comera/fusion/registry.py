@@ -96,7 +96,9 @@ def layers_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody else looks at the calls of a module, which a fused block would not make."""
-    if "forward" in vars(module) or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+    own = vars(module).get("forward")
+    replaced = own is not None and not isinstance(own, Fused)
+    if replaced or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     return any(not _is_cache(hook) for hook in module._forward_pre_hooks.values())
 

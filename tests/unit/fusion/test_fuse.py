@@ -24,6 +24,7 @@ from comera.fusion.fuse import fuse_
 from comera.ops.attention import attention
 from comera.ops.dropout import keep_mask
 from comera.ops.low_rank import low_rank
+from comera.ops.mlp import mlp
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50, "hidden_size": 32}
 MODELS = {
@@ -109,6 +110,19 @@ def test_queries_keys_and_values_come_from_one_product(monkeypatch):
     fuse_(made)
     results(made)
     assert counts == [3, 3]  # once in each of the two layers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_block_runs_as_one_operation(name, monkeypatch):
+    made, calls = model(name), []
+    for room, operation in (("mlp", mlp), ("qkv", low_rank)):
+        monkeypatch.setattr(
+            f"comera.fusion.{room}.{operation.__name__}",
+            lambda *args, o=operation, r=room: calls.append(r) or o(*args),
+        )
+    fuse_(made)
+    results(made)
+    assert sorted(calls) == ["mlp"] * 2 + ["qkv"] * (0 if name == "gpt2" else 2)
 
 
 def test_projections_called_by_themselves_or_with_another_input_compute_it():
