@@ -20,8 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +34,15 @@ from comera.ops.once import unrecorded
 from comera.ops.planner.plan import choose_strategy
 from comera.tt.spec import TTSpec
 
-_State = list[tuple[int, torch.Size, torch.dtype]]
 
+class _Merged(NamedTuple):
+    """The factors of one train from a batched merge."""
 
-@dataclass
-class _Merged:
-    """One batched merge: the factors of each train, and the state of the tensors they were made from."""
-
-    factors: dict[TensorTrain, LowRankFactors]
-    states: dict[TensorTrain, _State]
-    used: list[bool] = field(default_factory=lambda: [False])  # whether a backward has run through it
-
-    def serves(self, train: TensorTrain, bias: Tensor | None) -> bool:
-        return not self.used[0] and self.states.get(train) == _state(train, bias)
+    factors: LowRankFactors
+    versions: list[int]
+    """Of the tensors that they were made from."""
+    used: list[bool]
+    """Whether a backward has run through the merge."""
 
 
 class MergeCache:
@@ -69,7 +64,7 @@ class MergeCache:
         self._reset()
 
     def _reset(self) -> None:
-        self._merged: dict[Any, _Merged] = {}
+        self._merged: dict[tuple[Any, ...], dict[TensorTrain, _Merged]] = {}
         self._leaves: list[tuple[Tensor, Tensor]] | None = None  # while accumulating: factors and what stands for them
         self._thread = threading.local()
 
@@ -85,23 +80,49 @@ class MergeCache:
         cores: in a trace, without gradients outside a call of the model, for a copy of a layer that is not the model's,
         and for an input that does not fit, which the layer reports.
         """
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or getattr(self._thread, "inside", False)):
+        recording = torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or not (recording or getattr(self._thread, "inside", False)):
             return None
         if input.ndim == 0 or input.shape[-1] != layers[0].in_features:
             return None
-        if any(layer not in self._layers.get(layer.tt, ()) or not _accepts(layer, input) for layer in layers):
+        trains = [layer.tt for layer in layers]
+        if any(layer not in self._layers.get(train, ()) for layer, train in zip(layers, trains, strict=True)):
             return None
-        if not any(_prefers_factors(layer, input, merged=layer.tt in self._batched) for layer in layers):
+        if not self._prefers_factors(trains, input):
             return None
-        return [self._factors(layer, working_dtype(input)) for layer in layers]
+        dtype = working_dtype(input)
+        merged = self._merged.setdefault((dtype, input.device, recording, torch.is_inference_mode_enabled()), {})
+        found = []
+        for layer, train in zip(layers, trains, strict=True):
+            made = merged.get(train)
+            if made is None or made.used[0] or made.versions != self._versions(train):
+                merged |= self._merge(train, dtype)
+                made = merged[train]
+            factors, bias = made.factors, layer.bias
+            found.append(factors if bias is None or factors.has_bias else factors.with_bias(bias.to(dtype)))
+        return found
 
-    def _factors(self, layer: TTLinear, dtype: torch.dtype) -> LowRankFactors:
-        key = (_signature(layer.tt), dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        merged = self._merged.get(key)
-        if merged is None or not merged.serves(layer.tt, self._bias(layer.tt)):
-            merged = self._merged[key] = self._merge(layer.tt, dtype)
-        factors = merged.factors[layer.tt]
-        return factors if layer.bias is None or factors.has_bias else factors.with_bias(layer.bias.to(dtype))
+    def _prefers_factors(self, trains: Sequence[TensorTrain], input: Tensor) -> bool:
+        """Whether the trains may meet the dtype of the input, and for one of them the product of A and B is the best
+        for so many rows, given that a merge of several trains is shared."""
+        autocast, cores = autocast_dtype(input), [train.cores[0] for train in trains]
+        # writes to inference tensors are not counted
+        if any(core.is_inference() or (autocast is None and input.dtype != core.dtype) for core in cores):
+            return False
+        rows, itemsize = input.shape[:-1].numel(), (autocast or input.dtype).itemsize
+        return any(
+            choose_strategy(
+                train.spec,  # type: ignore[arg-type]
+                rows,
+                itemsize,
+                input.device.type,
+                input.requires_grad,
+                core.requires_grad,
+                merged=train in self._batched,
+            )
+            == "low_rank"
+            for train, core in zip(trains, cores, strict=True)
+        )
 
     def _pass_down(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the forward of a `TTLinear`: its factors as one more argument."""
@@ -112,11 +133,11 @@ class MergeCache:
         factors = self.factors([layer], input)  # type: ignore[list-item, arg-type]
         return None if factors is None else (args, {**kwargs, "factors": factors[0]})
 
-    def _merge(self, like: TensorTrain, dtype: torch.dtype) -> _Merged:
+    def _merge(self, like: TensorTrain, dtype: torch.dtype) -> dict[TensorTrain, _Merged]:
         """Merge all trains with the signature of one of them."""
-        trains = [train for train in self._layers if _signature(train) == _signature(like)]
-        biases = [self._bias(train) for train in trains]
-        states = {train: _state(train, bias) for train, bias in zip(trains, biases, strict=True)}
+        signature = _signature(like)
+        trains = [train for train in self._layers if _signature(train) == signature]
+        biases, versions = [self._bias(train) for train in trains], [self._versions(train) for train in trains]
         with unrecorded():  # the factors outlive the forward, so its replay finds them made
             specs = [train.spec for train in trains]
             made = merge(specs, [_flat(train) for train in trains], like.threshold, dtype, biases)  # type: ignore[arg-type]
@@ -125,7 +146,12 @@ class MergeCache:
             made = [LowRankFactors(*map(self._leaf, pair)) for pair in made]
         elif made[0].a.grad_fn is not None:
             made[0].a.grad_fn.register_prehook(lambda _: used.__setitem__(0, True))
-        return _Merged(dict(zip(trains, made, strict=True)), states, used)
+        each = zip(trains, made, versions, strict=True)
+        return {train: _Merged(factors, version, used) for train, factors, version in each}
+
+    def _versions(self, train: TensorTrain) -> list[int]:
+        bias = self._bias(train)
+        return [t._version for t in (_flat(train) if bias is None else [*_flat(train), bias])]
 
     def _bias(self, train: TensorTrain) -> Tensor | None:
         """The bias to merge with a train: that of its only layer. Layers that share a train add theirs themselves."""
@@ -191,25 +217,6 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         for cache in caches(model):
             stack.enter_context(cache.one_step())
         yield
-
-
-def _accepts(layer: TTLinear, input: Tensor) -> bool:
-    """Whether a layer may meet the dtype of this input; no versions tell of writes to inference tensors."""
-    core = layer.tt.tensors[0][0]
-    return not core.is_inference() and (input.dtype == core.dtype or autocast_dtype(input) is not None)
-
-
-def _prefers_factors(layer: TTLinear, input: Tensor, *, merged: bool) -> bool:
-    """Whether the product of A and B is the best for so many rows; merged: the merge is shared with other layers."""
-    dtype, grad_cores = autocast_dtype(input) or input.dtype, layer.tt.tensors[0][0].requires_grad
-    rows, device = input.shape[:-1].numel(), input.device.type
-    strategy = choose_strategy(layer.spec, rows, dtype.itemsize, device, input.requires_grad, grad_cores, merged=merged)
-    return strategy == "low_rank"
-
-
-def _state(train: TensorTrain, bias: Tensor | None) -> _State:
-    tensors = _flat(train)
-    return [(t._version, t.shape, t.dtype) for t in (tensors if bias is None else [*tensors, bias])]
 
 
 def _flat(train: TensorTrain) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, layers_obstacle
+from comera.fusion.registry import BlockPattern, layers_obstacle, submodule
 from comera.nn.linear import TTLinear
 from comera.ops.mlp import fits_one_chunk, mlp
 
@@ -45,13 +45,13 @@ class MLP(BlockPattern):
 
     def obstacle(self, module: nn.Module) -> str | None:
         if self._activation(module) is None:
-            return f"no kernel for the activation {type(module.get_submodule(self.activation)).__name__}"
+            return f"no kernel for the activation {type(submodule(module, self.activation)).__name__}"
         return layers_obstacle(module, (*self.ups, self.down))
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or torch.compiler.is_compiling() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
-        (input,), (*ups, down) = args, [module.get_submodule(name) for name in (*self.ups, self.down)]
+        (input,), (*ups, down) = args, [submodule(module, name) for name in (*self.ups, self.down)]
         activation = self._activation(module)
         assert activation is not None
         assert isinstance(down, TTLinear)
@@ -63,7 +63,7 @@ class MLP(BlockPattern):
 
     def _activation(self, module: nn.Module) -> str | None:
         """The name of the module's activation in `ops.activations`; None for one that is not there."""
-        act = module.get_submodule(self.activation)
+        act = submodule(module, self.activation)
         if isinstance(act, nn.GELU):
             return "gelu" if act.approximate == "none" else "gelu_tanh"
         return _ACTIVATIONS.get(type(act).__name__)

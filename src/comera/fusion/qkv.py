@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, layers_obstacle
+from comera.fusion.registry import BlockPattern, layers_obstacle, submodule
 from comera.ops.dtypes import autocast_dtype, without_autocast
 from comera.ops.low_rank import low_rank
 
@@ -31,7 +31,7 @@ class QKV(BlockPattern):
         input = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(input, Tensor) or torch.compiler.is_compiling() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
-        layers = [module.get_submodule(name) for name in self.layers]
+        layers = [submodule(module, name) for name in self.layers]
         factors = cache.factors(layers, input)  # type: ignore[arg-type]
         if factors is None:
             return self.run_plain(module, *args, **kwargs)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, is_hooked
+from comera.fusion.registry import BlockPattern, is_hooked, submodule
 from comera.kernels import select
 from comera.ops.dtypes import autocast_dtype
 from comera.ops.residual_norm import residual_norm
@@ -30,12 +30,12 @@ class ResidualNorm(BlockPattern):
         own = vars(module).get("forward")
         if own is not None and getattr(own, "pattern", None) != self:
             return "its forward was replaced by someone else"
-        return modules_obstacle(module.get_submodule(self.dropout), module.get_submodule(self.norm))
+        return modules_obstacle(submodule(module, self.dropout), submodule(module, self.norm))
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 2 or kwargs:
             return self.run_plain(module, *args, **kwargs)
-        dense, dropout, norm = (module.get_submodule(name) for name in (self.dense, self.dropout, self.norm))
+        dense, dropout, norm = (submodule(module, name) for name in (self.dense, self.dropout, self.norm))
         return add_and_norm(dense(args[0]), args[1], dropout, norm)
 
 
