@@ -143,7 +143,7 @@ class _Merge(torch.autograd.Function):
         tensors, biases = flat[: -len(specs)], flat[-len(specs) :]
         given = [tensor for tensor in flat if tensor is not None]
         ctx.specs, ctx.threshold, ctx.dtype, ctx.flat = specs, threshold, dtype, flat
-        ctx.states = [_state(tensor) for tensor in given] if any(ctx.needs_input_grad) else []
+        ctx.versions = [t._version for t in given] if any(ctx.needs_input_grad) else []
         ctx.set_materialize_grads(False)
         ctx.backend = select.merge_backend(dtype, given)
         if ctx.backend == "cpp":
@@ -156,7 +156,7 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dfactors: Tensor | None) -> tuple[Tensor | None, ...]:
-        _check_unmodified(ctx.flat, ctx.states)
+        _check_unmodified(ctx.flat, ctx.versions)
         spec, count = ctx.specs[0], len(ctx.specs)
         tensors, biases = ctx.flat[:-count], ctx.flat[-count:]
         reached = [da is not None or db is not None for da, db in zip(dfactors[::2], dfactors[1::2], strict=True)]
@@ -194,19 +194,16 @@ def _torch_backward(ctx: Any, dfactors: Sequence[Tensor | None]) -> list[Tensor 
     return [*(_corner(grad, like) for grad, like in zip(flat, ctx.flat, strict=False)), *dbiases]
 
 
-def _state(tensor: Tensor) -> tuple[int, torch.Size]:
-    return tensor._version, tensor.shape
-
-
-def _check_unmodified(tensors: Sequence[Tensor | None], states: Sequence[tuple[int, torch.Size]]) -> None:
-    for tensor, state in zip([t for t in tensors if t is not None], states, strict=True):
-        if _state(tensor) != state:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of a tensor train, {list(state[1])}, is at version {tensor._version} with shape "
-                f"{list(tensor.shape)}; expected version {state[0]}. Call backward before optimizer.step(), prune_, "
-                "round_ or loading, or run the forward again"
-            )
+def _check_unmodified(tensors: Sequence[Tensor | None], versions: Sequence[int]) -> None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    if [t._version for t in given] == versions:
+        return
+    tensor, version = next((t, v) for t, v in zip(given, versions, strict=True) if t._version != v)
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of a "
+        f"tensor train, now {list(tensor.shape)}, is at version {tensor._version}; expected version {version}. Call "
+        "backward before optimizer.step(), prune_, round_ or loading, or run the forward again"
+    )
 
 
 def _plain_merge(

@@ -164,7 +164,7 @@ class TrainStep:
         if self.controller is not None:
             self.controller.observe(loss)
         self.optimizer.step()
-        self._mark_written()
+        increment_version(self.parameters)  # torch's fused optimizers do not
         return StepResult(loss, grad_norm)
 
     def _take_and_clear(self, batches: Sequence[Batch]) -> StepResult:
@@ -253,10 +253,7 @@ class TrainStep:
         return undo
 
     def _mark_written(self) -> None:
-        """Give parameters, buffers and optimizer state new versions, which end whatever is cached by version.
-
-        Most operations do that themselves, but neither the replay of a graph nor torch's fused optimizers do.
-        """
+        """Give parameters, buffers and optimizer state new versions, as the replay of a graph does not."""
         increment_version([*self._held, *(value for value in self._state_values() if isinstance(value, Tensor))])
 
     def _state_values(self) -> Iterator[Any]:

@@ -328,7 +328,8 @@ def test_each_step_gives_what_it_writes_a_new_version(mode: str) -> None:
     step = TrainStep(model, loss_of, adamw(model), mode=mode, recorder=TapeRecorder())  # type: ignore[arg-type]
     step(batches_of(0))
     state = [value for values in step.optimizer.state.values() for value in values.values()]
-    written = [*model.parameters(), *state]
+    # nothing caches by the versions of the optimizer's state, so an eager step leaves them to the optimizer
+    written = [*model.parameters(), *(state if mode == "graph" else [])]
     for _ in range(6):
         before = [tensor._version for tensor in written]
         step(batches_of(0))
