@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.kernels import triton as kernels
+from comera.kernels import select
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -29,10 +29,10 @@ def test_every_side_of_the_step_runs_and_reports_its_mode() -> None:
     assert sorted((BENCHMARKS / "results").iterdir()) == before
 
 
-@pytest.mark.skipif(not kernels.available(), reason="triton is not installed")
+@pytest.mark.skipif(not select.triton_available(), reason="triton is not installed")
 def test_every_kernel_runs_against_what_it_replaces() -> None:
     names = {line.split()[0] for line in run("gpu_kernels", "--dry").splitlines()}
-    assert names == set(kernels.NAMES)
+    assert names == set(select.TRITON)
 
 
 def test_missing_data_is_named() -> None:

@@ -3,6 +3,8 @@
 A new recipe needs a line here and a folder whose module satisfies `comera.recipes.interface.Recipe`. This file imports
 nothing, so that a mistyped command line does not wait for torch."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 

@@ -1,5 +1,7 @@
 """Reads a run folder, finished or not, into typed values: configuration, metrics, layers, summary."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Mapping
