@@ -1,7 +1,5 @@
 """The Triton kernels on the device: against float64, in every dtype, and what the layers compute with them."""
 
-import math
-
 import pytest
 import torch
 
@@ -13,6 +11,8 @@ from comera.ops.lookup_triton import triton_rows
 from comera.ops.planner.plan import plan_linear, plan_lookup
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
+
+from ..helpers.oracle import signal_to_noise as decibels
 
 pytestmark = pytest.mark.gpu
 
@@ -26,11 +26,6 @@ SHAPES = [
     (63, 500, 65, 1),
 ]
 TABLES = [(1, 1, 1, 1, 1, 1), (320, 16, 32, 100, 48, 5000), (50, 8, 30, 9, 8, 4097), (3, 5, 1, 2, 1, 11)]
-
-
-def decibels(found, exact):
-    noise = (found.detach().double() - exact.detach().double()).square().sum()
-    return 10 * math.log10(exact.detach().double().square().sum() / noise.clamp(min=1e-300))
 
 
 def draw(*shape, dtype, device, scale=1.0, seed=0):

@@ -3,8 +3,6 @@
 TRITON_INTERPRET=1 must be set before triton is imported, which other tests of the same process may have done.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -12,15 +10,12 @@ from comera.kernels import select, triton
 from comera.ops import low_rank as products
 from comera.ops.lookup_triton import triton_rows
 
+from .oracle import signal_to_noise as decibels
+
 # (batch, in, out, rank): single entries, odd ones, one more and one less than a block, several blocks
 SHAPES = [(1, 1, 1, 1), (5, 7, 11, 3), (64, 32, 64, 16), (65, 33, 129, 30), (63, 100, 65, 1), (130, 48, 200, 64)]
 # Decibels of signal to noise. The interpreter cuts bfloat16 off where a GPU rounds: that takes 6 of them.
 LOWEST = {torch.float32: 120, torch.bfloat16: 38, torch.float16: 61}
-
-
-def decibels(found, exact):
-    noise = (found.detach().double() - exact.detach().double()).square().sum()
-    return 10 * math.log10(exact.detach().double().square().sum() / noise.clamp(min=1e-300))
 
 
 def draw(*shape, dtype=torch.float32, scale=1.0, seed=0):

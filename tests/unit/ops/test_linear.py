@@ -11,6 +11,8 @@ from comera.ops.planner.plan import plan_linear
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec, clip_ranks
 
+from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
+
 STRATEGIES = ["low_rank", "sequential", "dense"]
 
 
@@ -31,37 +33,9 @@ SPECS = [
 ]
 
 
-def operands(spec, lead, *, bias=True, dtype=torch.float64, seed=0):
-    """[x, bias or None, cores...], leaves that require grad, with a weight of order one."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(*lead, spec.in_features), (spec.out_features,), *spec.core_shapes]
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    tensors[2:] = [core / math.sqrt(max(1, core.shape[0])) for core in tensors[2:]]
-    leaves = [t.to(dtype).requires_grad_() for t in tensors]
-    return leaves if bias else [leaves[0], None, *leaves[2:]]
-
-
-def oracle(spec, x, bias, *cores):
-    y = x @ materialize(spec, cores)
-    return y if bias is None else y + bias
-
-
-def values_and_gradients(function, tensors, dy=None):
-    wanted = [t for t in tensors if t is not None]
-    y = function(*tensors)
-    generator = torch.Generator().manual_seed(9)
-    dy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) if dy is None else dy
-    return [y, *torch.autograd.grad(y, wanted, dy)]
-
-
 def force(spec, strategy, batch=8):
     plan = plan_linear(spec, batch).using(strategy)
     return lambda x, bias, *cores: tt_linear(x, spec, cores, bias, plan=plan)
-
-
-def signal_to_noise(found, exact):
-    exact, found = exact.detach().double(), found.detach().double()
-    return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

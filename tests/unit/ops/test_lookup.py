@@ -13,6 +13,9 @@ from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, clip_ranks
 
+from ...helpers.oracle import signal_to_noise
+from ...helpers.oracle import values_and_gradients as of_tensors
+
 
 def ttm(row_modes, col_modes, rank, *, pad_rows=0, pad_cols=0):
     sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
@@ -54,9 +57,7 @@ def force(spec, option, padding_idx=None):
 
 
 def values_and_gradients(function, ids, cores):
-    y = function(ids, *cores)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(y.dtype)
-    return [y, *torch.autograd.grad(y, cores, dy)]
+    return of_tensors(lambda *cores: function(ids, *cores), cores)
 
 
 @each_option
@@ -213,11 +214,6 @@ def test_pairs_that_share_a_part_are_multiplied_together(monkeypatch):
     found = ttm_lookup(ids, spec, cores_of(spec), plan=plan_lookup(spec, 29).using("two_parts"))
     assert sizes == [3 + 2]
     torch.testing.assert_close(found, materialize(spec, cores_of(spec))[ids], rtol=1e-10, atol=1e-10)
-
-
-def signal_to_noise(found, exact):
-    exact, found = exact.detach().double(), found.detach().double()
-    return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())
 
 
 @pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 54), (torch.float16, 72)])

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from comera.errors import SpecError
 from comera.ops import chunking
 from comera.ops.planner.plan import plan_projection
 from comera.ops.projection import ttm_linear
-from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, clip_ranks
+
+from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
 
 
 def ttm(row_modes, col_modes, rank, *, pad_rows=0, pad_cols=0):
@@ -34,29 +34,9 @@ each_option = pytest.mark.parametrize(
 )
 
 
-def operands(spec, lead, *, bias=True, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*lead, spec.embedding_dim), (spec.num_embeddings,), *spec.core_shapes]
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    tensors[2:] = [core / math.sqrt(max(1, core.shape[0])) for core in tensors[2:]]
-    leaves = [t.to(dtype).requires_grad_() for t in tensors]
-    return leaves if bias else [leaves[0], None, *leaves[2:]]
-
-
-def oracle(spec, x, bias, *cores):
-    return F.linear(x, materialize(spec, cores), bias)
-
-
 def force(spec, option):
     plan = plan_projection(spec, 8).using(option.ends)
     return lambda x, bias, *cores: ttm_linear(x, spec, cores, bias, plan=plan)
-
-
-def values_and_gradients(function, tensors, dy=None):
-    y = function(*tensors)
-    if dy is None:
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    return [y, *torch.autograd.grad(y, [t for t in tensors if t is not None], dy.to(y.dtype))]
 
 
 @each_option
@@ -116,11 +96,6 @@ def test_non_contiguous_input_and_gradient(layout):
         found = values_and_gradients(force(spec, option), [view, bias, *cores], dy)
         exact = values_and_gradients(lambda *t: oracle(spec, *t), [view, bias, *cores], dy)
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
-
-
-def signal_to_noise(found, exact):
-    exact, found = exact.detach().double(), found.detach().double()
-    return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())
 
 
 @pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 46), (torch.float16, 64)])

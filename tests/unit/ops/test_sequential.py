@@ -13,8 +13,9 @@ from comera.ops.planner.groups import Group
 from comera.ops.planner.plan import plan_linear
 from comera.ops.planner.search import GroupSearch
 from comera.ops.sequential import contract_groups
-from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec, clip_ranks
+
+from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
 
 
 def tt(in_modes, out_modes, rank, *, pad_in=0, pad_out=0):
@@ -46,26 +47,6 @@ def all_groups(spec):
 CASES = [(spec, groups) for spec in SPECS for groups in all_groups(spec)]
 
 
-def operands(spec, batch, *, bias=True, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(batch, spec.in_features), (spec.out_features,), *spec.core_shapes]
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    tensors[2:] = [core / math.sqrt(max(1, core.shape[0])) for core in tensors[2:]]
-    leaves = [t.to(dtype).requires_grad_() for t in tensors]
-    return leaves if bias else [leaves[0], None, *leaves[2:]]
-
-
-def oracle(spec, x, bias, *cores):
-    y = x @ materialize(spec, cores)
-    return y if bias is None else y + bias
-
-
-def values_and_gradients(function, tensors, rounded=torch.float64):
-    y = function(*tensors)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(rounded).to(y.dtype)
-    return [y, *torch.autograd.grad(y, [t for t in tensors if t is not None], dy)]
-
-
 def group(tree):
     """A group from nested pairs: ((0, 1), 2) merges cores 0 and 1, then core 2."""
     return Group.of(*map(group, tree)) if isinstance(tree, tuple) else Group.of(tree)
@@ -79,16 +60,11 @@ def by_trees(spec, trees):
     return by(spec, [group(tree) for tree in trees])
 
 
-def signal_to_noise(found, exact):
-    exact, found = exact.detach().double(), found.detach().double()
-    return 10 * math.log10(exact.square().sum() / (found - exact).square().sum())
-
-
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("batch", [0, 1, 7])
 @pytest.mark.parametrize(("spec", "groups"), CASES, ids=str)
 def test_every_partition_agrees_with_the_dense_oracle(spec, groups, batch, bias):
-    tensors = operands(spec, batch, bias=bias)
+    tensors = operands(spec, (batch,), bias=bias)
     found = values_and_gradients(by(spec, groups), tensors)
     exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
@@ -97,7 +73,7 @@ def test_every_partition_agrees_with_the_dense_oracle(spec, groups, batch, bias)
 
 @pytest.mark.parametrize(("spec", "groups"), CASES, ids=str)
 def test_every_partition_passes_gradcheck(spec, groups):
-    tensors = operands(spec, 2)
+    tensors = operands(spec, (2,))
     assert torch.autograd.gradcheck(by(spec, groups), tensors, fast_mode=True)
     assert torch.autograd.gradgradcheck(by(spec, groups), tensors, fast_mode=True)
 
@@ -105,7 +81,7 @@ def test_every_partition_passes_gradcheck(spec, groups):
 @pytest.mark.parametrize("trees", [((0, (1, 2)), ((3, 4), 5)), (((0, 1), (2, 3)), (4, 5)), (0, ((1, 2), 3), 4, 5)])
 def test_any_order_of_merging_gives_the_same(trees):
     spec = tt((2, 3, 2), (3, 2, 2), 4)
-    tensors = operands(spec, 5)
+    tensors = operands(spec, (5,))
     exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
     torch.testing.assert_close(values_and_gradients(by_trees(spec, trees), tensors), exact, rtol=1e-10, atol=1e-10)
 
@@ -113,7 +89,7 @@ def test_any_order_of_merging_gives_the_same(trees):
 @pytest.mark.parametrize("ends", [(2, 4), (1, 3, 4), (4,), (3, 4), (1, 4)])
 def test_tt_linear_runs_the_groups_of_a_plan(ends):
     spec = tt((3, 4), (5, 2), 3, pad_in=2)
-    x, bias, *cores = operands(spec, 8)
+    x, bias, *cores = operands(spec, (8,))
     plan = plan_linear(spec, 8).using(ends)
     y = tt_linear(x.view(2, 4, 10), spec, cores, bias, plan=plan)
     torch.testing.assert_close(y, oracle(spec, x, bias, *cores).view(2, 4, 10), rtol=1e-10, atol=1e-10)
@@ -123,7 +99,7 @@ def test_tt_linear_runs_the_groups_of_a_plan(ends):
 @pytest.mark.parametrize("trees", [(0, 1, 2, 3), ((0, 1), 2, 3), (0, (1, 2), 3), (((0, 1), (2, 3)),)], ids=str)
 def test_non_contiguous_input(trees, layout):
     spec = tt((3, 4), (5, 2), 3)
-    x, bias, *cores = operands(spec, 6)
+    x, bias, *cores = operands(spec, (6,))
     x = x.detach()
     view = {
         "transposed": x.t().contiguous().t(),
@@ -141,10 +117,10 @@ def test_non_contiguous_input(trees, layout):
 def test_half_precision_keeps_the_signal(trees, dtype, decibels, units, monkeypatch):
     monkeypatch.setattr("comera.ops.dtypes._half_units", lambda dtype: units)
     spec = tt((8, 12), (16, 6), 12, pad_in=2, pad_out=2)
-    low = operands(spec, 64, dtype=dtype)
+    low = operands(spec, (64,), dtype=dtype)
     double = [t.detach().double().requires_grad_() for t in low]
-    found = values_and_gradients(by_trees(spec, trees), low, dtype)
-    exact = values_and_gradients(lambda *t: oracle(spec, *t), double, dtype)
+    found = values_and_gradients(by_trees(spec, trees), low, rounded=dtype)
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), double, rounded=dtype)
     assert widens(low[0]) != units
     assert [t.dtype for t in found] == [dtype] * len(found)
     assert min(signal_to_noise(a, b) for a, b in zip(found, exact, strict=True)) > decibels

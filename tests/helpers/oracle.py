@@ -1,0 +1,52 @@
+"""What the tests of operations share: operands of order one, the dense oracle, values with all gradients, noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from comera.tt.dense import materialize
+from comera.tt.spec import Spec, TTSpec
+
+
+def operands(
+    spec: Spec, lead: Sequence[int], *, bias: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> list[Tensor | None]:
+    """[x, bias or None, cores...] of a product with the weight (TT) or with its transpose (TTM), all with gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    features, outputs = spec.shape if isinstance(spec, TTSpec) else spec.shape[::-1]
+    shapes = [(*lead, features), (outputs,), *spec.core_shapes]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors[2:] = [core / math.sqrt(max(1, core.shape[0])) for core in tensors[2:]]
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+    return [leaves[0], leaves[1] if bias else None, *leaves[2:]]
+
+
+def oracle(spec: Spec, x: Tensor, bias: Tensor | None, *cores: Tensor) -> Tensor:
+    """The product with the dense weight."""
+    weight = materialize(spec, cores)
+    y = x @ (weight if isinstance(spec, TTSpec) else weight.t())
+    return y if bias is None else y + bias
+
+
+def values_and_gradients(
+    function: Callable[..., Tensor],
+    tensors: Sequence[Tensor | None],
+    dy: Tensor | None = None,
+    rounded: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """The value of a function, and the gradients of all its tensors from a fixed gradient, rounded to a dtype first."""
+    y = function(*tensors)
+    if dy is None:
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(rounded)
+    return [y, *torch.autograd.grad(y, [t for t in tensors if t is not None], dy.to(y.dtype))]
+
+
+def signal_to_noise(found: Tensor, exact: Tensor) -> float:
+    """In decibels."""
+    exact, found = exact.detach().double(), found.detach().double()
+    noise = (found - exact).square().sum().clamp(min=1e-300)
+    return 10 * math.log10(exact.square().sum() / noise)
