@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,19 +22,34 @@ def about() -> dict[str, str]:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else (names or [platform.machine()])[0]
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "machine": device,
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit or "unknown",
+        "commit": _git("describe", "--always") + ("-dirty" if changes() else "") or "unknown",
     }
 
 
+def changes() -> str:
+    """Uncommitted changes to what is measured; results of other scripts, and the page made of them, are none."""
+    others = (":(top,exclude)benchmarks/results", ":(top,exclude)docs/benchmarks.*")
+    return _git("status", "--porcelain", "--", ":/", *others)
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def write(name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write `rows`, all with the same keys, to results/NAME.csv in place of what it held; return its path."""
+    """Write `rows`, all with the same keys, to results/NAME.csv in place of what it held; return its path.
+
+    Results belong to a commit: with uncommitted changes nothing is written, and that is said.
+    """
+    if found := changes():
+        print(f"results/{name}.csv stays as it was: commit these changes first\n{found}", file=sys.stderr)
+        return RESULTS / f"{name}.csv"
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -140,7 +140,7 @@ def test_a_backward_after_the_ranks_changed_raises(change: str, tmp_path: Path) 
     smaller = copy.deepcopy(model)
     comera.round_(smaller, 0.5)
     comera.save_pretrained(smaller, tmp_path / "smaller")
-    loss = masked_loss(model)
+    loss = model(IDS).logits.square().mean()
     if change == "round_":
         comera.round_(model, 0.3)
     elif change == "prune_":
@@ -152,10 +152,10 @@ def test_a_backward_after_the_ranks_changed_raises(change: str, tmp_path: Path) 
         comera.RankController(model).prune_()
     else:
         comera.load_pretrained(model, tmp_path / "smaller")
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|shape|size"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     model.zero_grad()
-    masked_loss(model).backward()  # and the model goes on
+    model(IDS).logits.square().mean().backward()  # and the model goes on
 
 
 def test_an_interrupted_forward_freezes_nothing() -> None:

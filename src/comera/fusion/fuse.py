@@ -30,9 +30,8 @@ class FuseRow:
 class FuseReport:
     """What `fuse_` fused and what it left alone.
 
-    rows: every block of a registered type. merged: how many tensor trains are merged together with others of their
-    signature. dropout: how many dropouts draw cheaper masks. no_kernels: why there are no C++ kernels for the CPU;
-    None where there are.
+    rows: every block of a registered type. merged: how many tensor trains are in batched merges. dropout: how many
+    dropouts draw cheaper masks. no_kernels: why there are no C++ kernels for the CPU; None where there are.
     """
 
     rows: tuple[FuseRow, ...]
@@ -67,7 +66,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     - MLPs (of registered types, see `register_block`) never hold their hidden activation.
     - Queries, keys and values come from one product with their input.
     - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
-    - Tensor trains with the same signature are merged together, once in a forward of `model`.
+    - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU.
 

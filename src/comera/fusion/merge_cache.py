@@ -70,7 +70,7 @@ class MergeCache:
 
     @property
     def batched(self) -> int:
-        """How many trains are merged together with others."""
+        """How many trains are in batched merges of two or more."""
         return len(self._batched)
 
     def factors(self, layers: Sequence[TTLinear], input: Tensor) -> list[LowRankFactors] | None:
@@ -226,7 +226,7 @@ def _flat(train: TensorTrain) -> list[Tensor]:
 
 
 def _signature(train: TensorTrain) -> tuple[Any, ...]:
-    """What trains that are merged together have in common: all but their ranks."""
+    """What the trains of a batched merge have in common: all but their ranks."""
     spec, core = train.spec, train.tensors[0][0]
     assert isinstance(spec, TTSpec)
     return spec.shape, spec.in_modes, spec.out_modes, train.threshold, core.dtype, core.device
