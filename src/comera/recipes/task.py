@@ -28,7 +28,7 @@ class RecipeTask(Task):
         self.report_rows = [row.to_dict() for row in report.rows] if report else []
         self.dense_total = report.dense_total if report else None
         if isinstance(report, Applied):  # a baseline
-            self.optimizer, self.after_step = report.optimizer, report.after_step  # type: ignore[method-assign]
+            self.optimizer, self.after_step = report.optimizer, report.after_step  # type: ignore[assignment,method-assign]
         self.identity = {"data.prepared": data.folder.name, **identity}
         for group in ("model", "compress"):
             self.identity |= {f"{group}.{name}": value for name, value in asdict(getattr(config, group)).items()}

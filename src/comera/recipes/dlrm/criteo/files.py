@@ -107,7 +107,7 @@ def _read_file(file: Path, place: Place, before: int) -> Iterator[Block]:
             raw.seek(0)
             stream = gzip.GzipFile(fileobj=raw) if compressed else raw
             stream.seek(place.offset)  # in a compressed file: reads up to there
-            while chunk := stream.read1(BLOCK):
+            while chunk := stream.read1(BLOCK - len(text)):
                 text += chunk
                 if len(text) < BLOCK:
                     continue

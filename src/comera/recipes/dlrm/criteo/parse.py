@@ -21,7 +21,9 @@ TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY = KINDS = (
     "category that is not hexadecimal",
 )
 CUT_SHORT = "file cut short"  # a compressed file lacks its end, and part of its last row
-FORMS = {"label": "^[01]$", "integer": "^(-?[0-9]{1,10})?$", "category": "^[0-9a-fA-F]{0,8}$"}
+FORMS = {"label": "[01]", "integer": "(-?[0-9]{1,10})?", "category": "[0-9a-fA-F]{0,8}"}
+WANTED = {"label": "0 or 1", "integer": "a decimal integer of 32 bits", "category": "up to 8 hexadecimal digits"}
+MISTAKES = {"label": LABEL, "integer": INTEGER, "category": CATEGORY}
 INTEGER_NAMES = [f"integer {k + 1}" for k in range(INTEGERS)]
 CATEGORY_NAMES = [f"category {k + 1}" for k in range(CATEGORIES)]
 LEAST, MOST = -(2**31), 2**31 - 1  # of an integer
@@ -46,38 +48,32 @@ def parse(block: bytes, labeled: bool = True) -> Rows:
     """Parse a block of whole lines, each ended by a newline (a carriage return before it is ignored). labeled: whether
     rows begin with a label; otherwise labels are 0."""
     names = _names(labeled)
+    form = "\t".join(FORMS[name.split()[0]] for name in names)
     lines = block.decode("latin-1").split("\n")[:-1]  # every byte is a character
-    line = pl.col("line").str
-    fields = pl.LazyFrame({"line": lines}, {"line": pl.String}).select(
-        line.count_matches("\t", literal=True).add(1).alias("count"),
-        line.strip_suffix("\r").str.split_exact("\t", len(names) - 1).struct.rename_fields(names).struct.unnest(),
+    line, integers = pl.col("line").str, pl.col(INTEGER_NAMES)
+    rows = (
+        pl.LazyFrame({"line": lines}, {"line": pl.String})
+        .with_row_index()
+        .filter(line.contains(f"^{form}\r?$"))
+        .select("index", line.strip_suffix("\r").str.split_exact("\t", len(names) - 1).struct.rename_fields(names))
+        .unnest("line")
+        .with_columns(
+            integers.cast(pl.Int64, strict=False).fill_null(0),
+            pl.col(CATEGORY_NAMES).str.to_integer(base=16, dtype=pl.UInt32, strict=False).fill_null(0),
+            (pl.col("label") == "1" if labeled else pl.lit(False)).cast(pl.UInt8).alias("label"),
+        )
+        .filter(pl.all_horizontal(integers.is_between(LEAST, MOST)))
+        .collect()
     )
-    if not labeled:
-        fields = fields.with_columns(pl.lit("0").alias("label"))
-    integers = pl.col(INTEGER_NAMES).cast(pl.Int64, strict=False).fill_null(0)
-    mistakes = {
-        TOO_FEW: pl.col("count") < len(names),
-        TOO_MANY: pl.col("count") > len(names),
-        LABEL: ~pl.col("label").str.contains(FORMS["label"]),
-        INTEGER: ~pl.all_horizontal(
-            pl.col(INTEGER_NAMES).str.contains(FORMS["integer"]), integers.is_between(LEAST, MOST)
-        ),
-        CATEGORY: ~pl.all_horizontal(pl.col(CATEGORY_NAMES).str.contains(FORMS["category"])),
-    }
-    rows = fields.select(
-        pl.coalesce(pl.when(mistakes[kind]).then(pl.lit(k, pl.UInt8)) for k, kind in enumerate(KINDS)).alias("mistake"),
-        (pl.col("label") == "1").cast(pl.UInt8),
-        integers,
-        pl.col(CATEGORY_NAMES).str.to_integer(base=16, dtype=pl.UInt32, strict=False).fill_null(0),
-    ).collect()
-    good, bad = rows.filter(rows["mistake"].is_null()), rows["mistake"].is_not_null()
+    bad_lines = np.delete(np.arange(len(lines)), rows["index"].to_numpy())
+    bad_kinds = [KINDS.index(_mistake(lines[bad].encode("latin-1"), labeled)[0]) for bad in bad_lines]
     return Rows(
-        good["label"].to_numpy(),
-        log_integers(good.select(INTEGER_NAMES).to_numpy().T),
-        good.select(CATEGORY_NAMES).to_numpy().T,
+        rows["label"].to_numpy(),
+        log_integers(rows.select(INTEGER_NAMES).to_numpy().T),
+        rows.select(CATEGORY_NAMES).to_numpy().T,
         len(lines),
-        bad.arg_true().to_numpy().astype(np.int64),
-        rows["mistake"].filter(bad).to_numpy(),
+        bad_lines,
+        np.array(bad_kinds, np.uint8),
     )
 
 
@@ -88,19 +84,26 @@ def log_integers(integers: Array) -> Array:
 
 def explain(line: bytes, labeled: bool = True) -> str:
     """What is wrong with a bad line: the field, what was expected and what came."""
+    return _mistake(line, labeled)[1]
+
+
+def _mistake(line: bytes, labeled: bool) -> tuple[str, str]:
+    """The first mistake of a bad line: its kind, and an explanation."""
     fields = line.rstrip(b"\n").removesuffix(b"\r").split(b"\t")
     names = _names(labeled)
     if len(fields) != len(names):
-        return f"expected {len(names)} fields between tabs, got {len(fields)} ({_quote(line)})"
-    wanted = {"label": "0 or 1", "integer": "a decimal integer of 32 bits", "category": "up to 8 hexadecimal digits"}
+        kind = TOO_FEW if len(fields) < len(names) else TOO_MANY
+        return kind, f"expected {len(names)} fields between tabs, got {len(fields)} ({_quote(line)})"
     for name, field in zip(names, fields, strict=True):
-        kind, text = name.split()[0], field.decode("latin-1")
-        if not re.search(FORMS[kind], text) or (kind == "integer" and not LEAST <= int(text or 0) <= MOST):
-            return f"expected {wanted[kind]} as {name}, got {_quote(field)}"
+        kind = name.split()[0]
+        valid = re.fullmatch(FORMS[kind].encode(), field)
+        if not valid or (kind == "integer" and not LEAST <= int(field or 0) <= MOST):
+            return MISTAKES[kind], f"expected {WANTED[kind]} as {name}, got {_quote(field)}"
     raise AssertionError(f"a good line: {line!r}")
 
 
 def _names(labeled: bool) -> list[str]:
+    """The fields of a row."""
     return ["label"] * labeled + INTEGER_NAMES + CATEGORY_NAMES
 
 
