@@ -59,10 +59,6 @@ class State:
             return None
         return state if whole else None
 
-    @property
-    def bad_rows(self) -> int:
-        return sum(self.bad.values())
-
 
 def _column(folder: Path, name: str) -> Path:
     """The file of a column: the ids, once they have replaced the values."""
@@ -134,7 +130,7 @@ def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, lim
     for line, kind in found:
         state.bad[kind] = state.bad.get(kind, 0) + 1
         shown = state.shown.setdefault(kind, [])
-        over = state.bad_rows > limit
+        over = sum(state.bad.values()) > limit
         if over or len(shown) < SHOWN:
             lines = lines or block.text.split(b"\n")
             what = END_MISSING if kind == CUT_SHORT else explain(lines[line])

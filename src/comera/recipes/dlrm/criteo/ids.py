@@ -59,8 +59,10 @@ def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count:
         values = _distinct(raw)
         lookup = _save_numbers(values, folder, name)
         if min_count > 1:
-            counts = sum(np.bincount(lookup(chunk), minlength=len(values) + 1) for chunk in _chunks(raw))[1:]
-            lookup = _save_numbers(values[(counts >= min_count) | (values == MISSING)], folder, name)
+            counts = np.zeros(lookup.size, np.int64)
+            for chunk in _chunks(raw):
+                counts += np.bincount(lookup(chunk), minlength=lookup.size)
+            lookup = _save_numbers(values[(counts[1:] >= min_count) | (values == MISSING)], folder, name)
     else:
         lookup = Lookup(folder, name, size, hashing=True)
     partial = folder / f"{name}.partial"

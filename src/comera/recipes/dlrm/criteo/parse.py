@@ -66,14 +66,14 @@ def parse(block: bytes, labeled: bool = True) -> Rows:
         .collect()
     )
     bad_lines = np.delete(np.arange(len(lines)), rows["index"].to_numpy())
-    bad_kinds = [KINDS.index(_mistake(lines[bad].encode("latin-1"), labeled)[0]) for bad in bad_lines]
+    mistakes = [_mistake(lines[bad].encode("latin-1"), labeled)[0] for bad in bad_lines]
     return Rows(
         rows["label"].to_numpy(),
         log_integers(rows.select(INTEGER_NAMES).to_numpy().T),
         rows.select(CATEGORY_NAMES).to_numpy().T,
         len(lines),
         bad_lines,
-        np.array(bad_kinds, np.uint8),
+        np.array([KINDS.index(mistake) for mistake in mistakes], np.uint8),
     )
 
 

@@ -4,7 +4,7 @@
 
 The columns lie in a cache folder named by a digest of the files and the settings. A stopped preparation continues where
 it was when called again. Memory does not grow with the number of rows: each thread needs some tens of MB, and numbering
-the ids adds the dictionaries of as many features as there are threads (XX bytes per category)."""
+the ids adds the dictionaries of as many features as there are threads (30 to 60 bytes per category)."""
 
 import json
 import shutil
