@@ -13,7 +13,9 @@ _DASHES = (0, (4, 3))
 
 
 def objectives(run: RunData) -> Figure | None:
-    """Loss (top) and size (bottom) over steps, with the start of the late stage and its targets."""
+    """Loss and size during training. Shaded: the late stage; dashed: its targets. Once the size reaches S₀, the model
+    keeps training at that size.
+    """
     points = [point for point in run.train if point.size]
     if not points:
         return None
@@ -58,7 +60,9 @@ def _target(axes: Axes, start: float, value: float, name: str) -> None:
 
 
 def pareto(run: RunData) -> Figure | None:
-    """Quality at each evaluation against the size of the model then; None if the size never changed."""
+    """Quality at each evaluation against the model's size at that step; the large point is the last one. A good late
+    stage moves left without moving down.
+    """
     sizes = {size.step: size.total * run.element_bytes / MEGA for size in run.sizes}
     points = [(sizes[point.step], point) for point in run.evals if point.step in sizes]
     if len({size for size, _ in points}) < 2:
@@ -79,11 +83,7 @@ def pareto(run: RunData) -> Figure | None:
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Centered moving mean over about a thirtieth of the values, truncated at both ends; ignores NaNs."""
-    count, reach = len(values), len(values) // 60
-    finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    weights = np.concatenate([[0], np.cumsum(finite)])
-    at = np.arange(count)
-    low, high = np.maximum(at - reach, 0), np.minimum(at + reach + 1, count)
-    weight = weights[high] - weights[low]
-    return np.where(weight > 0, (sums[high] - sums[low]) / np.maximum(weight, 1), np.nan)
+    window, finite = np.ones(2 * (len(values) // 60) + 1), np.isfinite(values)
+    sums = np.convolve(np.where(finite, values, 0.0), window, mode="same")
+    counts = np.convolve(finite, window, mode="same")
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
