@@ -12,19 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from comera.report.ranks import ranks_over_time
 from comera.report.run import Point, RunData
 from comera.report.stages import objectives, pareto, smooth
-from comera.report.style import (
-    BLUE,
-    GREY,
-    METHOD_COLORS,
-    MUTED,
-    ORANGE,
-    PINK,
-    PURPLE,
-    TEAL,
-    Plots,
-    label_ends,
-    log_size_axis,
-)
+from comera.report.style import BLUE, GREY, METHOD_COLORS, MUTED, ORANGE, OTHERS, TEAL, Plots, label_ends, size_axes
 from comera.report.tables import MEGA, count, number, time_unit
 
 _SMALL = (4.8, 3.1)  # inches: half a page wide, or a phone
@@ -150,7 +138,7 @@ def compare_runs(runs: Mapping[str, RunData]) -> Figure:
     figure = Figure(figsize=(8, 3))
     grid = figure.add_gridspec(2, 2, width_ratios=(5, 3))
     losses, sizes, amounts = (figure.add_subplot(cell) for cell in (grid[:, 0], grid[0, 1], grid[1, 1]))
-    others = cycle((BLUE, ORANGE, PURPLE, PINK))
+    others = cycle(OTHERS)
     colors = {name: METHOD_COLORS.get(name) or next(others) for name in runs}
 
     longest = max([point.time for run in runs.values() for point in run.evals], default=0.0)
@@ -183,12 +171,11 @@ def pareto_of_runs(runs: Mapping[str, RunData]) -> Figure | None:
     if len({size for size, _, _ in points.values()}) < 2:
         return None
     figure = Figure(figsize=(8, 3))
-    axes = figure.add_subplot(title=f"Size and {name}", xlabel="model size, MB", ylabel=name, xscale="log")
+    axes = size_axes(figure, title=f"Size and {name}", xlabel="model size, MB", ylabel=name)
     for run, (size, value, method) in points.items():
         axes.plot(size, value, marker="o", color=METHOD_COLORS.get(method, ORANGE), linestyle="")
         axes.annotate(run, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.margins(x=0.15, y=0.25)
-    log_size_axis(axes)
     return figure
 
 

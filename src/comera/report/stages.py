@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from comera.report.run import RunData
-from comera.report.style import BLUE, INK, MUTED, ORANGE, TEAL, label_ends, log_size_axis
+from comera.report.style import BLUE, INK, MUTED, ORANGE, TEAL, label_ends, size_axes
 from comera.report.tables import MEGA, number
 
 _DASHES = (0, (4, 3))
@@ -71,13 +71,12 @@ def pareto(run: RunData) -> Figure | None:
     name = names[0] if names else "held-out loss"
     values = [point.metrics.get(name, np.nan) if names else point.loss for _, point in points]
     figure = Figure(figsize=(4.8, 3.1))
-    axes = figure.add_subplot(title="Size and quality", xlabel="model, MB", ylabel=name, xscale="log")
+    axes = size_axes(figure, title="Size and quality", xlabel="model, MB", ylabel=name)
     x = [size for size, _ in points]
     axes.plot(x, values, color=TEAL, alpha=0.5, marker="o", markersize=3)
     axes.plot(x[-1], values[-1], color=TEAL, marker="o", markersize=7)
     axes.annotate(f"{number(x[-1])} MB, {number(values[-1])}", (x[-1], values[-1]), (6, 8), textcoords="offset points")
     axes.margins(x=0.2, y=0.2)
-    log_size_axis(axes)
     return figure
 
 

@@ -23,6 +23,7 @@ Plots: TypeAlias = Mapping[str, tuple[str, Callable[[T], Figure | None]]]
 INK, MUTED, GRID, PAPER = "#1d2330", "#69707d", "#e1e4ea", "#ffffff"
 BLUE, ORANGE, TEAL, PURPLE, PINK, GREY = "#2f6fbb", "#c8590b", "#0e857a", "#7b4fc4", "#b8336a", "#7a828f"
 METHOD_COLORS = {"dense": GREY, "comera": TEAL}
+OTHERS = (BLUE, ORANGE, PURPLE, PINK)  # colors of runs that are not named after these methods
 # SVGs inside a page use its variables for these colors, so one figure serves light, dark and print
 _COLORS = (INK, MUTED, GRID, BLUE, ORANGE, TEAL, PURPLE, PINK, GREY)
 _VARIABLES = ("ink", "muted", "grid", "blue", "orange", "teal", "purple", "pink", "grey")
@@ -88,11 +89,13 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, gap: float
         axes.annotate(text, at, beside, "axes fraction", "offset points", va="center", color=color)
 
 
-def log_size_axis(axes: Axes) -> None:
-    """Plain numbers on a logarithmic x axis of sizes."""
+def size_axes(figure: Figure, **settings: str) -> Axes:
+    """Axes with plain numbers on a logarithmic x axis of sizes."""
+    axes = figure.add_subplot(xscale="log", **settings)
     for set_formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         set_formatter(lambda x, _: f"{x:.3g}")
     axes.tick_params(axis="x", which="minor", labelsize=7)
+    return axes
 
 
 def write_figures(plots: Plots[T], data: T, folder: Path) -> dict[str, tuple[str, str]]:
