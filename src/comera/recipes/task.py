@@ -25,10 +25,7 @@ class RecipeTask(Task):
         self.config, self.data, self.first = config, data, first
         self.method: str = config.method
         self.model = model
-        self.report_rows = [row.to_dict() for row in report.rows] if report else []
-        self.dense_total = report.dense_total if report else None
-        if isinstance(report, Applied):  # a baseline
-            self.optimizer, self.after_step = report.optimizer, report.after_step  # type: ignore[assignment,method-assign]
+        follow(self, report)
         self.identity = {"data.prepared": data.folder.name, **identity}
         for group in ("model", "compress"):
             self.identity |= {f"{group}.{name}": value for name, value in asdict(getattr(config, group)).items()}
@@ -44,6 +41,15 @@ class RecipeTask(Task):
         train = self.config.train
         batches = train.accumulation * PartialState(cpu=train.device == "cpu").num_processes
         return int(self.data.steps_per_epoch(train.batch_size, batches))
+
+
+def follow(task: Any, report: Conversion) -> None:
+    """Set the members of a task that its method decides: rows of the layer table, parameters of the dense model, and
+    for a baseline its optimizer and what it does after a step. report: of the conversion."""
+    task.report_rows = [row.to_dict() for row in report.rows] if report else []
+    task.dense_total = report.dense_total if report else None
+    if isinstance(report, Applied):
+        task.optimizer, task.after_step = report.optimizer, report.after_step
 
 
 def estimates_by_method(

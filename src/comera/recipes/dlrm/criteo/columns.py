@@ -97,8 +97,9 @@ def read_columns(files: Sequence[Path], folder: Path, config: CriteoConfig, prog
     workers = max(1, min(config.threads, size // (BLOCK * BLOCKS_EACH)))
     with Columns(folder, state.rows) as columns, closing(parsed(read_blocks(files, state.place), workers)) as blocks:
         for number, (block, rows) in enumerate(blocks, 1):
-            if max_rows is not None and len(rows.labels) > max_rows - state.rows:
-                rows = _first(rows, max_rows - state.rows)
+            if max_rows is not None and len(rows.labels) > max_rows - state.rows:  # only as far as the last row wanted
+                last = np.delete(np.arange(rows.lines), rows.bad_lines)[max_rows - state.rows - 1]
+                rows = parse(b"\n".join([*block.text.split(b"\n")[: last + 1], b""]))
             _note_bad(state, files, block, rows, config.max_bad_rows)
             columns.append(rows.labels, rows.dense, rows.values)
             state.rows += len(rows.labels)
@@ -111,14 +112,6 @@ def read_columns(files: Sequence[Path], folder: Path, config: CriteoConfig, prog
     state.complete = True
     state.save(folder)
     return state
-
-
-def _first(rows: Rows, count: int) -> Rows:
-    """The first `count` good rows, with the bad ones between them."""
-    end = int(np.delete(np.arange(rows.lines), rows.bad_lines)[count - 1]) + 1
-    bad = rows.bad_lines < end
-    good = (rows.labels[:count], rows.dense[:, :count], rows.values[:, :count])
-    return Rows(*good, end, rows.bad_lines[bad], rows.bad_kinds[bad])
 
 
 def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, limit: int) -> None:
