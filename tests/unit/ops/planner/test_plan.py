@@ -8,15 +8,13 @@ from comera.ops.linear import tt_linear
 from comera.ops.planner.cost import ACCELERATOR, CPU, Cost, Machine, machine, product, work
 from comera.ops.planner.groups import Group
 from comera.ops.planner.plan import (
-    choose_groups,
-    choose_projection,
-    choose_rows,
+    choose,
     make_plan,
     plan_linear,
     plan_lookup,
     plan_projection,
 )
-from comera.ops.planner.problem import batch_bucket
+from comera.ops.planner.problem import LinearProblem, LookupProblem, ProjectionProblem, batch_bucket
 from comera.ops.projection import ttm_linear
 from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
 
@@ -210,23 +208,23 @@ def test_groups_can_be_named_by_their_ends():
 
 
 def test_choice_follows_a_given_plan_and_makes_one_otherwise():
-    assert choose_rows(VOCABULARY, 4096, 4) == (Group.of(0, 1), Group.of(2, 3))
-    alone = tuple(map(Group.of, range(4)))
-    assert choose_rows(VOCABULARY, 4096, 4, plan_lookup(VOCABULARY, 8).using("sequential")) == alone
-    assert choose_projection(VOCABULARY, 150, 4) == ("two_parts", 2)
-    assert choose_projection(VOCABULARY, 8, 4, plan_projection(VOCABULARY, 8).using("dense")) == ("dense", 0)
-    cores = [torch.zeros(shape, requires_grad=True) for shape in BERT.core_shapes]
+    parts, alone = (Group.of(0, 1), Group.of(2, 3)), tuple(map(Group.of, range(4)))
+    assert choose(LookupProblem, VOCABULARY, 4096, 4) == ("two_parts", parts)
+    forced = plan_lookup(VOCABULARY, 8).using("sequential")
+    assert choose(LookupProblem, VOCABULARY, 4096, 4, plan=forced) == ("sequential", alone)
+    assert choose(ProjectionProblem, VOCABULARY, 150, 4) == ("two_parts", parts)
+    forced = plan_projection(VOCABULARY, 8).using("dense")
+    assert choose(ProjectionProblem, VOCABULARY, 8, 4, plan=forced)[0] == "dense"
     factors = Group.of(0, 1, 2), Group.of(3, Group.of(4, 5))
-    assert choose_groups(BERT, torch.zeros(1000, 768), cores) == ("low_rank", factors)
+    assert choose(LinearProblem, BERT, 1000, 4, "cpu", False, True) == ("low_rank", factors)
     forced = plan_linear(BERT, 8).using("dense")
-    assert choose_groups(BERT, torch.zeros(1000, 768), cores, forced) == ("dense", (Group.of(*factors),))
+    assert choose(LinearProblem, BERT, 1000, 4, "cpu", False, True, plan=forced) == ("dense", (Group.of(*factors),))
 
 
 def test_factors_from_a_batched_merge_may_cost_more():
-    cores = [torch.zeros(shape) for shape in BERT.core_shapes]
-    few, plan = torch.zeros(8, 768), plan_linear(BERT, 8, grad_x=True, grad_cores=True)
+    plan = plan_linear(BERT, 8, grad_x=True, grad_cores=True)
     assert plan.strategy == "groups"
-    assert choose_groups(BERT, few, cores)[0] == "groups"
-    assert choose_groups(BERT, few, cores, merged=True) == ("low_rank", plan.using("low_rank").groups)
+    assert choose(LinearProblem, BERT, 8, 4)[0] == "groups"
+    assert choose(LinearProblem, BERT, 8, 4, merged=True) == ("low_rank", plan.using("low_rank").groups)
     wide = tt((16, 16, 16), (21, 21, 25), 64)
-    assert choose_groups(wide, torch.zeros(8, 4096), cores, merged=True)[0] == "groups"
+    assert choose(LinearProblem, wide, 8, 4, merged=True)[0] == "groups"
