@@ -156,6 +156,22 @@ def low_rank_kernel(
 
 
 @triton.jit
+def row_block(
+    ids_ptr, count, rows_r, cols_l, cols_r, rank, BLOCK_U: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Offsets of the rows of this program's ids in the left factor, in the right one and in the rows; their masks."""
+    u_U = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
+    l_L, n_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
+    valid_U, valid_L, valid_N = u_U < count, l_L < cols_l, n_N < cols_r
+    id_U = tl.load(ids_ptr + u_U, valid_U, 0).to(tl.int64)
+    left_UL = (id_U // rows_r)[:, None] * (cols_l * rank) + l_L[None, :] * rank
+    right_UN = (id_U % rows_r)[:, None] * (rank * cols_r) + n_N[None, :]
+    row_ULN = u_U[:, None, None] * (cols_l * cols_r) + l_L[None, :, None] * cols_r + n_N[None, None, :]
+    valid_UL, valid_UN = valid_U[:, None] & valid_L[None, :], valid_U[:, None] & valid_N[None, :]
+    return left_UL, right_UN, row_ULN, valid_UL, valid_UN, valid_UL[:, :, None] & valid_N[None, None, :]
+
+
+@triton.jit
 def lookup_rows_kernel(
     ids_ptr,  # (count)
     left_ptr,  # (rows of the left factor, cols_l, rank)
@@ -170,21 +186,15 @@ def lookup_rows_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    u_U = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
-    l_L, n_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
-    valid_U, valid_L, valid_N = u_U < count, l_L < cols_l, n_N < cols_r
-    id_U = tl.load(ids_ptr + u_U, valid_U, 0).to(tl.int64)
-    left_UL = left_ptr + (id_U // rows_r)[:, None] * (cols_l * rank) + l_L[None, :] * rank
-    right_UN = right_ptr + (id_U % rows_r)[:, None] * (rank * cols_r) + n_N[None, :]
-    valid_UL, valid_UN = valid_U[:, None] & valid_L[None, :], valid_U[:, None] & valid_N[None, :]
-
-    row_ULN = tl.zeros((BLOCK_U, BLOCK_L, BLOCK_N), tl.float32)
+    left_UL, right_UN, row_ULN, valid_UL, valid_UN, valid_ULN = row_block(
+        ids_ptr, count, rows_r, cols_l, cols_r, rank, BLOCK_U, BLOCK_L, BLOCK_N
+    )
+    sum_ULN = tl.zeros((BLOCK_U, BLOCK_L, BLOCK_N), tl.float32)
     for q in range(rank):
-        l_UL = tl.load(left_UL + q, valid_UL, 0.0).to(tl.float32)
-        r_UN = tl.load(right_UN + q * cols_r, valid_UN, 0.0).to(tl.float32)
-        row_ULN += l_UL[:, :, None] * r_UN[:, None, :]
-    where = u_U[:, None, None] * (cols_l * cols_r) + l_L[None, :, None] * cols_r + n_N[None, None, :]
-    tl.store(rows_ptr + where, row_ULN.to(rows_ptr.dtype.element_ty), valid_UL[:, :, None] & valid_N[None, None, :])
+        l_UL = tl.load(left_ptr + left_UL + q, valid_UL, 0.0).to(tl.float32)
+        r_UN = tl.load(right_ptr + right_UN + q * cols_r, valid_UN, 0.0).to(tl.float32)
+        sum_ULN += l_UL[:, :, None] * r_UN[:, None, :]
+    tl.store(rows_ptr + row_ULN, sum_ULN.to(rows_ptr.dtype.element_ty), valid_ULN)
 
 
 @triton.jit
@@ -204,16 +214,10 @@ def lookup_rows_backward_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    u_U = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
-    l_L, n_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
-    valid_U, valid_L, valid_N = u_U < count, l_L < cols_l, n_N < cols_r
-    id_U = tl.load(ids_ptr + u_U, valid_U, 0).to(tl.int64)
-    left_UL = (id_U // rows_r)[:, None] * (cols_l * rank) + l_L[None, :] * rank
-    right_UN = (id_U % rows_r)[:, None] * (rank * cols_r) + n_N[None, :]
-    valid_UL, valid_UN = valid_U[:, None] & valid_L[None, :], valid_U[:, None] & valid_N[None, :]
-
-    where = u_U[:, None, None] * (cols_l * cols_r) + l_L[None, :, None] * cols_r + n_N[None, None, :]
-    d_ULN = tl.load(drows_ptr + where, valid_UL[:, :, None] & valid_N[None, None, :], 0.0).to(tl.float32)
+    left_UL, right_UN, row_ULN, valid_UL, valid_UN, valid_ULN = row_block(
+        ids_ptr, count, rows_r, cols_l, cols_r, rank, BLOCK_U, BLOCK_L, BLOCK_N
+    )
+    d_ULN = tl.load(drows_ptr + row_ULN, valid_ULN, 0.0).to(tl.float32)
     for q in range(rank):
         l_UL = tl.load(left_ptr + left_UL + q, valid_UL, 0.0).to(tl.float32)
         r_UN = tl.load(right_ptr + right_UN + q * cols_r, valid_UN, 0.0).to(tl.float32)
