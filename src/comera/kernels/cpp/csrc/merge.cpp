@@ -348,7 +348,7 @@ void for_all_factors(const std::vector<Train>& trains, float threshold, int thre
 
 extern "C" {
 
-int merge(long count, const long* layout, float* const* memory, float threshold, int threads) {
+int merge(long count, const long* layout, float* const* memory, float threshold, Threads threads) {
     return status([=] {
         const auto body = [](const Train& train, const Side& side, bool left, Room room) {
             if (left) return make_a(side, train.in_features, train.a, room);
@@ -360,7 +360,7 @@ int merge(long count, const long* layout, float* const* memory, float threshold,
 }
 EXPORT(merge);
 
-int merge_backward(long count, const long* layout, float* const* memory, float threshold, int threads) {
+int merge_backward(long count, const long* layout, float* const* memory, float threshold, Threads threads) {
     return status([=] {
         const auto body = [](const Train& train, const Side& side, bool left, Room room) {
             if (!(left ? train.a : train.b)) return zero_gradients(side);
