@@ -85,7 +85,7 @@ class _MLP(torch.autograd.Function):
 
         def through_hidden() -> Tensor:
             q_RB = x_BI.new_empty(down.a.shape[0], x_BI.shape[0])
-            for part in _chunks_of(x_BI, down):
+            for part in _chunks(x_BI.shape[0], down.a.shape[1], x_BI.device):
                 ys_CF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
                 q_RB[:, part] = down.a @ _hidden(activation, ys_CF)[1].t()
             return q_RB
@@ -149,7 +149,7 @@ def _through_hidden_backward(
     dups_SF: list[Any] = [None] * len(ups)
     vs_RB = [u_RB.new_empty(up.a.shape[0], u_RB.shape[1]) for up in ups]
     _, act_backward = ACTIVATIONS[activation]
-    for part in _chunks_of(u_RB.t(), down):
+    for part in _chunks(u_RB.shape[1], down.a.shape[1], u_RB.device):
         ys_CF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
         first_CF, hidden_CF = _hidden(activation, ys_CF)
         da_RF = _add_product(da_RF, u_RB[:, part], hidden_CF)
@@ -163,10 +163,6 @@ def _through_hidden_backward(
             dups_SF[k] = _add_product(dups_SF[k], p_SB[:, part], dy_CF)
     assert da_RF is not None  # there is one chunk at least
     return da_RF, vs_RB, dups_SF
-
-
-def _chunks_of(x_BI: Tensor, down: LowRankFactors) -> list[slice]:
-    return _chunks(x_BI.shape[0], down.a.shape[1], x_BI.device)
 
 
 def _chunks(rows: int, hidden_features: int, device: torch.device) -> list[slice]:

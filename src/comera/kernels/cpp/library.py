@@ -110,13 +110,6 @@ def checked(name: str, tensor: T, *shape: int) -> T:
     return floats(name, tensor)
 
 
-def check_seed(seed: Tensor) -> Tensor:
-    """Raise RuntimeError unless `seed` is one int64 on the CPU."""
-    if seed.dtype != torch.int64 or seed.numel() != 1 or not seed.is_cpu:
-        raise RuntimeError(f"expected a seed of one int64 on the CPU, got {list(seed.shape)} {seed.dtype}")
-    return seed
-
-
 def operation(flops: Callable[..., int] | None = None) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Make an annotated function the operation torch.ops.comera.NAME on the CPU.
 

@@ -59,11 +59,9 @@ def _checked(name: str, tensors: Sequence[T], sizes: Sequence[int]) -> Sequence[
     if list(map(_nbytes, present)) != sizes or not all(map(_is_cpu, present)):
         given = [f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in present]
         raise RuntimeError(f"expected {name} of {sizes} bytes of float32 on the CPU, as the layout says, got {given}")
-    return (
-        tensors
-        if all(map(Tensor.is_contiguous, present))
-        else [None if t is None else floats(name, t) for t in tensors]
-    )
+    if all(map(Tensor.is_contiguous, present)):
+        return tensors
+    return [None if t is None else floats(name, t) for t in tensors]
 
 
 def _operands(

@@ -1,8 +1,9 @@
 """The operations of residual_norm.cpp: dropout from a seed, and layer norm of a residual sum, forward and backward."""
 
+import torch
 from torch import Tensor
 
-from comera.kernels.cpp.library import call, check_seed, checked, floats, operation
+from comera.kernels.cpp.library import call, checked, floats, operation
 from comera.kernels.cpp.memory import empty
 
 _LEVELS = 2**16
@@ -20,7 +21,9 @@ def drop(seed: Tensor | None, p: float) -> tuple[Tensor | None, int, float]:
         return None, 0, 1.0
     if not 0 <= p < 1:
         raise RuntimeError(f"expected a dropout probability in [0, 1), got {p}")
-    return check_seed(seed), *rounded(p)
+    if seed.dtype != torch.int64 or seed.numel() != 1 or not seed.is_cpu:
+        raise RuntimeError(f"expected a seed of one int64 on the CPU, got {list(seed.shape)} {seed.dtype}")
+    return seed, *rounded(p)
 
 
 @operation()

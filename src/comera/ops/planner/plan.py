@@ -52,11 +52,6 @@ class ContractionPlan:
         return self.chosen.groups
 
     @property
-    def split(self) -> int:
-        """Cores in the first group of the chosen option; 0 if it is the only one."""
-        return self.chosen.split
-
-    @property
     def flops(self) -> int:
         """Floating-point operations of the chosen option, forward and backward."""
         return self.chosen.cost.flops

@@ -16,23 +16,12 @@ from comera.ops.planner.plan import (
 )
 from comera.ops.planner.problem import LinearProblem, LookupProblem, ProjectionProblem, batch_bucket
 from comera.ops.projection import ttm_linear
-from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
+from comera.tt.spec import TTSpec
 
-
-def tt(in_modes, out_modes, rank):
-    modes = (*in_modes, *out_modes)
-    features = [torch.Size(m).numel() for m in (in_modes, out_modes)]
-    return TTSpec(*features, tuple(in_modes), tuple(out_modes), clip_ranks(rank, modes))
-
-
-def ttm(row_modes, col_modes, rank, rows=None):
-    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
-    rows = rows or torch.Size(row_modes).numel()
-    return TTMSpec(rows, torch.Size(col_modes).numel(), tuple(row_modes), tuple(col_modes), clip_ranks(rank, sizes))
-
+from ....helpers.specs import tt, ttm
 
 BERT = tt((12, 8, 8), (8, 8, 12), 30)
-VOCABULARY = ttm((16, 20, 10, 10), (4, 4, 8, 6), 32, rows=30522)
+VOCABULARY = ttm((16, 20, 10, 10), (4, 4, 8, 6), 32, pad_rows=1478)
 LONG = tt((4, 4, 4, 4), (4, 4, 4, 4), 12)
 
 
@@ -111,7 +100,7 @@ def test_a_long_train_is_merged_more_the_larger_the_batch(batch, strategy):
 
 def test_vocabulary_is_cut_in_the_middle():
     for plan in (plan_projection(VOCABULARY, 150), plan_lookup(VOCABULARY, 4096)):
-        assert (plan.strategy, plan.split, plan.chosen.ends) == ("two_parts", 2, (2, 4))
+        assert (plan.strategy, plan.chosen.ends) == ("two_parts", (2, 4))
 
 
 def test_rows_of_a_large_table_are_merged_more_the_more_there_are():
@@ -200,10 +189,10 @@ def test_ends_that_do_not_partition_the_cores_are_refused(ends):
 
 
 def test_groups_can_be_named_by_their_ends():
-    assert plan_projection(VOCABULARY, 8).using((1, 4)).split == 1
+    assert plan_projection(VOCABULARY, 8).using((1, 4)).chosen.ends == (1, 4)
     forced = plan_linear(BERT, 8).using((2, 4, 6))
     groups = Group.of(0, 1), Group.of(2, 3), Group.of(4, 5)
-    assert (forced.strategy, forced.groups, forced.split, forced.chosen.ends) == ("groups", groups, 2, (2, 4, 6))
+    assert (forced.strategy, forced.groups, forced.chosen.ends) == ("groups", groups, (2, 4, 6))
     assert "→" not in str(forced)  # none of those that were weighed
 
 
