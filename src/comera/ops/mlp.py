@@ -124,16 +124,14 @@ class _MLP(torch.autograd.Function):
 
 def _cpp_forward(x_BI: Tensor, flat: Sequence[Tensor], activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """P, Q and z by the kernel; a replay of the forward finds P and Q made."""
-    *_, a_RF, b_SO = flat
     made: list[Tensor] = []
 
     def all_at_once() -> tuple[Tensor, Tensor]:
-        p_BS, q_BS, z_BO = cpp.mlp(x_BI, flat[::2], flat[1::2], activation)
-        made.append(z_BO)
-        return p_BS, q_BS
+        made.extend(cpp.mlp(x_BI, flat[::2], flat[1::2], activation))
+        return made[0], made[1]
 
     p_BS, q_BS = made_once(all_at_once)
-    (z_BO,) = made or low_rank_output(q_BS, [a_RF.shape[0]], [b_SO])
+    (z_BO,) = made[2:] or low_rank_output(q_BS, [flat[-2].shape[0]], flat[-1:])
     return p_BS, q_BS, z_BO
 
 

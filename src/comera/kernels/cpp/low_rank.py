@@ -4,7 +4,6 @@ Shapes: B batch, I/O in/out features, R rank, S rows of b: the rank, and one mor
 """
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,14 +14,8 @@ from comera.kernels.cpp.library import address, call, checked, floats, operation
 from comera.kernels.cpp.memory import empty
 
 
-@cache
-def width(rank: int, rows: int) -> int:
-    """Columns of memory that [1 P] takes, for vectors as long as any processor's; rows: those of b."""
-    return max(rows - rank + -(-rank // 16) * 16, -(-rows // 16) * 16)
-
-
 class Factors(NamedTuple):
-    """A (where it is needed) and b of one weight as the kernels read them, their sizes, and the `width` of its P."""
+    """A (where it is needed) and b of one weight as the kernels read them, and their sizes."""
 
     a: Tensor | None
     b: Tensor
@@ -32,8 +25,8 @@ class Factors(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of its [1 P]."""
-        return width(self.rank, self.rows)
+        """Columns of memory that its [1 P] takes, for vectors as long as any processor's."""
+        return max(self.rows - self.rank + -(-self.rank // 16) * 16, -(-self.rows // 16) * 16)
 
     def words(self, p: int, y: Tensor | None, da: Tensor | None = None, db: Tensor | None = None) -> tuple[int, ...]:
         """The weight as low_rank.h has it; p: the address of its [1 P]."""
@@ -73,7 +66,7 @@ def _low_rank_flops(x: Any, a: Any, b: Any) -> int:
 
 @operation(_low_rank_flops)
 def low_rank(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SO: Sequence[Tensor]) -> list[Tensor]:
-    """All [1 P_k] in one tensor (B, Σ `width`), then y_k (B, O), from x (B, I), A_k (R, I) and [bias_k; B_k] (S, O).
+    """All [1 P_k] in one tensor (B, Σ `Factors.width`), then y_k (B, O), from x (B, I), A_k (R, I) and [bias_k; B_k] (S, O).
 
     Raises RuntimeError for shapes that do not fit each other or are not float32 on the CPU.
     """

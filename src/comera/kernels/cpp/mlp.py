@@ -43,7 +43,7 @@ def _mlp_flops(x: Any, a: Any, b: Any, activation: str) -> int:
 
 @operation(_mlp_flops)
 def mlp(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SF: Sequence[Tensor], activation: str) -> list[Tensor]:
-    """All [1 P_k] in one tensor, [1 Q] (`low_rank.width` columns each) and z (B, O).
+    """All [1 P_k] in one tensor, [1 Q] (`Factors.width` columns each) and z (B, O).
 
     x (B, I); A (R, I) and b (S, F) of one or two weights of x, then A (R, F) and b (S, O) of that of h. The first row
     of a b is its bias, if it has one row more than its A. activation: a name in ACTIVATIONS.

@@ -13,15 +13,17 @@ enum Threads : int {};  // their number
 
 template <class T>
 std::string kind() {
-    if constexpr (std::is_pointer_v<T>) {
-        using Target = std::remove_pointer_t<T>;
-        if constexpr (std::is_class_v<Target>) return "w" + std::to_string(sizeof(Target) / 8);
-        return "p";
+    using Target = std::remove_pointer_t<T>;
+    if constexpr (std::is_class_v<Target>) return "w" + std::to_string(sizeof(Target) / 8);
+    else if constexpr (std::is_pointer_v<T>) return "p";
+    else if constexpr (std::is_same_v<T, Threads>) return "t";
+    else if constexpr (std::is_same_v<T, int>) return "i";
+    else if constexpr (std::is_same_v<T, long>) return "l";
+    else if constexpr (std::is_same_v<T, float>) return "f";
+    else {
+        static_assert(std::is_same_v<T, double>);
+        return "d";
     }
-    if (std::is_same_v<T, Threads>) return "t";
-    static_assert(std::is_pointer_v<T> || std::is_same_v<T, Threads> || std::is_same_v<T, int> ||
-                  std::is_same_v<T, long> || std::is_same_v<T, float> || std::is_same_v<T, double>);
-    return std::is_same_v<T, int> ? "i" : std::is_same_v<T, long> ? "l" : std::is_same_v<T, float> ? "f" : "d";
 }
 
 struct Export {
