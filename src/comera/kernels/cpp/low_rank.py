@@ -66,7 +66,7 @@ def _low_rank_flops(x: Any, a: Any, b: Any) -> int:
 
 @operation(_low_rank_flops)
 def low_rank(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SO: Sequence[Tensor]) -> list[Tensor]:
-    """All [1 P_k] in one tensor (B, Σ `Factors.width`), then y_k (B, O), from x (B, I), A_k (R, I) and [bias_k; B_k] (S, O).
+    """All [1 P_k] in one tensor (B, Σ width), then y_k (B, O), from x (B, I), A_k (R, I) and [bias_k; B_k] (S, O).
 
     Raises RuntimeError for shapes that do not fit each other or are not float32 on the CPU.
     """
