@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import CheckpointError
 from comera.files import replace_file
-from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, train_names, transient_buffers
+from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, checksum, file_header, train_names, transient_buffers
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
@@ -49,16 +49,17 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
         ],
         "tied": tied,
         "transient": transient,
+        "checksum": checksum(tensors),
     }
     try:
-        header = {"format": "pt", "comera": json.dumps(manifest, allow_nan=False)}
+        about = file_header(manifest)
         folder.mkdir(parents=True, exist_ok=True)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"metadata for {folder} must be JSON-ready, but: {error}") from error
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"expected a folder to save in, found a file at {folder}") from error
     try:
-        replace_file(folder / WEIGHTS, lambda beside: save_file(tensors, beside, header))
+        replace_file(folder / WEIGHTS, lambda beside: save_file(tensors, beside, about))
     except SafetensorError as error:
         raise CheckpointError(f"{folder / WEIGHTS} could not be written: {error}") from error
     replace_file(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -80,7 +81,7 @@ def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             tied[name] = first[id(value)]
             continue
         first[id(value)] = name
-        tensor = value.detach().cpu().contiguous()
+        tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         where = tensor.untyped_storage().data_ptr()
         if where in memory and tensor.numel():  # another view of the same memory, which safetensors refuses
             tensor = tensor.clone()
