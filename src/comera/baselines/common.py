@@ -150,12 +150,6 @@ def adamw(model: nn.Module, own: Iterable[nn.Parameter], name: str) -> Callable[
     return lambda config: AdamW(split_groups(model, own, name, config), betas=config.betas, fused=True)
 
 
-def require(valid: bool, field: str, expected: str, got: object) -> None:
-    """Raise ConfigError for a setting out of range."""
-    if not valid:
-        raise ConfigError(f"{field} must be {expected}, got {got!r}")
-
-
 def is_integer(value: object, least: int = 1) -> bool:
     """Whether a setting is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
