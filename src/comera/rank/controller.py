@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from comera.distributed import several, shapes_changed, sum_
+from comera.distributed import check_whole, follow_state_, several, shapes_changed, sum_
 from comera.errors import RankError
 from comera.nn.tensor_train import named_trains
 from comera.rank.budget import canonicalize_, round_
@@ -74,7 +74,7 @@ class RankController:
             `between_steps` after each step, and capture again when `phase` changes.
 
     Raises:
-        RankError: a model without compressed layers or with some that are sharded over processes; copies of other ranks.
+        RankError: a model without compressed layers, or with sharded ones, or copies of other ranks.
 
     Example:
         >>> import torch, comera
@@ -117,11 +117,7 @@ class RankController:
                 f"expected a model with compressed layers, got {type(model).__name__} without any: "
                 "call comera.tensorize_(model) first"
             )
-        if any(hasattr(core, "to_local") for core in self._cores):
-            raise RankError(
-                "expected tensor trains that are whole on every process, got some that fully_shard has spread: call "
-                "comera.integrations.fsdp.replicate_ first, then fully_shard with what it returns as ignored_params"
-            )
+        check_whole(self._cores)
         trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
@@ -285,9 +281,10 @@ class RankController:
         return {**asdict(self._state), "loss": mean, "losses": steps, "losses_left_out": left_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`, before or after attaching. Raises RankError if it is not one of a RankController."""
+        """Restore a `state_dict`, after the model's own. Raises RankError if it is not one of a RankController."""
         self._state = RankState.of(state)
         self._losses = LossMean(self._state.loss, self._state.losses, self._state.losses_left_out)
+        follow_state_(self.model)
 
     def _sizes(self) -> list[int]:
         """Parameters that pruning would leave of each tensor train. Synchronizes."""

@@ -1,5 +1,6 @@
 """Accelerate needs no module of ours: `load_state` takes the ranks that were cut, the controller is a custom object."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.fusion import fuse_
 from comera.optim.param_groups import param_groups
 from comera.rank import LateStage, RankController, model_size
+
+from ...helpers.processes import in_processes
 
 LATE = LateStage(target_size=0.5, start_step=4, steps=20)
 
@@ -65,3 +68,14 @@ def resume(folder: Path, *, fused: bool, safe: bool) -> None:
 @pytest.mark.parametrize(("fused", "safe"), [(False, True), (True, False)])
 def test_load_state_after_a_cut_goes_on_to_the_bit(tmp_path: Path, fused: bool, safe: bool) -> None:
     resume(tmp_path, fused=fused, safe=safe)
+
+
+def resume_in_two(rank: int, folder: str) -> int:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
+    os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_PORT": "0"}
+    resume(Path(folder), fused=False, safe=True)
+    return int(Accelerator(cpu=True).num_processes)
+
+
+def test_two_processes_resume_after_a_cut(tmp_path: Path) -> None:
+    assert in_processes(resume_in_two, str(tmp_path)) == [2, 2]

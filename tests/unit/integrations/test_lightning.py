@@ -1,5 +1,7 @@
 """RankCallback in Lightning's Trainer: what it observes, cuts and resumes."""
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ from comera.integrations.lightning import RankCallback
 from comera.optim.param_groups import param_groups
 from comera.rank import LateStage, model_size
 
+from ...helpers.processes import in_processes
+
 # Lightning's advice, and what torch says of it
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The '.*_dataloader' does not have many workers",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`",
-    "ignore:Checkpoint directory .* exists and is not empty",
-    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
+ADVICE = (
+    "The '.*_dataloader' does not have many workers",
+    "You defined a `validation_step` but have no `val_dataloader`",
+    "Checkpoint directory .* exists and is not empty",
+    "`isinstance.treespec, LeafSpec.` is deprecated",
 )
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{advice}") for advice in ADVICE]
 LATE = LateStage(target_size=0.5, start_step=6, steps=20)
 
 
@@ -127,6 +132,38 @@ def test_without_a_target_what_is_pruned_is_cut_at_the_end() -> None:
     fit.callbacks.append(Closes())
     fit.fit(net, data())
     assert model_size(net).tensorized < before
+
+
+def train_in_two(rank: int, folder: str) -> tuple[list[float], int]:
+    """Train with DDP beyond a cut, then resume from a checkpoint after it; returns the last losses and the size."""
+    for pattern in (
+        "The '.*_dataloader' does not",
+        "You defined a `valid",
+        "Checkpoint directory",
+        "`isinstance.trees",
+    ):
+        warnings.filterwarnings("ignore", pattern)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+    whole = Net()
+    trainer(RankCallback(late=LATE, prune_every=10), 8, Path(folder), **options).fit(whole, data(320))
+    resumed = Net(seed=3)
+    [middle] = Path(folder).glob("epoch=4-*.ckpt")
+    trainer(RankCallback(late=LATE, prune_every=10), 8, Path(folder), **options).fit(
+        resumed, data(320), ckpt_path=middle
+    )
+    assert resumed.losses == whole.losses[50:]
+    assert [p.shape for p in resumed.parameters()] == [p.shape for p in whole.parameters()]
+    assert resumed.model[2].tt.spec != Net().model[2].tt.spec  # type: ignore[union-attr]
+    return resumed.losses[-3:], model_size(resumed).tensorized
+
+
+def test_processes_cut_alike_and_resume(tmp_path: Path) -> None:
+    (losses, size), (other_losses, other_size) = in_processes(train_in_two, str(tmp_path))
+    assert losses != other_losses  # of their own parts of the data
+    assert size == other_size
 
 
 def test_what_cannot_work_is_said_at_once() -> None:
