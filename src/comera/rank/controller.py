@@ -240,11 +240,11 @@ class RankController:
             )
         if self._weighs_losses() and self._mean_loss() is None:
             raise RankError(f"expected a finite loss before the late stage, but {self._no_loss()}")
-        target = self._resolve_target()
+        target, sizes = self._resolve_target(), self._sizes()
         specs = [train.spec for train in self._trains]
         if self.late.shrink == "sensitivity":
             canonicalize_(self._trains, list(self._hooks), trains_of_copies(self.model, self.copies))
-        self._begin(target)
+        self._begin(target, sizes)
         if specs != [train.spec for train in self._trains]:
             shapes_changed(self.model)
 
@@ -300,10 +300,9 @@ class RankController:
             warnings.warn(f"the late stage begins, but {self._no_loss()}", stacklevel=3)
         return target
 
-    def _begin(self, target: int, sizes: Sequence[int] | None = None) -> None:
-        """Begin the late stage towards `target` parameters; sizes: of the tensor trains then, if not the present."""
+    def _begin(self, target: int, sizes: Sequence[int]) -> None:
+        """Begin the late stage, at these `sizes` of the tensor trains, towards `target` parameters."""
         state = self._state
-        sizes = self._sizes() if sizes is None else sizes
         state.target_size, state.switch_size, state.switch_step = target, sum(sizes), state.steps
         state.target_loss = self._mean_loss() if self.late.target_loss is None else self.late.target_loss
         copies = trains_of_copies(self.model, self.copies)
