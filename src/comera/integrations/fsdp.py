@@ -137,7 +137,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     if not norms:
         return torch.tensor(0.0)
     wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(wholes))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(wholes))
     for part in parts:
         nn.utils.clip_grads_with_norm_(part, max_norm, total)
     return total
