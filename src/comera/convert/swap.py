@@ -1,6 +1,6 @@
 """Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,13 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
+
+_AFTER_SWAPS: list[Callable[[nn.Module], object]] = []
+
+
+def after_swaps(act: Callable[[nn.Module], object]) -> None:
+    """Call `act` with every model from now on whose layers are compressed or turned back."""
+    _AFTER_SWAPS.append(act)
 
 
 def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) -> None:
@@ -108,3 +115,5 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     rewrite_ties(model, ties)
+    for act in _AFTER_SWAPS:
+        act(model)
