@@ -298,7 +298,7 @@ def test_what_a_package_declares_is_there() -> None:
         (
             "import comera; [getattr(comera, name) for name in comera.__all__]",
             "torch._dynamo torch._inductor torch.utils.flop_counter triton accelerate jsonargparse matplotlib rich "
-            "tensorboard tokenizers transformers yaml",
+            "tensorboard tokenizers transformers yaml peft pytorch_lightning",
         ),
         ("import comera", "torch"),
         ("from comera.cli.main import main; main(['--version'])", "torch yaml jsonargparse"),

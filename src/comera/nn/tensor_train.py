@@ -6,7 +6,8 @@ checkpoints find `TensorTrain`s by type, never by the names of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,33 @@ class TensorTrain(nn.Module):
             parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype == torch.float32 else torch.float32)
             parameter.data = data
         increment_version([*self.cores, *self.rank_params])  # an assignment to .data is not counted by itself
+
+    def spec_for(self, shapes: Mapping[str, Sequence[int]]) -> Spec | None:
+        """The spec of a state with these modes and any ranks; None for any other state.
+
+        shapes: name in `state_dict()` ("cores.0", "rank_params.0") -> shape in that state.
+        """
+        gates = [shapes.get(f"rank_params.{k}", ()) for k in range(len(self.rank_params))]
+        try:
+            spec = self.spec.with_ranks((1, *(rank for (rank,) in gates), 1))
+        except ValueError:  # no vectors, or no ranks (SpecError)
+            return None
+        want = {f"cores.{k}": shape for k, shape in enumerate(spec.core_shapes)}
+        want |= {f"rank_params.{k}": (rank,) for k, rank in enumerate(spec.inner_ranks)}
+        return spec if {name: tuple(shape) for name, shape in shapes.items()} == want else None
+
+    def resize_(self, spec: Spec) -> None:
+        """Take other ranks, to load a state that has them; cores are zero then. The Parameter objects stay."""
+        if spec != self.spec:
+            self.set_(spec, [self.cores[0].new_zeros(shape) for shape in spec.core_shapes])
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Ranks are state: `load_state_dict` takes those of the state, before it reaches the parameters."""
+        names = {f"{prefix}{name}": name for name, _ in self.named_parameters()}
+        spec = self.spec_for({names[key]: value.shape for key, value in state_dict.items() if key in names})
+        if spec is not None:
+            self.resize_(spec)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:

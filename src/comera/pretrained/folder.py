@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from comera.errors import CheckpointError, SpecError
 from comera.nn.tensor_train import TensorTrain
+from comera.pretrained.sharded import type_name
 from comera.tt.spec import Spec, spec_from_dict
 
 WEIGHTS, MANIFEST = "model.safetensors", "comera.json"
@@ -107,7 +108,7 @@ def train_names(model: nn.Module) -> dict[TensorTrain, dict[str, str]]:
     names: dict[TensorTrain, dict[str, str]] = {}
     for name, module in modules.items():
         if isinstance(module, TensorTrain):
-            names.setdefault(module, {})[name] = type(modules[name.rpartition(".")[0]]).__name__
+            names.setdefault(module, {})[name] = type_name(modules[name.rpartition(".")[0]])
     return names
 
 

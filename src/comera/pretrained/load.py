@@ -15,6 +15,7 @@ from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
+from comera.pretrained.sharded import like, type_name
 from comera.pretrained.transformers_folder import read_transformers_folder
 from comera.rank.optimizer_state import reset_state_, unwrap
 from comera.tt.spec import Spec, TTMSpec, TTSpec
@@ -242,18 +243,18 @@ class _Plan:
                 held.set_(saved.spec, cores, gates)  # the same Parameters, so that optimizers keep theirs
                 held.init_std, held.threshold = saved.init_std, saved.threshold
                 continue
-            like = next((tt.cores[0] for tt in placement.held), None)
-            like = placement.dense[0].get_parameter("weight") if like is None else like
+            old = next((tt.cores[0] for tt in placement.held), None)
+            old = placement.dense[0].get_parameter("weight") if old is None else old
             constants = {"init_std": saved.init_std, "threshold": saved.threshold}
-            device = "cpu" if like.is_meta else like.device
-            tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=like.dtype, device=device)
-            tt.requires_grad_(like.requires_grad)
+            device = "cpu" if old.is_meta else old.device
+            tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=old.dtype, device=device)
+            tt.requires_grad_(old.requires_grad)
             new |= dict.fromkeys(placement.dense, tt)
             for module, attribute in placement.holders:
                 setattr(module, attribute, tt)
         compress_layers_(self.model, new)
 
-        self._load({key: self.stored[key] for key, own in self.state.items() if not own.is_meta})
+        self._load({key: like(self.stored[key], own) for key, own in self.state.items() if not own.is_meta})
         made: dict[int, Tensor] = {}  # tied ones stay tied
         for key, own in self.state.items():
             if own.is_meta and id(own) not in made:
@@ -301,6 +302,6 @@ def _held_misfit(module: nn.Module, attribute: str, kind: str, spec: Spec) -> st
     held = getattr(module, attribute, None)
     if not isinstance(held, TensorTrain):
         return f"a layer that holds or can become a tensor train (not this {type(module).__name__})"
-    if (type(module).__name__, type(held.spec), held.spec.shape) == (kind, type(spec), spec.shape):
+    if (type_name(module), type(held.spec), held.spec.shape) == (kind, type(spec), spec.shape):
         return None
     return f"a tensor train for a {type(module).__name__} {held.spec.shape[0]} x {held.spec.shape[1]}"

@@ -79,7 +79,7 @@ class RankController:
             `between_steps` after each step, and capture again when `phase` changes.
 
     Raises:
-        RankError: a model without compressed layers.
+        RankError: a model without compressed layers, or one whose compressed layers are sharded over processes.
 
     Example:
         >>> import torch, comera
@@ -115,6 +115,11 @@ class RankController:
             raise RankError(
                 f"expected a model with compressed layers, got {type(model).__name__} without any: "
                 "call comera.tensorize_(model) first"
+            )
+        if any(hasattr(core, "to_local") for core in self._cores):
+            raise RankError(
+                "expected tensor trains that are whole on every process, got some that fully_shard has spread: call "
+                "comera.integrations.fsdp.replicate_ first, then fully_shard with what it returns as ignored_params"
             )
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
