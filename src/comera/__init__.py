@@ -32,7 +32,7 @@ _HOMES = {
     "tensorize_": "convert",
 }
 # imported as attributes: comera.nn.TTLinear
-_ROOMS = frozenset({"convert", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
+_ROOMS = frozenset({"convert", "distributed", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
 
 __all__ = list(_HOMES)
 

@@ -23,7 +23,7 @@ FLOORS = (
     {"nn"},
     {"fusion"},
     {"convert"},
-    {"rank"},
+    {"distributed", "rank"},
     {"optim"},
     {"recompute", "pretrained"},
     {"trainer"},

@@ -6,7 +6,7 @@ checkpoints find `TensorTrain`s by type, never by the names of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from comera.errors import SpecError
+from comera.ops.dtypes import merge_dtype
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
 from comera.tt.spec import Spec
@@ -27,8 +28,12 @@ class TensorTrain(nn.Module):
         init_std: standard deviation of the materialized weight that `reset_parameters` draws.
         threshold: τ; a gate at or below it is pruned: it multiplies by exactly 0 and counts 0 (docs/method.md §2).
 
-    Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`.
+    Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`. Gates of cores
+    in half precision are in float32: near 1, bfloat16 does not resolve their steps.
+    late_from: parameters that it stored when a late stage first began, which a fraction as target counts from.
     """
+
+    late_from: int | None = None
 
     def __init__(
         self,
@@ -45,11 +50,12 @@ class TensorTrain(nn.Module):
         self.init_std = init_std
         self.threshold = threshold
 
-        def empty(*shape: int) -> nn.Parameter:
+        def empty(*shape: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
+        wide = merge_dtype(dtype or torch.get_default_dtype())
         self.cores = nn.ParameterList([empty(*shape) for shape in spec.core_shapes])
-        self.rank_params = nn.ParameterList([empty(rank) for rank in spec.inner_ranks])
+        self.rank_params = _Gates([empty(rank, dtype=wide) for rank in spec.inner_ranks])
         self.reset_parameters(generator)
 
     @classmethod
@@ -100,8 +106,12 @@ class TensorTrain(nn.Module):
             raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
         self.spec = spec
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
-            data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
             parameter.grad = None
+            if parameter.shape == value.shape:
+                # In place, so that the gradient's node stays, which DistributedDataParallel has hooks on.
+                parameter.copy_(value.detach())
+                continue
+            data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
             # A graph that is still alive (a kept loss) holds the parameter's gradient node, which remembers the old
             # shape and would refuse the next backward; torch renews the node only when the dtype changes.
             parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype == torch.float32 else torch.float32)
@@ -158,6 +168,19 @@ class TensorTrain(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
+
+
+class _Gates(nn.ParameterList):
+    """Gates: in float32 whatever half precision the model is converted to."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Gates:
+        def widened(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            wide = merge_dtype(converted.dtype)
+            return converted if converted.dtype == wide else tensor.to(converted.device, wide)
+
+        super()._apply(widened, recurse)
+        return self
 
 
 def _entries(listed: nn.ParameterList) -> list[Tensor]:

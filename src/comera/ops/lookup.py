@@ -113,17 +113,17 @@ def ttm_bag(
             sums_BD = _rows(ids_N, pad, spec, cores, gates, plan)
             sums_BD = sums_BD if weights_N is None else sums_BD * weights_N.to(sums_BD.dtype).unsqueeze(1)
             return sums_BD.to(cores[0].dtype)
-        cores, offsets_B = _absorbed(cores, gates), bag_starts(ids, offsets, include_last_offset)
+        absorbed, offsets_B = _absorbed(cores, gates), bag_starts(ids, offsets, include_last_offset)
         groups = _groups(ids_N, spec, cores[0], plan)
         if len(groups) == 1:
-            table_VD = _table(spec, cores)
+            table_VD = materialize(spec, absorbed)
             weights_N = None if weights_N is None else weights_N.to(table_VD.dtype)
             sums_BD = F.embedding_bag(
                 ids_N, table_VD, offsets_B, mode="sum", per_sample_weights=weights_N, padding_idx=pad
             )
         else:
             bag_N = bag_of_each(ids_N.numel(), offsets_B)
-            sums_BD = _sums(ids_N, bag_N, offsets_B.numel(), weights_N, pad, spec, cores, groups)
+            sums_BD = _sums(ids_N, bag_N, offsets_B.numel(), weights_N, pad, spec, absorbed, groups)
         if mode == "mean":
             sums_BD = sums_BD / ids_in_each(ids_N, offsets_B, pad).to(sums_BD.dtype).unsqueeze(1)
     return sums_BD.to(cores[0].dtype)
@@ -144,23 +144,24 @@ def _rows(
         ids_U, place_N = torch.unique(ids_N, return_inverse=True)
         groups = choose_rows(spec, ids_U.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
     if len(groups) == 1:
-        rows_ND = F.embedding(ids_N, _table(spec, _absorbed(cores, gates)))
+        rows_ND = F.embedding(ids_N, materialize(spec, _absorbed(cores, gates)))
     elif place_N is None:
         bag_N = torch.arange(ids_N.numel(), device=ids_N.device)
         return _sums(ids_N, bag_N, ids_N.numel(), None, padding, spec, _absorbed(cores, gates), groups)
     else:
         between = two_parts(groups)[0][-1].end - 1  # the gates between the two parts
-        merged = [core.to(merge_dtype(core.dtype)) for core in _absorbed(cores, gates, but=between)]
+        merged = _absorbed(cores, gates, but=between)
         gates_R = None if gates is None else gates[between].to(merged[0].dtype)
         rows_ND = rows_of(ids_U, groups, merged, gates_R).index_select(0, place_N)[:, : spec.embedding_dim]
     return rows_ND if padding is None else rows_ND.masked_fill((ids_N == padding).unsqueeze(1), 0)
 
 
 def _absorbed(cores: Sequence[Tensor], gates: Sequence[Tensor] | None, but: int | None = None) -> Sequence[Tensor]:
-    """The cores with all gates absorbed but those after the core `but`."""
+    """The cores in their `merge_dtype`, with all gates absorbed but those after the core `but`."""
+    wide = [core.to(merge_dtype(core.dtype)) for core in cores]
     if gates is None:
-        return cores
-    return [core if k in (but, len(gates)) else core * gates[k] for k, core in enumerate(cores)]
+        return wide
+    return [core if k in (but, len(gates)) else core * gates[k] for k, core in enumerate(wide)]
 
 
 def _sums(
@@ -173,8 +174,7 @@ def _sums(
     cores: Sequence[Tensor],
     groups: Groups,
 ) -> Tensor:
-    """Sums of rows over bags (bags, D) by two groups or more, in the cores' `merge_dtype`."""
-    cores = [core.to(merge_dtype(core.dtype)) for core in cores]
+    """Sums of rows over bags (bags, D) by two groups or more, in the dtype of the cores."""
     if weights_N is not None:
         weights_N = weights_N.to(cores[0].dtype)
     if padding is not None and on_host(ids_N):
@@ -192,11 +192,6 @@ def _sums(
     else:
         sums_BD = pair_sums(i_N, k_N, bag_N, bags, left_MXR, right_MYR, weights_N)
     return sums_BD[:, : spec.embedding_dim]
-
-
-def _table(spec: TTMSpec, cores: Sequence[Tensor]) -> Tensor:
-    """The whole table (num_embeddings, embedding_dim) in the cores' `merge_dtype`."""
-    return materialize(spec, [core.to(merge_dtype(core.dtype)) for core in cores])
 
 
 def _groups(ids_N: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | None) -> Groups:

@@ -241,7 +241,7 @@ class _Plan:
             cores, gates = tensors[: saved.spec.order], tensors[saved.spec.order :]
             if held is not None:
                 held.set_(saved.spec, cores, gates)  # the same Parameters, so that optimizers keep theirs
-                held.init_std, held.threshold = saved.init_std, saved.threshold
+                held.init_std, held.threshold, held.late_from = saved.init_std, saved.threshold, saved.late_from
                 continue
             old = next((tt.cores[0] for tt in placement.held), None)
             old = placement.dense[0].get_parameter("weight") if old is None else old
@@ -249,6 +249,7 @@ class _Plan:
             device = "cpu" if old.is_meta else old.device
             tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=old.dtype, device=device)
             tt.requires_grad_(old.requires_grad)
+            tt.late_from = saved.late_from
             new |= dict.fromkeys(placement.dense, tt)
             for module, attribute in placement.holders:
                 setattr(module, attribute, tt)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import CheckpointError
 from comera.files import replace_file
-from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, train_names, transient_buffers
+from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, SavedTrain, train_names, transient_buffers
 from comera.pretrained.sharded import leads, whole
 
 
@@ -46,10 +46,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
         "format": FORMAT,
         "comera": __version__,
         "metadata": dict(metadata or {}),
-        "trains": [
-            {"names": names, "spec": tt.spec.to_dict(), "init_std": tt.init_std, "threshold": tt.threshold}
-            for tt, names in train_names(model).items()
-        ],
+        "trains": [SavedTrain.entry(tt, names) for tt, names in train_names(model).items()],
         "tied": tied,
         "transient": transient,
     }
