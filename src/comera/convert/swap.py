@@ -25,12 +25,18 @@ _HOOKS = (
     "_is_full_backward_hook",
 )
 
-_AFTER_SWAPS: list[Callable[[nn.Module], object]] = []
+_WHEN_CHANGED: list[Callable[[nn.Module], object]] = []
 
 
-def after_swaps(act: Callable[[nn.Module], object]) -> None:
-    """Call `act` with every model from now on whose layers are compressed or turned back."""
-    _AFTER_SWAPS.append(act)
+def when_changed(act: Callable[[nn.Module], object]) -> None:
+    """Call `act` from now on with every model in which other layers are compressed, or whose late stage begins."""
+    _WHEN_CHANGED.append(act)
+
+
+def tell_changed(model: nn.Module) -> None:
+    """Tell whoever keeps notes on a model's tensor trains outside of them."""
+    for act in _WHEN_CHANGED:
+        act(model)
 
 
 def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) -> None:
@@ -115,5 +121,4 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     rewrite_ties(model, ties)
-    for act in _AFTER_SWAPS:
-        act(model)
+    tell_changed(model)

@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from comera._version import __version__
 from comera.convert.registry import converters, refusal
-from comera.convert.swap import after_swaps, compress_layers_, materialize_layers_
+from comera.convert.swap import compress_layers_, materialize_layers_, when_changed
 from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.pretrained.folder import SavedTrain
@@ -55,7 +55,8 @@ class ComeraConfig(QuantizationConfigMixin):  # type: ignore[misc]
 def note_formats_(model: nn.Module) -> None:
     """Write the modes of a model's tensor trains into its config, or take them out if it has none any more.
 
-    Every conversion calls it. Call it for a model of which only a part was handed to `tensorize_`.
+    Every conversion calls it, and every late stage that begins. Call it for a model of which only a part was handed to
+    `tensorize_`.
     """
     library: Any = sys.modules.get("transformers.modeling_utils")
     if library is None:
@@ -139,6 +140,7 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 _check_fit(name, layer, saved.spec, where)
             dtype = next(iter(layers.values())).get_parameter("weight").dtype
             tt = TensorTrain(saved.spec, init_std=saved.init_std, threshold=saved.threshold, dtype=dtype, device="meta")
+            tt.late_from = saved.late_from
             trains |= dict.fromkeys(layers.values(), tt)
             first, *others = layers
             for name in others:
@@ -238,4 +240,4 @@ def _check_fit(name: str, layer: nn.Module, spec: Spec, where: object) -> None:
         )
 
 
-after_swaps(note_formats_)
+when_changed(note_formats_)

@@ -29,15 +29,10 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 def entries_of(model: nn.Module) -> list[dict[str, Any]]:
     """ "trains" of a model's config.json: its tensor trains, without their ranks."""
-    return [
-        {
-            "names": names,
-            "spec": {key: value for key, value in tt.spec.to_dict().items() if key != "ranks"},
-            "init_std": tt.init_std,
-            "threshold": tt.threshold,
-        }
-        for tt, names in train_names(model).items()
-    ]
+    entries = [SavedTrain.entry(tt, names) for tt, names in train_names(model).items()]
+    for entry in entries:
+        del entry["spec"]["ranks"]
+    return entries
 
 
 def read_entries(entries: Sequence[Mapping[str, Any]], where: object) -> list[SavedTrain]:

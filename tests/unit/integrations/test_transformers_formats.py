@@ -304,6 +304,7 @@ LOAD = (
         "import comera\nfrom transformers import AutoModelForMaskedLM",
         "from transformers import AutoModelForMaskedLM\nimport comera",
         "from transformers import AutoModelForMaskedLM\nimport transformers.quantizers\nimport comera",
+        "from transformers import AutoModelForMaskedLM\nimport comera.integrations.transformers",
     ],
 )
 def test_importing_comera_is_enough(imports: str, tmp_path: Path) -> None:
