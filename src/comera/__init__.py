@@ -1,12 +1,13 @@
 """CoMERA for PyTorch: rank-adaptive tensor-compressed training.
 
 Names are imported on first use (PEP 562), so that `comera --help` does not wait for torch; type checkers and editors
-read them in `__init__.pyi`.
+read them in `__init__.pyi`. Where a program uses transformers, its `from_pretrained` learns to load compressed models.
 """
 
 from importlib import import_module
 from typing import Any
 
+from comera._on_import import on_import
 from comera._version import __version__ as __version__
 
 # public name -> module that defines it
@@ -49,3 +50,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *_HOMES, *_ROOMS]
+
+
+on_import("transformers.quantizers.auto", lambda: import_module("comera.integrations.transformers_formats"))

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -23,20 +24,29 @@ LIBRARIES = [
     "torch.distributed.checkpoint",
     "transformers",
 ]
-TRAINING = {"train_accelerate": 1, "train_ddp": 2, "train_fsdp2": 2, "train_lightning": 1}  # name -> processes
-KILLED_AT = 45  # steps: after a cut and the checkpoint of step 40
+TRAINING = {  # name -> processes
+    "train_accelerate": 1,
+    "train_ddp": 2,
+    "train_fsdp2": 2,
+    "train_lightning": 1,
+    "train_transformers": 1,
+}
+LOSS = ("step ", "{'loss'")  # how a line with the loss of a step begins
+KILLED_AFTER = 46  # steps: after a cut and the checkpoint of step 40
 
 
 class Watched:
-    """A script's output: kept in a file, and the end of the process once a line begins as given."""
+    """A script's output: kept in a file, and the end of the process after so many losses."""
 
-    def __init__(self, path: Path, kill_at: str | None) -> None:
-        self.file, self.kill_at = path.open("w"), kill_at
+    def __init__(self, path: Path, kill_after: int | None) -> None:
+        self.file, self.left = path.open("w"), kill_after or -1
 
     def write(self, text: str) -> int:
         self.file.write(text)
         self.file.flush()
-        if self.kill_at and text.startswith(self.kill_at):
+        if text.startswith(LOSS):
+            self.left -= 1
+        if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return len(text)
 
@@ -47,12 +57,12 @@ class Watched:
         return False
 
 
-def run_script(name: str, out: Path, output: Path, kill_at: str | None, place: dict[str, str]) -> None:
+def run_script(name: str, out: Path, output: Path, kill_after: int | None, place: dict[str, str]) -> None:
     """In a process of its own: run a script as `python examples/NAME.py --out OUT` would, or torchrun."""
     os.environ |= place
     torch.set_num_threads(1)
     sys.argv = [f"{name}.py", "--out", str(out)]
-    sys.stdout = sys.stderr = Watched(output, kill_at)  # type: ignore[assignment]
+    sys.stdout = sys.stderr = Watched(output, kill_after)  # type: ignore[assignment]
     try:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     except BaseException:
@@ -60,7 +70,7 @@ def run_script(name: str, out: Path, output: Path, kill_at: str | None, place: d
         os._exit(1)
 
 
-def run(name: str, out: Path, *, kill_at: str | None = None) -> list[str]:
+def run(name: str, out: Path, *, kill_after: int | None = None) -> list[str]:
     """The lines that the first process printed. A killed process takes the others with it, as under torchrun."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*LIBRARIES, __name__])
@@ -77,32 +87,39 @@ def run(name: str, out: Path, *, kill_at: str | None = None) -> list[str]:
     for place, output in zip(places, outputs, strict=True):
         first = not processes
         processes.append(
-            context.Process(target=run_script, args=(name, out, output, kill_at if first else None, place))
+            context.Process(target=run_script, args=(name, out, output, kill_after if first else None, place))
         )
         processes[-1].start()
     processes[0].join(240)
     for process in processes[1:]:
-        if kill_at:
+        if kill_after:
             process.kill()
         process.join(60)
     text = outputs[0].read_text()
-    expected = -signal.SIGKILL if kill_at else 0
+    expected = -signal.SIGKILL if kill_after else 0
     assert processes[0].exitcode == expected, "\n".join(output.read_text()[-3000:] for output in outputs)
     return text.splitlines()
 
 
 def steps(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.startswith("step ")]
+    return [line for line in lines if line.startswith(LOSS)]
+
+
+def sizes(lines: list[str]) -> list[int]:
+    return [int(found[1]) for line in lines if (found := re.search(r"(\d+) parameters", line))]
 
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_killed_run_resumes_after_a_cut_and_ends_as_the_unbroken_one(name: str, tmp_path: Path) -> None:
-    unbroken = steps(run(name, tmp_path / "unbroken"))
-    assert len(unbroken) == 60
-    sizes = [int(line.split()[4]) for line in unbroken]
-    assert sizes[KILLED_AT] < sizes[0]
-    assert steps(run(name, tmp_path / "killed", kill_at=f"step {KILLED_AT}:")) == unbroken[: KILLED_AT + 1]
-    assert steps(run(name, tmp_path / "killed")) == unbroken[40:]
+    unbroken = run(name, tmp_path / "unbroken")
+    losses = steps(unbroken)
+    assert len(losses) == 60
+    killed = run(name, tmp_path / "killed", kill_after=KILLED_AFTER)
+    assert steps(killed) == losses[:KILLED_AFTER]
+    resumed = run(name, tmp_path / "killed")
+    assert steps(resumed) == losses[40:]
+    assert sizes(resumed)[-1] == sizes(unbroken)[-1]
+    assert all(size < sizes(unbroken)[0] for size in sizes(resumed)[:-1])  # they were cut before the kill
 
 
 def test_adapters_beside_compressed_layers(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
 from comera.pretrained.sharded import like, type_name
+from comera.pretrained.transformers_folder import read_transformers_folder
 from comera.rank.optimizer_state import reset_state_, unwrap
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
@@ -25,9 +26,10 @@ def load_pretrained(
 ) -> nn.Module:
     """Load what `save_pretrained` wrote into a model of the same architecture, in place.
 
-    Layers get the saved modes and ranks. Parameters keep their dtype and device; those on the meta device go to the
-    CPU. They stay the same objects if a layer is compressed already, with as many cores as saved; a dense layer that
-    becomes compressed, other numbers of cores and the meta device give new ones. Create optimizers after such a load.
+    The folder may also be that of a compressed model of transformers, from its own `save_pretrained`. Layers get the
+    saved modes and ranks. Parameters keep their dtype and device; those on the meta device go to the CPU. They stay the
+    same objects if a layer is compressed already, with as many cores as saved; a dense layer that becomes compressed,
+    other numbers of cores and the meta device give new ones. Create optimizers after such a load.
 
     Args:
         model: dense (fresh, or on the meta device) or compressed.
@@ -61,10 +63,10 @@ def load_pretrained(
         ('TTMEmbedding', 'TTLinear')
     """
     folder = Path(folder)
-    manifest, stored = read_folder(folder)
-    plan = _Plan(model, stored, set(manifest["transient"]))
-    for entry in manifest["trains"]:
-        plan.place(SavedTrain.of(entry))
+    trains, stored, transient = _read(folder, model)
+    plan = _Plan(model, stored, transient)
+    for saved in trains:
+        plan.place(saved)
     plan.match()
     problems = plan.problems + (plan.unmatched if strict else [])
     if problems or not plan.found:
@@ -82,6 +84,23 @@ def load_pretrained(
     plan.apply()
     reset_state_(written, optimizers)
     return model
+
+
+def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, Tensor], set[str]]:
+    """Tensor trains, tensors and names of transient buffers in a folder."""
+    found = read_transformers_folder(folder)
+    if found is None:
+        manifest, stored = read_folder(folder)
+        return [SavedTrain.of(entry) for entry in manifest["trains"]], stored, set(manifest["transient"])
+    trains, stored = found
+    names: dict[int, list[str]] = {}  # transformers stores tied tensors once and leaves the ties to the model
+    for key, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(key)
+    for tied in names.values():
+        there = next((key for key in tied if key in stored), None)
+        if there is not None:
+            stored |= {key: stored[there] for key in tied if key not in stored}
+    return trains, stored, set()
 
 
 def _check_optimizers(model: nn.Module, replaced: set[Tensor], optimizers: Iterable[Optimizer]) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from comera.convert.swap import tell_changed
 from comera.distributed import check_whole, follow_state_, several, shapes_changed, sum_
 from comera.errors import RankError
 from comera.nn.tensor_train import named_trains
@@ -121,8 +122,7 @@ class RankController:
         trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
-        self._state = RankState()
-        self._losses = LossMean()
+        self._state, self._losses = RankState(), LossMean()
 
     def attach(self, optimizer: Optimizer) -> RankController:
         """Adapt at each step of `optimizer`, for the parameters that it holds; returns self.
@@ -309,6 +309,7 @@ class RankController:
         for train, size in zip(self._trains, sizes, strict=True):
             for each in (train, *copies[train]):
                 each.late_from = size if each.late_from is None else each.late_from
+        tell_changed(self.model)
 
     def _no_loss(self) -> str:
         left_out = self.losses_left_out
@@ -317,9 +318,8 @@ class RankController:
 
     def _weighs_losses(self) -> bool:
         """Whether decisions read the mean loss, so that processes must share it."""
-        return self.late.target_size is not None and (
-            self.late.shrink == "surrogate" or self.late.target_loss is not None
-        )
+        late = self.late
+        return late.target_size is not None and (late.shrink == "surrogate" or late.target_loss is not None)
 
     def _by_sensitivity(self) -> bool:
         """Whether this is a late stage that measures importances."""
