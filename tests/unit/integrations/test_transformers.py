@@ -1,14 +1,17 @@
 """RankCallback: transformers' Trainer trains a compressed model, is interrupted, and goes on after cuts."""
 
 import json
+import os
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
@@ -17,6 +20,8 @@ import comera
 from comera.errors import ConfigError
 from comera.integrations.transformers import RankCallback
 from comera.nn.tensor_train import named_trains
+
+from ...helpers.processes import in_processes
 
 logging.disable_progress_bar()
 
@@ -226,3 +231,26 @@ def test_nothing_stays_attached(tmp_path: Path) -> None:
     trainer.train()
     assert len(list(named_trains(trainer.model))) > 0
     shutil.rmtree(tmp_path)
+
+
+def ddp_runs(rank: int, folder: str) -> list[tuple[list[float], int, list[float]]]:
+    """In each process, an unbroken run and one that was interrupted after a cut: losses, size, and all parameters."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    options = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2}
+    with suppress(InterruptedError):
+        trainer_of(Path(folder, "cut"), Interrupt(28), **options).train()
+    found = []
+    for name in ("whole", "cut"):
+        trainer = trainer_of(Path(folder, name), **options)
+        trainer.train(resume_from_checkpoint=name == "cut")
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        values = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+        found.append((losses(trainer), comera.model_size(trainer.model).tensorized, values.tolist()))
+    return found
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    (whole, resumed), others = in_processes(ddp_runs, str(tmp_path))
+    assert whole[1] < 0.5 * comera.model_size(build()).tensorized
+    assert resumed == whole
+    assert [values for *_, values in others] == [whole[2], whole[2]]  # replicas stay replicas
