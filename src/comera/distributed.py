@@ -4,6 +4,8 @@ DistributedDataParallel lays out its buckets, and hooks onto the gradient of eve
 cut changes shapes and renews these gradients' nodes, so the wrapper has to do both again: `rewrap_`.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -66,6 +68,34 @@ def rewrap_(model: nn.Module) -> int:
     return len(wrappers)
 
 
+def check_whole(cores: Iterable[Tensor]) -> None:
+    """Raise RankError unless every process holds all of each core."""
+    if any(hasattr(core, "to_local") for core in cores):
+        raise RankError(
+            "expected tensor trains that are whole on every process, got some that fully_shard has spread: call "
+            "comera.integrations.fsdp.replicate_ first, then fully_shard with what it returns as ignored_params"
+        )
+
+
+def follow_state_(model: nn.Module) -> None:
+    """After a state with other ranks may have been loaded: wrap anew if that is so."""
+    if dist.is_available() and dist.is_initialized():
+        wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if any(_bytes_wrapped(wrapper) != _bytes_held(wrapper) for wrapper in wrappers):
+            rewrap_(model)
+
+
+def _bytes_wrapped(wrapper: DistributedDataParallel) -> int:
+    """Size of the parameters that a wrapper laid its buckets out for."""
+    return int(wrapper._get_ddp_logging_data()["total_parameter_size_bytes"])
+
+
+def _bytes_held(wrapper: DistributedDataParallel) -> int:
+    """Size of these parameters now."""
+    parameters, _sparse = wrapper._build_params_for_reducer()
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
 def shapes_changed(model: nn.Module) -> None:
     """After a cut: wrap anew, or, where the wrapper is not part of `model`, make a forward inside an old one raise."""
     if dist.is_available() and dist.is_initialized() and not rewrap_(model):
@@ -88,11 +118,10 @@ class _Guard:
         wrapper = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
         if wrapper is None:
             return
-        parameters, _sparse = wrapper._build_params_for_reducer()
-        wrapped = wrapper._get_ddp_logging_data()["total_parameter_size_bytes"]
-        if wrapped != sum(p.numel() * p.element_size() for p in parameters):
+        if _bytes_wrapped(wrapper) != _bytes_held(wrapper):
+            size = _bytes_wrapped(wrapper)
             raise RankError(
-                f"expected a DistributedDataParallel of the parameters' present shapes, got one of {wrapped:,} bytes "
+                f"expected a DistributedDataParallel of the parameters' present shapes, got one of {size:,} bytes "
                 "from before ranks fell: call comera.distributed.rewrap_(ddp) after a cut, in every process, or give "
                 "the wrapped model to RankController(ddp) and prune_(ddp), which then do it"
             )

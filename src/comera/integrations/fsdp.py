@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -33,8 +33,8 @@ __all__ = ["clip_grad_norm_", "fit_ranks_", "replicate_"]
 def replicate_(model: nn.Module, group: dist.ProcessGroup | None = None) -> set[nn.Parameter]:
     """Keep the compressed layers of a model whole on every process; their gradients become means over the processes.
 
-    Call it after `tensorize_` and before `fully_shard`. Their values are broadcast from the first process. At the end of each
-    backward, gradients are averaged in one collective; those of earlier micro-batches are equal already and stay so.
+    Call it after `tensorize_` and before `fully_shard`. Their values are broadcast from the first process. At the end
+    of each backward, gradients are averaged in one collective; those of earlier micro-batches are equal already.
 
     Args:
         model: has compressed layers.
@@ -65,12 +65,13 @@ def replicate_(model: nn.Module, group: dist.ProcessGroup | None = None) -> set[
         )
     if any(isinstance(parameter, DTensor) for parameter in kept):
         raise ConversionError(
-            "the compressed layers are sharded already: call replicate_ first, then fully_shard with what it returns as "
-            "ignored_params"
+            "the compressed layers are sharded already: call replicate_ first, then fully_shard with what it returns "
+            "as ignored_params"
         )
     if any(parameter.is_meta for parameter in kept):
         raise ConversionError(
-            "the compressed layers are on the meta device: call replicate_ once the model has been loaded or initialized"
+            "the compressed layers are on the meta device: call replicate_ once the model has been loaded or "
+            "initialized"
         )
     for parameter in kept:
         dist.broadcast(parameter.detach(), group=group, group_src=0)
@@ -135,7 +136,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     norms = [nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts if part]
     if not norms:
         return torch.tensor(0.0)
-    total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(wholes))
     for part in parts:
         nn.utils.clip_grads_with_norm_(part, max_norm, total)
     return total

@@ -1,7 +1,7 @@
 """PEFT: LoRA adapters on compressed layers.
 
-An adapter adds its product to what the tensor train computes. It cannot be merged into a tensor train, whose ranks would
-have to grow for it: keep the adapter beside the model, or `materialize_` the model and then merge.
+An adapter adds its product to what the tensor train computes. It cannot be merged into a tensor train, whose ranks
+would have to grow for it: keep the adapter beside the model, or `materialize_` the model and then merge.
 """
 
 from typing import Any

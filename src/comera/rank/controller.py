@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from comera.convert.swap import tell_changed
-from comera.distributed import several, shapes_changed, sum_
+from comera.distributed import check_whole, follow_state_, several, shapes_changed, sum_
 from comera.errors import RankError
 from comera.nn.tensor_train import named_trains
 from comera.rank.budget import canonicalize_, round_
@@ -75,7 +75,7 @@ class RankController:
             `between_steps` after each step, and capture again when `phase` changes.
 
     Raises:
-        RankError: a model without compressed layers or with sharded ones, or copies of other ranks.
+        RankError: a model without compressed layers, or with sharded ones, or copies of other ranks.
 
     Example:
         >>> import torch, comera
@@ -118,11 +118,7 @@ class RankController:
                 f"expected a model with compressed layers, got {type(model).__name__} without any: "
                 "call comera.tensorize_(model) first"
             )
-        if any(hasattr(core, "to_local") for core in self._cores):
-            raise RankError(
-                "expected tensor trains that are whole on every process, got some that fully_shard has spread: call "
-                "comera.integrations.fsdp.replicate_ first, then fully_shard with what it returns as ignored_params"
-            )
+        check_whole(self._cores)
         trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
@@ -244,11 +240,11 @@ class RankController:
             )
         if self._weighs_losses() and self._mean_loss() is None:
             raise RankError(f"expected a finite loss before the late stage, but {self._no_loss()}")
-        target = self._resolve_target()
+        target, sizes = self._resolve_target(), self._sizes()
         specs = [train.spec for train in self._trains]
         if self.late.shrink == "sensitivity":
             canonicalize_(self._trains, list(self._hooks), trains_of_copies(self.model, self.copies))
-        self._begin(target)
+        self._begin(target, sizes)
         if specs != [train.spec for train in self._trains]:
             shapes_changed(self.model)
 
@@ -285,9 +281,10 @@ class RankController:
         return {**asdict(self._state), "loss": mean, "losses": steps, "losses_left_out": left_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`, before or after attaching. Raises RankError if it is not one of a RankController."""
+        """Restore a `state_dict`, after the model's own. Raises RankError if it is not one of a RankController."""
         self._state = RankState.of(state)
         self._losses = LossMean(self._state.loss, self._state.losses, self._state.losses_left_out)
+        follow_state_(self.model)
 
     def _sizes(self) -> list[int]:
         """Parameters that pruning would leave of each tensor train. Synchronizes."""
@@ -303,10 +300,9 @@ class RankController:
             warnings.warn(f"the late stage begins, but {self._no_loss()}", stacklevel=3)
         return target
 
-    def _begin(self, target: int, sizes: Sequence[int] | None = None) -> None:
-        """Begin the late stage towards `target` parameters; sizes: of the tensor trains then, if not the present."""
+    def _begin(self, target: int, sizes: Sequence[int]) -> None:
+        """Begin the late stage, at these `sizes` of the tensor trains, towards `target` parameters."""
         state = self._state
-        sizes = self._sizes() if sizes is None else sizes
         state.target_size, state.switch_size, state.switch_step = target, sum(sizes), state.steps
         state.target_loss = self._mean_loss() if self.late.target_loss is None else self.late.target_loss
         copies = trains_of_copies(self.model, self.copies)
