@@ -6,6 +6,7 @@ that were cut, and the callback's own entry holds the controller. Compress the m
 """
 
 import sys
+import warnings
 from importlib import import_module, util
 from typing import Any
 
@@ -89,6 +90,12 @@ class RankCallback(_Callback):
         self.controller = RankController(trainer.model, self.early, self.late, multiple=self.multiple)
         if self._state is not None:
             self.controller.load_state_dict(self._state)
+            self._state = None
+        elif trainer.ckpt_path is not None:
+            warnings.warn(
+                f"the checkpoint {trainer.ckpt_path} holds no state of a RankCallback: its stages begin now",
+                stacklevel=2,
+            )
         held = {parameter for _, train in named_trains(pl_module) for parameter in train.parameters()}
         training = [optimizer for optimizer in trainer.optimizers if held & parameters_of(optimizer)]
         for optimizer in training or trainer.optimizers:  # if there is none, the controller says what is missing

@@ -120,6 +120,13 @@ def test_held_out_losses_start_the_late_stage() -> None:
     assert ranks.controller.stage == "late"
 
 
+def test_a_checkpoint_without_the_callback_is_said(tmp_path: Path) -> None:
+    pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, default_root_dir=tmp_path).fit(Net(), data(16))
+    [saved] = tmp_path.rglob("*.ckpt")
+    with pytest.warns(UserWarning, match="holds no state of a RankCallback: its stages begin now"):
+        trainer(RankCallback(), 2, saved.parent).fit(Net(), data(16), ckpt_path=saved)
+
+
 def test_without_a_target_what_is_pruned_is_cut_at_the_end() -> None:
     class Closes(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
