@@ -23,6 +23,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -196,6 +198,19 @@ def test_load_pretrained_reads_the_folder(tmp_path: Path) -> None:
     other = bert()
     comera.tensorize_(other, SMALL)
     assert torch.equal(logits(comera.load_pretrained(other, tmp_path)), logits(model))
+
+
+def test_a_model_that_transformers_stores_under_other_names(tmp_path: Path) -> None:
+    def build() -> MixtralForCausalLM:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = MixtralConfig(vocab_size=512, intermediate_size=32, num_local_experts=2, **sizes)
+        return MixtralForCausalLM(config).eval()
+
+    model = build()
+    comera.tensorize_(model, SMALL)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(MixtralForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert torch.equal(logits(comera.load_pretrained(build(), tmp_path)), logits(model))
 
 
 def test_the_weights_of_save_pretrained_beside_a_config(tmp_path: Path) -> None:
