@@ -31,9 +31,10 @@ def main() -> None:
     accelerator = Accelerator(cpu=True)
     model = build()
     optimizer = torch.optim.AdamW(comera.param_groups(model, lr=3e-3))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    # made with what prepare returned, so that a wrapper (DDP) follows the ranks
     ranks = comera.RankController(model, late=comera.LateStage(target_size=0.4, start_step=20, steps=30))
     ranks.attach(optimizer)
-    model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(ranks)
 
     saved = sorted(out.glob("step-*"))

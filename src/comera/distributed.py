@@ -61,6 +61,7 @@ def rewrap_(model: nn.Module) -> int:
         names = wrapper._build_debug_param_to_name_mapping(parameters)
         wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
         if wrapper.static_graph and wrapper.logger is not None:
+            wrapper._static_graph_delay_allreduce_enqueued = False  # its first backward records the graph anew
             wrapper.reducer._set_static_graph()
             wrapper.logger._set_static_graph()
         for hook, state in wrapper._comm_hooks:

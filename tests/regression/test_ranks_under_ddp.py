@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from comera.distributed import rewrap_
@@ -34,10 +35,10 @@ class Small(nn.Module):
         return hidden
 
 
-def built(late: LateStage, *, give_wrapped: bool) -> tuple[Any, RankController, torch.optim.Optimizer]:
+def built(late: LateStage, *, give_wrapped: bool, **options: bool) -> tuple[Any, RankController, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Small()
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     controller = RankController(wrapped if give_wrapped else model, QUIET, late).attach(optimizer)
     return wrapped, controller, optimizer
@@ -70,10 +71,16 @@ def test_the_switch_leaves_gradient_nodes_where_shapes_stay() -> None:
     assert in_processes(train_beyond_the_switch) == [True, True]
 
 
+WAYS = ("known", "by hand", "anew", "static_graph", "gradient_as_bucket_view", "hook", "forgotten")
+
+
 def cut(rank: int, how: str) -> tuple[str, list[float]]:
     """Train on after a cut, the wrapper known to the controller, wrapped again by hand, made anew, or forgotten."""
     late = LateStage(target_size=0.6, start_step=3)
-    model, controller, optimizer = built(late, give_wrapped=how == "known")
+    options = {how: True} if how in ("static_graph", "gradient_as_bucket_view") else {}
+    model, controller, optimizer = built(late, give_wrapped=how in ("known", "hook", *options), **options)
+    if how == "hook":
+        model.register_comm_hook(None, allreduce_hook)
     for k in range(5):
         step(model, controller, optimizer, rank, k)
     assert controller.meet_target_().changed
@@ -89,39 +96,41 @@ def cut(rank: int, how: str) -> tuple[str, list[float]]:
     return "", flat(model)
 
 
-def test_after_a_cut_training_goes_on_in_a_wrapper_that_was_wrapped_again() -> None:
-    results = {how: in_processes(cut, how) for how in ("known", "by hand", "anew")}
-    expected = results["known"][0][1]
-    for how, processes in results.items():
-        for said, values in processes:
-            assert said == "", how
-            assert values == expected, how
+def cut_in_every_way(rank: int) -> dict[str, tuple[str, list[float]]]:
+    return {how: cut(rank, how) for how in WAYS}
 
 
-def test_a_wrapper_from_before_a_cut_is_refused_with_what_to_do() -> None:
-    for said, _ in in_processes(cut, "forgotten"):
-        assert said.startswith("RankError: "), said
+def test_after_a_cut_training_goes_on_in_a_wrapper_that_follows_and_is_refused_in_one_that_does_not() -> None:
+    first, second = in_processes(cut_in_every_way)
+    for results in (first, second):
+        said, _ = results.pop("forgotten")
+        assert said.startswith("RankError: expected a DistributedDataParallel of the parameters' present shapes"), said
         assert "comera.distributed.rewrap_(" in said
+        for how, (said, values) in results.items():
+            assert said == "", how
+            assert values == first["known"][1], how
 
 
-def train_to(rank: int, late: LateStage) -> tuple[int, list[float], str]:
-    model, controller, optimizer = built(late, give_wrapped=True)
-    for k in range(60):
-        if k % 5 == 0:
-            controller.evaluated(1.0 - 0.1 * k if rank else 1.0)
-        step(model, controller, optimizer, rank, k)
-    dist.barrier()
-    return controller.size(), flat(model), controller.stage
+DECISIONS = (
+    LateStage(target_size=0.4, start_step=10, shrink="surrogate"),
+    LateStage(target_size=0.4, start_step=10, steps=20, target_loss=2.0),
+    LateStage(target_size=0.4, plateau=3, steps=20),
+)
+
+
+def train_to(rank: int) -> list[tuple[str, int, list[float]]]:
+    found = []
+    for late in DECISIONS:
+        model, controller, optimizer = built(late, give_wrapped=True)
+        for k in range(60):
+            if k % 5 == 0:
+                controller.evaluated(1.0 - 0.1 * k if rank else 1.0)
+            step(model, controller, optimizer, rank, k)
+        dist.barrier()
+        found.append((controller.stage, controller.size(), flat(model)))
+    return found
 
 
 def test_every_process_takes_the_same_decisions_from_different_losses() -> None:
-    stages = [
-        LateStage(target_size=0.4, start_step=10, shrink="surrogate"),
-        LateStage(target_size=0.4, start_step=10, steps=20, target_loss=2.0),
-        LateStage(target_size=0.4, plateau=3, steps=20),
-    ]
-    for late in stages:
-        (size, values, stage), (other_size, other_values, other_stage) = in_processes(train_to, late)
-        assert stage == other_stage, late
-        assert size == other_size, late
-        assert values == other_values, late
+    for late, first, second in zip(DECISIONS, *in_processes(train_to), strict=True):
+        assert first == second, late
