@@ -7,7 +7,7 @@ read them in `__init__.pyi`. Where a program uses transformers, its `from_pretra
 from importlib import import_module
 from typing import Any
 
-from comera._on_import import on_import
+from comera._on_import import import_after
 from comera._version import __version__ as __version__
 
 # public name -> module that defines it
@@ -52,4 +52,4 @@ def __dir__() -> list[str]:
     return [*globals(), *_HOMES, *_ROOMS]
 
 
-on_import("transformers.quantizers.auto", lambda: import_module("comera.integrations.transformers_formats"))
+import_after("transformers.quantizers.auto", "comera.integrations.transformers_formats")

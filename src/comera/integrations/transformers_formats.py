@@ -78,7 +78,7 @@ def note_formats_(model: nn.Module) -> None:
             continue
         if entries := entries_of(module):
             config.quantization_config = ComeraConfig(entries)
-            config.fusion_config = {_HINT: True}
+            config.fusion_config = {**(getattr(config, "fusion_config", None) or {}), _HINT: True}
         elif formats is not None:
             del config.quantization_config
             _drop_hint(config)
@@ -89,7 +89,12 @@ def _method(formats: Any) -> Any:
 
 
 def _drop_hint(config: Any) -> None:
-    if _HINT in (getattr(config, "fusion_config", None) or {}):
+    fusions = dict(getattr(config, "fusion_config", None) or {})
+    if not fusions.pop(_HINT, None):
+        return
+    if fusions:
+        config.fusion_config = fusions
+    else:
         del config.fusion_config
 
 

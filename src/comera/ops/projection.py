@@ -15,7 +15,8 @@ from torch import Tensor
 from comera.ops.chunking import chunks, pad_last
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.linear import flatten_input
-from comera.ops.planner.plan import ContractionPlan, choose_projection
+from comera.ops.planner.plan import ContractionPlan, choose
+from comera.ops.planner.problem import ProjectionProblem
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec
 
@@ -40,14 +41,15 @@ def ttm_linear(
         (..., num_embeddings); dtypes, errors and derivatives as for `tt_linear`.
     """
     x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
-    strategy, split = choose_projection(spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
+    size = x_BI.shape[0], x_BI.element_size(), x_BI.device.type
+    strategy, groups = choose(ProjectionProblem, spec, *size, plan=plan)
     with without_autocast(x):
         if strategy == "dense":
             dtype = merge_dtype(cores[0].dtype)
             table_OI = materialize(spec, [core.to(dtype) for core in cores]).to(x_BI.dtype)
             logits_BO = F.linear(x_BI, table_OI, bias)
         else:
-            left_MNR, right_RMN = merge_sides(cores, split)
+            left_MNR, right_RMN = merge_sides(cores, groups[0].end)
             used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
             left_MNR, right_RMN = left_MNR[:used].to(x_BI.dtype), right_RMN.to(x_BI.dtype)
             x_BI = pad_last(x_BI, prod(spec.col_modes))

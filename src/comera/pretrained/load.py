@@ -1,5 +1,6 @@
 """`load_pretrained`: everything is planned and checked before anything is changed."""
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,6 +94,16 @@ def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, T
         manifest, stored = read_folder(folder)
         return [SavedTrain.of(entry) for entry in manifest["trains"]], stored, set(manifest["transient"])
     trains, stored = found
+    own = {
+        *model.state_dict(keep_vars=True),
+        *(key for saved in trains for at in saved.names for key in saved.shapes(at)),
+    }
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is not None and isinstance(model, library.PreTrainedModel) and not stored.keys() <= own:
+        # transformers stores some models under the names and in the parts of their first release
+        loaded, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        trains = [SavedTrain.of(SavedTrain.entry(tt, names)) for tt, names in train_names(loaded).items()]
+        stored = {key: value for key, value in loaded.state_dict().items() if key not in info["missing_keys"]}
     names: dict[int, list[str]] = {}  # transformers stores tied tensors once and leaves the ties to the model
     for key, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(key)

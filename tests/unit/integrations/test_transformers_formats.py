@@ -23,6 +23,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -198,6 +200,19 @@ def test_load_pretrained_reads_the_folder(tmp_path: Path) -> None:
     assert torch.equal(logits(comera.load_pretrained(other, tmp_path)), logits(model))
 
 
+def test_a_model_that_transformers_stores_under_other_names(tmp_path: Path) -> None:
+    def build() -> MixtralForCausalLM:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = MixtralConfig(vocab_size=512, intermediate_size=32, num_local_experts=2, **sizes)
+        return MixtralForCausalLM(config).eval()
+
+    model = build()
+    comera.tensorize_(model, SMALL)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(MixtralForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert torch.equal(logits(comera.load_pretrained(build(), tmp_path)), logits(model))
+
+
 def test_the_weights_of_save_pretrained_beside_a_config(tmp_path: Path) -> None:
     model = compressed_bert()
     model.config.save_pretrained(tmp_path)
@@ -219,11 +234,30 @@ def test_a_model_of_which_only_a_part_was_converted(tmp_path: Path) -> None:
     assert isinstance(loaded.bert.embeddings.word_embeddings, nn.Embedding)
 
 
+def test_a_late_stage_is_not_begun_twice(tmp_path: Path) -> None:
+    model = compressed_bert()
+    optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3))
+    ranks = comera.RankController(model, late=comera.LateStage(target_size=0.5)).attach(optimizer)
+    loss = model.train()(IDS, labels=IDS).loss
+    loss.backward()
+    ranks.observe(loss)
+    optimizer.step()
+    ranks.meet_target_()
+    model.save_pretrained(tmp_path)
+    loaded = BertForMaskedLM.from_pretrained(tmp_path)
+    again = comera.RankController(loaded, late=comera.LateStage(target_size=0.5))
+    with pytest.warns(UserWarning, match="no"):
+        assert not again.meet_target_().changed
+    assert again.target_size == ranks.target_size
+
+
 def test_a_materialized_model_is_saved_dense(tmp_path: Path) -> None:
     model = compressed_bert()
     comera.materialize_(model)
     model.save_pretrained(tmp_path)
-    assert not {"quantization_config", "fusion_config"} & json.loads((tmp_path / "config.json").read_text()).keys()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config.get("fusion_config") is None
     assert torch.equal(logits(BertForMaskedLM.from_pretrained(tmp_path)), logits(model))
 
 
@@ -288,6 +322,15 @@ def test_formats_for_a_dense_folder_are_refused(tmp_path: Path) -> None:
         AutoModel.from_pretrained(tmp_path, quantization_config=compressed_bert().config.quantization_config)
 
 
+def test_other_fusions_of_a_config_stay(tmp_path: Path) -> None:
+    model = bert(fusion_config={"patch_embeddings": False})
+    comera.tensorize_(model, SMALL)
+    model.save_pretrained(tmp_path)
+    assert BertForMaskedLM.from_pretrained(tmp_path).config.fusion_config["patch_embeddings"] is False
+    comera.materialize_(model)
+    assert model.config.fusion_config == {"patch_embeddings": False}
+
+
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = f"folder = {str(folder)!r}\n{code}\n"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -320,3 +363,19 @@ def test_without_comera_the_error_says_what_to_import(tmp_path: Path) -> None:
     assert shown.stderr.splitlines()[-1] == (
         "ValueError: Unknown fusion type: comera (this model is compressed: `import comera` before from_pretrained)"
     )
+
+
+def test_a_library_that_is_too_old_is_no_obstacle() -> None:
+    code = """
+import sys, types, warnings
+warnings.simplefilter("error")
+library = types.ModuleType("transformers.quantizers.auto")
+sys.modules |= {"transformers": types.ModuleType("transformers"), library.__name__: library}
+sys.modules["transformers.quantizers"] = types.ModuleType("transformers.quantizers")
+warnings.simplefilter("always")
+import comera
+print(comera.__version__)
+"""
+    shown = run(code, Path())
+    assert shown.returncode == 0
+    assert "comera.integrations.transformers_formats cannot be used" in shown.stderr
