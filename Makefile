@@ -42,8 +42,8 @@ test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
 check: install
-	@$(BIN)/ruff check src tests benchmarks
-	@$(BIN)/ruff format --check src tests benchmarks
+	@$(BIN)/ruff check src tests benchmarks examples
+	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/mypy
 
 bench: install
@@ -66,8 +66,8 @@ gpu:
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_step.py
 
 format: install
-	@$(BIN)/ruff check --fix src tests benchmarks
-	@$(BIN)/ruff format src tests benchmarks
+	@$(BIN)/ruff check --fix src tests benchmarks examples
+	@$(BIN)/ruff format src tests benchmarks examples
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,19 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
+
+_WHEN_CHANGED: list[Callable[[nn.Module], object]] = []
+
+
+def when_changed(act: Callable[[nn.Module], object]) -> None:
+    """Call `act` from now on with every model in which other layers are compressed, or whose late stage begins."""
+    _WHEN_CHANGED.append(act)
+
+
+def tell_changed(model: nn.Module) -> None:
+    """Tell whoever keeps notes on a model's tensor trains outside of them."""
+    for act in _WHEN_CHANGED:
+        act(model)
 
 
 def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) -> None:
@@ -108,3 +121,4 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     rewrite_ties(model, ties)
+    tell_changed(model)

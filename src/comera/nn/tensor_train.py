@@ -6,13 +6,15 @@ checkpoints find `TensorTrain`s by type, never by the names of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from comera.errors import SpecError
+from comera.ops.dtypes import merge_dtype
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
 from comera.tt.spec import Spec
@@ -26,8 +28,12 @@ class TensorTrain(nn.Module):
         init_std: standard deviation of the materialized weight that `reset_parameters` draws.
         threshold: τ; a gate at or below it is pruned: it multiplies by exactly 0 and counts 0 (docs/method.md §2).
 
-    Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`.
+    Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`. Gates of cores
+    in half precision are in float32: near 1, bfloat16 does not resolve their steps.
+    late_from: parameters that it stored when a late stage first began, which a fraction as target counts from.
     """
+
+    late_from: int | None = None
 
     def __init__(
         self,
@@ -44,11 +50,12 @@ class TensorTrain(nn.Module):
         self.init_std = init_std
         self.threshold = threshold
 
-        def empty(*shape: int) -> nn.Parameter:
+        def empty(*shape: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
+        wide = merge_dtype(dtype or torch.get_default_dtype())
         self.cores = nn.ParameterList([empty(*shape) for shape in spec.core_shapes])
-        self.rank_params = nn.ParameterList([empty(rank) for rank in spec.inner_ranks])
+        self.rank_params = _Gates([empty(rank, dtype=wide) for rank in spec.inner_ranks])
         self.reset_parameters(generator)
 
     @classmethod
@@ -99,13 +106,44 @@ class TensorTrain(nn.Module):
             raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
         self.spec = spec
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
-            data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
             parameter.grad = None
+            if parameter.shape == value.shape:
+                # In place, so that the gradient's node stays, which DistributedDataParallel has hooks on.
+                parameter.copy_(value.detach())
+                continue
+            data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
             # A graph that is still alive (a kept loss) holds the parameter's gradient node, which remembers the old
             # shape and would refuse the next backward; torch renews the node only when the dtype changes.
             parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype == torch.float32 else torch.float32)
             parameter.data = data
         increment_version([*self.cores, *self.rank_params])  # an assignment to .data is not counted by itself
+
+    def spec_for(self, shapes: Mapping[str, Sequence[int]]) -> Spec | None:
+        """The spec of a state with these modes and any ranks; None for any other state.
+
+        shapes: name in `state_dict()` ("cores.0", "rank_params.0") -> shape in that state.
+        """
+        gates = [shapes.get(f"rank_params.{k}", ()) for k in range(len(self.rank_params))]
+        try:
+            spec = self.spec.with_ranks((1, *(rank for (rank,) in gates), 1))
+        except ValueError:  # no vectors, or no ranks (SpecError)
+            return None
+        want = {f"cores.{k}": shape for k, shape in enumerate(spec.core_shapes)}
+        want |= {f"rank_params.{k}": (rank,) for k, rank in enumerate(spec.inner_ranks)}
+        return spec if {name: tuple(shape) for name, shape in shapes.items()} == want else None
+
+    def resize_(self, spec: Spec) -> None:
+        """Take other ranks, to load a state that has them; cores are zero then. The Parameter objects stay."""
+        if spec != self.spec:
+            self.set_(spec, [self.cores[0].new_zeros(shape) for shape in spec.core_shapes])
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Ranks are state: `load_state_dict` takes those of the state, before it reaches the parameters."""
+        names = {f"{prefix}{name}": name for name, _ in self.named_parameters()}
+        spec = self.spec_for({names[key]: value.shape for key, value in state_dict.items() if key in names})
+        if spec is not None:
+            self.resize_(spec)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -130,6 +168,19 @@ class TensorTrain(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
+
+
+class _Gates(nn.ParameterList):
+    """Gates: in float32 whatever half precision the model is converted to."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Gates:
+        def widened(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            wide = merge_dtype(converted.dtype)
+            return converted if converted.dtype == wide else tensor.to(converted.device, wide)
+
+        super()._apply(widened, recurse)
+        return self
 
 
 def _entries(listed: nn.ParameterList) -> list[Tensor]:

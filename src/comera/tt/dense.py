@@ -15,8 +15,11 @@ from comera.tt.spec import Spec, TTMSpec
 
 
 def absorb(cores: Sequence[Tensor], rank_params: Sequence[Tensor]) -> list[Tensor]:
-    """Multiply the gates, `order - 1` vectors (S,), into the core (R, modes..., S) to their left: G_k D_k."""
-    return [core * d for core, d in zip(cores, rank_params, strict=False)] + [cores[-1]]
+    """Multiply the gates, `order - 1` vectors (S,), into the core (R, modes..., S) to their left: G_k D_k.
+
+    In the dtype of the cores; gates may be wider.
+    """
+    return [(core * d).to(core.dtype) for core, d in zip(cores, rank_params, strict=False)] + [cores[-1]]
 
 
 def merge(cores: Sequence[Tensor]) -> Tensor:
