@@ -184,10 +184,7 @@ class TTMProjection(_TTMLayer):
         return self.spec.num_embeddings
 
     def forward(self, input: Tensor) -> Tensor:
-        logits = ttm_linear(input, self.spec, self.tt.effective_cores(), self.bias)
-        if self.padding_idx is not None:  # one column written in place: the logits are the widest tensor of a model
-            logits[..., self.padding_idx] = self.bias[self.padding_idx] if self.bias is not None else 0.0
-        return logits
+        return ttm_linear(input, self.spec, self.tt.effective_cores(), self.bias, padding_idx=self.padding_idx)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
