@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels.tracing import transformed
 from comera.ops.chunking import chunks, pad_last
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.linear import flatten_input
@@ -44,7 +45,7 @@ def ttm_linear(
     x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
     strategy, split = choose_projection(spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
     with without_autocast(x):
-        if strategy == "dense":
+        if strategy == "dense" or transformed():
             dtype = merge_dtype(cores[0].dtype)
             table_OI = materialize(spec, [core.to(dtype) for core in cores]).to(x_BI.dtype)
             table_OI = table_OI if padding_idx is None else zero_row(table_OI, padding_idx)
