@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import comera
+from comera.errors import WeightError
 from comera.nn.tensor_train import TensorTrain
 
 IDS = torch.arange(2, 34).view(2, 16)
@@ -45,6 +46,7 @@ def deberta() -> tuple[nn.Module, dict[str, Tensor]]:
     config = DebertaV2Config(
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, relative_attention=True, pos_att_type=["p2c", "c2p"],
+        legacy=False,
     )  # fmt: skip
     return DebertaV2ForMaskedLM(config), {"input_ids": IDS, "labels": IDS}
 
@@ -102,3 +104,34 @@ def test_training_under_autocast(
     assert losses[-1] < 0.98 * losses[0]
     if make in (t5, clip, mamba2):  # they read the dtype alone
         assert not materialized
+
+
+def test_initialization_skips_what_is_marked_as_loaded_and_else_raises() -> None:
+    model, _ = t5()
+    comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
+    before = copy.deepcopy(model.state_dict())
+    block = next(module for module in model.modules() if type(module).__name__ == "T5DenseActDense")
+    with pytest.raises(WeightError, match=r"normal_.* would be lost"):
+        model._init_weights(block)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    for p in model.parameters():
+        p._is_hf_initialized = True  # type: ignore[attr-defined]
+    model._init_weights(block)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+@pytest.mark.parametrize("safe", [False, True])
+def test_merging_an_adapter_into_a_compressed_layer_raises(safe: bool) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
+    comera.tensorize_(adapted, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
+    x = torch.randn(4, 32)
+    before = adapted(x)
+    with pytest.raises(WeightError, match="materialize_"):
+        adapted.merge_and_unload(safe_merge=safe)
+    torch.testing.assert_close(adapted(x), before, rtol=0, atol=0)
+    comera.materialize_(adapted)  # as the error says
+    torch.testing.assert_close(adapted.merge_and_unload(safe_merge=safe)(x), before, rtol=1e-4, atol=1e-5)
