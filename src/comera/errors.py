@@ -39,6 +39,10 @@ class IdError(ComeraError, IndexError):
     """A row id is outside the embedding table."""
 
 
+class WeightError(ComeraError, RuntimeError):
+    """A write into the dense weight of a compressed layer, which is not stored; nothing was changed."""
+
+
 def check_fields(
     settings: object, group: str, checks: Mapping[str, tuple[bool, str]], error: type[ComeraError] = ConfigError
 ) -> None:
