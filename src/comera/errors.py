@@ -35,3 +35,7 @@ class TrainingError(ComeraError, RuntimeError):
 
 class IdError(ComeraError, IndexError):
     """A row id is outside the embedding table."""
+
+
+class WeightError(ComeraError, RuntimeError):
+    """A write into the dense weight of a compressed layer, which is not stored; nothing was changed."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.registry import converters
@@ -11,7 +11,6 @@ from comera.convert.vocabulary import guard_resizing_
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec
 
 # Hooks see calls, not parameters, so they move along. The dictionaries themselves move, so that handles keep working.
@@ -67,10 +66,10 @@ def materialize_layers_(model: nn.Module) -> int:
             converter = converters()[layer.dense_type]
             key = layer.tt, converter.in_first
             if key not in weights:
-                weight = _dense_weight(layer)
-                value = weight.t() if converter.in_first else weight
+                weight = layer.weight.t() if converter.in_first else layer.weight
+                value = weight.detach().clone(memory_format=torch.contiguous_format)
                 trainable = any(p.requires_grad for p in layer.tt.parameters())
-                weights[key] = nn.Parameter(value.contiguous(), requires_grad=trainable)
+                weights[key] = nn.Parameter(value, requires_grad=trainable)
             with torch.device("meta"):
                 dense = converter.build(layer)
             dense.register_parameter("weight", weights[key])
@@ -80,24 +79,6 @@ def materialize_layers_(model: nn.Module) -> int:
     if swaps:
         _swap_(model, swaps)
     return len(swaps)
-
-
-@torch.no_grad()
-def _dense_weight(layer: CompressedLayer) -> Tensor:
-    """The weight of a compressed layer, (out, in) or (rows, columns), in new memory.
-
-    Weights of float16 and bfloat16 are summed in float32.
-    """
-    spec, cores = layer.tt.spec, layer.tt.effective_cores()
-    dtype = cores[0].dtype
-    weight = materialize(spec, [core.to(torch.promote_types(dtype, torch.float32)) for core in cores]).to(dtype)
-    if isinstance(spec, TTSpec):
-        weight = weight.t()
-    weight = weight.clone(memory_format=torch.contiguous_format)
-    padding = getattr(layer, "padding_idx", None)
-    if padding is not None:
-        weight[padding] = 0
-    return weight
 
 
 def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:

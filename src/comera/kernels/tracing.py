@@ -1,7 +1,9 @@
-"""Marks that torch.compile reads while it traces, set without importing it."""
+"""Who takes operations apart, torch.compile or torch.func, and marks for the former, set without importing it."""
 
 from collections.abc import Callable
 from typing import TypeVar
+
+import torch
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -13,3 +15,14 @@ def constant_when_traced(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def traced() -> bool:
+    """Whether only torch's own operations will do: torch.compile traces them, or they are `transformed`."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp ...) takes operations apart outside of torch.compile: a kernel
+    or a custom autograd function would stop it."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

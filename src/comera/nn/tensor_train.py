@@ -6,13 +6,18 @@ checkpoints find `TensorTrain`s by type, never by the names of parameters.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from comera.errors import SpecError
+from comera.errors import SpecError, WeightError
+from comera.kernels.tracing import traced
+from comera.nn.weight import is_weight_of, lazy_weight
+from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
 from comera.tt.spec import Spec
@@ -124,9 +129,17 @@ class TensorTrain(nn.Module):
         """Cores with the gates absorbed and pruned slices exactly zero; writes nothing."""
         return absorb(_entries(self.cores), self.gates())
 
-    def dense(self) -> Tensor:
-        """The materialized weight, of `spec.shape`."""
-        return materialize(self.spec, self.effective_cores())
+    def dense(self, tensors: Sequence[Tensor] | None = None) -> Tensor:
+        """The materialized weight, of `spec.shape`, in the cores' dtype whatever autocast says.
+
+        Half-precision cores are merged in float32. tensors: cores and then gates to use in place of its own.
+        """
+        tensors = [*_entries(self.cores), *_entries(self.rank_params)] if tensors is None else tensors
+        cores, gates = tensors[: self.spec.order], tensors[self.spec.order :]
+        dtype = cores[0].dtype
+        with without_autocast(cores[0]):
+            absorbed = absorb(cores, [d.masked_fill(d <= self.threshold, 0.0) for d in gates])
+            return materialize(self.spec, [core.to(merge_dtype(dtype)) for core in absorbed]).to(dtype)
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
@@ -145,6 +158,38 @@ class CompressedLayer(nn.Module):
 
     tt: TensorTrain
     dense_type: type[nn.Module]
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight as the layer that this one replaces has it: (out, in), or (num_embeddings, embedding_dim).
+
+        Read-only. Its dtype, device and shape cost nothing; operations on it materialize it, and differentiate through
+        it. A write raises WeightError.
+        """
+        cores, gates = self.tt.tensors
+        tensors = [*cores, *gates]
+        if traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return self._dense(tensors)
+        return lazy_weight(self._dense, self._dense_shape, tensors)
+
+    @property
+    @abstractmethod
+    def _dense_shape(self) -> tuple[int, int]:
+        """Of the weight."""
+
+    @abstractmethod
+    def _dense(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The weight, contiguous, from cores and then gates."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif not is_weight_of(value, [*self.tt.cores, *self.tt.rank_params]):  # tied already
+            raise WeightError(
+                f"expected the weight of a {type(self).__name__} to stay the tensor train {self.tt.spec}, got a "
+                f"{type(value).__name__} to put in its place: tie layers before tensorize_, or make them dense first "
+                "with comera.materialize_(model)"
+            )
 
     def _add_bias(self, bias: bool | nn.Parameter, features: int) -> None:
         """Register a bias (features,): True gives zeros, a Parameter is kept as the same object."""

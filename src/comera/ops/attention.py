@@ -20,6 +20,7 @@ from torch import Tensor
 
 from comera.kernels.cpp import attention as cpp
 from comera.kernels.select import supports
+from comera.kernels.tracing import traced
 from comera.ops.chunking import chunks
 from comera.ops.dropout import as_integers, keep_mask, new_seed
 from comera.ops.dtypes import autocast_dtype, widens, without_autocast
@@ -54,7 +55,7 @@ def attention(
     grouped = k_BHSD.shape[1] != q_BHTD.shape[1]
     kernel = _supported(q_BHTD, k_BHSD, v_BHSD, dropout) and not (is_causal and mask is not None)
     own = q_BHTD.device.type == "cpu" and q_BHTD.ndim == 4 and not is_causal and (dropout > 0 or widens(q_BHTD))
-    fits = 0 <= dropout < 1 and not torch.compiler.is_compiling() and not (mask is not None and mask.requires_grad)
+    fits = 0 <= dropout < 1 and not traced() and not (mask is not None and mask.requires_grad)
     if not fits or not (kernel or own):
         return F.scaled_dot_product_attention(
             q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale=scale, is_causal=is_causal, enable_gqa=grouped

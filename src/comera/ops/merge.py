@@ -27,6 +27,7 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import merge as cpp
+from comera.kernels.tracing import traced
 from comera.ops.dtypes import merge_dtype
 from comera.ops.low_rank import LowRankFactors, pairs
 from comera.tt.spec import TTSpec
@@ -58,7 +59,7 @@ def merge(
     Source: docs/method.md §4.
     """
     biases = biases or [None] * len(trains)
-    if torch.compiler.is_compiling():  # autograd and the compiler know all about a few plain products
+    if traced():  # autograd and the compiler know all about a few plain products
         each = zip(specs, trains, biases, strict=True)
         return pairs([f for spec, train, bias in each for f in _plain_merge([spec], [*train, bias], threshold, dtype)])
     flat = (tensor for train in trains for tensor in train)

@@ -44,6 +44,11 @@ def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
     return full.reshape(spec.padded_shape)[:rows, :cols]
 
 
+def zero_row(table_VD: Tensor, row: int) -> Tensor:
+    """The same table with zeros in one row, which then gets no gradient."""
+    return table_VD.index_fill(0, torch.tensor([row], device=table_VD.device), 0)
+
+
 def fold(spec: Spec, weight: Tensor) -> Tensor:
     """The dense weight of `spec.shape` with one axis for each core, `spec.sizes`, padded with zeros: the inverse of
     `materialize`."""
