@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,14 @@ from .families import FAMILIES, Family
 
 FAST_FAMILIES = ("bert", "gpt2", "llama", "t5", "gemma3", "mixtral")
 FAST_CHECKS = ("conversion", "float64")
+PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch.compile's own
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),  # torch.compile
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"),  # transformers'
 ]
 
@@ -42,6 +47,12 @@ def test_zoo(family: Family, check: str, record_property: Callable[[str, object]
         CHECKS[check](family)
     assert re.search(shortfall.match, str(caught.value)), f"another error than {shortfall.match!r}: {caught.value}"
     record_property("shortfall", shortfall.reason)
+
+
+def test_the_page_has_a_row_for_every_family_and_a_column_for_every_check() -> None:
+    rows = [line.split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    assert [row[0].removeprefix("| ") for row in rows] == ["family", *(family.name for family in FAMILIES)], "make zoo"
+    assert [cell.removesuffix(" |") for cell in rows[0][1:]] == list(CHECKS), "make zoo"
 
 
 def test_shortfalls_are_of_checks_that_exist() -> None:
