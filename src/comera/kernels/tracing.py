@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -26,3 +27,10 @@ def transformed() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp ...) takes operations apart outside of torch.compile: a kernel
     or a custom autograd function would stop it."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """The tensor inside of the wrappers of torch.func, whose values can be read; with all samples of a vmap."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

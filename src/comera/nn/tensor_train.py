@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,8 @@ class TensorTrain(nn.Module):
 
         self.cores = nn.ParameterList([empty(*shape) for shape in spec.core_shapes])
         self.rank_params = nn.ParameterList([empty(rank) for rank in spec.inner_ranks])
+        for listed in (self.cores, self.rank_params):
+            listed._parameters = _Parameters(listed._parameters)
         self.reset_parameters(generator)
 
     @classmethod
@@ -143,6 +146,37 @@ class TensorTrain(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
+
+
+class _Swap:
+    """`functional_call` has put `new` in the place of `old`, under as many names."""
+
+    def __init__(self, old: Tensor, new: Tensor) -> None:
+        self.old, self.new, self.names = ref(old), ref(new), 1
+
+
+class _Parameters(dict[str, nn.Parameter | None]):
+    """Parameters of a list that `functional_call` may put other tensors in the place of, and back.
+
+    It does so for every name of a parameter. Layers that are tied share their list, where it finds under the second
+    name what it has put there itself under the first, and would put that "back" last.
+    """
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        swaps: list[_Swap] = vars(self).setdefault(name, [])  # also while it is unpickled
+        now = self.get(name)
+        if swaps and value is swaps[-1].new():
+            swaps[-1].names += 1 if value is now else -1
+        else:
+            if swaps and value is swaps[-1].old():
+                swaps[-1].names -= 1
+            elif value is not None and now is not None and value is not now:
+                swaps.append(_Swap(now, value))
+            super().__setitem__(name, value)
+        vars(self)[name] = [swap for swap in swaps if swap.names and swap.old() is not None]
+
+    def __reduce__(self) -> Any:
+        return type(self), (), None, None, iter(self.items())
 
 
 def _entries(listed: nn.ParameterList) -> list[Tensor]:

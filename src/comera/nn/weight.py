@@ -124,8 +124,8 @@ class LazyWeight(Tensor):
 _FREEZES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _SETS = {Tensor.data.__set__, Tensor.apply_, Tensor.map_, Tensor.map2_}  # type: ignore[attr-defined]
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
-_ARRAYS = {Tensor.__array__, Tensor.numpy}
-_READS_MEMORY = _ARRAYS | {
+_ARRAYS: set[Any] = {Tensor.__array__, Tensor.numpy}
+_READS_MEMORY: set[Any] = _ARRAYS | {
     Tensor.__deepcopy__,
     Tensor.__dlpack__,
     Tensor.__format__,

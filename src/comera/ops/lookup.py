@@ -18,6 +18,7 @@ from torch import Tensor
 
 from comera.errors import IdError, SpecError
 from comera.kernels import select
+from comera.kernels.tracing import transformed, untransformed
 from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.lookup_rows import left_and_right, on_host, pair_sums, rows_of
@@ -213,7 +214,9 @@ def _check_ids(ids: Tensor, spec: TTMSpec) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expected ids of dtype int32 or int64, got {ids.dtype}: convert them with ids.long()")
     rows = spec.num_embeddings
-    if not on_host(ids):
+    if transformed():
+        ids = untransformed(ids)
+    elif not on_host(ids):
         torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"expected every id in 0 ... {rows - 1}")
         return
     least, most = ids.aminmax() if ids.numel() else (0, 0)

@@ -61,7 +61,7 @@ def _checked(name: str, tensors: Sequence[T], sizes: Sequence[int]) -> Sequence[
         raise RuntimeError(f"expected {name} of {sizes} bytes of float32 on the CPU, as the layout says, got {given}")
     return (
         tensors
-        if all(map(Tensor.is_contiguous, present))
+        if all(map(Tensor.is_contiguous, present)) and not any(map(Tensor.is_neg, present))
         else [None if t is None else floats(name, t) for t in tensors]
     )
 
@@ -139,7 +139,6 @@ def merge_backward(
     sizes: list[int] = []
     for (rank, inputs, outputs), bias in zip(described.factors, biases, strict=True):
         sizes += (4 * rank * inputs, 4 * (rank + (bias is not None)) * outputs)
-    dfactors = [df if df is None or not df.is_neg() else df.resolve_neg() for df in dfactors]
     dfactors = _checked("gradients of factors", dfactors, sizes)
     grads = [torch.empty_like(tensor) for tensor in parameters]
     pairs = zip(biases, dfactors[1::2], strict=True)
