@@ -5,7 +5,8 @@ import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,8 +24,8 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(_field_types(type(default)))
-    _check_fields(argv, set(hints), f"comera {command} {name}")
-    inlined = _inlined(argv)
+    inlined, files = _inline_files(argv)
+    _check_fields(argv, files, set(hints), f"comera {command} {name}")
     try:
         chosen = parser.parse_args(inlined)
         choice = {name: chosen[name] for name in inspect.signature(recipe.preset).parameters}
@@ -65,12 +66,12 @@ def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
     return parser
 
 
-def _check_fields(argv: list[str], known: set[str], prog: str) -> None:
+def _check_fields(argv: list[str], files: Mapping[str, dict[str, Any]], known: set[str], prog: str) -> None:
     """Raise ConfigError for an option or a key of a --config file that is not a field; suggests similar fields."""
     names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
     given = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
-    for _, path in _config_files(argv):
-        given += [(f"{key!r} in {path}", key) for key, _ in _leaves(_read_yaml(path))]
+    for path, content in files.items():
+        given += [(f"{key!r} in {path}", key) for key, _ in _leaves(content)]
     for shown, name in given:
         if name not in known:
             similar = difflib.get_close_matches(name, known, n=3, cutoff=0.75) or [
@@ -80,23 +81,17 @@ def _check_fields(argv: list[str], known: set[str], prog: str) -> None:
             raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help` lists all")
 
 
-def _config_files(argv: list[str]) -> Iterator[tuple[int, str]]:
-    """Where the arguments name --config files, and their paths."""
-    for place, word in enumerate(argv):
-        if word == "--config" and place + 1 < len(argv):
-            yield place + 1, argv[place + 1]
-        elif word.startswith("--config="):
-            yield place, word.partition("=")[2]
-
-
-def _inlined(argv: list[str]) -> list[str]:
-    """The arguments, with the content of each --config file in place of its path."""
+def _inline_files(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The arguments, with the content of each --config file in place of its path, and these contents by path."""
     import yaml
 
-    inlined = list(argv)
-    for place, path in _config_files(argv):
-        inlined[place] = argv[place].removesuffix(path) + yaml.safe_dump(_read_yaml(path))
-    return inlined
+    inlined, files = list(argv), {}
+    for place, (before, word) in enumerate(pairwise(["", *argv])):
+        if before == "--config" or word.startswith("--config="):
+            path = word.removeprefix("--config=")
+            files[path] = _read_yaml(path)
+            inlined[place] = word.removesuffix(path) + yaml.safe_dump(files[path])
+    return inlined, files
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

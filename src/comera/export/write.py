@@ -12,10 +12,11 @@ Each is written to a temporary place, loaded again, compared with the model, and
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
@@ -236,28 +237,23 @@ def _check_free(path: Path, overwrite: bool, *, folder: bool = True) -> None:
 @contextmanager
 def _beside(path: Path, *, folder: bool = True) -> Iterator[Path]:
     """A temporary place to write to; replaces `path` on success and is removed after an error."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    if not folder:
-        beside = beside.with_name(beside.name + path.suffix)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if folder:
-            beside.mkdir()
-        yield beside
-        for written in [*beside.rglob("*"), beside] if folder else [beside]:
-            flush(written)
-        if folder and path.exists():
-            old = path.rename(beside.with_suffix(".old"))
-            beside.rename(path)
-            shutil.rmtree(old)
-        else:
-            os.replace(beside, path)
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as place:
+            beside = Path(place, path.name)
+            if folder:
+                beside.mkdir()
+            yield beside
+            for written in [*beside.rglob("*"), beside]:
+                flush(written)
+            if folder and path.exists():
+                old = path.rename(f"{place}.old")
+                beside.rename(path)
+                shutil.rmtree(old)
+            else:
+                os.replace(beside, path)
     except OSError as error:
         raise ConfigError(f"expected a place that can be written to, got {path} ({error}): give another") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        with suppress(OSError):
-            beside.unlink()
 
 
 def _size(path: Path) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.errors import ConfigError
-from comera.kernels.cpp import library
+from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
 from comera.kernels.tracing import traced
 
 TRITON = ("low_rank", "lookup_rows")
@@ -47,11 +47,6 @@ def supports(kernel: str, *tensors: Tensor) -> bool:
         return False
     plain = (type(t) in _PLAIN and t.dtype == torch.float32 and t.is_cpu and not t.is_neg() for t in tensors)
     return all(plain) and unavailable_reason() is None
-
-
-def unavailable_reason() -> str | None:
-    """Why there are no C++ kernels on this machine, in one line; None where there are."""
-    return library.unavailable_reason()
 
 
 def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "triton", "torch"]:

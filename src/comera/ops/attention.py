@@ -106,22 +106,15 @@ def _added(mask: Tensor) -> Tensor | None:
 
 
 class _Kernel(torch.autograd.Function):
-    """Attention by the C++ kernel. Saved: O, two numbers a query, and a seed."""
+    """Attention by the C++ kernel. settings: scale, is_causal. Saved: O, two numbers a query, and a seed."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q_BHTD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        scale: float,
-        is_causal: bool,
+        ctx: Any, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, dropout: float, *settings: Any
     ) -> Tensor:
         seed = new_seed() if dropout else None
         mask = None if mask is None else mask.to(q_BHTD.dtype)
-        ctx.settings = (dropout, scale, is_causal)
+        ctx.settings = dropout, *settings
         operands = (q_BHTD, k_BHSD, v_BHSD, mask, seed)
         o_BHTD: Tensor
         o_BHTD, norms = made_once(lambda: cpp.attention(*operands, *ctx.settings))

@@ -16,7 +16,8 @@ from comera.kernels.tracing import transformed
 from comera.ops.chunking import chunks, pad_last
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.linear import flatten_input
-from comera.ops.planner.plan import ContractionPlan, choose_projection
+from comera.ops.planner.plan import ContractionPlan, choose
+from comera.ops.planner.problem import ProjectionProblem
 from comera.tt.dense import materialize, zero_row
 from comera.tt.spec import TTMSpec
 
@@ -43,7 +44,8 @@ def ttm_linear(
         (..., num_embeddings); dtypes, errors and derivatives as for `tt_linear`.
     """
     x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
-    strategy, split = choose_projection(spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
+    size = x_BI.shape[0], x_BI.element_size(), x_BI.device.type
+    strategy, groups = choose(ProjectionProblem, spec, *size, plan=plan)
     with without_autocast(x):
         if strategy == "dense" or transformed():
             dtype = merge_dtype(cores[0].dtype)
@@ -51,7 +53,7 @@ def ttm_linear(
             table_OI = table_OI if padding_idx is None else zero_row(table_OI, padding_idx)
             logits_BO = F.linear(x_BI, table_OI, bias)
         else:
-            left_MNR, right_RMN = merge_sides(cores, split)
+            left_MNR, right_RMN = merge_sides(cores, groups[0].end)
             used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
             left_MNR, right_RMN = left_MNR[:used].to(x_BI.dtype), right_RMN.to(x_BI.dtype)
             x_BI = pad_last(x_BI, prod(spec.col_modes))

@@ -74,25 +74,24 @@ def param_groups(
     for _, train in named_trains(model):
         roles |= dict.fromkeys(train.cores, "tables" if isinstance(train.spec, TTMSpec) else "cores")
         roles |= dict.fromkeys(train.rank_params, "ranks")
-    settings = {
-        "cores": (core_lr, weight_decay),
-        "tables": (table_lr, weight_decay),
-        "ranks": (rank_lr, 0.0),
-        "dense": (lr, weight_decay),
-        "dense_no_decay": (lr, 0.0),
+    groups: dict[str, dict[str, Any]] = {
+        name: {"name": name, "params": [], "lr": rate, "weight_decay": decay}
+        for name, rate, decay in (
+            ("cores", core_lr, weight_decay),
+            ("tables", table_lr, weight_decay),
+            ("ranks", rank_lr, 0.0),
+            ("dense", lr, weight_decay),
+            ("dense_no_decay", lr, 0.0),
+        )
     }
-    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in settings}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            kind = roles.get(parameter, "dense" if parameter.ndim >= 2 else "dense_no_decay")
-            members[kind].append(parameter)
-    if not any(members.values()):
+            role = roles.get(parameter, "dense" if parameter.ndim >= 2 else "dense_no_decay")
+            groups[role]["params"].append(parameter)
+    found = [group for group in groups.values() if group["params"]]
+    if not found:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameter (all have requires_grad=False, or there are none): "
             "unfreeze the parameters to train"
         )
-    return [
-        {"name": name, "params": parameters, "lr": settings[name][0], "weight_decay": settings[name][1]}
-        for name, parameters in members.items()
-        if parameters
-    ]
+    return found

@@ -9,16 +9,10 @@ from pathlib import Path
 
 from comera.errors import DataError
 from comera.files import replace_file
-from comera.report.html import figure_html, page
+from comera.report.html import page, section
 from comera.report.run import RunData, read_run
 from comera.report.tables import Table, count, duration, join_ranks, megabytes, metric, number, times
 from comera.trainer.metrics import Summary
-
-_CURVES = (
-    "Left: held-out loss against training time; lower and further left is better. A late stage counts from its own "
-    "start. Right: the size of the trained model, and how much data each method has seen in that time."
-)
-_PARETO = "Model size against held-out quality, one point per run. Up and to the left is better."
 
 
 def compare(runs: Mapping[str, Path], out: Path) -> str:
@@ -29,63 +23,53 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     the first run of that method. Raises DataError without runs, or for one that is missing, malformed or unfinished;
     nothing is written then.
     """
-    from comera.report.plots import compare_runs, pareto_of_runs  # matplotlib, only to draw
-    from comera.report.style import png_and_svg, styled
+    from comera.report.plots import PLOTS_OF_RUNS  # matplotlib, only to draw
+    from comera.report.style import write_figures
 
-    data = _read(runs)
-    summaries = {name: summary for name, (_, summary) in data.items()}
-    tables = {"Results": _results(data)}
-    block, ranks = _ranks_of_a_block({name: run for name, (run, _) in data.items()})
+    data = {name: read_run(folder) for name, folder in runs.items()}
+    summaries = _summaries(data)
+    tables = {"Results": _results(data, summaries)}
+    block, ranks = _ranks_of_a_block(data)
     if ranks:
         tables[f"Ranks of {block}"] = ranks
-    images = {}
-    with styled():
-        figure = compare_runs({name: run for name, (run, _) in data.items()})
-        images["compare"] = (*png_and_svg(figure, "compare", "Held-out loss over time, size, data seen"), _CURVES)
-        if pareto := pareto_of_runs(summaries):
-            images["pareto"] = (*png_and_svg(pareto, "pareto", "Size and held-out quality of every run"), _PARETO)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    rows = [{"name": name, "run": str(run.folder), **asdict(summary)} for name, (run, summary) in data.items()]
+    figures = write_figures(PLOTS_OF_RUNS, data, out)
+    rows = [{"name": name, "run": str(data[name].folder), **asdict(summary)} for name, summary in summaries.items()]
     replace_file(out / "compare.json", json.dumps(rows, indent=1) + "\n")
-    for name, (png, _, _) in images.items():
-        replace_file(out / f"{name}.png", png)
     title = f"{next(iter(summaries.values())).recipe}: comparison of runs"
     text = "\n\n".join(
         table.markdown() if name == "Results" else f"{name}:\n\n{table.markdown()}" for name, table in tables.items()
     )
-    pictures = "\n\n".join(f"![{caption}]({name}.png)" for name, (_, _, caption) in images.items())
+    pictures = "\n\n".join(f"![{caption}]({name}.png)" for name, (_, caption) in figures.items())
     replace_file(out / "compare.md", f"# {title}\n\n{text}\n\n{pictures}\n")
     lead = f'<p class="muted">{escape(", ".join(data))}</p>'
-    body = [figure_html(svg, caption, wide=True) for _, svg, caption in images.values()]
-    body += [f"<section><h2>{escape(name)}</h2>{table.html()}</section>" for name, table in tables.items()]
+    body = [html for html, _ in figures.values()]
+    body += [section(name, table.html()) for name, table in tables.items()]
     replace_file(out / "compare.html", page(title, lead, body))
     return text
 
 
-def _read(runs: Mapping[str, Path]) -> dict[str, tuple[RunData, Summary]]:
+def _summaries(runs: Mapping[str, RunData]) -> dict[str, Summary]:
+    """The summaries of the runs; raises DataError without runs or for an unfinished one."""
     if not runs:
         raise DataError("expected at least one run to compare, got none")
-    data: dict[str, tuple[RunData, Summary]] = {}
-    for name, folder in runs.items():
-        run = read_run(folder)
+    for name, run in runs.items():
         if run.summary is None or not run.summary.finished:
             reason = "was interrupted" if run.summary else "has no summary.json"
-            raise DataError(f"expected finished runs, but {name!r} in {folder} {reason}: resume it first")
-        data[name] = (run, run.summary)
-    return data
+            raise DataError(f"expected finished runs, but {name!r} in {run.folder} {reason}: resume it first")
+    return {name: run.summary for name, run in runs.items() if run.summary}
 
 
-def _results(data: Mapping[str, tuple[RunData, Summary]]) -> Table:
+def _results(runs: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> Table:
     """One row per run; columns that every run leaves empty are omitted."""
-    summaries = {name: summary for name, (_, summary) in data.items()}
     dense = summaries.get("dense") or next((s for s in summaries.values() if s.method == "dense"), None)
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for summary in summaries.values() for name in summary.metrics):
         columns[_header(name)] = [metric(name, summary.metrics.get(name)) for summary in summaries.values()]
-    for name in dict.fromkeys(name for run, _ in data.values() for name in run.test if name != "loss"):
-        columns[f"test {_header(name)}"] = [metric(name, run.test.get(name)) for run, _ in data.values()]
-    for run, summary in data.values():
+    for name in dict.fromkeys(name for run in runs.values() for name in run.test if name != "loss"):
+        columns[f"test {_header(name)}"] = [metric(name, run.test.get(name)) for run in runs.values()]
+    for run, summary in zip(runs.values(), summaries.values(), strict=True):
         faster = dense.step_time / summary.step_time if dense and summary.step_time else None
         timed = summary.steps and summary.step_time
         cells = {

@@ -21,17 +21,10 @@ def render(run: Path) -> Path:
     Unfinished runs are fine. Raises DataError for a folder that is missing, malformed or not a run.
     """
     from comera.report.plots import PLOTS  # matplotlib, only to draw
-    from comera.report.style import png_and_svg, styled
+    from comera.report.style import write_figures
 
     data = read_run(run)
-    plots = []
-    with styled():
-        for plot in PLOTS:
-            figure = plot.draw(data)
-            if figure is not None:
-                png, svg = png_and_svg(figure, plot.name, plot.title)
-                replace_file(data.folder / f"{plot.name}.png", png)
-                plots.append(figure_html(svg, plot.caption, wide=figure.get_figwidth() > 6))
+    plots = "".join(html for html, _ in write_figures(PLOTS, data, data.folder).values())
     table = layer_table(data)
     cards = ""
     for name, (value, remark) in _headline(data).items():
@@ -39,13 +32,13 @@ def render(run: Path) -> Path:
         cards += f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
     sections = [
         f'<dl class="cards">{cards}</dl>',
-        _section("Training curves", f'<div class="plots">{"".join(plots)}</div>' if plots else "<p>No steps yet.</p>"),
-        _section("Layers", table.html() if table else "<p>No layer is compressed: this is a dense run.</p>"),
+        section("Training curves", f'<div class="plots">{plots}</div>' if plots else "<p>No steps yet.</p>"),
+        section("Layers", table.html() if table else "<p>No layer is compressed: this is a dense run.</p>"),
     ]
     if data.memory:
-        sections.append(_section("Estimated memory of a training step", _memory_table(data).html()))
+        sections.append(section("Estimated memory of a training step", _memory_table(data).html()))
     if data.config_text:
-        sections.append(_section("Configuration", f"<pre>{escape(data.config_text.rstrip())}</pre>"))
+        sections.append(section("Configuration", f"<pre>{escape(data.config_text.rstrip())}</pre>"))
     heading = f"{data.recipe}, {data.method}"
     return replace_file(data.folder / "report.html", page(heading, _lead(data), sections))
 
@@ -58,10 +51,9 @@ def page(heading: str, lead: str, sections: Iterable[str]) -> str:
     )
 
 
-def figure_html(svg: str, caption: str, *, wide: bool = False) -> str:
-    """A figure with its caption; a wide one scrolls on a phone."""
-    kind = ' class="wide"' if wide else ""
-    return f'<figure{kind}><div class="scroll">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>\n'
+def section(title: str, body: str) -> str:
+    """A section of a page. title: text; body: HTML."""
+    return f"<section><h2>{escape(title)}</h2>\n{body}\n</section>"
 
 
 def _headline(run: RunData) -> dict[str, tuple[str, str]]:
@@ -109,10 +101,6 @@ def _memory_table(run: RunData) -> Table:
         for method, step in run.memory.items()
     ]
     return Table(("method", *(f"{part} MB" for part in parts), "total MB"), "l" + "r" * (1 + len(parts)), tuple(rows))
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>\n{body}\n</section>"
 
 
 def _lead(run: RunData) -> str:

@@ -18,12 +18,6 @@ TOKENS = 1024  # batch size for which FLOPs are planned
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}  # other types hold ids, not parameters
 
 
-class _Tensor(NamedTuple):
-    shape: tuple[int, ...]
-    numel: int
-    bytes: int
-
-
 class _Row(NamedTuple):
     """A layer: its parameters and those of the dense layer; FLOPs per token of both (None for layers left dense)."""
 
@@ -69,27 +63,27 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
     """
     manifest = read_manifest(folder)
     specs = [(entry["names"], spec_from_dict(entry["spec"])) for entry in manifest["trains"]]
-    transient = set(manifest["transient"])
-    tensors = {key: tensor for key, tensor in _tensors(folder).items() if key not in transient}
+    headers, transient = tensor_headers(folder), manifest["transient"]
+    shapes = {key: shape for key, (shape, dtype) in headers.items() if dtype in _BYTES and key not in transient}
+    nbytes = {key: prod(shape) * _BYTES[headers[key][1]] for key, shape in shapes.items()}
     prefixes = tuple(f"{name}." for names, _ in specs for name in names)
-    others = {key: tensor for key, tensor in tensors.items() if not key.startswith(prefixes or "\0")}
+    others = {key: shape for key, shape in shapes.items() if not key.startswith(prefixes)}
     trains, dense = [_train_row(names, spec) for names, spec in specs], []
-    for key, tensor in others.items():
-        if len(tensor.shape) > 1:
+    for key, shape in others.items():
+        if len(shape) > 1:
             kind = next((kind for layer, kind in (kinds or {}).items() if key.startswith(f"{layer}.")), "dense")
-            dense.append(_Row(key, kind, "×".join(map(str, tensor.shape)), "", tensor.numel, tensor.numel))
-    vectors = [tensor.numel for tensor in others.values() if len(tensor.shape) < 2]
-    if vectors:
+            dense.append(_Row(key, kind, "×".join(map(str, shape)), "", prod(shape), prod(shape)))
+    if vectors := [prod(shape) for shape in others.values() if len(shape) < 2]:
         dense.append(_Row(f"{len(vectors)} vectors (biases, norms)", "dense", "", "", sum(vectors), sum(vectors)))
 
     total, tensorized = _total([*trains, *dense]), _total(trains)
     rows = [*trains, *dense, total if trains else total._replace(flops=None, dense_flops=None)]
     header = ("layer", "type", "modes", "ranks", "parameters", "dense", "ratio", "kFLOPs", "dense kFLOPs")
     table = Table(header, "llllrrrrr", tuple(map(_cells, rows)), total=True)
-    size = f"{total.stored:,} parameters, {megabytes(sum(tensor.bytes for tensor in tensors.values()))} MB"
+    size = f"{total.stored:,} parameters, {megabytes(sum(nbytes.values()))} MB"
     if not trains:
         return f"{table.text()}\n\nmodel       {size}{'' if kinds else ', no layer compressed'}"
-    train_size = megabytes(sum(tensor.bytes for key, tensor in tensors.items() if key.startswith(prefixes)))
+    train_size = megabytes(sum(nbytes.values()) - sum(nbytes[key] for key in others))
     lines = (
         table.text(),
         "",
@@ -149,12 +143,3 @@ def _flops(kind: str, spec: Spec) -> tuple[float, float]:
     if kind == "TTMProjection":
         return plan_projection(spec, TOKENS).flops / TOKENS, dense
     return plan_lookup(spec, TOKENS).flops / TOKENS, 0.0  # a dense lookup only reads
-
-
-def _tensors(folder: Path) -> dict[str, _Tensor]:
-    """Shapes of the floating-point tensors, from the file's header."""
-    return {
-        key: _Tensor(shape, prod(shape), prod(shape) * _BYTES[dtype])
-        for key, (shape, dtype) in tensor_headers(folder).items()
-        if dtype in _BYTES
-    }

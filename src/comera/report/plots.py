@@ -1,7 +1,6 @@
 """The figures of one run (loss over steps and time, size over steps, ranks per layer), and of a comparison."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -13,36 +12,29 @@ from matplotlib.ticker import MaxNLocator
 from comera.report.ranks import ranks_over_time
 from comera.report.run import Point, RunData
 from comera.report.stages import objectives, pareto, smooth
-from comera.report.style import BLUE, GREY, METHOD_COLORS, MUTED, ORANGE, PINK, PURPLE, TEAL, label_ends, log_size_axis
+from comera.report.style import BLUE, GREY, METHOD_COLORS, MUTED, ORANGE, OTHERS, TEAL, Plots, label_ends, size_axes
 from comera.report.tables import MEGA, count, number, time_unit
-from comera.trainer.metrics import Summary
 
 _SMALL = (4.8, 3.1)  # inches: half a page wide, or a phone
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A figure of a run. caption: how to read it; draw: returns None if the run has nothing to show."""
-
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[RunData], Figure | None]
-
-
 def loss_over_steps(run: RunData) -> Figure | None:
-    """Train and held-out loss over steps, with prunings marked."""
+    """Lower is better. Thin line: loss of each logged step; thick line: its moving mean. The model never trains on
+    held-out data: a held-out loss that rises while the train loss falls means overfitting.
+    """
     return _loss(run, "Loss over steps", "steps", lambda point: point.step)
 
 
 def loss_over_time(run: RunData) -> Figure | None:
-    """Train and held-out loss over seconds, minutes or hours of training, with prunings marked."""
+    """The same losses over training time, without setup and evaluation. Use this axis to compare methods whose steps
+    take different times.
+    """
     unit, seconds = time_unit(max([point.time for point in (*run.train, *run.evals)], default=0.0))
     return _loss(run, "Loss over training time", f"training time, {unit}", lambda point: point.time / seconds)
 
 
 def _loss(run: RunData, title: str, unit: str, at: Callable[[Point], float]) -> Figure | None:
-    """at: where a point stands on the x axis."""
+    """Train and held-out loss, with prunings marked. at: where a point stands on the x axis."""
     if not run.train and not run.evals:
         return None
     figure = Figure(figsize=_SMALL)
@@ -107,7 +99,9 @@ def _widen(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
 
 
 def size_over_steps(run: RunData) -> Figure | None:
-    """Megabytes over steps: the whole model, its tensorized layers, and their unpruned parameters."""
+    """What the model stores. The dotted line counts only ranks above the pruning threshold: the next pruning removes
+    the difference between it and the tensorized layers.
+    """
     if not run.sizes:
         return None
     figure = Figure(figsize=_SMALL)
@@ -127,59 +121,24 @@ def size_over_steps(run: RunData) -> Figure | None:
     return figure
 
 
-PLOTS = (
-    Plot(
-        "loss_steps",
-        "Loss over steps",
-        "Lower is better. Thin line: loss of each logged step; thick line: its moving mean. The model never trains on "
-        "held-out data: a held-out loss that rises while the train loss falls means overfitting.",
-        loss_over_steps,
-    ),
-    Plot(
-        "loss_time",
-        "Loss over training time",
-        "The same losses over training time, without setup and evaluation. Use this axis to compare methods whose "
-        "steps take different times.",
-        loss_over_time,
-    ),
-    Plot(
-        "size_steps",
-        "Size over steps",
-        "What the model stores. The dotted line counts only ranks above the pruning threshold: the next pruning "
-        "removes the difference between it and the tensorized layers.",
-        size_over_steps,
-    ),
-    Plot(
-        "ranks",
-        "Ranks per layer",
-        "One row per tensor train, one panel per inner rank, steps from left to right. Color: the share of the initial "
-        "rank that is unpruned; number: the final rank. Rows that fade early are the layers that need the least "
-        "capacity.",
-        ranks_over_time,
-    ),
-    Plot(
-        "objectives",
-        "The two objectives",
-        "Loss and size during training. Shaded: the late stage; dashed: its targets. Once the size reaches S₀, the "
-        "model keeps training at that size.",
-        objectives,
-    ),
-    Plot(
-        "pareto",
-        "Size and quality",
-        "Quality at each evaluation against the model's size at that step; the large point is the last one. A good "
-        "late stage moves left without moving down.",
-        pareto,
-    ),
-)
+PLOTS: Plots[RunData] = {
+    "loss_steps": ("Loss over steps", loss_over_steps),
+    "loss_time": ("Loss over training time", loss_over_time),
+    "size_steps": ("Size over steps", size_over_steps),
+    "ranks": ("Ranks per layer", ranks_over_time),
+    "objectives": ("The two objectives", objectives),
+    "pareto": ("Size and quality", pareto),
+}
 
 
 def compare_runs(runs: Mapping[str, RunData]) -> Figure:
-    """Held-out loss over training time for every run, next to bars of model size and data seen."""
+    """Left: held-out loss against training time; lower and further left is better. A late stage counts from its own
+    start. Right: the size of the trained model, and how much data each method has seen in that time.
+    """
     figure = Figure(figsize=(8, 3))
     grid = figure.add_gridspec(2, 2, width_ratios=(5, 3))
     losses, sizes, amounts = (figure.add_subplot(cell) for cell in (grid[:, 0], grid[0, 1], grid[1, 1]))
-    others = cycle((BLUE, ORANGE, PURPLE, PINK))
+    others = cycle(OTHERS)
     colors = {name: METHOD_COLORS.get(name) or next(others) for name in runs}
 
     longest = max([point.time for run in runs.values() for point in run.evals], default=0.0)
@@ -202,8 +161,9 @@ def compare_runs(runs: Mapping[str, RunData]) -> Figure:
     return figure
 
 
-def pareto_of_runs(summaries: Mapping[str, Summary]) -> Figure | None:
-    """First metric against model size, one point per run; None without a metric or with fewer than two sizes."""
+def pareto_of_runs(runs: Mapping[str, RunData]) -> Figure | None:
+    """Model size against held-out quality, one point per run. Up and to the left is better."""
+    summaries = {run: data.summary for run, data in runs.items() if data.summary}
     name = next((name for summary in summaries.values() for name in summary.metrics), "")
     points = {
         run: (s.size_bytes / MEGA, s.metrics[name], s.method) for run, s in summaries.items() if name in s.metrics
@@ -211,28 +171,29 @@ def pareto_of_runs(summaries: Mapping[str, Summary]) -> Figure | None:
     if len({size for size, _, _ in points.values()}) < 2:
         return None
     figure = Figure(figsize=(8, 3))
-    axes = figure.add_subplot(title=f"Size and {name}", xlabel="model size, MB", ylabel=name, xscale="log")
+    axes = size_axes(figure, title=f"Size and {name}", xlabel="model size, MB", ylabel=name)
     for run, (size, value, method) in points.items():
         axes.plot(size, value, marker="o", color=METHOD_COLORS.get(method, ORANGE), linestyle="")
         axes.annotate(run, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.margins(x=0.15, y=0.25)
-    log_size_axis(axes)
     return figure
 
 
 def _bars(
     axes: Axes, title: str, colors: Mapping[str, str], values: Sequence[float], label: Callable[[float], str]
 ) -> None:
-    rows = range(len(values))
-    axes.barh(rows, values, color=list(colors.values()), height=0.62)
+    bars = axes.barh(range(len(values)), values, color=list(colors.values()), height=0.62)
+    axes.bar_label(bars, [label(value) for value in values], padding=4)
     axes.set_title(title)
-    axes.set_yticks(rows, list(colors))
-    for row, value in enumerate(values):
-        axes.annotate(
-            label(value), (value, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False
-        )
+    axes.set_yticks(range(len(values)), list(colors))
     axes.invert_yaxis()
     axes.set_xlim(0, max(values) * 1.18 or 1.0)
     axes.set_xticks([])
     axes.grid(False)
     axes.spines[:].set_visible(False)
+
+
+PLOTS_OF_RUNS: Plots[Mapping[str, RunData]] = {
+    "compare": ("Held-out loss over time, size, data seen", compare_runs),
+    "pareto": ("Size and held-out quality of every run", pareto_of_runs),
+}

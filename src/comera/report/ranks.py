@@ -17,7 +17,9 @@ _COLUMNS = 80  # time steps of each strip
 
 
 def ranks_over_time(run: RunData) -> Figure | None:
-    """A strip per inner rank of each tensor train: its share of the initial rank over steps, and its final value."""
+    """One row per tensor train, one panel per inner rank, steps from left to right. Color: the share of the initial
+    rank that is unpruned; number: the final rank. Rows that fade early are the layers that need the least capacity.
+    """
     sizes = [size for size in run.sizes if size.ranks]
     if not sizes:
         return None

@@ -87,14 +87,7 @@ class RoundPoint(Point):
 
 
 P = TypeVar("P", bound=Point)
-_KINDS: dict[str, type[Point]] = {
-    "train": TrainPoint,
-    "eval": EvalPoint,
-    "size": SizePoint,
-    "prune": PrunePoint,
-    "stage": StagePoint,
-    "round": RoundPoint,
-}
+_KINDS = {kind.__name__.removesuffix("Point").lower(): kind for kind in Point.__subclasses__()}
 
 
 def _points_of(kind: type[P]) -> cached_property[tuple[P, ...]]:

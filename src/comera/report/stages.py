@@ -6,14 +6,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from comera.report.run import RunData
-from comera.report.style import BLUE, INK, MUTED, ORANGE, TEAL, label_ends, log_size_axis
+from comera.report.style import BLUE, INK, MUTED, ORANGE, TEAL, label_ends, size_axes
 from comera.report.tables import MEGA, number
 
 _DASHES = (0, (4, 3))
 
 
 def objectives(run: RunData) -> Figure | None:
-    """Loss (top) and size (bottom) over steps, with the start of the late stage and its targets."""
+    """Loss and size during training. Shaded: the late stage; dashed: its targets. Once the size reaches S₀, the model
+    keeps training at that size.
+    """
     points = [point for point in run.train if point.size]
     if not points:
         return None
@@ -58,7 +60,9 @@ def _target(axes: Axes, start: float, value: float, name: str) -> None:
 
 
 def pareto(run: RunData) -> Figure | None:
-    """Quality at each evaluation against the size of the model then; None if the size never changed."""
+    """Quality at each evaluation against the model's size at that step; the large point is the last one. A good late
+    stage moves left without moving down.
+    """
     sizes = {size.step: size.total * run.element_bytes / MEGA for size in run.sizes}
     points = [(sizes[point.step], point) for point in run.evals if point.step in sizes]
     if len({size for size, _ in points}) < 2:
@@ -67,23 +71,18 @@ def pareto(run: RunData) -> Figure | None:
     name = names[0] if names else "held-out loss"
     values = [point.metrics.get(name, np.nan) if names else point.loss for _, point in points]
     figure = Figure(figsize=(4.8, 3.1))
-    axes = figure.add_subplot(title="Size and quality", xlabel="model, MB", ylabel=name, xscale="log")
+    axes = size_axes(figure, title="Size and quality", xlabel="model, MB", ylabel=name)
     x = [size for size, _ in points]
     axes.plot(x, values, color=TEAL, alpha=0.5, marker="o", markersize=3)
     axes.plot(x[-1], values[-1], color=TEAL, marker="o", markersize=7)
     axes.annotate(f"{number(x[-1])} MB, {number(values[-1])}", (x[-1], values[-1]), (6, 8), textcoords="offset points")
     axes.margins(x=0.2, y=0.2)
-    log_size_axis(axes)
     return figure
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Centered moving mean over about a thirtieth of the values, truncated at both ends; ignores NaNs."""
-    count, reach = len(values), len(values) // 60
-    finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    weights = np.concatenate([[0], np.cumsum(finite)])
-    at = np.arange(count)
-    low, high = np.maximum(at - reach, 0), np.minimum(at + reach + 1, count)
-    weight = weights[high] - weights[low]
-    return np.where(weight > 0, (sums[high] - sums[low]) / np.maximum(weight, 1), np.nan)
+    window, finite = np.ones(2 * (len(values) // 60) + 1), np.isfinite(values)
+    sums = np.convolve(np.where(finite, values, 0.0), window, mode="same")
+    counts = np.convolve(finite, window, mode="same")
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)

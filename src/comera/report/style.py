@@ -1,20 +1,29 @@
 """The look of figures: one palette, thin axes, direct labels; saved as PNG, and as SVG in the colors of the page."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from io import BytesIO, StringIO
 from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from comera.files import replace_file
+
+T = TypeVar("T")
+# By file name: the title, and the function that draws the figure, or returns None if there is nothing to show. Its
+# docstring is the caption, which says how to read the figure.
+Plots: TypeAlias = Mapping[str, tuple[str, Callable[[T], Figure | None]]]
+
 INK, MUTED, GRID, PAPER = "#1d2330", "#69707d", "#e1e4ea", "#ffffff"
 BLUE, ORANGE, TEAL, PURPLE, PINK, GREY = "#2f6fbb", "#c8590b", "#0e857a", "#7b4fc4", "#b8336a", "#7a828f"
 METHOD_COLORS = {"dense": GREY, "comera": TEAL}
+OTHERS = (BLUE, ORANGE, PURPLE, PINK)  # colors of runs that are not named after these methods
 # SVGs inside a page use its variables for these colors, so one figure serves light, dark and print
 _COLORS = (INK, MUTED, GRID, BLUE, ORANGE, TEAL, PURPLE, PINK, GREY)
 _VARIABLES = ("ink", "muted", "grid", "blue", "orange", "teal", "purple", "pink", "grey")
@@ -80,11 +89,31 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, gap: float
         axes.annotate(text, at, beside, "axes fraction", "offset points", va="center", color=color)
 
 
-def log_size_axis(axes: Axes) -> None:
-    """Plain numbers on a logarithmic x axis of sizes."""
+def size_axes(figure: Figure, **settings: str) -> Axes:
+    """Axes with plain numbers on a logarithmic x axis of sizes."""
+    axes = figure.add_subplot(xscale="log", **settings)
     for set_formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         set_formatter(lambda x, _: f"{x:.3g}")
     axes.tick_params(axis="x", which="minor", labelsize=7)
+    return axes
+
+
+def write_figures(plots: Plots[T], data: T, folder: Path) -> dict[str, tuple[str, str]]:
+    """Write `folder`/NAME.png of each figure that has something to show; returns its HTML and its caption by name.
+
+    A wide figure scrolls on a phone.
+    """
+    written = {}
+    with styled():
+        for name, (title, draw) in plots.items():
+            if figure := draw(data):
+                png, svg = png_and_svg(figure, name, title)
+                replace_file(folder / f"{name}.png", png)
+                caption = " ".join(str(draw.__doc__).split())
+                kind = ' class="wide"' if figure.get_figwidth() > 6 else ""
+                body = f'<div class="scroll">{svg}</div><figcaption>{escape(caption)}</figcaption>'
+                written[name] = f"<figure{kind}>{body}</figure>\n", caption
+    return written
 
 
 def png_and_svg(figure: Figure, name: str, label: str) -> tuple[bytes, str]:

@@ -12,13 +12,13 @@ import json
 import random
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -180,16 +180,14 @@ def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: 
 
 
 def rng_state() -> dict[str, Any]:
-    """Random state of this process, JSON-ready: Python, NumPy if imported, torch, and every CUDA device."""
-    state: dict[str, Any] = {
+    """Random state of this process, JSON-ready: Python, torch, every CUDA device, and NumPy."""
+    kind, keys, *rest = numpy.random.get_state()
+    return {
         "python": random.getstate(),
         "torch": _hex(torch.get_rng_state()),
         "cuda": [_hex(s) for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "numpy": [kind, numpy.asarray(keys).tolist(), *rest],
     }
-    if numpy := sys.modules.get("numpy"):
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = [kind, keys.tolist(), *rest]
-    return state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
@@ -200,8 +198,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     for device, value in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(_unhex(value), device)
     if "numpy" in state:
-        import numpy
-
         kind, keys, *rest = state["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
 
@@ -236,7 +232,7 @@ def _load_state(
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The tensors of the state by "parameter name:key", and all else by parameter name and key."""
-    names = _names(model)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -250,12 +246,8 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of the optimizer's parameters, in its order."""
-    names = _names(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _names(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _set_optimizer_state(
@@ -357,8 +349,8 @@ def _broken(folder: Path, expected: str, came: str) -> CheckpointError:
 
 
 def _hex(state: Tensor) -> str:
-    return bytes(state.tolist()).hex()
+    return state.numpy().tobytes().hex()
 
 
 def _unhex(state: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

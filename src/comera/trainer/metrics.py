@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -151,15 +150,8 @@ class Display:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON; values that are not finite become null."""
-    return json.dumps(_finite(value), allow_nan=False, indent=indent)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(finite, allow_nan=False, indent=indent)
 
 
 def _lines_until(path: Path, step: int) -> Iterator[str]:
@@ -177,11 +169,9 @@ def _lines_until(path: Path, step: int) -> Iterator[str]:
 
 def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Every scalar in `value` with its path."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _scalars(f"{name}/{key}", item)
-    elif isinstance(value, list | tuple):
-        for k, item in enumerate(value, start=1):
-            yield from _scalars(f"{name}/{k}", item)
-    elif isinstance(value, int | float):
+    if isinstance(value, int | float):
         yield name, value
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
+        for key, item in items:
+            yield from _scalars(f"{name}/{key}", item)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from math import isfinite
@@ -43,7 +44,8 @@ class RunLogger:
         if self._is_main:
             out, config = self._state.out, self._state.config
             out.mkdir(parents=True, exist_ok=True)
-            settings = _plain({"train": asdict(config)} if self._resolved is None else self._resolved)
+            settings = {"train": asdict(config)} if self._resolved is None else dict(self._resolved)
+            settings = json.loads(json.dumps(settings, default=str))  # YAML takes built-in types only
             replace_file(out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
             replace_file(out / "layers.json", to_json([*self._state.task.report_rows], indent=1) + "\n")
             self._metrics = MetricsLog(out, step=self._state.progress.step or -1, tensorboard=config.tensorboard)
@@ -175,12 +177,3 @@ class RunLogger:
 
     def _model_size(self) -> ModelSize:
         return model_size(self._state.model, dense_total=self._state.task.dense_total)
-
-
-def _plain(value: Any) -> Any:
-    """Built-in types only, for YAML."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(value)

@@ -43,7 +43,6 @@ class TrainState:
     model: nn.Module
     optimizer: Optimizer
     controller: RankController | None
-    progress: Progress
     train_step: TrainStep
     method: str
     identity: dict[str, Any]
@@ -51,7 +50,8 @@ class TrainState:
     peak_lrs: list[float]
     memory: MemoryMeter
     clock: Clock
-    checked_at: float
+    progress: Progress = field(default_factory=Progress)
+    checked_at: float = 0.0
     pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     last: tuple[float, float] = (0.0, 0.0)
     step_times: list[float] = field(default_factory=list)
@@ -110,8 +110,7 @@ def build_state(
         **({"optimizer": type(optimizer).__name__} if own_optimizer else {}),
         **task.identity,
     }
-    progress = _resume(out, config, accelerator, (model, optimizer, controller), identity, start_from)
-    return TrainState(
+    state = TrainState(
         task,
         config,
         out,
@@ -119,16 +118,16 @@ def build_state(
         model,
         optimizer,
         controller,
-        progress,
         train_step,
         method=method,
         identity=identity,
         max_steps=max_steps,
         peak_lrs=peak_lrs,
         memory=memory,
-        clock=Clock(accelerator.device, progress.time),
-        checked_at=progress.time,
+        clock=Clock(accelerator.device),
     )
+    _resume(state, start_from)
+    return state
 
 
 def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) -> nn.Module:
@@ -147,34 +146,28 @@ def _is_compressed(model: nn.Module) -> bool:
     return next(named_trains(model), None) is not None
 
 
-def _resume(
-    out: Path,
-    config: TrainConfig,
-    accelerator: Accelerator,
-    state: tuple[nn.Module, Optimizer, RankController | None],
-    identity: dict[str, Any],
-    start_from: Path | str | None,
-) -> Progress:
-    """Load the last checkpoint in `out`, or what another run left, or nothing; returns the progress to continue."""
+def _resume(state: TrainState, start_from: Path | str | None) -> None:
+    """Continue from the last checkpoint in the run's folder, or from what another run left, or from nothing."""
+    config, accelerator, controller = state.config, state.accelerator, state.controller
+    loaded = (state.model, state.optimizer, controller)
     if accelerator.is_main_process:
-        clean(out)
+        clean(state.out)
     accelerator.wait_for_everyone()
-    if found := checkpoints(out):
-        progress = load_checkpoint(found[-1], *state, identity=identity, process=accelerator.process_index)
-        if progress.stopped == "interrupted":
-            progress.stopped = None
-        return progress
-    model, _, controller = state
-    progress = Progress()
+    if found := checkpoints(state.out):
+        process = accelerator.process_index
+        state.progress = load_checkpoint(found[-1], *loaded, identity=state.identity, process=process)
+        if state.progress.stopped == "interrupted":
+            state.progress.stopped = None
+        state.checked_at = state.progress.time
+        state.clock = Clock(accelerator.device, state.progress.time)
+        return
     if start_from is not None:
-        step = take_over(Path(start_from), *state).step
-        size = model_size(model)
-        progress.start_from = {"step": step, "parameters": size.total, "tensorized": size.tensorized}
+        step, size = take_over(Path(start_from), *loaded).step, model_size(state.model)
+        state.progress.start_from = {"step": step, "parameters": size.total, "tensorized": size.tensorized}
     if controller and config.late.target_size is not None:
         _check_late_stage(config, controller, start_from)
         if not config.late.starts:
             controller.start_late()
-    return progress
 
 
 def _check_late_stage(config: TrainConfig, controller: RankController, start_from: Path | str | None) -> None:

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -313,13 +314,8 @@ def _write(
         )
 
 
-def _chunks(sources: Iterable[Source]) -> Iterator[list[Source]]:
+def _chunks(sources: Sequence[Source]) -> Iterator[list[Source]]:
     """Groups of consecutive files of about ENCODE_BYTES: bounds memory, and keeps all cores busy."""
-    chunk: list[Source] = []
-    for source in sources:
-        chunk.append(source)
-        if sum(each.size for each in chunk) >= ENCODE_BYTES:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
+    ends = accumulate(source.size for source in sources)
+    for _, chunk in groupby(zip(sources, ends, strict=True), lambda file: file[1] // ENCODE_BYTES):
+        yield [source for source, _ in chunk]
