@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.convert import LayerRow
-from comera.convert.registry import LINEAR, refusal
+from comera.convert.converter import LINEAR
+from comera.convert.registry import refusal
 from comera.errors import ConfigError, ConversionError
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups

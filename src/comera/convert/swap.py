@@ -7,7 +7,8 @@ from torch import nn
 
 from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.registry import converters
-from comera.nn.embedding import TTMProjection
+from comera.convert.vocabulary import guard_resizing_
+from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.spec import TTSpec
@@ -52,9 +53,12 @@ def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) 
 
     swaps: dict[nn.Module, CompressedLayer] = {}
     for layer, tt in trains.items():
-        table, bias = converters()[type(layer)].table, layer._parameters.get("bias")
-        if table is not None:
-            swaps[layer] = table.like(layer, tt)
+        converter, bias = converters()[type(layer)], layer._parameters.get("bias")
+        if converter.table is not None:
+            table = converter.table.like(layer, tt)
+            if isinstance(table, TTMEmbedding):
+                table.embed_scale = converter.embed_scale(layer)
+            swaps[layer] = table
         elif isinstance(tt.spec, TTSpec):
             swaps[layer] = TTLinear(tt, False if bias is None else bias)
         else:
@@ -102,4 +106,5 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     rewrite_ties(model, ties)
+    guard_resizing_(model)
     tell_changed(model)

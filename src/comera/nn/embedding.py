@@ -88,18 +88,27 @@ class TTMTable(_TTMLayer):
 class TTMEmbedding(TTMTable):
     """Drop-in for `nn.Embedding`: rows of a tensor-train matrix.
 
+    embed_scale: what some models multiply the rows by; a tensor of one element is rounded to the dtype of rows first.
     Input: integer ids of any shape -> (..., embedding_dim). An id outside the table is an IdError.
     """
 
     dense_type: type[nn.Module] = nn.Embedding
+    embed_scale: float | Tensor = 1.0
 
     @classmethod
     def like(cls, dense: Any, tt: TensorTrain) -> TTMEmbedding:
         return cls(tt, dense.padding_idx)
 
     def forward(self, input: Tensor) -> Tensor:
-        cores, gates = list(self.tt.cores), self.tt.gates()
-        return ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
+        cores, gates, scale = list(self.tt.cores), self.tt.gates(), self.embed_scale
+        rows = ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
+        if isinstance(scale, Tensor):
+            return rows * scale.to(rows.dtype)
+        return rows if scale == 1.0 else rows * scale
+
+    def extra_repr(self) -> str:
+        scale = float(self.embed_scale)
+        return super().extra_repr() + (f", embed_scale={scale:g}" if scale != 1.0 else "")
 
 
 class TTMEmbeddingBag(TTMTable):

@@ -187,6 +187,8 @@ class _Plan:
                 misfit = _misfit(module, kind, saved.spec)
                 placement.dense.append(module)
                 self._claim(f"{path}.weight")
+                for leaf in module._buffers:  # they go with the layer
+                    self.meta_buffers.pop(f"{path}.{leaf}", None)
             else:
                 misfit = _held_misfit(module, attribute, kind, saved.spec)
                 if not misfit:

@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 
 from comera._version import __version__
+from comera.convert.report import fold
 from comera.files import replace_file
 from comera.report.run import RunData, read_run
 from comera.report.tables import Table, count, duration, join_ranks, megabytes, metric, modes_of, number, times
@@ -118,12 +119,12 @@ def _lead(run: RunData) -> str:
 
 
 def layer_table(run: RunData) -> Table | None:
-    """Every layer of the conversion report, with the last logged ranks; None for a dense run."""
+    """Every row of the conversion report, with the last logged ranks; None for a dense run."""
     if not run.layers:
         return None
     logged = run.sizes[-1].ranks if run.sizes else {}
     rows, dense_total, stored_total = [], 0, 0
-    for layer in run.layers:
+    for layer in fold(run.layers):
         initial = join_ranks(layer.spec.inner_ranks) if layer.spec else ""
         ranks, stored = logged.get(f"{layer.name}.tt"), layer.stored
         if layer.spec is not None and ranks is not None:
@@ -135,7 +136,11 @@ def layer_table(run: RunData) -> Table | None:
         ratio = times(layer.dense / stored) if converted and layer.dense and stored else ""
         now = join_ranks(ranks or ()) if logged else initial
         rows.append((layer.name, kind, modes, initial, now, f"{layer.dense:,}", f"{stored:,}", ratio, layer.note))
+    biases = sum(layer.bias for layer in run.layers if layer.layer)
+    if biases:
+        rows.append(("biases of the layers", "dense", "", "", "", f"{biases:,}", f"{biases:,}", "", ""))
+    dense_total, stored_total = dense_total + biases, stored_total + biases
     ratio = times(dense_total / stored_total if stored_total else None)
-    rows.append(("all layers", "", "", "", "", f"{dense_total:,}", f"{stored_total:,}", ratio, ""))
+    rows.append(("whole model", "", "", "", "", f"{dense_total:,}", f"{stored_total:,}", ratio, ""))
     header = ("layer", "type", "modes", "initial ranks", "ranks", "dense parameters", "parameters", "ratio", "note")
     return Table(header, "lllllrrrl", tuple(rows), total=True)

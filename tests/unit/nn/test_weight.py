@@ -258,7 +258,7 @@ def test_torch_compile_reads_it(layer: CompressedLayer, materialized: list[Tenso
     torch.testing.assert_close(*grads)
 
 
-def test_the_fast_path_of_a_transformer_in_eval_uses_no_dense_weight(materialized: list[TensorTrain]) -> None:
+def test_a_transformer_in_eval_uses_dense_weights_of_attention_alone(materialized: list[TensorTrain]) -> None:
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2)
     comera.tensorize_(encoder, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
@@ -274,4 +274,5 @@ def test_the_fast_path_of_a_transformer_in_eval_uses_no_dense_weight(materialize
             found, exact = encoder(x, **arguments), plain(x, **arguments)
         kept = ~mask if arguments else torch.ones_like(mask)
         torch.testing.assert_close(found[kept], exact[kept], rtol=1e-4, atol=1e-5)
-        assert materialized == []
+        # nn.MultiheadAttention multiplies by its output layer itself, in every forward
+        assert set(materialized) <= {layer.self_attn.out_proj.tt for layer in encoder.layers}
