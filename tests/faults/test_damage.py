@@ -197,7 +197,7 @@ CRAFTED: list[tuple[tuple[str | int, ...], list[Any]]] = [
     (("progress", "mode"), [None, 3]),
     (("identity",), [None, 3, [], "x"]),
     (("controller",), [None, 3, [], "x", {"steps": 3}]),
-    (("controller", "steps"), ["x", [], {}]),
+    (("controller", "steps"), [None, -1, 1.5, "x", [], {}]),
     (("parameters",), [None, 3, {}, [3], [[]], [None]]),
     (("scalars",), [None, 3, [], {"2.bias": 3}, {"nobody": {"step": 1}}, {"2.bias": {"exp_avg": 0}}]),
     (("other_shapes",), [3, [], {"2.bias:exp_avg": 3}, {"2.bias:exp_avg": ["x"]}, {"2.bias:exp_avg": [-1]}]),

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from comera.kernels.tracing import traced
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
 from comera.ops.dtypes import autocast_dtype, working_dtype
@@ -82,7 +83,7 @@ class MergeCache:
         and for an input that does not fit, which the layer reports.
         """
         recording = torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or not (recording or getattr(self._thread, "inside", False)):
+        if traced() or not (recording or getattr(self._thread, "inside", False)):
             return None
         if input.ndim == 0 or input.shape[-1] != layers[0].in_features:
             return None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from comera.errors import IdError, SpecError
 from comera.kernels import select
+from comera.kernels.tracing import transformed, untransformed
 from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.lookup_rows import left_and_right, on_host, pair_sums, rows_of
@@ -210,7 +211,9 @@ def _checked(ids: Tensor, spec: TTMSpec, cores: Sequence[Tensor], padding_idx: i
     if padding_idx is not None and not -rows <= padding_idx < rows:
         raise SpecError(f"expected a padding_idx in {-rows} ... {rows - 1} for {rows} rows, got {padding_idx}")
     ids_N, padding = ids.reshape(ids.numel()).long(), None if padding_idx is None else padding_idx % rows
-    if not on_host(ids):
+    if transformed():
+        ids = untransformed(ids)
+    elif not on_host(ids):
         torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"expected every id in 0 ... {rows - 1}")
         return ids_N, padding
     least, most = ids.aminmax() if ids.numel() else (0, 0)

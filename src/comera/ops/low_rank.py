@@ -31,6 +31,7 @@ from torch import Tensor
 from comera.kernels import select
 from comera.kernels.cpp import low_rank as cpp
 from comera.kernels.cpp.memory import LARGE, empty
+from comera.kernels.tracing import traced
 from comera.ops.dtypes import without_autocast
 from comera.ops.once import made_once
 
@@ -74,7 +75,7 @@ def low_rank(x_BI: Tensor, *factors: LowRankFactors) -> tuple[Tensor, ...]:
         One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: x, the factors and the low-rank
         P_k. Differentiable twice.
     """
-    if torch.compiler.is_compiling():  # autograd and the compiler do as well with two plain products
+    if traced():  # autograd and the compiler do as well with two plain products
         _, outputs = _torch_forward(x_BI.to(factors[0].a.dtype), factors)
         return tuple(y_BO.to(x_BI.dtype) for y_BO in outputs)
     ys_BO: tuple[Tensor, ...] = _LowRank.apply(x_BI, *(tensor for pair in factors for tensor in pair))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import merge as cpp
+from comera.kernels.tracing import traced
 from comera.ops.dtypes import merge_dtype
 from comera.ops.low_rank import LowRankFactors, pairs
 from comera.tt.spec import TTSpec
@@ -58,7 +59,7 @@ def merge(
     Source: docs/method.md §4.
     """
     biases = biases or [None] * len(trains)
-    if torch.compiler.is_compiling():  # autograd and the compiler know all about a few plain products
+    if traced():  # autograd and the compiler know all about a few plain products
         each = zip(specs, trains, biases, strict=True)
         return pairs(
             [f for spec, train, bias in each for f in _torch_forward([spec], [*train, bias], threshold, dtype)[0]]
@@ -184,11 +185,11 @@ def _torch_backward(ctx: Any, dfactors: Sequence[Tensor | None]) -> list[Tensor 
     db_KRO = _stack_gradients(dbs, merging[0].new_empty(count, rank, prod(spec.out_modes)))
     dabsorbed = left_gradients(merging[:split], ctx.left, da_KIR)
     dabsorbed += right_gradients(merging[split:], ctx.right, db_KRO)
-    dabsorbed = [grad.to(core.dtype) for grad, core in zip(dabsorbed, stacked.cores_KRNS, strict=True)]
     each = zip(dabsorbed, stacked.cores_KRNS, stacked.kept_KS, strict=False)
     dd_KS = [(grad * core).sum((1, 2)) * kept for grad, core, kept in each]
     dcores = [grad * d[:, None, None] for grad, d in zip(dabsorbed, stacked.d_KS, strict=False)]
-    by_train = zip(*(grad.unbind() for grad in (*dcores, dabsorbed[-1], *dd_KS)), strict=True)
+    dcores = [grad.to(stacked.cores_KRNS[0].dtype) for grad in (*dcores, dabsorbed[-1])]
+    by_train = zip(*(grad.unbind() for grad in (*dcores, *dd_KS)), strict=True)
     flat = (grad for grads in by_train for grad in grads)
     return [*(_corner(grad, like) for grad, like in zip(flat, ctx.flat, strict=False)), *dbiases]
 

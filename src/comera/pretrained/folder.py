@@ -6,7 +6,8 @@ interrupted save never leaves a pair that does not match. `comera.json` is a cop
 were written, load as well.
 
     {"format": 1, "comera": version, "metadata": {...}, "checksum": "…",
-     "trains": [{"names": {"encoder.0.tt": "TTLinear"}, "spec": {...}, "init_std": 0.02, "threshold": 0.01}],
+     "trains": [{"names": {"encoder.0.tt": "TTLinear"}, "spec": {...}, "init_std": 0.02, "threshold": 0.01,
+                 "late_from": 9812}],       parameters when a late stage first began; absent before
      "tied": {"head.tt.cores.0": "embed.tt.cores.0"},      a tied tensor is stored once, under its first name
      "transient": ["embed.positions"]}      buffers with persistent=False, read only for models on the meta device
 """
@@ -17,7 +18,7 @@ import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from comera.errors import CheckpointError, SpecError
 from comera.nn.tensor_train import TensorTrain
+from comera.pretrained.sharded import type_name
 from comera.tt.spec import Spec, spec_from_dict
 
 WEIGHTS, MANIFEST = "model.safetensors", "comera.json"
@@ -42,17 +44,25 @@ class SavedTrain:
     spec: Spec
     init_std: float
     threshold: float
-
-    def __post_init__(self) -> None:
-        names = bool(self.names) and all(isinstance(text, str) for item in self.names.items() for text in item)
-        if not names or not all(isfinite(value) and value >= 0 for value in (self.init_std, self.threshold)):
-            raise SpecError(f"expected names of layers and constants >= 0 for a tensor train, got {self}")
+    late_from: int | None = None
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> SavedTrain:
         """Read an entry of the manifest."""
         spec = spec_from_dict(entry["spec"])
-        return cls(dict(entry["names"]), spec, float(entry["init_std"]), float(entry["threshold"]))
+        late_from = None if entry.get("late_from") is None else int(entry["late_from"])
+        train = cls(dict(entry["names"]), spec, float(entry["init_std"]), float(entry["threshold"]), late_from)
+        named = bool(train.names) and all(isinstance(text, str) for item in train.names.items() for text in item)
+        if not named or not all(0 <= value < inf for value in (train.init_std, train.threshold, late_from or 0)):
+            raise SpecError(f"expected names of layers and constants >= 0 for a tensor train, got {train}")
+        return train
+
+    @staticmethod
+    def entry(train: TensorTrain, names: Mapping[str, str]) -> dict[str, Any]:
+        """The entry of a tensor train, which `of` reads."""
+        late = {} if train.late_from is None else {"late_from": train.late_from}
+        constants = {"init_std": train.init_std, "threshold": train.threshold}
+        return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late}
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in the file, for the train registered as `name`: cores first."""
@@ -146,7 +156,7 @@ def train_names(model: nn.Module) -> dict[TensorTrain, dict[str, str]]:
     names: dict[TensorTrain, dict[str, str]] = {}
     for name, module in modules.items():
         if isinstance(module, TensorTrain):
-            names.setdefault(module, {})[name] = type(modules[name.rpartition(".")[0]]).__name__
+            names.setdefault(module, {})[name] = type_name(modules[name.rpartition(".")[0]])
     return names
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ def follow(task: Any, report: Conversion) -> None:
     task.dense_total = report.dense_total if report else None
     if isinstance(report, Applied):
         task.optimizer, task.after_step = report.optimizer, report.after_step
+
+
+def runs_folder(out: str | None, recipe: str, method: str) -> Path:
+    """The folder of a recipe's runs: `out`, by default runs/RECIPE-METHOD."""
+    return Path(out or f"runs/{recipe}-{method}").expanduser()
 
 
 def estimates_by_method(

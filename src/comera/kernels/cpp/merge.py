@@ -59,7 +59,7 @@ def _checked(name: str, tensors: Sequence[T], sizes: Sequence[int]) -> Sequence[
     if list(map(_nbytes, present)) != sizes or not all(map(_is_cpu, present)):
         given = [f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in present]
         raise RuntimeError(f"expected {name} of {sizes} bytes of float32 on the CPU, as the layout says, got {given}")
-    if all(map(Tensor.is_contiguous, present)):
+    if all(map(Tensor.is_contiguous, present)) and not any(map(Tensor.is_neg, present)):
         return tensors
     return [None if t is None else floats(name, t) for t in tensors]
 
@@ -133,7 +133,6 @@ def merge_backward(
     sizes: list[int] = []
     for (rank, inputs, outputs), bias in zip(described.factors, biases, strict=True):
         sizes += (4 * rank * inputs, 4 * (rank + (bias is not None)) * outputs)
-    dfactors = [df if df is None or not df.is_neg() else df.resolve_neg() for df in dfactors]
     dfactors = _checked("gradients of factors", dfactors, sizes)
     grads = [torch.empty_like(tensor) for tensor in parameters]
     pairs = zip(biases, dfactors[1::2], strict=True)

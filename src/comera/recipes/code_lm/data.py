@@ -24,9 +24,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from comera.errors import DataError
+from comera.errors import DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.config import check_fields
 from comera.recipes.progress import Progress
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -80,7 +79,7 @@ class CodeDataConfig:
             "block_size": (self.block_size >= 4, "at least 4 tokens"),
             "mask_share": (0 < self.mask_share < 0.3, "a fraction between 0 and 0.3"),
         }
-        check_fields(self, "data", checks)
+        check_fields(self, "data.", checks)
 
 
 class Batch(NamedTuple):

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from comera.recipes.config import check_fields
+from comera.errors import check_fields
 from comera.recipes.dlrm.criteo.parse import CATEGORIES
 
 SYNTHETIC = "synthetic"
@@ -68,7 +68,7 @@ class CriteoConfig:
             "synthetic_seed": (self.synthetic_seed >= 0, "a number >= 0"),
             "workers": (self.workers is None or self.workers > 0, "a number > 0, or none"),
         }
-        check_fields(self, "data", checks)
+        check_fields(self, "data.", checks)
 
     @property
     def hashed_sizes(self) -> tuple[int, ...] | None:
