@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import yaml
-from accelerate import PartialState
 
 from comera.baselines import Method
 from comera.errors import ConfigError
@@ -26,6 +25,7 @@ from comera.files import replace_file
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
+from comera.trainer.processes import open_accelerator
 from comera.trainer.task import Task
 
 
@@ -83,7 +83,7 @@ def refuse_existing(config: StagedConfig) -> None:
 
 def is_main(train: TrainConfig) -> bool:
     """Whether this process is the one that writes and logs."""
-    return bool(PartialState(cpu=train.device == "cpu").is_main_process)
+    return bool(open_accelerator(train.device).is_main_process)
 
 
 def resolved(config: Any) -> dict[str, Any]:

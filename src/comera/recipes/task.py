@@ -5,12 +5,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from comera.baselines import METHODS, Applied, Conversion, Method, installed
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.processes import open_accelerator
 from comera.trainer.task import Batch, Task
 
 
@@ -39,7 +39,7 @@ class RecipeTask(Task):
     def epoch_length(self) -> int:
         """Steps per epoch over all processes."""
         train = self.config.train
-        batches = train.accumulation * PartialState(cpu=train.device == "cpu").num_processes
+        batches = train.accumulation * open_accelerator(train.device).num_processes
         return int(self.data.steps_per_epoch(train.batch_size, batches))
 
 

@@ -8,26 +8,27 @@ A run's clock counts training: batches, steps and logging, but not evaluation, p
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from torch import Tensor
 
-from comera.errors import ConfigError, TrainingError
+from comera.errors import ConfigError, DataError, TrainingError
 from comera.trainer.checkpoint import checkpoints, rng_state, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
 from comera.trainer.metrics import Display, Summary
 from comera.trainer.optimizer import lr_multiplier
+from comera.trainer.processes import open_accelerator
 from comera.trainer.run_log import RunLogger
 from comera.trainer.state import TrainState, build_state
-from comera.trainer.task import Task
+from comera.trainer.task import Batch, Task
 
 # The first steps after a start are slower (memory pools, threads, plans), so no step time counts them.
 _WARM_UP_STEPS = 3
@@ -62,7 +63,8 @@ def fit(
 
     Raises:
         ConfigError: `out` holds a run and `resume` is not set, or a run with another configuration; a late stage that
-            nothing starts.
+            nothing starts; processes that were started together but are not connected.
+        DataError: a batch without weight.
         CheckpointError: a run that cannot be read or taken over.
         RankError: an impossible target size.
         TrainingError: a loss or gradient that is not finite; the last good checkpoint stays.
@@ -70,7 +72,7 @@ def fit(
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"expected a folder for the run, got the file {out}: give another place")
-    accelerator = Accelerator(cpu=config.device == "cpu")
+    accelerator = open_accelerator(config.device)
     present = [name for name in _RUN_FILES if (out / name).exists()]
     if present and not resume:
         raise ConfigError(
@@ -112,7 +114,8 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
         batches = [task.train_batch(progress.step, micro, rank, world) for micro in range(config.accumulation)]
         tokens, counts = sum(map(task.tokens, batches)), map(task.examples, batches)
         examples = sum(config.batch_size if count is None else count for count in counts)
-        result = state.train_step([send_to_device(batch, device, non_blocking=True) for batch in batches])
+        inputs = [send_to_device(batch, device, non_blocking=True) for batch in batches]
+        result = state.train_step(inputs, _weights(state, batches))
         progress.step += 1
         logger.log_mode(state.train_step.mode, state.train_step.built)
         task.after_step(progress.step)
@@ -160,6 +163,19 @@ def _set_learning_rates(state: TrainState) -> None:
         state.fraction_done(ahead=0.5), warmup=config.warmup, schedule=config.schedule, final=config.final_lr
     )
     state.train_step.set_rates([peak * multiplier for peak in state.peak_lrs])
+
+
+def _weights(state: TrainState, batches: Sequence[Batch]) -> Tensor | None:
+    """Weights of a step's batches on the device; None if no other batch shares this step."""
+    weights = [state.task.weight(batch) for batch in batches]
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise DataError(
+            f"expected training batches of a weight above 0 from {state.task.name}, got "
+            f"{', '.join(map(str, weights))} at step {state.progress.step + 1:,}: leave out batches without tokens"
+        )
+    if len(batches) == state.accelerator.num_processes == 1:
+        return None
+    return torch.tensor(weights, dtype=torch.float64).to(state.accelerator.device, non_blocking=True)
 
 
 def _count(state: TrainState, tokens: int, examples: int, *, interrupted: bool) -> None:

@@ -190,6 +190,9 @@ class MNLITask(RecipeTask):
         correct = (logits.argmax(-1) == batch.labels).float()
         return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": correct.mean()}, len(batch.labels)
 
+    def weight(self, batch: PairBatch) -> int:
+        return len(batch.labels)
+
     def examples(self, batch: PairBatch) -> int:
         return len(batch.labels)
 
