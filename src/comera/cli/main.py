@@ -6,6 +6,7 @@ A command imports torch and the rooms only once its arguments are parsed, so hel
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -31,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
         commands.add_parser(name, help=first_line(command), add_help=False)
-    command = _COMMANDS[parser.parse_args(arguments[:1]).command]
+    name = parser.parse_args(arguments[:1]).command
     try:
-        return command(arguments[1:])
+        if name != "train" and (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise ConfigError(f"expected one process for `comera {name}`, got {processes}: only train uses several")
+        return _COMMANDS[name](arguments[1:])
     except ComeraError as error:
         print(f"comera: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingError) else 2
@@ -48,9 +51,10 @@ def _train(argv: list[str]) -> int:
     recipe, config, resume = parse("train", name, rest)
     summary = recipe.run(config, resume=resume)
 
-    from accelerate import PartialState
+    from comera.trainer.processes import open_accelerator
 
-    if PartialState().is_main_process:
+    accelerator = open_accelerator(config.train.device)
+    if accelerator.is_main_process:
         from comera import report
 
         runs = {name: folder for name, folder in recipe.runs(config).items() if folder.exists()}
@@ -62,6 +66,7 @@ def _train(argv: list[str]) -> int:
         if not summary.finished:
             resume_with = shlex.join(["comera", "train", name, "--out", str(config.folder), "--resume"])
             print(f"interrupted after step {summary.steps:,}; resume with: {resume_with}", file=sys.stderr)
+    accelerator.end_training()
     return 0 if summary.finished else _INTERRUPTED
 
 
