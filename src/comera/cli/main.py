@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ from comera.errors import ComeraError, ConfigError, TrainingError
 from comera.recipes.registry import RECIPES
 
 _INTERRUPTED = 130  # a shell's exit code for SIGINT
+_PIPE = "COMERA_COMPARISON_PIPE"  # for the run that a comparison has started: the file that it watches
 _ARGUMENTS = "arguments.json"  # in the folder of a comparison: its own options
 
 
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(argv: list[str]) -> int:
     """Train a recipe and write metrics, checkpoints and a report."""
+    _end_with_comparison()
     name, rest = _split_recipe("train", argv)
     recipe, config, resume = parse("train", name, rest)
     summary = recipe.run(config, resume=resume)
@@ -154,7 +157,9 @@ def _run(command: list[str]) -> tuple[int, bool]:
     """Run a command; returns its exit code, and whether a signal asked it to stop.
 
     The command shuts down by itself. The terminal sends SIGINT to it as well, so SIGTERM is all it needs from here.
+    Where this process is killed, the command sees its end of a pipe close, and stops as well.
     """
+    watched, kept = os.pipe()
     signaled = False
     child: subprocess.Popen[bytes] | None = None
 
@@ -166,13 +171,27 @@ def _run(command: list[str]) -> tuple[int, bool]:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        child = subprocess.Popen(command)
+        child = subprocess.Popen(command, env={**os.environ, _PIPE: str(watched)}, pass_fds=[watched])
         if signaled:  # before the child existed
             child.terminate()
         return child.wait(), signaled
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(watched)
+        os.close(kept)
+
+
+def _end_with_comparison() -> None:
+    """Stop this run, as SIGTERM does, when the comparison that started it has ended, even if that was killed."""
+    pipe = os.environ.pop(_PIPE, None)
+
+    def watch(pipe: int) -> None:
+        os.read(pipe, 1)  # nobody writes: it returns when the other end is closed
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if pipe is not None:
+        threading.Thread(target=watch, args=[int(pipe)], daemon=True).start()
 
 
 def _inspect(argv: list[str]) -> int:

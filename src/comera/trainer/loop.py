@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from comera.trainer.checkpoint import checkpoints, rng_state, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
+from comera.trainer.lock import hold
 from comera.trainer.metrics import Display, Summary
 from comera.trainer.optimizer import lr_multiplier
 from comera.trainer.processes import open_accelerator
@@ -62,17 +64,31 @@ def fit(
             without a start of its own then begins at once. Resuming does not need this folder again.
 
     Raises:
-        ConfigError: `out` holds a run and `resume` is not set, or a run with another configuration; a late stage that
-            nothing starts; processes that were started together but are not connected.
+        ConfigError: `out` holds a run and `resume` is not set, or a run with another configuration; another process
+            trains in `out`, or it cannot be a folder; a late stage that nothing starts;
+            processes that were started together but are not connected.
         DataError: a batch without weight.
         CheckpointError: a run that cannot be read or taken over.
         RankError: an impossible target size.
         TrainingError: a loss or gradient that is not finite; the last good checkpoint stays.
     """
     out = Path(out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"expected a folder for the run, got the file {out}: give another place")
     accelerator = open_accelerator(config.device)
+    with hold(out, accelerator):
+        return _fit(task, config, out, accelerator, resume=resume, resolved=resolved, start_from=start_from)
+
+
+def _fit(
+    task: Task,
+    config: TrainConfig,
+    out: Path,
+    accelerator: Accelerator,
+    *,
+    resume: bool,
+    resolved: Mapping[str, Any] | None,
+    start_from: Path | str | None,
+) -> Summary:
+    """`fit` in a folder that no other run writes to."""
     present = [name for name in _RUN_FILES if (out / name).exists()]
     if present and not resume:
         raise ConfigError(

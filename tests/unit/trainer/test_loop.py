@@ -238,7 +238,7 @@ def test_a_folder_with_a_run_is_left_alone_unless_resumed(tmp_path: Path) -> Non
 
 def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(ConfigError, match="expected a folder for the run, got the file"):
+    with pytest.raises(ConfigError, match=r"expected a folder for the run that .*/run' \(File exists\)"):
         fit(Tiny(), CONFIG, tmp_path / "run", resume=True)
     assert (tmp_path / "run").read_text() == "mine"
 
