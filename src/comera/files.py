@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
+
+NO_ROOM = (ENOSPC, EDQUOT, EFBIG)  # errors of a disk that is full, or of what a user may put on it
 
 
 def replace_file(path: Path, content: str | bytes | Callable[[Path], object]) -> Path:

@@ -19,6 +19,7 @@ from types import FrameType
 from comera._version import __version__
 from comera.cli.options import first_line, parse, saved_config
 from comera.errors import ComeraError, ConfigError, TrainingError
+from comera.recipes.config import typed_path
 from comera.recipes.registry import RECIPES
 
 _INTERRUPTED = 130  # a shell's exit code for SIGINT
@@ -42,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ComeraError as error:
         print(f"comera: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingError) else 2
+    except OSError as error:  # a place that cannot be read or written
+        where = f"{error.filename!r}: " if error.filename is not None else ""
+        print(f"comera: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("comera: interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -60,15 +65,15 @@ def _train(argv: list[str]) -> int:
     if accelerator.is_main_process:
         from comera import report
 
-        runs = {name: folder for name, folder in recipe.runs(config).items() if folder.exists()}
+        if not summary.finished:
+            resume_with = shlex.join(["comera", "train", name, "--out", str(config.folder), "--resume"])
+            print(f"interrupted after step {summary.steps:,}; resume with: {resume_with}", file=sys.stderr)
+        runs = {name: folder for name, folder in recipe.runs(config).items() if (folder / "metrics.jsonl").exists()}
         for folder in runs.values():
             print(f"report: {report.render(folder)}", file=sys.stderr)
         if len(runs) > 1 and summary.finished:
             print(report.compare(runs, config.folder))
             print(f"comparison: {config.folder / 'compare.html'}", file=sys.stderr)
-        if not summary.finished:
-            resume_with = shlex.join(["comera", "train", name, "--out", str(config.folder), "--resume"])
-            print(f"interrupted after step {summary.steps:,}; resume with: {resume_with}", file=sys.stderr)
     accelerator.end_training()
     return 0 if summary.finished else _INTERRUPTED
 
@@ -77,7 +82,7 @@ def _compare(argv: list[str]) -> int:
     """Train a recipe with several methods, each in its own process, and compare the runs."""
     name, rest = _split_recipe("compare", argv)
     options, shared = _parse_comparison(name, rest)
-    out = Path(options.out).expanduser()
+    out = typed_path(options.out, "--out")
     commands: dict[str, list[str]] = {}
     runs: dict[str, Path] = {}
     for method in options.methods.split(","):
@@ -137,7 +142,7 @@ def _parse_comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, l
     options, shared = parser.parse_known_args(argv)
     if not options.resume:
         return options, shared
-    file = Path(options.out).expanduser() / _ARGUMENTS
+    file = typed_path(options.out, "--out") / _ARGUMENTS
     try:
         started_with = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -202,7 +207,7 @@ def _inspect(argv: list[str]) -> int:
 
     from comera import report
 
-    print(report.inspect(Path(path)))
+    print(report.inspect(typed_path(path, "RUN")))
     return 0
 
 
@@ -249,8 +254,12 @@ def _export(argv: list[str]) -> int:
     from comera.export.runs import export_run
     from comera.recipes.trained import open_trained
 
-    out = Path(options.out).expanduser()
-    print(export_run(open_trained(Path(options.path), saved_config), options.to, out, overwrite=options.overwrite))
+    out = typed_path(options.out, "--out")
+    print(
+        export_run(
+            open_trained(typed_path(options.path, "RUN"), saved_config), options.to, out, overwrite=options.overwrite
+        )
+    )
     return 0
 
 
@@ -270,8 +279,8 @@ def _score(argv: list[str]) -> int:
     from comera.recipes.dlrm.score import score as score_file
     from comera.recipes.trained import open_trained
 
-    trained = open_trained(Path(options.path), saved_config)
-    file, out = Path(options.file).expanduser(), Path(options.out).expanduser()
+    trained = open_trained(typed_path(options.path, "RUN"), saved_config)
+    file, out = typed_path(options.file, "FILE"), typed_path(options.out, "--out")
     limits = {"batch_size": options.batch_size, "max_bad_rows": options.max_bad_rows}
     print(score_file(trained, file, out, **limits, overwrite=options.overwrite))
     return 0

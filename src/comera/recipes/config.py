@@ -16,4 +16,18 @@ def check_fields(settings: object, group: str, checks: Mapping[str, tuple[bool, 
 
 def runs_folder(out: str | None, recipe: str, method: str) -> Path:
     """The folder of a recipe's runs: `out`, by default runs/RECIPE-METHOD."""
-    return Path(out or f"runs/{recipe}-{method}").expanduser()
+    return typed_path(f"runs/{recipe}-{method}" if out is None else out, "out")
+
+
+def typed_path(text: str, name: str) -> Path:
+    """A path as a user types it, with ~ expanded. Raises ConfigError, with the option's `name`, for one that cannot
+    be."""
+    try:
+        if not text.strip():
+            raise ValueError("it is empty")
+        text.encode()  # safetensors and YAML take no other paths
+        path = Path(text).expanduser()
+        path.resolve()
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(f"{name}: expected a path, got {text!r} ({error})") from None
+    return path

@@ -78,6 +78,6 @@ def _holder(file: Path) -> str:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    with suppress(OSError):
-        for folder in folders:
+    for folder in folders:
+        with suppress(OSError, ValueError):
             folder.rmdir()

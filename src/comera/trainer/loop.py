@@ -19,8 +19,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 from torch import Tensor
 
-from comera.errors import ConfigError, DataError, TrainingError
-from comera.trainer.checkpoint import checkpoints, rng_state, save_checkpoint
+from comera.errors import CheckpointError, ConfigError, DataError, TrainingError
+from comera.files import NO_ROOM
+from comera.trainer.checkpoint import checkpoints, clean, rng_state, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
@@ -70,12 +71,17 @@ def fit(
         DataError: a batch without weight.
         CheckpointError: a run that cannot be read or taken over.
         RankError: an impossible target size.
-        TrainingError: a loss or gradient that is not finite; the last good checkpoint stays.
+        TrainingError: a loss or gradient that is not finite, or a full disk; the last good checkpoint stays.
     """
     out = Path(out)
     accelerator = open_accelerator(config.device)
     with hold(out, accelerator):
-        return _fit(task, config, out, accelerator, resume=resume, resolved=resolved, start_from=start_from)
+        try:
+            return _fit(task, config, out, accelerator, resume=resume, resolved=resolved, start_from=start_from)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise _not_written("the records of the run", out, error) from error
 
 
 def _fit(
@@ -285,14 +291,28 @@ def _save(state: TrainState, logger: RunLogger) -> None:
     if state.accelerator.is_main_process:
         logger.sync()
         saved = (state.model, state.optimizer, state.controller, progress)
-        save_checkpoint(state.out, *saved, identity=state.identity, rng=rng)
+        try:
+            save_checkpoint(state.out, *saved, identity=state.identity, rng=rng)
+        except (OSError, CheckpointError) as error:
+            clean(state.out)
+            raise _not_written(f"the checkpoint of step {progress.step:,}", state.out, error) from error
     state.accelerator.wait_for_everyone()
 
 
 def _failure(state: TrainState, what: str, step: int) -> TrainingError:
-    found = checkpoints(state.out)
-    kept = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
     return TrainingError(
-        f"expected finite values, got {what} at step {step}; {kept}: start a new run with a lower lr, a longer "
-        "warmup or a smaller max_grad_norm, or with precision fp32 if it was bf16"
+        f"expected finite values, got {what} at step {step}; {_last_good(state.out)}: start a new run with a lower lr, "
+        "a longer warmup or a smaller max_grad_norm, or with precision fp32 if it was bf16"
     )
+
+
+def _not_written(what: str, out: Path, error: Exception) -> TrainingError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return TrainingError(
+        f"expected to write {what} in {out}, got: {reason}; {_last_good(out)}: make room for it, then resume the run"
+    )
+
+
+def _last_good(out: Path) -> str:
+    found = checkpoints(out)
+    return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"

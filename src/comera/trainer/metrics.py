@@ -72,7 +72,7 @@ class MetricsLog:
     """Appends records to `folder`/metrics.jsonl, one JSON object per line, each flushed as it is written.
 
     step: records of later steps, from a run that was killed after its last checkpoint, are removed first; -1 for all.
-    tensorboard: write every value of a record as a scalar too.
+    tensorboard: write every value of a record as a scalar too. Raises CheckpointError for a file of other records.
     """
 
     def __init__(self, folder: Path, *, step: int = -1, tensorboard: bool = False) -> None:
@@ -156,14 +156,20 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 def _lines_until(path: Path, step: int) -> Iterator[str]:
     """Lines of complete records up to and including `step`; nothing after the first truncated one."""
-    for line in path.read_text("utf-8", "replace").splitlines(keepends=True):
+    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(keepends=True), 1):
         try:
             record = json.loads(line)
         except ValueError:
             return
         if not line.endswith("\n"):
             return
-        if record["step"] <= step:
+        found = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(found, int):
+            raise CheckpointError(
+                f"{path}, line {number}: expected a record with a step, got {line.strip()[:60]!r}: remove this line to "
+                "resume the run"
+            )
+        if found <= step:
             yield line
 
 

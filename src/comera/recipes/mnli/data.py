@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from comera.errors import DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.config import check_fields
+from comera.recipes.config import check_fields, typed_path
 from comera.recipes.mnli.files import LABELS, PARTS, SKIPS, Part, Source, find_source, read_pairs
 from comera.recipes.mnli.pairs import PairBatch, Pairs, PairWriter
 from comera.recipes.progress import Progress
@@ -123,9 +123,9 @@ def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
 
 def find_vocabulary(config: MNLIDataConfig) -> Path:
     """The vocabulary's file; raises DataError if there is none."""
-    data = Path(config.path).expanduser().resolve()
+    data = typed_path(config.path, "data.path").resolve()
     if config.vocab:
-        given = Path(config.vocab).expanduser()
+        given = typed_path(config.vocab, "data.vocab")
         candidates = [given / VOCABULARY if given.is_dir() else given]
     else:
         candidates = [data / VOCABULARY, data.parent / USUAL_VOCABULARY] if data.is_dir() else []

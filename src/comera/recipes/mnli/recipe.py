@@ -20,7 +20,7 @@ from comera.convert import TensorizeConfig
 from comera.errors import ConfigError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
-from comera.recipes.config import runs_folder
+from comera.recipes.config import runs_folder, typed_path
 from comera.recipes.interface import Architecture
 from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare
 from comera.recipes.mnli.pairs import PairBatch
@@ -261,7 +261,7 @@ def architecture(config: MNLIConfig, identity: Mapping[str, Any], checkpoint: Pa
 
 def _vocab_size(config: MNLIDataConfig) -> int:
     """Size of the vocabulary; BERT's if the data is yet to be downloaded and no vocabulary is named."""
-    if config.vocab is None and not Path(config.path).expanduser().is_dir():
+    if config.vocab is None and not typed_path(config.path, "data.path").is_dir():
         return _TABLE[0]
     file = find_vocabulary(config)
     return max(parse_vocabulary(file.read_bytes(), file).values()) + 1
