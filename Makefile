@@ -9,11 +9,12 @@ DEMO_OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 # Criteo's train.txt, plain or .gz, for bench-dlrm (default: synthetic clicks, whose quality figures mean nothing)
 CRITEO ?=
 
-.PHONY: help install demo test check bench bench-dlrm gpu format clean
+.PHONY: help install demo test zoo check bench bench-dlrm gpu format clean
 
 help:
 	@echo "make demo    train the code model dense and compressed for the same time and compare them (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
+	@echo "make zoo     check every family of models, write docs/zoo.md (30 minutes)"
 	@echo "make check   check lint, format and types"
 	@echo "make bench   measure steps, memory and lookups on this CPU, write docs/benchmarks.md (15 minutes)"
 	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
@@ -41,9 +42,12 @@ demo: install
 test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
+zoo: install
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "zoo or not zoo" tests/zoo --zoo-page docs/zoo.md
+
 check: install
-	@$(BIN)/ruff check src tests benchmarks
-	@$(BIN)/ruff format --check src tests benchmarks
+	@$(BIN)/ruff check src tests benchmarks examples
+	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/mypy
 
 bench: install
@@ -66,8 +70,8 @@ gpu:
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_step.py
 
 format: install
-	@$(BIN)/ruff check --fix src tests benchmarks
-	@$(BIN)/ruff format src tests benchmarks
+	@$(BIN)/ruff check --fix src tests benchmarks examples
+	@$(BIN)/ruff format src tests benchmarks examples
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,9 +1,9 @@
 """Preparing Criteo's click log: rows per second, and whether memory grows with the rows.
 
 The rows of a file (default: the synthetic log) are repeated to a small and a large number of rows, plain and
-compressed, and prepared with numbered categories. Memory: proportional set size of this process and its parsers,
-sampled every 20 ms, beyond what this process had before. CPU time: of all of them; a busy machine changes it less
-than the rows per second. Then batches of 10,000 rows are read.
+compressed, and prepared with numbered categories. Memory: proportional set size of this process, sampled every 20 ms,
+beyond what it had before. CPU time: of all its threads; a busy machine changes it less than the rows per second. Then
+batches of 10,000 rows are read.
 
     python benchmarks/criteo_prepare.py [--path train.txt.gz] [--rows 500000 4000000]      two minutes, 2 GB of disk
 """
@@ -32,7 +32,7 @@ BATCH, READS = 10_000, 50
 
 
 class PeakMemory:
-    """Peak bytes of this process and its children, beyond those at the start."""
+    """Peak bytes of this process, beyond those at the start."""
 
     def __enter__(self) -> PeakMemory:
         self.peak = 0
@@ -51,13 +51,7 @@ class PeakMemory:
             self.peak = max(self.peak, self._now() - self._before)
 
     def _now(self) -> int:
-        total = 0
-        for process in (self._process, *self._process.children()):
-            try:
-                total += process.memory_full_info().pss
-            except psutil.NoSuchProcess:  # a parser has ended
-                continue
-        return total
+        return int(self._process.memory_full_info().pss)
 
 
 def repeated(source: Path, target: Path, rows: int) -> Path:
@@ -74,9 +68,9 @@ def repeated(source: Path, target: Path, rows: int) -> Path:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """CPU seconds of this process."""
     times = psutil.Process().cpu_times()
-    return float(times.user + times.system + times.children_user + times.children_system)
+    return float(times.user + times.system)
 
 
 def median_ms(read: Callable[[int], object]) -> float:
@@ -93,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, help="Criteo's file, plain or .gz (default: the synthetic log)")
     parser.add_argument("--rows", type=int, nargs="+", default=[500_000, 4_000_000])
-    parser.add_argument("--workers", type=int, help="parser processes (default: one per core)")
+    parser.add_argument("--workers", type=int, help="threads (default: one per core)")
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as name:
@@ -117,7 +111,7 @@ def main() -> None:
                         "form": form,
                         "rows": len(data),
                         "megabytes": round(path.stat().st_size / 1e6),
-                        "workers": config.processes,
+                        "workers": config.threads,
                         "seconds": round(seconds, 2),
                         "rows_per_second": round(len(data) / seconds),
                         "cpu_us_per_row": round(1e6 * cpu / len(data), 2),

@@ -1,12 +1,13 @@
 """CoMERA for PyTorch: rank-adaptive tensor-compressed training.
 
 Names are imported on first use (PEP 562), so that `comera --help` does not wait for torch; type checkers and editors
-read them in `__init__.pyi`.
+read them in `__init__.pyi`. Where a program uses transformers, its `from_pretrained` learns to load compressed models.
 """
 
 from importlib import import_module
 from typing import Any
 
+from comera._on_import import import_after
 from comera._version import __version__ as __version__
 
 # public name -> module that defines it
@@ -31,7 +32,7 @@ _HOMES = {
     "tensorize_": "convert",
 }
 # imported as attributes: comera.nn.TTLinear
-_ROOMS = frozenset({"convert", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
+_ROOMS = frozenset({"convert", "distributed", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
 
 __all__ = list(_HOMES)
 
@@ -49,3 +50,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *_HOMES, *_ROOMS]
+
+
+import_after("transformers.quantizers.auto", "comera.integrations.transformers_formats")

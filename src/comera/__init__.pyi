@@ -1,4 +1,5 @@
 from comera import convert as convert
+from comera import distributed as distributed
 from comera import fusion as fusion
 from comera import nn as nn
 from comera import optim as optim

@@ -1,5 +1,7 @@
 """The errors that users see. Each message says what was expected, what came, where, and what to do."""
 
+from collections.abc import Mapping
+
 
 class ComeraError(Exception):
     """Base class of all errors that comera raises on purpose."""
@@ -35,3 +37,19 @@ class TrainingError(ComeraError, RuntimeError):
 
 class IdError(ComeraError, IndexError):
     """A row id is outside the embedding table."""
+
+
+class WeightError(ComeraError, RuntimeError):
+    """A write into the dense weight of a compressed layer, which is not stored; nothing was changed."""
+
+
+def check_fields(
+    settings: object, group: str, checks: Mapping[str, tuple[bool, str]], error: type[ComeraError] = ConfigError
+) -> None:
+    """Raise `error` for the first field of a configuration that is not valid.
+
+    group: goes before a field's name in the message, such as "data.". checks: field -> (it is valid, what it must be).
+    """
+    for name, (valid, expected) in checks.items():
+        if not valid:
+            raise error(f"{group}{name} must be {expected}, got {getattr(settings, name)!r}")

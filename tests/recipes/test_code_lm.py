@@ -14,6 +14,7 @@ from transformers import BertForMaskedLM
 
 from comera.baselines import METHODS, Method
 from comera.errors import ConfigError, DataError
+from comera.fusion import merge_cache
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
@@ -140,6 +141,22 @@ def test_a_run_leaves_its_folder_and_resumes_to_its_summary(config: CodeLMConfig
     assert [row["step"] for row in rows if row["kind"] == "eval"] == [2, 4]
     assert bool(json.loads((config.folder / "layers.json").read_text())) == (method != "dense")
     assert code_lm.run(config, resume=True) == summary
+
+
+def test_recomputing_changes_no_loss_and_the_merge_runs(config: CodeLMConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged: list[int] = []
+    real = merge_cache.merge
+    monkeypatch.setattr(merge_cache, "merge", lambda specs, *rest: merged.append(len(specs)) or real(specs, *rest))
+    losses = []
+    for recompute in (False, True):
+        train = replace(config.train, recompute=recompute)
+        each = replace(config, out=f"{config.out}-{recompute}", train=train)
+        merged.clear()
+        code_lm.run(each)
+        assert max(merged) > 2  # all layers of one shape at once
+        losses.append([row["loss"] for row in _rows(each.folder) if "loss" in row])
+    assert losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_both_methods_and_all_seeds_are_evaluated_on_the_same_batches(config: CodeLMConfig, data: CodeData) -> None:

@@ -346,11 +346,11 @@ def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> N
         with pytest.raises(ConfigError, match=said):
             DLRMTaskConfig(**fields)
     out_of_range: list[tuple[dict[str, Any], str]] = [
-        ({"ratio": 1.0}, "compress.ratio: expected a number > 1, got 1.0"),
-        ({"min_rows": 0}, "compress.min_rows: expected at least 1"),
-        ({"order": 5}, "compress.order: expected one of 2, 3, 4, or none, got 5"),
-        ({"mlp_rank": -1}, "compress.mlp_rank: expected a number >= 0"),
-        ({"mlp_order": 1}, "compress.mlp_order: expected from 2 to 8"),
+        ({"ratio": 1.0}, "compress.ratio must be a number > 1, got 1.0"),
+        ({"min_rows": 0}, "compress.min_rows must be at least 1"),
+        ({"order": 5}, "compress.order must be one of 2, 3, 4, or none, got 5"),
+        ({"mlp_rank": -1}, "compress.mlp_rank must be a number >= 0"),
+        ({"mlp_order": 1}, "compress.mlp_order must be from 2 to 8"),
     ]
     for fields, said in out_of_range:
         with pytest.raises(ConfigError, match=said):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
@@ -119,18 +120,24 @@ def test_a_layer_called_inside_a_backward_after_an_update_uses_the_new_weights()
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_fused_model_compiles_as_one_graph(family: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     if family == "bert":
-        model: nn.Module = bert(torch.float32, layers=1)
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model: nn.Module = BertForMaskedLM(BertConfig(vocab_size=50, **sizes, **dropout))
     else:
-        config = LlamaConfig(
-            hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=50
-        )
-        model = LlamaForCausalLM(config)
-        comera.tensorize_(model, CONFIG)
-    expected = model(IDS).logits
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=True, **sizes))
+    comera.tensorize_(model, comera.TensorizeConfig(linear=CONFIG.linear, embedding=comera.TTM(order=2, rank=4)))
+    plain = copy.deepcopy(model)
     fuse_(model)
+    assert torch._dynamo.explain(model)(IDS).graph_break_count == 0
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    found, exact = compiled(IDS).logits, plain(IDS).logits
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+    found.square().mean().backward()
+    exact.square().mean().backward()
+    gradients = [[p.grad for p in each.parameters()] for each in (model, plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("change", ["round_", "prune_", "load_pretrained"])

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements, is_integer, require
+from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements, is_integer
 from comera.convert import LayerRow
+from comera.errors import check_fields
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class CoLA(Baseline):
     """Width of the bottleneck; default: a quarter of the layer's smaller dimension, as published."""
 
     def __post_init__(self) -> None:
-        require(self.rank is None or is_integer(self.rank), "cola.rank", "an integer >= 1 or nothing", self.rank)
+        valid = self.rank is None or is_integer(self.rank)
+        check_fields(self, "cola.", {"rank": (valid, "an integer >= 1 or nothing")})
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         dense_total = elements(model.parameters())

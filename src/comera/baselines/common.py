@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.convert import LayerRow
-from comera.convert.registry import LINEAR, refusal
+from comera.convert.converter import LINEAR
+from comera.convert.registry import refusal
 from comera.errors import ConfigError, ConversionError
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
@@ -148,12 +149,6 @@ def split_groups(model: nn.Module, own: Iterable[nn.Parameter], name: str, confi
 def adamw(model: nn.Module, own: Iterable[nn.Parameter], name: str) -> Callable[[TrainConfig], Optimizer]:
     """Makes fused AdamW, as for the dense and the compressed model, over `split_groups`."""
     return lambda config: AdamW(split_groups(model, own, name, config), betas=config.betas, fused=True)
-
-
-def require(valid: bool, field: str, expected: str, got: object) -> None:
-    """Raise ConfigError for a setting out of range."""
-    if not valid:
-        raise ConfigError(f"{field} must be {expected}, got {got!r}")
 
 
 def is_integer(value: object, least: int = 1) -> bool:

@@ -28,9 +28,9 @@ from comera.baselines.common import (
     is_integer,
     layer_row,
     linear_layers,
-    require,
     split_groups,
 )
+from comera.errors import check_fields
 from comera.trainer.config import TrainConfig
 
 _ALIAS = "_comera_galore_torch"
@@ -54,9 +54,12 @@ class GaLore(Baseline):
     """Factor on the projected updates."""
 
     def __post_init__(self) -> None:
-        require(self.rank is None or is_integer(self.rank), "galore.rank", "an integer >= 1 or nothing", self.rank)
-        require(is_integer(self.update_proj_gap), "galore.update_proj_gap", "an integer >= 1", self.update_proj_gap)
-        require(0 < self.scale < float("inf"), "galore.scale", "a number > 0", self.scale)
+        checks = {
+            "rank": (self.rank is None or is_integer(self.rank), "an integer >= 1 or nothing"),
+            "update_proj_gap": (is_integer(self.update_proj_gap), "an integer >= 1"),
+            "scale": (0 < self.scale < float("inf"), "a number > 0"),
+        }
+        check_fields(self, "galore.", checks)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         """Select the weights to project, except those that match `skip`. Errors: see `linear_layers`."""

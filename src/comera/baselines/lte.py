@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements, is_integer, require
+from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements, is_integer
 from comera.convert import LayerRow
+from comera.errors import check_fields
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class LTE(Baseline):
     """Steps between merges of the heads into the weight."""
 
     def __post_init__(self) -> None:
-        for name in ("heads", "rank", "merge_every"):
-            require(is_integer(getattr(self, name)), f"lte.{name}", "an integer >= 1", getattr(self, name))
-        require(0 < self.alpha < float("inf"), "lte.alpha", "a number > 0", self.alpha)
+        checks = {
+            name: (is_integer(getattr(self, name)), "an integer >= 1") for name in ("heads", "rank", "merge_every")
+        }
+        check_fields(self, "lte.", {**checks, "alpha": (0 < self.alpha < float("inf"), "a number > 0")})
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         dense_total = elements(model.parameters())

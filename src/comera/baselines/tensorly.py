@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from comera.baselines.common import Applied, Baseline, Package, adamw, convert_linear_, elements, is_integer, require
+from comera.baselines.common import Applied, Baseline, Package, adamw, convert_linear_, elements, is_integer
 from comera.convert import LINEAR, LayerRow
+from comera.errors import check_fields
 from comera.tt.shapes import balanced_modes
 from comera.tt.spec import clip_ranks
 
@@ -39,11 +40,13 @@ class Tensorly(Baseline):
     reconstructed each time."""
 
     def __post_init__(self) -> None:
-        even = is_integer(self.order, 2) and self.order % 2 == 0
-        require(even, "tensorly.order", "an even number >= 2", self.order)
-        require(is_integer(self.rank), "tensorly.rank", "an integer >= 1", self.rank)
-        way, ways = self.implementation, get_args(Form)
-        require(way in ways, "tensorly.implementation", f"one of {', '.join(ways)}", way)
+        ways = get_args(Form)
+        checks = {
+            "order": (is_integer(self.order, 2) and self.order % 2 == 0, "an even number >= 2"),
+            "rank": (is_integer(self.rank), "an integer >= 1"),
+            "implementation": (self.implementation in ways, f"one of {', '.join(ways)}"),
+        }
+        check_fields(self, "tensorly.", checks)
 
     def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
         dense_total = elements(model.parameters())

@@ -19,7 +19,7 @@ from types import FrameType
 from comera._version import __version__
 from comera.cli.options import first_line, parse, saved_config
 from comera.errors import ComeraError, ConfigError, TrainingError
-from comera.recipes.config import typed_path
+from comera.recipes.paths import typed_path
 from comera.recipes.registry import RECIPES
 
 _INTERRUPTED = 130  # a shell's exit code for SIGINT

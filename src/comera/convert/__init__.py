@@ -1,7 +1,8 @@
 """In-place conversion of any model: dense layers become compressed ones, and back."""
 
 from comera.convert.config import TT, TTM, TensorizeConfig
-from comera.convert.registry import EMBEDDING, EMBEDDING_BAG, LINEAR, Converter, register_converter
+from comera.convert.converter import EMBEDDING, EMBEDDING_BAG, LINEAR, Converter
+from comera.convert.registry import register_converter
 from comera.convert.report import LayerRow, TensorizeReport
 from comera.convert.tensorize import materialize_, tensorize_
 

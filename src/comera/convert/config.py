@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from comera.errors import ConversionError, SpecError
+from comera.errors import ConversionError, SpecError, check_fields
 from comera.tt.shapes import tt_spec, ttm_spec
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -142,18 +142,17 @@ class TensorizeConfig:
     threshold: float = 1e-2
 
     def __post_init__(self) -> None:
-        def require(good: bool, name: str, expected: str) -> None:
-            if not good:
-                raise ConversionError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-        require(isinstance(self.linear, TT | None), "linear", "a TT or None")
-        require(isinstance(self.embedding, TTM | None), "embedding", "a TTM or None")
         entries = self.overrides.items() if isinstance(self.overrides, Mapping) else [(None, None)]
         good = all(isinstance(key, str) and isinstance(value, TT | TTM | None) for key, value in entries)
-        require(good, "overrides", "a mapping from name patterns to TT, TTM or None")
+        checks = {
+            "linear": (isinstance(self.linear, TT | None), "a TT or None"),
+            "embedding": (isinstance(self.embedding, TTM | None), "a TTM or None"),
+            "overrides": (good, "a mapping from name patterns to TT, TTM or None"),
+            "tied": (self.tied in ("share", "untie"), "'share' or 'untie'"),
+            "init": (self.init in ("random", "decompose"), "'random' or 'decompose'"),
+            "init_std": (self.init_std is None or 0 < self.init_std < float("inf"), "a number > 0 or None"),
+            "min_ratio": (0 <= self.min_ratio < float("inf"), "a number >= 0"),
+            "threshold": (0 <= self.threshold < 1, "in [0, 1): rank parameters start at 1"),
+        }
+        check_fields(self, "", checks, ConversionError)
         object.__setattr__(self, "overrides", dict(self.overrides))
-        require(self.tied in ("share", "untie"), "tied", "'share' or 'untie'")
-        require(self.init in ("random", "decompose"), "init", "'random' or 'decompose'")
-        require(self.init_std is None or 0 < self.init_std < float("inf"), "init_std", "a number > 0 or None")
-        require(0 <= self.min_ratio < float("inf"), "min_ratio", "a number >= 0")
-        require(0 <= self.threshold < 1, "threshold", "in [0, 1): rank parameters start at 1")

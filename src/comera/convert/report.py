@@ -1,9 +1,9 @@
-"""What a conversion did to each layer, as a table."""
+"""What a conversion did to each layer and left of the other parameters, as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import nn
@@ -13,11 +13,13 @@ from comera.tt.spec import Spec, spec_from_dict
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer of a type that can be converted, or of a subclass of one.
+    """One layer of a type that can be converted or of a subclass of one, or another module with parameters of its own.
 
-    before, after: type of layer; the same if it stays dense. spec: None for a dense layer. dense, stored: parameters of
+    before, after: type of module; the same if it stays dense. spec: None for a dense one. dense, stored: parameters of
     the weight before and now, without biases; a tied weight counts at its first layer. error: relative Frobenius error
-    of the decomposition; None for random cores. note: why the layer stays dense, or what it is tied to.
+    of the decomposition; None for random cores. note: why the layer stays dense, or what it is tied to. bias: the
+    layer's parameters besides its weight, which stay as they are. layer: False for another module, all of whose
+    parameters count as dense and stored.
     """
 
     name: str
@@ -28,6 +30,8 @@ class LayerRow:
     stored: int
     error: float | None
     note: str
+    bias: int = 0
+    layer: bool = True
 
     @property
     def ratio(self) -> float | None:
@@ -45,15 +49,33 @@ class LayerRow:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerRow:
-        """Read `to_dict` back. Raises KeyError for a missing field, SpecError for a malformed spec."""
+        """Read `to_dict` back, also where it lists layers alone. Raises KeyError for a missing field, SpecError for a
+        malformed spec."""
         spec = spec_from_dict(values["spec"]) if values["spec"] else None
-        return cls(**{field.name: values[field.name] for field in fields(cls)} | {"spec": spec})
+        known = {"bias": 0, "layer": True, **values, "spec": spec}
+        return cls(**{field.name: known[field.name] for field in fields(cls)})
+
+
+def fold(rows: Iterable[LayerRow]) -> list[LayerRow]:
+    """The layers, then other modules: one row for all of a type with the same note, named after the first."""
+    layers, others = [], dict[tuple[str, str], list[LayerRow]]()
+    for row in rows:
+        if row.layer:
+            layers.append(row)
+        else:
+            others.setdefault((row.before, row.note), []).append(row)
+    for alike in others.values():
+        name = alike[0].name or "the model itself"
+        name += f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        dense, stored = sum(row.dense for row in alike), sum(row.stored for row in alike)
+        layers.append(replace(alike[0], name=name, dense=dense, stored=stored))
+    return layers
 
 
 @dataclass(frozen=True)
 class TensorizeReport:
-    """What a conversion did: a row per layer, in the model's order, and the parameters of the whole model, before and
-    now. Printing it gives a table."""
+    """What a conversion did: a row for each layer and each other module that has parameters, in order, and the
+    parameters of the whole model, before and now. Printing it gives a table."""
 
     rows: tuple[LayerRow, ...]
     dense_total: int
@@ -85,12 +107,15 @@ class TensorizeReport:
         with_errors = any(row.error is not None for row in self.rows)
         head = ("layer", "was", "is", "modes and ranks", "dense", "stored", "ratio", "error", "note")
         table = [head]
-        for row in self.rows:
+        for row in fold(self.rows):
             error = f"{row.error:.2g}" if row.error is not None else ""
             after, form = (row.after, str(row.spec)) if row.compressed else ("dense", "")
             table.append((row.name, row.before, after, form, *_sizes(row.dense, row.stored), error, row.note))
-        count = sum(row.compressed for row in self.rows)
-        compressed = f"{count} of {len(self.rows)} layers compressed"
+        layers = [row for row in self.rows if row.layer]
+        compressed = f"{sum(row.compressed for row in layers)} of {len(layers)} layers compressed"
+        biases = sum(row.bias for row in layers)
+        if biases:
+            table.append(("biases of the layers", "", "dense", "", *_sizes(biases, biases), "", ""))
         table.append((compressed, "", "", "", *_sizes(self.dense_tensorized, self.tensorized), "", ""))
         table.append(("whole model", "", "", "", *_sizes(self.dense_total, self.total), "", ""))
 

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from comera.convert.config import TT, TTM, TensorizeConfig
-from comera.convert.registry import Converter, converters, refusal
+from comera.convert.converter import Converter
+from comera.convert.registry import converters, refusal
 from comera.errors import ConversionError, SpecError
 from comera.nn.tensor_train import CompressedLayer
 from comera.tt.spec import Spec

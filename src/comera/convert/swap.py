@@ -1,16 +1,16 @@
 """Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.registry import converters
-from comera.nn.embedding import TTMProjection
+from comera.convert.vocabulary import guard_resizing_
+from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec
 
 # Hooks see calls, not parameters, so they move along. The dictionaries themselves move, so that handles keep working.
@@ -24,6 +24,19 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
+
+_WHEN_CHANGED: list[Callable[[nn.Module], object]] = []
+
+
+def when_changed(act: Callable[[nn.Module], object]) -> None:
+    """Call `act` from now on with every model in which other layers are compressed, or whose late stage begins."""
+    _WHEN_CHANGED.append(act)
+
+
+def tell_changed(model: nn.Module) -> None:
+    """Tell whoever keeps notes on a model's tensor trains outside of them."""
+    for act in _WHEN_CHANGED:
+        act(model)
 
 
 def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) -> None:
@@ -40,9 +53,12 @@ def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) 
 
     swaps: dict[nn.Module, CompressedLayer] = {}
     for layer, tt in trains.items():
-        table, bias = converters()[type(layer)].table, layer._parameters.get("bias")
-        if table is not None:
-            swaps[layer] = table.like(layer, tt)
+        converter, bias = converters()[type(layer)], layer._parameters.get("bias")
+        if converter.table is not None:
+            table = converter.table.like(layer, tt)
+            if isinstance(table, TTMEmbedding):
+                table.embed_scale = converter.embed_scale(layer)
+            swaps[layer] = table
         elif isinstance(tt.spec, TTSpec):
             swaps[layer] = TTLinear(tt, False if bias is None else bias)
         else:
@@ -63,10 +79,10 @@ def materialize_layers_(model: nn.Module) -> int:
             converter = converters()[layer.dense_type]
             key = layer.tt, converter.in_first
             if key not in weights:
-                weight = _dense_weight(layer)
-                value = weight.t() if converter.in_first else weight
+                weight = layer.weight.t() if converter.in_first else layer.weight
+                value = weight.detach().clone(memory_format=torch.contiguous_format)
                 trainable = any(p.requires_grad for p in layer.tt.parameters())
-                weights[key] = nn.Parameter(value.contiguous(), requires_grad=trainable)
+                weights[key] = nn.Parameter(value, requires_grad=trainable)
             with torch.device("meta"):
                 dense = converter.build(layer)
             dense.register_parameter("weight", weights[key])
@@ -76,24 +92,6 @@ def materialize_layers_(model: nn.Module) -> int:
     if swaps:
         _swap_(model, swaps)
     return len(swaps)
-
-
-@torch.no_grad()
-def _dense_weight(layer: CompressedLayer) -> Tensor:
-    """The weight of a compressed layer, (out, in) or (rows, columns), in new memory.
-
-    Weights of float16 and bfloat16 are summed in float32.
-    """
-    spec, cores = layer.tt.spec, layer.tt.effective_cores()
-    dtype = cores[0].dtype
-    weight = materialize(spec, [core.to(torch.promote_types(dtype, torch.float32)) for core in cores]).to(dtype)
-    if isinstance(spec, TTSpec):
-        weight = weight.t()
-    weight = weight.clone(memory_format=torch.contiguous_format)
-    padding = getattr(layer, "padding_idx", None)
-    if padding is not None:
-        weight[padding] = 0
-    return weight
 
 
 def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
@@ -108,3 +106,5 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     rewrite_ties(model, ties)
+    guard_resizing_(model)
+    tell_changed(model)

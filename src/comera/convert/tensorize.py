@@ -4,8 +4,6 @@
 leaves the model as it was.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from comera.convert.config import TensorizeConfig
 from comera.convert.registry import converters
-from comera.convert.report import LayerRow, TensorizeReport
+from comera.convert.report import TensorizeReport
+from comera.convert.rows import rows_of
 from comera.convert.select import Group, Site, all_names, find_groups, find_sites, why_nothing
 from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import ConversionError, SpecError
@@ -32,13 +31,14 @@ def tensorize_(
     stay as they are.
 
     Args:
-        model: any module that contains `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, Hugging Face's `Conv1D`, or
-            layers of a type registered with `register_converter`.
+        model: any module that contains `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, Hugging Face's variants of them
+            (`Conv1D`, `FalconLinear`, scaled embeddings), or layers of a type registered with `register_converter`.
         config: formats by kind of layer and by name; see `TensorizeConfig`.
         generator: source of the random cores.
 
     Returns:
-        What became of each layer, and the parameters before and now; printable.
+        What became of each layer, why others stay dense, and the parameters before and now; every parameter of the
+        model counts in one row. Printable.
 
     Raises:
         ConversionError: an override without a match or of the wrong format, or a model in which nothing gets smaller.
@@ -79,7 +79,7 @@ def tensorize_(
         if error is not None:
             errors[tt] = error
     compress_layers_(model, trains)
-    return TensorizeReport.of(model, _rows(model, names, sites, errors))
+    return TensorizeReport.of(model, rows_of(model, names, sites, errors))
 
 
 def materialize_(model: nn.Module) -> nn.Module:
@@ -155,38 +155,3 @@ def _std(site: Site) -> float:
         if 1e-6 * abs(mean) < std < float("inf"):
             return std
     return site.converter.std(site.layer)
-
-
-def _rows(
-    model: nn.Module, names: dict[nn.Module, list[str]], sites: list[Site], errors: dict[TensorTrain, float]
-) -> Iterator[LayerRow]:
-    """What became of each site, of layers compressed earlier, and of subclasses of registered types.
-
-    A weight counts in the first row that had it and a tensor train in the first that has it, so that columns add up.
-    """
-    by_layer = {site.layer: site for site in sites}
-    kinds = tuple(converters())
-    counted: set[object] = set()
-
-    def once(key: object, count: int) -> int:
-        known = key in counted
-        counted.add(key)
-        return 0 if known else count
-
-    for old, (name, *_) in names.items():
-        site = by_layer.get(old)
-        if site is None and not isinstance(old, (CompressedLayer, *kinds)):
-            continue
-        new = model.get_submodule(name)
-        before, after = type(old).__name__, type(new).__name__
-        weight = old._parameters.get("weight")
-        if isinstance(new, CompressedLayer):
-            spec = new.tt.spec
-            note = site.note if site else "already compressed"
-            dense = once(new.tt if site is None else weight, spec.dense_numel)
-            stored = once(("stored", new.tt), spec.numel + spec.rank_numel)
-            yield LayerRow(name, before, after, spec, dense, stored, errors.get(new.tt), note)
-        else:
-            count = weight.numel() if weight is not None else 0
-            note = site.note if site else "a subclass of a known layer; register_converter adds it"
-            yield LayerRow(name, before, after, None, once(weight, count), once(("stored", weight), count), None, note)

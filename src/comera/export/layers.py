@@ -130,8 +130,15 @@ class _Table(nn.Module):
 
 
 class _Embedding(_Table):
+    """Rows, times the scale of the table that some models have."""
+
+    def __init__(self, layer: TTMEmbedding, cores: _Cores) -> None:
+        super().__init__(layer, cores)
+        self.scale = float(layer.embed_scale)
+
     def forward(self, input: Tensor) -> Tensor:
         rows_UD = self.rows(input.reshape(-1))
+        rows_UD = rows_UD if self.scale == 1.0 else rows_UD * self.scale
         return rows_UD.view(*input.shape, rows_UD.shape[1])
 
 

@@ -1,8 +1,8 @@
 """A drop-in for `nn.Dropout` with cheaper masks on a CPU (ops/dropout.py)."""
 
-import torch
 from torch import Tensor, nn
 
+from comera.kernels.tracing import traced
 from comera.ops.dropout import dropout
 
 
@@ -14,6 +14,6 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         cheap = input.device.type == "cpu" and not self.inplace and 0 < self.p < 1
-        if not self.training or not cheap or torch.compiler.is_compiling():
+        if not self.training or not cheap or traced():
             return super().forward(input)
         return dropout(input, self.p)

@@ -25,13 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from comera.kernels.tracing import traced
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
 from comera.ops.dtypes import autocast_dtype, working_dtype
 from comera.ops.low_rank import LowRankFactors
 from comera.ops.merge import merge
 from comera.ops.once import unrecorded
-from comera.ops.planner.plan import choose_strategy
+from comera.ops.planner.plan import choose
+from comera.ops.planner.problem import LinearProblem
 from comera.tt.spec import TTSpec
 
 
@@ -81,7 +83,7 @@ class MergeCache:
         and for an input that does not fit, which the layer reports.
         """
         recording = torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or not (recording or getattr(self._thread, "inside", False)):
+        if traced() or not (recording or getattr(self._thread, "inside", False)):
             return None
         if input.ndim == 0 or input.shape[-1] != layers[0].in_features:
             return None
@@ -109,20 +111,12 @@ class MergeCache:
         # writes to inference tensors are not counted
         if any(core.is_inference() or (autocast is None and input.dtype != core.dtype) for core in cores):
             return False
-        rows, itemsize = input.shape[:-1].numel(), (autocast or input.dtype).itemsize
-        return any(
-            choose_strategy(
-                train.spec,  # type: ignore[arg-type]
-                rows,
-                itemsize,
-                input.device.type,
-                input.requires_grad,
-                core.requires_grad,
-                merged=train in self._batched,
-            )
-            == "low_rank"
-            for train, core in zip(trains, cores, strict=True)
-        )
+        size = input.shape[:-1].numel(), (autocast or input.dtype).itemsize, input.device.type
+        for train, core in zip(trains, cores, strict=True):
+            gradients, merged = (input.requires_grad, core.requires_grad), train in self._batched
+            if choose(LinearProblem, train.spec, *size, *gradients, merged=merged)[0] == "low_rank":
+                return True
+        return False
 
     def _pass_down(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the forward of a `TTLinear`: its factors as one more argument."""

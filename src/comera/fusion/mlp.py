@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import BlockPattern, layers_obstacle, submodule
+from comera.kernels.tracing import traced
 from comera.nn.linear import TTLinear
 from comera.ops.mlp import fits_one_chunk, mlp
 
@@ -49,7 +49,7 @@ class MLP(BlockPattern):
         return layers_obstacle(module, (*self.ups, self.down))
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or torch.compiler.is_compiling() or self.obstacle(module):
+        if len(args) != 1 or kwargs or traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
         (input,), (*ups, down) = args, [submodule(module, name) for name in (*self.ups, self.down)]
         activation = self._activation(module)

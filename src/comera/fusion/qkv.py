@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import BlockPattern, layers_obstacle, submodule
+from comera.kernels.tracing import traced
 from comera.ops.dtypes import autocast_dtype, without_autocast
 from comera.ops.low_rank import low_rank
 
@@ -29,7 +29,7 @@ class QKV(BlockPattern):
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         input = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(input, Tensor) or torch.compiler.is_compiling() or self.obstacle(module):
+        if not isinstance(input, Tensor) or traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
         layers = [submodule(module, name) for name in self.layers]
         factors = cache.factors(layers, input)  # type: ignore[arg-type]

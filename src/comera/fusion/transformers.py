@@ -5,6 +5,7 @@ add its modules to the table and the family to the tests in tests/unit/fusion.
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +22,7 @@ def _bert_output(layer: Any, input: Tensor, output: Tensor) -> Tensor:
 
 
 def _gpt2_output(mlp: Any, input: Tensor, output: Tensor) -> Tensor:
-    dropped: Tensor = mlp.dropout(output)
-    return dropped
+    return mlp.dropout(output)  # type: ignore[no-any-return]
 
 
 _BERT_QKV = QKV(("query", "key", "value"))
@@ -37,25 +37,20 @@ _LLAMA_QKV = QKV(("q_proj", "k_proj", "v_proj"))
 _LLAMA_MLP = MLP(method="forward", ups=("gate_proj", "up_proj"), activation="act_fn", down="down_proj")
 _GPT2_MLP = MLP(method="forward", ups=("c_fc",), activation="act", down="c_proj", finish=_gpt2_output)
 
-TABLE: dict[str, BlockPattern] = {
-    "bert.modeling_bert.BertSelfAttention": _BERT_QKV,
-    "bert.modeling_bert.BertLayer": _BERT_MLP,
-    "bert.modeling_bert.BertSelfOutput": ResidualNorm(),
-    "bert.modeling_bert.BertOutput": ResidualNorm(),
-    "roberta.modeling_roberta.RobertaSelfAttention": _BERT_QKV,
-    "roberta.modeling_roberta.RobertaLayer": _BERT_MLP,
-    "roberta.modeling_roberta.RobertaSelfOutput": ResidualNorm(),
-    "roberta.modeling_roberta.RobertaOutput": ResidualNorm(),
-    "llama.modeling_llama.LlamaAttention": _LLAMA_QKV,
-    "llama.modeling_llama.LlamaMLP": _LLAMA_MLP,
-    "mistral.modeling_mistral.MistralAttention": _LLAMA_QKV,
-    "mistral.modeling_mistral.MistralMLP": _LLAMA_MLP,
-    "qwen2.modeling_qwen2.Qwen2Attention": _LLAMA_QKV,
-    "qwen2.modeling_qwen2.Qwen2MLP": _LLAMA_MLP,
-    "qwen3.modeling_qwen3.Qwen3Attention": _LLAMA_QKV,
-    "qwen3.modeling_qwen3.Qwen3MLP": _LLAMA_MLP,
-    "gpt2.modeling_gpt2.GPT2MLP": _GPT2_MLP,
+_BERT = {"SelfAttention": _BERT_QKV, "Layer": _BERT_MLP, "SelfOutput": ResidualNorm(), "Output": ResidualNorm()}
+_LLAMA = {"Attention": _LLAMA_QKV, "MLP": _LLAMA_MLP}
+
+# family: where its modules are defined, and the prefix of their names
+FAMILIES: dict[str, Mapping[str, BlockPattern]] = {
+    "bert.modeling_bert.Bert": _BERT,
+    "roberta.modeling_roberta.Roberta": _BERT,
+    "llama.modeling_llama.Llama": _LLAMA,
+    "mistral.modeling_mistral.Mistral": _LLAMA,
+    "qwen2.modeling_qwen2.Qwen2": _LLAMA,
+    "qwen3.modeling_qwen3.Qwen3": _LLAMA,
+    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP},
 }
+TABLE = {family + part: pattern for family, parts in FAMILIES.items() for part, pattern in parts.items()}
 for _path, _pattern in TABLE.items():
     register_block(f"transformers.models.{_path}", _pattern)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.errors import ConfigError
-from comera.kernels.cpp import library
+from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
+from comera.kernels.tracing import traced
 
 TRITON = ("low_rank", "lookup_rows")
 CPP = ("low_rank", "mlp", "attention", "residual_norm", "merge", "gradients", "adamw", "memory")
@@ -42,15 +43,10 @@ _PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
 
 def supports(kernel: str, *tensors: Tensor) -> bool:
     """Whether the C++ `kernel` supports these operands: at least one, float32 in CPU memory, not traced."""
-    if torch.compiler.is_compiling() or not tensors or asked(kernel) is False:
+    if traced() or not tensors or asked(kernel) is False:
         return False
     plain = (type(t) in _PLAIN and t.dtype == torch.float32 and t.is_cpu and not t.is_neg() for t in tensors)
     return all(plain) and unavailable_reason() is None
-
-
-def unavailable_reason() -> str | None:
-    """Why there are no C++ kernels on this machine, in one line; None where there are."""
-    return library.unavailable_reason()
 
 
 def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "triton", "torch"]:
@@ -93,7 +89,7 @@ def triton_enabled(kernel: str, device: torch.device | str) -> bool:
     Never under torch.compile, which fuses torch's own operations. Raises ConfigError for an unknown COMERA_KERNELS.
     """
     device = torch.device(device)
-    if device.type != "cuda" or torch.compiler.is_compiling() or not triton_available():
+    if device.type != "cuda" or traced() or not triton_available():
         return False
     wanted = asked(kernel)
     if wanted is not None:

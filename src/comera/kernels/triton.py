@@ -62,35 +62,30 @@ def low_rank(x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None = Non
 
 def lookup_rows(ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor) -> Tensor:
     """Rows (U, N_L·N_R) of a table from its factors, summed in float32; ids // M_R and ids % M_R within L and R."""
-    left_MNR, right_MRN, ids_U = left_MNR.contiguous(), right_MRN.contiguous(), ids_U.contiguous()
     rows_UD = left_MNR.new_empty(ids_U.numel(), left_MNR.shape[1] * right_MRN.shape[2])
-    if rows_UD.numel():
-        grid, sizes, blocks = _row_blocks(ids_U, left_MNR, right_MRN)
-        lookup_rows_kernel[grid](ids_U, left_MNR, right_MRN, rows_UD, *sizes, **blocks)
+    _run_on_rows(lookup_rows_kernel, ids_U, left_MNR, right_MRN, rows_UD)
     return rows_UD
 
 
 def lookup_rows_backward(ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor, drows_UD: Tensor) -> tuple[Tensor, Tensor]:
     """∂L[i_u] += drow[u] R[:, k_u]ᵀ,  ∂R[:, k_u] += L[i_u]ᵀ drow[u], in the dtypes of L and R, added in any order."""
-    left_MNR, right_MRN, ids_U = left_MNR.contiguous(), right_MRN.contiguous(), ids_U.contiguous()
-    dleft, dright = (torch.zeros_like(factor, dtype=torch.float32) for factor in (left_MNR, right_MRN))
-    if drows_UD.numel():
-        grid, sizes, blocks = _row_blocks(ids_U, left_MNR, right_MRN)
-        operands = ids_U, left_MNR, right_MRN, drows_UD.contiguous(), dleft, dright
-        lookup_rows_backward_kernel[grid](*operands, *sizes, **blocks)
+    dleft, dright = (factor.new_zeros(factor.shape, dtype=torch.float32) for factor in (left_MNR, right_MRN))
+    _run_on_rows(lookup_rows_backward_kernel, ids_U, left_MNR, right_MRN, drows_UD, dleft, dright)
     return dleft.to(left_MNR.dtype), dright.to(right_MRN.dtype)
 
 
-def _row_blocks(
-    ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor
-) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
-    """Grid, sizes and blocks of the two lookup kernels: some thousand elements of rows a program."""
-    (_, cols_l, rank), (rows_r, _, cols_r) = left_MNR.shape, right_MRN.shape
+def _run_on_rows(
+    kernel: triton.JITFunction, ids_U: Tensor, left_MNR: Tensor, right_MRN: Tensor, rows_UD: Tensor, *grads: Tensor
+) -> None:
+    """Run one of the two lookup kernels: some thousand elements of rows a program."""
+    if rows_UD.numel() == 0:
+        return
+    (_, cols_l, rank), (rows_r, _, cols_r), count = left_MNR.shape, right_MRN.shape, ids_U.numel()
     block_l, block_n = power_of_two(cols_l), power_of_two(cols_r)
     block_u = max(1, 2048 // (block_l * block_n))
-    count = ids_U.numel()
+    operands = (tensor.contiguous() for tensor in (ids_U, left_MNR, right_MRN, rows_UD, *grads))
     blocks = {"BLOCK_U": block_u, "BLOCK_L": block_l, "BLOCK_N": block_n}
-    return (-(-count // block_u),), (count, rows_r, cols_l, cols_r, rank), blocks
+    kernel[(-(-count // block_u),)](*operands, count, rows_r, cols_l, cols_r, rank, **blocks)
 
 
 @lru_cache(maxsize=8)
@@ -156,6 +151,22 @@ def low_rank_kernel(
 
 
 @triton.jit
+def row_block(
+    ids_ptr, count, rows_r, cols_l, cols_r, rank, BLOCK_U: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Offsets of the rows of this program's ids in the left factor, in the right one and in the rows; their masks."""
+    u_U = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
+    l_L, n_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
+    valid_U, valid_L, valid_N = u_U < count, l_L < cols_l, n_N < cols_r
+    id_U = tl.load(ids_ptr + u_U, valid_U, 0).to(tl.int64)
+    left_UL = (id_U // rows_r)[:, None] * (cols_l * rank) + l_L[None, :] * rank
+    right_UN = (id_U % rows_r)[:, None] * (rank * cols_r) + n_N[None, :]
+    row_ULN = u_U[:, None, None] * (cols_l * cols_r) + l_L[None, :, None] * cols_r + n_N[None, None, :]
+    valid_UL, valid_UN = valid_U[:, None] & valid_L[None, :], valid_U[:, None] & valid_N[None, :]
+    return left_UL, right_UN, row_ULN, valid_UL, valid_UN, valid_UL[:, :, None] & valid_N[None, None, :]
+
+
+@triton.jit
 def lookup_rows_kernel(
     ids_ptr,  # (count)
     left_ptr,  # (rows of the left factor, cols_l, rank)
@@ -170,21 +181,15 @@ def lookup_rows_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    u_U = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
-    l_L, n_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
-    valid_U, valid_L, valid_N = u_U < count, l_L < cols_l, n_N < cols_r
-    id_U = tl.load(ids_ptr + u_U, valid_U, 0).to(tl.int64)
-    left_UL = left_ptr + (id_U // rows_r)[:, None] * (cols_l * rank) + l_L[None, :] * rank
-    right_UN = right_ptr + (id_U % rows_r)[:, None] * (rank * cols_r) + n_N[None, :]
-    valid_UL, valid_UN = valid_U[:, None] & valid_L[None, :], valid_U[:, None] & valid_N[None, :]
-
-    row_ULN = tl.zeros((BLOCK_U, BLOCK_L, BLOCK_N), tl.float32)
+    left_UL, right_UN, row_ULN, valid_UL, valid_UN, valid_ULN = row_block(
+        ids_ptr, count, rows_r, cols_l, cols_r, rank, BLOCK_U, BLOCK_L, BLOCK_N
+    )
+    sum_ULN = tl.zeros((BLOCK_U, BLOCK_L, BLOCK_N), tl.float32)
     for q in range(rank):
-        l_UL = tl.load(left_UL + q, valid_UL, 0.0).to(tl.float32)
-        r_UN = tl.load(right_UN + q * cols_r, valid_UN, 0.0).to(tl.float32)
-        row_ULN += l_UL[:, :, None] * r_UN[:, None, :]
-    where = u_U[:, None, None] * (cols_l * cols_r) + l_L[None, :, None] * cols_r + n_N[None, None, :]
-    tl.store(rows_ptr + where, row_ULN.to(rows_ptr.dtype.element_ty), valid_UL[:, :, None] & valid_N[None, None, :])
+        l_UL = tl.load(left_ptr + left_UL + q, valid_UL, 0.0).to(tl.float32)
+        r_UN = tl.load(right_ptr + right_UN + q * cols_r, valid_UN, 0.0).to(tl.float32)
+        sum_ULN += l_UL[:, :, None] * r_UN[:, None, :]
+    tl.store(rows_ptr + row_ULN, sum_ULN.to(rows_ptr.dtype.element_ty), valid_ULN)
 
 
 @triton.jit
@@ -204,16 +209,10 @@ def lookup_rows_backward_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    u_U = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
-    l_L, n_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
-    valid_U, valid_L, valid_N = u_U < count, l_L < cols_l, n_N < cols_r
-    id_U = tl.load(ids_ptr + u_U, valid_U, 0).to(tl.int64)
-    left_UL = (id_U // rows_r)[:, None] * (cols_l * rank) + l_L[None, :] * rank
-    right_UN = (id_U % rows_r)[:, None] * (rank * cols_r) + n_N[None, :]
-    valid_UL, valid_UN = valid_U[:, None] & valid_L[None, :], valid_U[:, None] & valid_N[None, :]
-
-    where = u_U[:, None, None] * (cols_l * cols_r) + l_L[None, :, None] * cols_r + n_N[None, None, :]
-    d_ULN = tl.load(drows_ptr + where, valid_UL[:, :, None] & valid_N[None, None, :], 0.0).to(tl.float32)
+    left_UL, right_UN, row_ULN, valid_UL, valid_UN, valid_ULN = row_block(
+        ids_ptr, count, rows_r, cols_l, cols_r, rank, BLOCK_U, BLOCK_L, BLOCK_N
+    )
+    d_ULN = tl.load(drows_ptr + row_ULN, valid_ULN, 0.0).to(tl.float32)
     for q in range(rank):
         l_UL = tl.load(left_ptr + left_UL + q, valid_UL, 0.0).to(tl.float32)
         r_UN = tl.load(right_ptr + right_UN + q * cols_r, valid_UN, 0.0).to(tl.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from comera.errors import SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.lookup import ttm_bag, ttm_lookup
 from comera.ops.projection import ttm_linear
+from comera.tt.dense import zero_row
 from comera.tt.spec import TTMSpec
 
 
@@ -50,12 +52,12 @@ class _TTMLayer(CompressedLayer):
         return self.tt.spec
 
     @property
-    def weight(self) -> Tensor:
-        """The materialized table (num_embeddings, embedding_dim), made anew at each access: for inspection only."""
-        table_VD = self.tt.dense()
-        if self.padding_idx is None:
-            return table_VD
-        return table_VD.index_fill(0, torch.tensor([self.padding_idx], device=table_VD.device), 0)
+    def _dense_shape(self) -> tuple[int, int]:
+        return self.spec.shape
+
+    def _dense(self, tensors: Sequence[Tensor]) -> Tensor:
+        table_VD = self.tt.dense(tensors).contiguous()
+        return table_VD if self.padding_idx is None else zero_row(table_VD, self.padding_idx)
 
     def _padding_repr(self) -> str:
         return f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
@@ -86,18 +88,27 @@ class TTMTable(_TTMLayer):
 class TTMEmbedding(TTMTable):
     """Drop-in for `nn.Embedding`: rows of a tensor-train matrix.
 
+    embed_scale: what some models multiply the rows by; a tensor of one element is rounded to the dtype of rows first.
     Input: integer ids of any shape -> (..., embedding_dim). An id outside the table is an IdError.
     """
 
     dense_type: type[nn.Module] = nn.Embedding
+    embed_scale: float | Tensor = 1.0
 
     @classmethod
     def like(cls, dense: Any, tt: TensorTrain) -> TTMEmbedding:
         return cls(tt, dense.padding_idx)
 
     def forward(self, input: Tensor) -> Tensor:
-        cores, gates = list(self.tt.cores), self.tt.gates()
-        return ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
+        cores, gates, scale = list(self.tt.cores), self.tt.gates(), self.embed_scale
+        rows = ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
+        if isinstance(scale, Tensor):
+            return rows * scale.to(rows.dtype)
+        return rows if scale == 1.0 else rows * scale
+
+    def extra_repr(self) -> str:
+        scale = float(self.embed_scale)
+        return super().extra_repr() + (f", embed_scale={scale:g}" if scale != 1.0 else "")
 
 
 class TTMEmbeddingBag(TTMTable):
@@ -184,10 +195,7 @@ class TTMProjection(_TTMLayer):
         return self.spec.num_embeddings
 
     def forward(self, input: Tensor) -> Tensor:
-        logits = ttm_linear(input, self.spec, self.tt.effective_cores(), self.bias)
-        if self.padding_idx is not None:  # one column written in place: the logits are the widest tensor of a model
-            logits[..., self.padding_idx] = self.bias[self.padding_idx] if self.bias is not None else 0.0
-        return logits
+        return ttm_linear(input, self.spec, self.tt.effective_cores(), self.bias, padding_idx=self.padding_idx)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"

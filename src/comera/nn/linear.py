@@ -1,6 +1,7 @@
 """TTLinear: a linear layer whose weight is a tensor train."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +69,11 @@ class TTLinear(CompressedLayer):
         return self.spec.out_features
 
     @property
-    def weight(self) -> Tensor:
-        """The materialized weight (out_features, in_features), made anew at each access: for inspection only."""
-        return self.tt.dense().t()
+    def _dense_shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    def _dense(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self.tt.dense(tensors).t().contiguous()
 
     def forward(self, input: Tensor, factors: LowRankFactors | None = None) -> Tensor:
         """y = x W + bias. factors: A and B of W where they are merged already, as `fuse_` arranges it."""

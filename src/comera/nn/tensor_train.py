@@ -6,13 +6,19 @@ checkpoints find `TensorTrain`s by type, never by the names of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from comera.errors import SpecError
+from comera.errors import SpecError, WeightError
+from comera.kernels.tracing import traced
+from comera.nn.weight import is_weight_of, lazy_weight
+from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
 from comera.tt.spec import Spec
@@ -26,8 +32,12 @@ class TensorTrain(nn.Module):
         init_std: standard deviation of the materialized weight that `reset_parameters` draws.
         threshold: τ; a gate at or below it is pruned: it multiplies by exactly 0 and counts 0 (docs/method.md §2).
 
-    Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`.
+    Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`. Gates of cores
+    in half precision are in float32: near 1, bfloat16 does not resolve their steps.
+    late_from: parameters that it stored when a late stage first began, which a fraction as target counts from.
     """
+
+    late_from: int | None = None
 
     def __init__(
         self,
@@ -44,11 +54,14 @@ class TensorTrain(nn.Module):
         self.init_std = init_std
         self.threshold = threshold
 
-        def empty(*shape: int) -> nn.Parameter:
+        def empty(*shape: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
+        wide = merge_dtype(dtype or torch.get_default_dtype())
         self.cores = nn.ParameterList([empty(*shape) for shape in spec.core_shapes])
-        self.rank_params = nn.ParameterList([empty(rank) for rank in spec.inner_ranks])
+        self.rank_params = _Gates([empty(rank, dtype=wide) for rank in spec.inner_ranks])
+        for listed in (self.cores, self.rank_params):
+            listed._parameters = _Parameters(listed._parameters)
         self.reset_parameters(generator)
 
     @classmethod
@@ -99,13 +112,44 @@ class TensorTrain(nn.Module):
             raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
         self.spec = spec
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
-            data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
             parameter.grad = None
+            if parameter.shape == value.shape:
+                # In place, so that the gradient's node stays, which DistributedDataParallel has hooks on.
+                parameter.copy_(value.detach())
+                continue
+            data = value.detach().to(parameter.device, parameter.dtype).contiguous().clone()
             # A graph that is still alive (a kept loss) holds the parameter's gradient node, which remembers the old
             # shape and would refuse the next backward; torch renews the node only when the dtype changes.
             parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype == torch.float32 else torch.float32)
             parameter.data = data
         increment_version([*self.cores, *self.rank_params])  # an assignment to .data is not counted by itself
+
+    def spec_for(self, shapes: Mapping[str, Sequence[int]]) -> Spec | None:
+        """The spec of a state with these modes and any ranks; None for any other state.
+
+        shapes: name in `state_dict()` ("cores.0", "rank_params.0") -> shape in that state.
+        """
+        gates = [shapes.get(f"rank_params.{k}", ()) for k in range(len(self.rank_params))]
+        try:
+            spec = self.spec.with_ranks((1, *(rank for (rank,) in gates), 1))
+        except ValueError:  # no vectors, or no ranks (SpecError)
+            return None
+        want = {f"cores.{k}": shape for k, shape in enumerate(spec.core_shapes)}
+        want |= {f"rank_params.{k}": (rank,) for k, rank in enumerate(spec.inner_ranks)}
+        return spec if {name: tuple(shape) for name, shape in shapes.items()} == want else None
+
+    def resize_(self, spec: Spec) -> None:
+        """Take other ranks, to load a state that has them; cores are zero then. The Parameter objects stay."""
+        if spec != self.spec:
+            self.set_(spec, [self.cores[0].new_zeros(shape) for shape in spec.core_shapes])
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Ranks are state: `load_state_dict` takes those of the state, before it reaches the parameters."""
+        names = {f"{prefix}{name}": name for name, _ in self.named_parameters()}
+        spec = self.spec_for({names[key]: value.shape for key, value in state_dict.items() if key in names})
+        if spec is not None:
+            self.resize_(spec)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -124,12 +168,64 @@ class TensorTrain(nn.Module):
         """Cores with the gates absorbed and pruned slices exactly zero; writes nothing."""
         return absorb(_entries(self.cores), self.gates())
 
-    def dense(self) -> Tensor:
-        """The materialized weight, of `spec.shape`."""
-        return materialize(self.spec, self.effective_cores())
+    def dense(self, tensors: Sequence[Tensor] | None = None) -> Tensor:
+        """The materialized weight, of `spec.shape`, in the cores' dtype whatever autocast says.
+
+        Half-precision cores are merged in float32. tensors: cores and then gates to use in place of its own.
+        """
+        tensors = [*_entries(self.cores), *_entries(self.rank_params)] if tensors is None else tensors
+        cores, gates = tensors[: self.spec.order], tensors[self.spec.order :]
+        dtype = cores[0].dtype
+        with without_autocast(cores[0]):
+            absorbed = absorb(cores, [d.masked_fill(d <= self.threshold, 0.0) for d in gates])
+            return materialize(self.spec, [core.to(merge_dtype(dtype)) for core in absorbed]).to(dtype)
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
+
+
+class _Gates(nn.ParameterList):
+    """Gates: in float32 whatever half precision the model is converted to."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Gates:
+        def widened(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            wide = merge_dtype(converted.dtype)
+            return converted if converted.dtype == wide else tensor.to(converted.device, wide)
+
+        super()._apply(widened, recurse)
+        return self
+
+
+class _Swap:
+    """`functional_call` has put `new` in the place of `old`, under as many names."""
+
+    def __init__(self, old: Tensor, new: Tensor) -> None:
+        self.old, self.new, self.names = ref(old), ref(new), 1
+
+
+class _Parameters(dict[str, nn.Parameter | None]):
+    """Parameters of a list that `functional_call` may put other tensors in the place of, and back.
+
+    It does so for every name of a parameter. Layers that are tied share their list, where it finds under the second
+    name what it has put there itself under the first, and would put that "back" last.
+    """
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        swaps: list[_Swap] = vars(self).setdefault(name, [])  # also while it is unpickled
+        now = self.get(name)
+        if swaps and value is swaps[-1].new():
+            swaps[-1].names += 1 if value is now else -1
+        else:
+            if swaps and value is swaps[-1].old():
+                swaps[-1].names -= 1
+            elif value is not None and now is not None and value is not now:
+                swaps.append(_Swap(now, value))
+            super().__setitem__(name, value)
+        vars(self)[name] = [swap for swap in swaps if swap.names and swap.old() is not None]
+
+    def __reduce__(self) -> Any:
+        return type(self), (), None, None, iter(self.items())
 
 
 def _entries(listed: nn.ParameterList) -> list[Tensor]:
@@ -145,6 +241,38 @@ class CompressedLayer(nn.Module):
 
     tt: TensorTrain
     dense_type: type[nn.Module]
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight as the layer that this one replaces has it: (out, in), or (num_embeddings, embedding_dim).
+
+        Read-only. Its dtype, device and shape cost nothing; operations on it materialize it, and differentiate through
+        it. A write raises WeightError.
+        """
+        cores, gates = self.tt.tensors
+        tensors = [*cores, *gates]
+        if traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return self._dense(tensors)
+        return lazy_weight(self._dense, self._dense_shape, tensors)
+
+    @property
+    @abstractmethod
+    def _dense_shape(self) -> tuple[int, int]:
+        """Of the weight."""
+
+    @abstractmethod
+    def _dense(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The weight, contiguous, from cores and then gates."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif not is_weight_of(value, [*self.tt.cores, *self.tt.rank_params]):  # tied already
+            raise WeightError(
+                f"expected the weight of a {type(self).__name__} to stay the tensor train {self.tt.spec}, got a "
+                f"{type(value).__name__} to put in its place: tie layers before tensorize_, or make them dense first "
+                "with comera.materialize_(model)"
+            )
 
     def _add_bias(self, bias: bool | nn.Parameter, features: int) -> None:
         """Register a bias (features,): True gives zeros, a Parameter is kept as the same object."""

@@ -12,14 +12,17 @@ the kernel.
 Shapes: B batch, H heads, T queries, S keys, D width of a head; C samples and heads of a chunk, flattened.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from comera.kernels.cpp import attention as cpp
 from comera.kernels.select import supports
+from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dropout import as_integers, keep_mask, new_seed
 from comera.ops.dtypes import autocast_dtype, widens, without_autocast
@@ -54,11 +57,13 @@ def attention(
     grouped = k_BHSD.shape[1] != q_BHTD.shape[1]
     kernel = _supported(q_BHTD, k_BHSD, v_BHSD, dropout) and not (is_causal and mask is not None)
     own = q_BHTD.device.type == "cpu" and q_BHTD.ndim == 4 and not is_causal and (dropout > 0 or widens(q_BHTD))
-    fits = 0 <= dropout < 1 and not torch.compiler.is_compiling() and not (mask is not None and mask.requires_grad)
+    fits = 0 <= dropout < 1 and not traced() and not (mask is not None and mask.requires_grad)
     if not fits or not (kernel or own):
-        return F.scaled_dot_product_attention(
-            q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale=scale, is_causal=is_causal, enable_gqa=grouped
-        )
+        # torch's fused kernels know neither samples of a vmap nor forward derivatives
+        with sdpa_kernel(SDPBackend.MATH) if transformed() else nullcontext():
+            return F.scaled_dot_product_attention(
+                q_BHTD, k_BHSD, v_BHSD, mask, dropout, scale=scale, is_causal=is_causal, enable_gqa=grouped
+            )
     o_BHTD: Tensor
     mask = None if mask is None else _added(mask)
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
@@ -101,22 +106,15 @@ def _added(mask: Tensor) -> Tensor | None:
 
 
 class _Kernel(torch.autograd.Function):
-    """Attention by the C++ kernel. Saved: O, two numbers a query, and a seed."""
+    """Attention by the C++ kernel. settings: scale, is_causal. Saved: O, two numbers a query, and a seed."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q_BHTD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        scale: float,
-        is_causal: bool,
+        ctx: Any, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, dropout: float, *settings: Any
     ) -> Tensor:
         seed = new_seed() if dropout else None
         mask = None if mask is None else mask.to(q_BHTD.dtype)
-        ctx.settings = (dropout, scale, is_causal)
+        ctx.settings = dropout, *settings
         operands = (q_BHTD, k_BHSD, v_BHSD, mask, seed)
         o_BHTD: Tensor
         o_BHTD, norms = made_once(lambda: cpp.attention(*operands, *ctx.settings))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.kernels.tracing import constant_when_traced
+from comera.kernels.tracing import constant_when_traced, transformed
 
 
 def merge_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -36,7 +36,7 @@ def product(a_MK: Tensor, b_KN: Tensor, bias: Tensor | None = None) -> Tensor:
     There torch's half-precision products run at 1 to 25 GFLOP/s a core, depending on the layout of the operands (AMD
     EPYC 7003; float32: 90), so two conversions cost little. The operands are saved in half precision.
     """
-    if not widens(a_MK):
+    if not widens(a_MK) or transformed():
         return a_MK @ b_KN if bias is None else torch.addmm(bias, a_MK, b_KN)
     y_MN: Tensor = _WideProduct.apply(a_MK, b_KN, bias)
     return y_MN

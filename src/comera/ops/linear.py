@@ -18,7 +18,8 @@ from comera.errors import SpecError
 from comera.ops.dtypes import autocast_dtype, without_autocast, working_dtype
 from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.ops.merge import merge
-from comera.ops.planner.plan import ContractionPlan, choose_groups
+from comera.ops.planner.plan import ContractionPlan, choose
+from comera.ops.planner.problem import LinearProblem
 from comera.ops.sequential import contract_groups
 from comera.tt.dense import absorb
 from comera.tt.spec import Spec, TTSpec, check_cores
@@ -58,11 +59,14 @@ def tt_linear(
     """
     x_BI, bias = flatten_input(input, spec, spec.shape, cores, bias)
     with without_autocast(input):
-        strategy, groups = ("low_rank", ()) if factors else choose_groups(spec, x_BI, cores, plan)
-        if strategy == "low_rank":
-            if factors is None:
+        if factors is None:
+            gradients = x_BI.requires_grad, any(core.requires_grad for core in cores)
+            size = x_BI.shape[0], x_BI.element_size(), x_BI.device.type
+            strategy, groups = choose(LinearProblem, spec, *size, *gradients, plan=plan)
+            if strategy == "low_rank":
                 gates = [cores[0].new_ones(rank) for rank in spec.inner_ranks] if gates is None else gates
                 (factors,) = merge([spec], [[*cores, *gates]], threshold, working_dtype(x_BI), [bias])
+        if factors is not None:
             missing = None if bias is None or factors.has_bias else bias.to(factors.b.dtype)
             (y_BO,) = low_rank(x_BI, factors.with_bias(missing))
         else:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from comera.errors import IdError, SpecError
 from comera.kernels import select
+from comera.kernels.tracing import transformed, untransformed
 from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.lookup_rows import left_and_right, on_host, pair_sums, rows_of
 from comera.ops.lookup_triton import triton_rows
 from comera.ops.planner.groups import Groups, two_parts
-from comera.ops.planner.plan import ContractionPlan, choose_rows
+from comera.ops.planner.plan import ContractionPlan, choose
+from comera.ops.planner.problem import LookupProblem
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec, check_cores
 
@@ -58,11 +60,9 @@ def ttm_lookup(
 
     Source: [CoMERA] §4, docs/method.md §5.
     """
-    check_cores(spec, cores)
-    _check_ids(ids, spec)
-    pad = None if padding_idx is None else _row(padding_idx, spec)
+    ids_N, pad = _checked(ids, spec, cores, padding_idx)
     with without_autocast(cores[0]):
-        rows_ND = _rows(ids.reshape(ids.numel()).long(), pad, spec, cores, gates, plan)
+        rows_ND = _rows(ids_N, pad, spec, cores, gates, plan)
     return rows_ND.to(cores[0].dtype).reshape(*ids.shape, spec.embedding_dim)
 
 
@@ -103,27 +103,28 @@ def ttm_bag(
 
     Source: docs/method.md §5.
     """
-    check_cores(spec, cores)
-    _check_ids(ids, spec)
+    ids_N, pad = _checked(ids, spec, cores, padding_idx)
     check_bags(ids, offsets, mode, per_sample_weights, include_last_offset)
-    ids_N, pad = ids.reshape(ids.numel()).long(), None if padding_idx is None else _row(padding_idx, spec)
-    weights_N = None if per_sample_weights is None else per_sample_weights.reshape(ids.numel())
+    weights_N = per_sample_weights
+    if weights_N is not None:
+        weights_N = weights_N.reshape(ids.numel()).to(merge_dtype(cores[0].dtype))
     with without_autocast(cores[0]):
         if offsets is None and ids.shape[1] == 1:  # the sum or mean of one row is the row
             sums_BD = _rows(ids_N, pad, spec, cores, gates, plan)
-            sums_BD = sums_BD if weights_N is None else sums_BD * weights_N.to(sums_BD.dtype).unsqueeze(1)
+            sums_BD = sums_BD if weights_N is None else sums_BD * weights_N.unsqueeze(1)
             return sums_BD.to(cores[0].dtype)
-        cores, offsets_B = _absorbed(cores, gates), bag_starts(ids, offsets, include_last_offset)
+        merging, offsets_B = _merging(cores, gates), bag_starts(ids, offsets, include_last_offset)
         groups = _groups(ids_N, spec, cores[0], plan)
+        if len(groups) > 1 and plan is None and on_host(ids_N):
+            groups = _groups(torch.unique(ids_N), spec, cores[0], plan)
         if len(groups) == 1:
-            table_VD = _table(spec, cores)
-            weights_N = None if weights_N is None else weights_N.to(table_VD.dtype)
+            table_VD = materialize(spec, merging)
             sums_BD = F.embedding_bag(
                 ids_N, table_VD, offsets_B, mode="sum", per_sample_weights=weights_N, padding_idx=pad
             )
         else:
             bag_N = bag_of_each(ids_N.numel(), offsets_B)
-            sums_BD = _sums(ids_N, bag_N, offsets_B.numel(), weights_N, pad, spec, cores, groups)
+            sums_BD = _sums(ids_N, bag_N, offsets_B.numel(), weights_N, pad, spec, merging, groups)
         if mode == "mean":
             sums_BD = sums_BD / ids_in_each(ids_N, offsets_B, pad).to(sums_BD.dtype).unsqueeze(1)
     return sums_BD.to(cores[0].dtype)
@@ -139,28 +140,29 @@ def _rows(
 ) -> Tensor:
     """Rows (N, D) in the cores' `merge_dtype`, each different row multiplied once."""
     ids_U, place_N = ids_N, None
-    groups = choose_rows(spec, ids_N.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
+    groups = _groups(ids_N, spec, cores[0], plan)
     if len(groups) > 1 and on_host(ids_N):
         ids_U, place_N = torch.unique(ids_N, return_inverse=True)
-        groups = choose_rows(spec, ids_U.numel(), cores[0].element_size(), plan, device=ids_N.device.type)
+        groups = _groups(ids_U, spec, cores[0], plan)
     if len(groups) == 1:
-        rows_ND = F.embedding(ids_N, _table(spec, _absorbed(cores, gates)))
+        rows_ND = F.embedding(ids_N, materialize(spec, _merging(cores, gates)))
     elif place_N is None:
         bag_N = torch.arange(ids_N.numel(), device=ids_N.device)
-        return _sums(ids_N, bag_N, ids_N.numel(), None, padding, spec, _absorbed(cores, gates), groups)
+        return _sums(ids_N, bag_N, ids_N.numel(), None, padding, spec, _merging(cores, gates), groups)
     else:
         between = two_parts(groups)[0][-1].end - 1  # the gates between the two parts
-        merged = [core.to(merge_dtype(core.dtype)) for core in _absorbed(cores, gates, but=between)]
-        gates_R = None if gates is None else gates[between].to(merged[0].dtype)
-        rows_ND = rows_of(ids_U, groups, merged, gates_R).index_select(0, place_N)[:, : spec.embedding_dim]
+        gates_R = None if gates is None else gates[between].to(merge_dtype(cores[0].dtype))
+        rows_ND = rows_of(ids_U, groups, _merging(cores, gates, but=between), gates_R).index_select(0, place_N)[
+            :, : spec.embedding_dim
+        ]
     return rows_ND if padding is None else rows_ND.masked_fill((ids_N == padding).unsqueeze(1), 0)
 
 
-def _absorbed(cores: Sequence[Tensor], gates: Sequence[Tensor] | None, but: int | None = None) -> Sequence[Tensor]:
-    """The cores with all gates absorbed but those after the core `but`."""
-    if gates is None:
-        return cores
-    return [core if k in (but, len(gates)) else core * gates[k] for k, core in enumerate(cores)]
+def _merging(cores: Sequence[Tensor], gates: Sequence[Tensor] | None, but: int | None = None) -> list[Tensor]:
+    """The cores in their `merge_dtype`, with all gates absorbed but those after the core `but`."""
+    if gates is not None:
+        cores = [core if k in (but, len(gates)) else core * gates[k] for k, core in enumerate(cores)]
+    return [core.to(merge_dtype(core.dtype)) for core in cores]
 
 
 def _sums(
@@ -173,10 +175,7 @@ def _sums(
     cores: Sequence[Tensor],
     groups: Groups,
 ) -> Tensor:
-    """Sums of rows over bags (bags, D) by two groups or more, in the cores' `merge_dtype`."""
-    cores = [core.to(merge_dtype(core.dtype)) for core in cores]
-    if weights_N is not None:
-        weights_N = weights_N.to(cores[0].dtype)
+    """Sums of rows over bags (bags, D) by two groups or more, all in the cores' `merge_dtype`."""
     if padding is not None and on_host(ids_N):
         kept_P = (ids_N != padding).nonzero().squeeze(1)
         ids_N, bag_N = ids_N[kept_P], bag_N[kept_P]
@@ -194,28 +193,29 @@ def _sums(
     return sums_BD[:, : spec.embedding_dim]
 
 
-def _table(spec: TTMSpec, cores: Sequence[Tensor]) -> Tensor:
-    """The whole table (num_embeddings, embedding_dim) in the cores' `merge_dtype`."""
-    return materialize(spec, [core.to(merge_dtype(core.dtype)) for core in cores])
+def _groups(ids_U: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | None) -> Groups:
+    """Groups of cores for as many different rows as there are ids."""
+    return choose(LookupProblem, spec, ids_U.numel(), core.element_size(), ids_U.device.type, plan=plan)[1]
 
 
-def _groups(ids_N: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | None) -> Groups:
-    """Groups of cores for the number of different ids where they are on the host, else for all ids."""
-    itemsize, device = core.element_size(), ids_N.device.type
-    groups = choose_rows(spec, ids_N.numel(), itemsize, plan, device=device)
-    if len(groups) > 1 and plan is None and on_host(ids_N):
-        groups = choose_rows(spec, torch.unique(ids_N).numel(), itemsize, device=device)
-    return groups
+def _checked(ids: Tensor, spec: TTMSpec, cores: Sequence[Tensor], padding_idx: int | None) -> tuple[Tensor, int | None]:
+    """The ids (N,) as int64, and `padding_idx` counted from the start.
 
-
-def _check_ids(ids: Tensor, spec: TTMSpec) -> None:
-    """Raise unless all ids are integers in the table; on an accelerator assert it there, without synchronizing."""
+    Raises unless the cores fit the spec, and padding and all ids are integers in the table; for ids on an accelerator
+    it is asserted there, without synchronizing.
+    """
+    check_cores(spec, cores)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expected ids of dtype int32 or int64, got {ids.dtype}: convert them with ids.long()")
     rows = spec.num_embeddings
-    if not on_host(ids):
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        raise SpecError(f"expected a padding_idx in {-rows} ... {rows - 1} for {rows} rows, got {padding_idx}")
+    ids_N, padding = ids.reshape(ids.numel()).long(), None if padding_idx is None else padding_idx % rows
+    if transformed():
+        ids = untransformed(ids)
+    elif not on_host(ids):
         torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"expected every id in 0 ... {rows - 1}")
-        return
+        return ids_N, padding
     least, most = ids.aminmax() if ids.numel() else (0, 0)
     if least < 0 or most >= rows:
         wrong = (ids < 0) | (ids >= rows)
@@ -224,11 +224,4 @@ def _check_ids(ids: Tensor, spec: TTMSpec) -> None:
             f"expected every id in 0 ... {rows - 1} for a table of {rows} rows, got {int(ids[tuple(position)])} "
             f"at position {position} of ids of shape {list(ids.shape)}: check the tokenizer or raise num_embeddings"
         )
-
-
-def _row(padding_idx: int, spec: TTMSpec) -> int:
-    """`padding_idx` counted from the start. Raises SpecError when it is outside the table."""
-    rows = spec.num_embeddings
-    if not -rows <= padding_idx < rows:
-        raise SpecError(f"expected a padding_idx in {-rows} ... {rows - 1} for {rows} rows, got {padding_idx}")
-    return padding_idx % rows
+    return ids_N, padding

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dtypes import without_autocast
 from comera.ops.lookup_pairs import pair_rows
@@ -39,7 +40,7 @@ BLOCKS_FROM = 4096  # different pairs; sorting fewer takes longer than blocks ga
 
 def on_host(ids: Tensor) -> bool:
     """Whether the values of `ids` can be read without synchronizing or breaking a graph."""
-    return ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    return ids.device.type == "cpu" and not traced()
 
 
 def left_and_right(
@@ -142,6 +143,10 @@ def pair_sums(
     weights_N: Tensor | None = None,
 ) -> Tensor:
     """sums[b] = Σ w · L[i] R[k]ᵀ (bags, X·Y) over the uses (i, k, w) with the bag b; differentiable twice."""
+    if transformed():
+        rows_ND = torch.bmm(left_MXR[i_N], right_MYR[k_N].mT).flatten(1)
+        rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
+        return rows_ND.new_zeros(bags, rows_ND.shape[1]).index_add(0, bag_N, rows_ND)
     blocks = _Blocks(i_N, k_N, bag_N, None, None)
     if on_host(i_N):
         blocks, order_N = _sorted_blocks(i_N, k_N, bag_N, left_MXR)

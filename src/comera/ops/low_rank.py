@@ -31,6 +31,7 @@ from torch import Tensor
 from comera.kernels import select
 from comera.kernels.cpp import low_rank as cpp
 from comera.kernels.cpp.memory import LARGE, empty
+from comera.kernels.tracing import traced
 from comera.ops.dtypes import without_autocast
 from comera.ops.once import made_once
 
@@ -74,7 +75,7 @@ def low_rank(x_BI: Tensor, *factors: LowRankFactors) -> tuple[Tensor, ...]:
         One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: x, the factors and the low-rank
         P_k. Differentiable twice.
     """
-    if torch.compiler.is_compiling():  # autograd and the compiler do as well with two plain products
+    if traced():  # autograd and the compiler do as well with two plain products
         _, outputs = _torch_forward(x_BI.to(factors[0].a.dtype), factors)
         return tuple(y_BO.to(x_BI.dtype) for y_BO in outputs)
     ys_BO: tuple[Tensor, ...] = _LowRank.apply(x_BI, *(tensor for pair in factors for tensor in pair))
@@ -117,8 +118,16 @@ class _LowRank(torch.autograd.Function):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: P is not a constant
                 kept, backward = _low_rank_activations(met_BI, factors), _torch_backward
             dys = [None if dy is None else dy.to(met_BI.dtype) for dy in dys_BO]
-            dx_BI, grads = backward(met_BI, factors, kept, dys, wants)
+            dx_BI, grads = backward(Saved(met_BI, factors, kept), dys, wants)
             return None if dx_BI is None else dx_BI.to(x_BI.dtype), *grads
+
+
+class Saved(NamedTuple):
+    """What a backward reads: x, the factors, and what the forward of its backend kept, in the dtype of the factors."""
+
+    x: Tensor
+    factors: Sequence[LowRankFactors]
+    kept: Sequence[Tensor]
 
 
 class Wanted(NamedTuple):
@@ -145,13 +154,8 @@ def _low_rank_activations(x_BI: Tensor, factors: Sequence[LowRankFactors]) -> li
     return [each.with_ones(p_RB) for p_RB, each in zip(ps_RB, factors, strict=True)]
 
 
-def _torch_backward(
-    x_BI: Tensor,
-    factors: Sequence[LowRankFactors],
-    ps_SB: Sequence[Tensor],
-    dys_BO: Sequence[Tensor | None],
-    wants: Wanted,
-) -> _Backward:
+def _torch_backward(saved: Saved, dys_BO: Sequence[Tensor | None], wants: Wanted) -> _Backward:
+    x_BI, factors, ps_SB = saved
     grads: list[Tensor | None] = [None] * (2 * len(factors))
     reached, us_RB, dx_BI = [], [], None
     for k, (each, dy_BO) in enumerate(zip(factors, dys_BO, strict=True)):
@@ -182,17 +186,12 @@ def _cpp_forward(x_BI: Tensor, factors: Sequence[LowRankFactors]) -> _Forward:
     return [p_BS], made[1:] or cpp.low_rank_output(p_BS, [a.shape[0] for a in as_RI], bs_SO)
 
 
-def _cpp_backward(
-    x_BI: Tensor,
-    factors: Sequence[LowRankFactors],
-    kept: Sequence[Tensor],
-    dys_BO: Sequence[Tensor | None],
-    wants: Wanted,
-) -> _Backward:
+def _cpp_backward(saved: Saved, dys_BO: Sequence[Tensor | None], wants: Wanted) -> _Backward:
+    x_BI, factors, (p_BS,) = saved
     grads: list[Tensor | None] = [None] * (2 * len(factors))
     as_RI, bs_SO = zip(*factors, strict=True)
     wanted = wants.x, any(wants.a), any(wants.b)
-    made = iter(cpp.low_rank_backward(x_BI, kept[0], dys_BO, as_RI, bs_SO, *wanted))
+    made = iter(cpp.low_rank_backward(x_BI, p_BS, dys_BO, as_RI, bs_SO, *wanted))
     dx_BI = next(made) if wants.x else None
     for part in (0, 1):
         if wanted[1 + part]:
@@ -210,16 +209,11 @@ def _triton_forward(x_BI: Tensor, factors: Sequence[LowRankFactors]) -> _Forward
     return [p_BR for _, p_BR in made], [y_BO for y_BO, _ in made]
 
 
-def _triton_backward(
-    x_BI: Tensor,
-    factors: Sequence[LowRankFactors],
-    ps_BR: Sequence[Tensor],
-    dys_BO: Sequence[Tensor | None],
-    wants: Wanted,
-) -> _Backward:
+def _triton_backward(saved: Saved, dys_BO: Sequence[Tensor | None], wants: Wanted) -> _Backward:
     """dx = (dy Bᵀ) A is the forward's product with A and B exchanged."""
     from comera.kernels import triton
 
+    x_BI, factors, ps_BR = saved
     grads: list[Tensor | None] = [None] * (2 * len(factors))
     dx_BI: Tensor | None = None
     for k, (each, p_BR, dy_BO) in enumerate(zip(factors, ps_BR, dys_BO, strict=True)):

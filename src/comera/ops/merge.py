@@ -27,6 +27,7 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import merge as cpp
+from comera.kernels.tracing import traced
 from comera.ops.dtypes import merge_dtype
 from comera.ops.low_rank import LowRankFactors, pairs
 from comera.tt.spec import TTSpec
@@ -58,9 +59,11 @@ def merge(
     Source: docs/method.md §4.
     """
     biases = biases or [None] * len(trains)
-    if torch.compiler.is_compiling():  # autograd and the compiler know all about a few plain products
+    if traced():  # autograd and the compiler know all about a few plain products
         each = zip(specs, trains, biases, strict=True)
-        return pairs([f for spec, train, bias in each for f in _plain_merge([spec], [*train, bias], threshold, dtype)])
+        return pairs(
+            [f for spec, train, bias in each for f in _torch_forward([spec], [*train, bias], threshold, dtype)[0]]
+        )
     flat = (tensor for train in trains for tensor in train)
     return pairs(_Merge.apply(tuple(specs), threshold, dtype, *flat, *biases))
 
@@ -148,11 +151,8 @@ class _Merge(torch.autograd.Function):
         ctx.backend = select.merge_backend(dtype, given)
         if ctx.backend == "cpp":
             return tuple(cpp.merge(tensors, biases, _layout(specs), threshold))
-        ctx.stacked = _Stacked(specs, flat, threshold)
-        merging, split = ctx.stacked.absorbed(), specs[0].split
-        *ctx.left, left_KNR = left_products(merging[:split])
-        *ctx.right, right_KRN = right_products(merging[split:])
-        return tuple(_factors(specs, left_KNR, right_KRN, biases, dtype))
+        factors, ctx.stacked, ctx.left, ctx.right = _torch_forward(specs, flat, threshold, dtype)
+        return tuple(factors)
 
     @staticmethod
     def backward(ctx: Any, *dfactors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -185,11 +185,11 @@ def _torch_backward(ctx: Any, dfactors: Sequence[Tensor | None]) -> list[Tensor 
     db_KRO = _stack_gradients(dbs, merging[0].new_empty(count, rank, prod(spec.out_modes)))
     dabsorbed = left_gradients(merging[:split], ctx.left, da_KIR)
     dabsorbed += right_gradients(merging[split:], ctx.right, db_KRO)
-    dabsorbed = [grad.to(core.dtype) for grad, core in zip(dabsorbed, stacked.cores_KRNS, strict=True)]
     each = zip(dabsorbed, stacked.cores_KRNS, stacked.kept_KS, strict=False)
     dd_KS = [(grad * core).sum((1, 2)) * kept for grad, core, kept in each]
     dcores = [grad * d[:, None, None] for grad, d in zip(dabsorbed, stacked.d_KS, strict=False)]
-    by_train = zip(*(grad.unbind() for grad in (*dcores, dabsorbed[-1], *dd_KS)), strict=True)
+    dcores = [grad.to(stacked.cores_KRNS[0].dtype) for grad in (*dcores, dabsorbed[-1])]
+    by_train = zip(*(grad.unbind() for grad in (*dcores, *dd_KS)), strict=True)
     flat = (grad for grads in by_train for grad in grads)
     return [*(_corner(grad, like) for grad, like in zip(flat, ctx.flat, strict=False)), *dbiases]
 
@@ -206,30 +206,27 @@ def _check_unmodified(tensors: Sequence[Tensor | None], versions: Sequence[int])
     )
 
 
-def _plain_merge(
+def _torch_forward(
     specs: Sequence[TTSpec], flat: Sequence[Tensor | None], threshold: float, dtype: torch.dtype
-) -> list[Tensor]:
-    """The same by operations of torch, which can be traced and differentiated again."""
-    tensors, biases = flat[: -len(specs)], flat[-len(specs) :]
-    merging, split = _Stacked(specs, tensors, threshold).absorbed(), specs[0].split  # type: ignore[arg-type]
-    left, right = left_products(merging[:split])[-1], right_products(merging[split:])[-1]
-    return _factors(specs, left, right, biases, dtype)
+) -> tuple[list[Tensor], _Stacked, list[Tensor], list[Tensor]]:
+    """A_1, [bias_1; B_1], A_2, ... by operations of torch, which can be traced and differentiated again.
 
-
-def _factors(
-    specs: Sequence[TTSpec], left_KNR: Tensor, right_KRN: Tensor, biases: Sequence[Tensor | None], dtype: torch.dtype
-) -> list[Tensor]:
-    """A_1, [bias_1; B_1], A_2, ... from the merged sides."""
-    first = specs[0]
+    Also returned is what `_torch_backward` needs: the stacked trains, and all left and right products but the last.
+    """
+    first, tensors, biases = specs[0], flat[: -len(specs)], flat[-len(specs) :]
+    stacked = _Stacked(specs, tensors, threshold)  # type: ignore[arg-type]
+    merging = stacked.absorbed()
+    *left, left_KNR = left_products(merging[: first.split])
+    *right, right_KRN = right_products(merging[first.split :])
     a_KRI = left_KNR[:, : first.in_features].mT.to(dtype).contiguous()
     none = right_KRN.new_zeros(first.out_features)
     bias_KO = torch.stack([none if bias is None else bias.to(none.dtype) for bias in biases])
     b_KSO = torch.cat([bias_KO[:, None], right_KRN[..., : first.out_features]], 1).to(dtype)
-    made = []
+    factors = []
     for k, (spec, bias) in enumerate(zip(specs, biases, strict=True)):
         rank = spec.ranks[spec.split]
-        made += [a_KRI[k, :rank], b_KSO[k, bias is None : 1 + rank]]
-    return made
+        factors += [a_KRI[k, :rank], b_KSO[k, bias is None : 1 + rank]]
+    return factors, stacked, left, right
 
 
 @lru_cache(maxsize=64)
@@ -279,7 +276,7 @@ def _stack_gradients(grads: Sequence[Tensor | None], total: Tensor) -> Tensor:
 
 def _differentiable(ctx: Any, dfactors: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
     """The gradients of `wanted`, which can be differentiated again."""
-    factors = _plain_merge(ctx.specs, ctx.flat, ctx.threshold, ctx.dtype)
+    factors, *_ = _torch_forward(ctx.specs, ctx.flat, ctx.threshold, ctx.dtype)
     came = [(factor, grad) for factor, grad in zip(factors, dfactors, strict=True) if grad is not None]
     outputs, grads = [factor for factor, _ in came], [grad for _, grad in came]
     return torch.autograd.grad(outputs, wanted, grads, create_graph=True, materialize_grads=True)

@@ -85,7 +85,7 @@ class _MLP(torch.autograd.Function):
 
         def through_hidden() -> Tensor:
             q_RB = x_BI.new_empty(down.a.shape[0], x_BI.shape[0])
-            for part in _chunks_of(x_BI, down):
+            for part in _chunks(x_BI.shape[0], down.a.shape[1], x_BI.device):
                 ys_CF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
                 q_RB[:, part] = down.a @ _hidden(activation, ys_CF)[1].t()
             return q_RB
@@ -124,16 +124,14 @@ class _MLP(torch.autograd.Function):
 
 def _cpp_forward(x_BI: Tensor, flat: Sequence[Tensor], activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """P, Q and z by the kernel; a replay of the forward finds P and Q made."""
-    *_, a_RF, b_SO = flat
     made: list[Tensor] = []
 
     def all_at_once() -> tuple[Tensor, Tensor]:
-        p_BS, q_BS, z_BO = cpp.mlp(x_BI, flat[::2], flat[1::2], activation)
-        made.append(z_BO)
-        return p_BS, q_BS
+        made.extend(cpp.mlp(x_BI, flat[::2], flat[1::2], activation))
+        return made[0], made[1]
 
     p_BS, q_BS = made_once(all_at_once)
-    (z_BO,) = made or low_rank_output(q_BS, [a_RF.shape[0]], [b_SO])
+    (z_BO,) = made[2:] or low_rank_output(q_BS, [flat[-2].shape[0]], flat[-1:])
     return p_BS, q_BS, z_BO
 
 
@@ -149,7 +147,7 @@ def _through_hidden_backward(
     dups_SF: list[Any] = [None] * len(ups)
     vs_RB = [u_RB.new_empty(up.a.shape[0], u_RB.shape[1]) for up in ups]
     _, act_backward = ACTIVATIONS[activation]
-    for part in _chunks_of(u_RB.t(), down):
+    for part in _chunks(u_RB.shape[1], down.a.shape[1], u_RB.device):
         ys_CF = [p[:, part].t() @ up.b for p, up in zip(ps_SB, ups, strict=True)]
         first_CF, hidden_CF = _hidden(activation, ys_CF)
         da_RF = _add_product(da_RF, u_RB[:, part], hidden_CF)
@@ -163,10 +161,6 @@ def _through_hidden_backward(
             dups_SF[k] = _add_product(dups_SF[k], p_SB[:, part], dy_CF)
     assert da_RF is not None  # there is one chunk at least
     return da_RF, vs_RB, dups_SF
-
-
-def _chunks_of(x_BI: Tensor, down: LowRankFactors) -> list[slice]:
-    return _chunks(x_BI.shape[0], down.a.shape[1], x_BI.device)
 
 
 def _chunks(rows: int, hidden_features: int, device: torch.device) -> list[slice]:

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels.tracing import transformed
 from comera.ops.chunking import chunks, pad_last
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.linear import flatten_input
-from comera.ops.planner.plan import ContractionPlan, choose_projection
-from comera.tt.dense import materialize
+from comera.ops.planner.plan import ContractionPlan, choose
+from comera.ops.planner.problem import ProjectionProblem
+from comera.tt.dense import materialize, zero_row
 from comera.tt.spec import TTMSpec
 
 
@@ -26,6 +28,7 @@ def ttm_linear(
     cores: Sequence[Tensor],
     bias: Tensor | None = None,
     *,
+    padding_idx: int | None = None,
     plan: ContractionPlan | None = None,
 ) -> Tensor:
     """logits = x Eᵀ + bias, E the tensor-train matrix of `cores`: an output head, tied to an embedding or not.
@@ -34,24 +37,27 @@ def ttm_linear(
         x: (..., embedding_dim).
         cores: `order` tensors of `spec.core_shapes`.
         bias: (num_embeddings,).
+        padding_idx: this row of E counts as zero and gets no gradient: its logit is the bias alone.
         plan: a forced choice; by default `plan_projection` for this batch.
 
     Returns:
         (..., num_embeddings); dtypes, errors and derivatives as for `tt_linear`.
     """
     x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
-    strategy, split = choose_projection(spec, x_BI.shape[0], x_BI.element_size(), plan, device=x_BI.device.type)
+    size = x_BI.shape[0], x_BI.element_size(), x_BI.device.type
+    strategy, groups = choose(ProjectionProblem, spec, *size, plan=plan)
     with without_autocast(x):
-        if strategy == "dense":
+        if strategy == "dense" or transformed():
             dtype = merge_dtype(cores[0].dtype)
             table_OI = materialize(spec, [core.to(dtype) for core in cores]).to(x_BI.dtype)
+            table_OI = table_OI if padding_idx is None else zero_row(table_OI, padding_idx)
             logits_BO = F.linear(x_BI, table_OI, bias)
         else:
-            left_MNR, right_RMN = merge_sides(cores, split)
+            left_MNR, right_RMN = merge_sides(cores, groups[0].end)
             used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
             left_MNR, right_RMN = left_MNR[:used].to(x_BI.dtype), right_RMN.to(x_BI.dtype)
             x_BI = pad_last(x_BI, prod(spec.col_modes))
-            logits_BO = _Projection.apply(x_BI, left_MNR, right_RMN, bias, spec.num_embeddings)
+            logits_BO = _Projection.apply(x_BI, left_MNR, right_RMN, bias, spec.num_embeddings, padding_idx)
     return logits_BO.view(*x.shape[:-1], spec.num_embeddings)
 
 
@@ -64,14 +70,25 @@ class _Projection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, left_MNR: Tensor, right_RMN: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_BI: Tensor,
+        left_MNR: Tensor,
+        right_RMN: Tensor,
+        bias: Tensor | None,
+        rows: int,
+        padding: int | None,
+    ) -> Tensor:
         ctx.save_for_backward(x_BI, left_MNR, right_RMN)
+        ctx.padding = padding
         left_MK = left_MNR.flatten(1)
         y_BMM = x_BI.new_empty(x_BI.shape[0], left_MNR.shape[0], right_RMN.shape[1])
         for part in _chunks(x_BI, left_MNR, right_RMN):
             t_BKM = _contract_right(x_BI[part], left_MNR, right_RMN)
             torch.bmm(left_MK.expand(t_BKM.shape[0], *left_MK.shape), t_BKM, out=y_BMM[part])
         y_BO = y_BMM.flatten(1)[:, :rows]
+        if padding is not None:  # here, since the logits are the widest tensor of a model
+            y_BO[:, padding] = 0
         return y_BO.contiguous() if bias is None else y_BO + bias
 
     @staticmethod
@@ -83,6 +100,9 @@ class _Projection(torch.autograd.Function):
         dleft_MK, dright_KN = left_MNR.new_zeros(m, n * r, dtype=dtype), torch.zeros_like(right_KN, dtype=dtype)
         dx_BI = torch.empty_like(x_BI)
         with without_autocast(dy_BO):
+            dbias_O = dy_BO.sum(0) if ctx.needs_input_grad[3] else None
+            if ctx.padding is not None:
+                dy_BO = dy_BO.index_fill(1, torch.tensor([ctx.padding], device=dy_BO.device), 0)
             dy_BMM = pad_last(dy_BO, m * rows_r).reshape(x_BI.shape[0], m, rows_r)
             for part in _chunks(x_BI, left_MNR, right_RMN):
                 x_CI, dy_CMM = x_BI[part], dy_BMM[part]
@@ -93,9 +113,8 @@ class _Projection(torch.autograd.Function):
                 dt_QK = dt_CKM.view(size * n, r * rows_r)  # Q: samples of the chunk and left columns
                 dright_KN += dt_QK.t() @ x_CI.reshape(size * n, cols_r)
                 dx_BI[part] = (dt_QK @ right_KN).view(size, n * cols_r)
-            dbias_O = dy_BO.sum(0) if ctx.needs_input_grad[3] else None
         dleft_MNR, dright_RMN = dleft_MK.view(left_MNR.shape), dright_KN.view(right_RMN.shape)
-        return dx_BI, dleft_MNR.to(x_BI.dtype), dright_RMN.to(x_BI.dtype), dbias_O, None
+        return dx_BI, dleft_MNR.to(x_BI.dtype), dright_RMN.to(x_BI.dtype), dbias_O, None, None
 
 
 def _contract_right(x_BI: Tensor, left_MNR: Tensor, right_RMN: Tensor) -> Tensor:

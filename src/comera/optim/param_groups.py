@@ -32,6 +32,9 @@ def param_groups(
     A parameter's group follows from the module that owns it, not from its name. Each trainable parameter is in exactly
     one group, even if it is tied. Empty groups are omitted.
 
+    Weight decay acts once per weight: W is a product of its cores, so each of n trainable cores gets 1/n of it. Tensor
+    trains of different n are in groups of their own, with the same name.
+
     Gates are never decayed, because the size objective alone pulls them down. Tables want a rate of their own, two to
     ten times `core_lr`. Under Adam, a row of a dense table moves by some 30 times the rate each time its token occurs,
     because the second moment decays in between. A compressed row has no entries of its own: every token in every step
@@ -43,7 +46,7 @@ def param_groups(
         core_lr: default `lr`.
         table_lr: default `core_lr`.
         rank_lr: default `lr`.
-        weight_decay: of the groups that are decayed.
+        weight_decay: of each weight in the groups that are decayed, dense or a tensor train.
 
     Returns:
         Dictionaries with "name", "params", "lr" and "weight_decay", for an optimizer's constructor.
@@ -56,9 +59,9 @@ def param_groups(
         >>> from torch.nn import Embedding, LayerNorm, Linear, Sequential
         >>> model = Sequential(Embedding(1000, 256), Linear(256, 256), LayerNorm(256))
         >>> _ = comera.tensorize_(model)
-        >>> groups = comera.param_groups(model, lr=1e-3, core_lr=5e-3, weight_decay=0.01)
+        >>> groups = comera.param_groups(model, lr=1e-3, core_lr=5e-3, weight_decay=0.012)
         >>> [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
-        [('cores', 0.005, 0.01), ('tables', 0.005, 0.01), ('ranks', 0.001, 0.0), ('dense_no_decay', 0.001, 0.0)]
+        [('cores', 0.005, 0.002), ('tables', 0.005, 0.003), ('ranks', 0.001, 0.0), ('dense_no_decay', 0.001, 0.0)]
         >>> optimizer = torch.optim.AdamW(groups)
 
     Source: docs/method.md §9.
@@ -70,29 +73,24 @@ def param_groups(
         if not isfinite(value) or value < 0:
             raise ConfigError(f"{name} must be a finite number >= 0, got {value}")
 
-    roles: dict[nn.Parameter, str] = {}
+    roles: dict[nn.Parameter, tuple[str, float]] = {}  # name of the group, weight decay
     for _, train in named_trains(model):
-        roles |= dict.fromkeys(train.cores, "tables" if isinstance(train.spec, TTMSpec) else "cores")
-        roles |= dict.fromkeys(train.rank_params, "ranks")
-    settings = {
-        "cores": (core_lr, weight_decay),
-        "tables": (table_lr, weight_decay),
-        "ranks": (rank_lr, 0.0),
-        "dense": (lr, weight_decay),
-        "dense_no_decay": (lr, 0.0),
-    }
-    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in settings}
+        share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
+        roles |= dict.fromkeys(train.cores, ("tables" if isinstance(train.spec, TTMSpec) else "cores", share))
+        roles |= dict.fromkeys(train.rank_params, ("ranks", 0.0))
+    rate_of = {"cores": core_lr, "tables": table_lr, "ranks": rank_lr, "dense": lr, "dense_no_decay": lr}
+    members: dict[tuple[str, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            kind = roles.get(parameter, "dense" if parameter.ndim >= 2 else "dense_no_decay")
-            members[kind].append(parameter)
-    if not any(members.values()):
+            role = ("dense", weight_decay) if parameter.ndim >= 2 else ("dense_no_decay", 0.0)
+            members.setdefault(roles.get(parameter, role), []).append(parameter)
+    if not members:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameter (all have requires_grad=False, or there are none): "
             "unfreeze the parameters to train"
         )
     return [
-        {"name": name, "params": parameters, "lr": settings[name][0], "weight_decay": settings[name][1]}
-        for name, parameters in members.items()
-        if parameters
+        {"name": name, "params": members[name, decay], "lr": rate, "weight_decay": decay}
+        for name, rate in rate_of.items()
+        for decay in sorted(decay for each, decay in members if each == name)
     ]

@@ -4,7 +4,8 @@ The manifest is stored in the header of model.safetensors, so that a single rena
 interrupted save never leaves a pair that does not match. `comera.json` is a copy for people; loading does not read it.
 
     {"format": 1, "comera": version, "metadata": {...},
-     "trains": [{"names": {"encoder.0.tt": "TTLinear"}, "spec": {...}, "init_std": 0.02, "threshold": 0.01}],
+     "trains": [{"names": {"encoder.0.tt": "TTLinear"}, "spec": {...}, "init_std": 0.02, "threshold": 0.01,
+                 "late_from": 9812}],       parameters when a late stage first began; absent before
      "tied": {"head.tt.cores.0": "embed.tt.cores.0"},      a tied tensor is stored once, under its first name
      "transient": ["embed.positions"]}      buffers with persistent=False, read only for models on the meta device
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from comera.errors import CheckpointError, SpecError
 from comera.nn.tensor_train import TensorTrain
+from comera.pretrained.sharded import type_name
 from comera.tt.spec import Spec, spec_from_dict
 
 WEIGHTS, MANIFEST = "model.safetensors", "comera.json"
@@ -36,12 +38,21 @@ class SavedTrain:
     spec: Spec
     init_std: float
     threshold: float
+    late_from: int | None = None
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> SavedTrain:
         """Read an entry of the manifest."""
         spec = spec_from_dict(entry["spec"])
-        return cls(dict(entry["names"]), spec, float(entry["init_std"]), float(entry["threshold"]))
+        late_from = None if entry.get("late_from") is None else int(entry["late_from"])
+        return cls(dict(entry["names"]), spec, float(entry["init_std"]), float(entry["threshold"]), late_from)
+
+    @staticmethod
+    def entry(train: TensorTrain, names: Mapping[str, str]) -> dict[str, Any]:
+        """The entry of a tensor train, which `of` reads."""
+        late = {} if train.late_from is None else {"late_from": train.late_from}
+        constants = {"init_std": train.init_std, "threshold": train.threshold}
+        return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late}
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in the file, for the train registered as `name`: cores first."""
@@ -107,7 +118,7 @@ def train_names(model: nn.Module) -> dict[TensorTrain, dict[str, str]]:
     names: dict[TensorTrain, dict[str, str]] = {}
     for name, module in modules.items():
         if isinstance(module, TensorTrain):
-            names.setdefault(module, {})[name] = type(modules[name.rpartition(".")[0]]).__name__
+            names.setdefault(module, {})[name] = type_name(modules[name.rpartition(".")[0]])
     return names
 
 

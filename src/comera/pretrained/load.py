@@ -1,5 +1,6 @@
 """`load_pretrained`: everything is planned and checked before anything is changed."""
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,8 @@ from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
+from comera.pretrained.sharded import like, type_name
+from comera.pretrained.transformers_folder import read_transformers_folder
 from comera.rank.optimizer_state import reset_state_, unwrap
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
@@ -24,9 +27,10 @@ def load_pretrained(
 ) -> nn.Module:
     """Load what `save_pretrained` wrote into a model of the same architecture, in place.
 
-    Layers get the saved modes and ranks. Parameters keep their dtype and device; those on the meta device go to the
-    CPU. They stay the same objects if a layer is compressed already, with as many cores as saved; a dense layer that
-    becomes compressed, other numbers of cores and the meta device give new ones. Create optimizers after such a load.
+    The folder may also be that of a compressed model of transformers, from its own `save_pretrained`. Layers get the
+    saved modes and ranks. Parameters keep their dtype and device; those on the meta device go to the CPU. They stay the
+    same objects if a layer is compressed already, with as many cores as saved; a dense layer that becomes compressed,
+    other numbers of cores and the meta device give new ones. Create optimizers after such a load.
 
     Args:
         model: dense (fresh, or on the meta device) or compressed.
@@ -60,10 +64,10 @@ def load_pretrained(
         ('TTMEmbedding', 'TTLinear')
     """
     folder = Path(folder)
-    manifest, stored = read_folder(folder)
-    plan = _Plan(model, stored, set(manifest["transient"]))
-    for entry in manifest["trains"]:
-        plan.place(SavedTrain.of(entry))
+    trains, stored, transient = _read(folder, model)
+    plan = _Plan(model, stored, transient)
+    for saved in trains:
+        plan.place(saved)
     plan.match()
     problems = plan.problems + (plan.unmatched if strict else [])
     if problems or not plan.found:
@@ -81,6 +85,33 @@ def load_pretrained(
     plan.apply()
     reset_state_(written, optimizers)
     return model
+
+
+def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, Tensor], set[str]]:
+    """Tensor trains, tensors and names of transient buffers in a folder."""
+    found = read_transformers_folder(folder)
+    if found is None:
+        manifest, stored = read_folder(folder)
+        return [SavedTrain.of(entry) for entry in manifest["trains"]], stored, set(manifest["transient"])
+    trains, stored = found
+    own = {
+        *model.state_dict(keep_vars=True),
+        *(key for saved in trains for at in saved.names for key in saved.shapes(at)),
+    }
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is not None and isinstance(model, library.PreTrainedModel) and not stored.keys() <= own:
+        # transformers stores some models under the names and in the parts of their first release
+        loaded, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        trains = [SavedTrain.of(SavedTrain.entry(tt, names)) for tt, names in train_names(loaded).items()]
+        stored = {key: value for key, value in loaded.state_dict().items() if key not in info["missing_keys"]}
+    names: dict[int, list[str]] = {}  # transformers stores tied tensors once and leaves the ties to the model
+    for key, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(key)
+    for tied in names.values():
+        there = next((key for key in tied if key in stored), None)
+        if there is not None:
+            stored |= {key: stored[there] for key in tied if key not in stored}
+    return trains, stored, set()
 
 
 def _check_optimizers(model: nn.Module, replaced: set[Tensor], optimizers: Iterable[Optimizer]) -> None:
@@ -156,6 +187,8 @@ class _Plan:
                 misfit = _misfit(module, kind, saved.spec)
                 placement.dense.append(module)
                 self._claim(f"{path}.weight")
+                for leaf in module._buffers:  # they go with the layer
+                    self.meta_buffers.pop(f"{path}.{leaf}", None)
             else:
                 misfit = _held_misfit(module, attribute, kind, saved.spec)
                 if not misfit:
@@ -221,20 +254,21 @@ class _Plan:
             cores, gates = tensors[: saved.spec.order], tensors[saved.spec.order :]
             if held is not None:
                 held.set_(saved.spec, cores, gates)  # the same Parameters, so that optimizers keep theirs
-                held.init_std, held.threshold = saved.init_std, saved.threshold
+                held.init_std, held.threshold, held.late_from = saved.init_std, saved.threshold, saved.late_from
                 continue
-            like = next((tt.cores[0] for tt in placement.held), None)
-            like = placement.dense[0].get_parameter("weight") if like is None else like
+            old = next((tt.cores[0] for tt in placement.held), None)
+            old = placement.dense[0].get_parameter("weight") if old is None else old
             constants = {"init_std": saved.init_std, "threshold": saved.threshold}
-            device = "cpu" if like.is_meta else like.device
-            tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=like.dtype, device=device)
-            tt.requires_grad_(like.requires_grad)
+            device = "cpu" if old.is_meta else old.device
+            tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=old.dtype, device=device)
+            tt.requires_grad_(old.requires_grad)
+            tt.late_from = saved.late_from
             new |= dict.fromkeys(placement.dense, tt)
             for module, attribute in placement.holders:
                 setattr(module, attribute, tt)
         compress_layers_(self.model, new)
 
-        self._load({key: self.stored[key] for key, own in self.state.items() if not own.is_meta})
+        self._load({key: like(self.stored[key], own) for key, own in self.state.items() if not own.is_meta})
         made: dict[int, Tensor] = {}  # tied ones stay tied
         for key, own in self.state.items():
             if own.is_meta and id(own) not in made:
@@ -282,6 +316,6 @@ def _held_misfit(module: nn.Module, attribute: str, kind: str, spec: Spec) -> st
     held = getattr(module, attribute, None)
     if not isinstance(held, TensorTrain):
         return f"a layer that holds or can become a tensor train (not this {type(module).__name__})"
-    if (type(module).__name__, type(held.spec), held.spec.shape) == (kind, type(spec), spec.shape):
+    if (type_name(module), type(held.spec), held.spec.shape) == (kind, type(spec), spec.shape):
         return None
     return f"a tensor train for a {type(module).__name__} {held.spec.shape[0]} x {held.spec.shape[1]}"

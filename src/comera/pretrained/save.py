@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import CheckpointError
 from comera.files import replace_file
-from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, train_names, transient_buffers
+from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, SavedTrain, train_names, transient_buffers
+from comera.pretrained.sharded import leads, whole
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
     """Write a model, compressed or dense, to `folder`: model.safetensors and comera.json, each replaced as a whole.
+
+    With parameters that `fully_shard` has spread over processes, call it in every process; the first one writes.
 
     Args:
         model: its parameters and buffers are saved, tied tensors once.
@@ -43,15 +46,14 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
         "format": FORMAT,
         "comera": __version__,
         "metadata": dict(metadata or {}),
-        "trains": [
-            {"names": names, "spec": tt.spec.to_dict(), "init_std": tt.init_std, "threshold": tt.threshold}
-            for tt, names in train_names(model).items()
-        ],
+        "trains": [SavedTrain.entry(tt, names) for tt, names in train_names(model).items()],
         "tied": tied,
         "transient": transient,
     }
     try:
         header = {"format": "pt", "comera": json.dumps(manifest, allow_nan=False)}
+        if not leads(model.parameters()):
+            return
         folder.mkdir(parents=True, exist_ok=True)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"metadata for {folder} must be JSON-ready, but: {error}") from error
@@ -80,7 +82,7 @@ def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             tied[name] = first[id(value)]
             continue
         first[id(value)] = name
-        tensor = value.detach().cpu().contiguous()
+        tensor = whole(value.detach()).cpu().contiguous()
         where = tensor.untyped_storage().data_ptr()
         if where in memory and tensor.numel():  # another view of the same memory, which safetensors refuses
             tensor = tensor.clone()

@@ -9,14 +9,17 @@ allocate.py then decides which ranks to keep. See docs/method.md §3.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.distributed import shapes_changed
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.allocate import allocate
+from comera.rank.copies import trains_of_copies
 from comera.rank.optimizer_state import reset_state_
 from comera.rank.report import RankReport, RankRow
 from comera.rank.size import spec_size
@@ -33,6 +36,7 @@ def round_(
     optimizers: Sequence[Optimizer] = (),
     weights: Mapping[str, float] | None = None,
     multiple: int = 1,
+    copies: Sequence[nn.Module] = (),
 ) -> RankReport:
     """Round a model's tensor trains by SVD, in place, until together they fit a target size; it is always met.
 
@@ -48,13 +52,16 @@ def round_(
             which its old moments mean nothing, so its state is reset, step counts included.
         weights: how much an error in a tensor train counts, by the train's name; 1 by default.
         multiple: keep ranks at multiples of it (8 or 16 suit tensor cores).
+        copies: all that average the model's parameters (`torch.optim.swa_utils.AveragedModel`). An average over two
+            bases means nothing, so that of a rounded train starts again from the new values.
 
     Returns:
         Ranks and relative errors by tensor train; printable.
 
     Raises:
         RankError: a target above the present size or below the smallest possible, parameters that are not finite,
-            weights below 0 or for an unknown train, or a multiple below 1. Nothing has changed then.
+            weights below 0 or for an unknown train, copies of other ranks, or a multiple below 1. Nothing has changed
+            then.
 
     Example:
         >>> import torch, comera
@@ -80,6 +87,7 @@ def round_(
             raise RankError(
                 f"weights: expected finite values >= 0 for tensor trains ({', '.join(trains)}), got {name!r}: {weight}"
             )
+    copied = trains_of_copies(model, copies)
     before = sum(spec_size(train.spec) for train in trains.values())
     budget = target_of(model, target, size=before, multiple=multiple, where="target")
     # Compute everything before changing anything, so that an error leaves model and optimizers as they were.
@@ -90,20 +98,29 @@ def round_(
         ranks, done = train.spec.inner_ranks, rounded.get(name)
         rows.append(RankRow(name, ranks, done.spec.inner_ranks if done else ranks, done.error if done else 0.0))
         if done:
-            train.set_(done.spec, done.cores)
+            for each in (train, *copied[train]):
+                each.set_(done.spec, done.cores)
     reset_state_([p for name in rounded for p in trains[name].parameters()], optimizers)
     after = sum(spec_size(train.spec) for train in trains.values())
-    return RankReport("rounded", before, after, tuple(rows), target=budget)
+    report = RankReport("rounded", before, after, tuple(rows), target=budget)
+    if report.changed:
+        shapes_changed(model)
+    return report
 
 
 @torch.no_grad()
-def canonicalize_(trains: Iterable[TensorTrain], optimizers: Sequence[Optimizer] = ()) -> None:
+def canonicalize_(
+    trains: Iterable[TensorTrain],
+    optimizers: Sequence[Optimizer] = (),
+    copies: Mapping[TensorTrain, Sequence[TensorTrain]] = MappingProxyType({}),
+) -> None:
     """Bring tensor trains into canonical form, where each inner rank runs over singular vectors; weights are unchanged.
 
     The slices of one inner rank then contribute orthogonally to each other, so that any of them can go without the
     rest. Unpruned gates are absorbed into the cores and become ones; as many as were pruned stay so, at zero, behind
-    them. Ranks that exceed what their neighbors can use fall. The optimizers' state of the trains is reset as in
-    `round_`. Raises RankError, with nothing changed, for parameters that are not finite.
+    them. Ranks that exceed what their neighbors can use fall. The optimizers' state of the trains is reset, and the
+    averages in their copies start again, as in `round_`. Raises RankError, with nothing changed, for parameters that
+    are not finite.
     """
     with _one_thread():
         found = [(train, round_cores(train.spec, _effective_cores("a tensor train", train))) for train in trains]
@@ -111,7 +128,8 @@ def canonicalize_(trains: Iterable[TensorTrain], optimizers: Sequence[Optimizer]
         unpruned = [int(mask.sum()) for mask in train.unpruned()]
         ranks = zip(canonical.spec.inner_ranks, unpruned, strict=True)
         gates = [(torch.arange(rank) < count).double() for rank, count in ranks]
-        train.set_(canonical.spec, canonical.cores, gates)
+        for each in (train, *copies.get(train, ())):
+            each.set_(canonical.spec, canonical.cores, gates)
     reset_state_([p for train, _ in found for p in train.parameters()], optimizers)
 
 

@@ -15,12 +15,17 @@ pruning.
 What a step decides on the host (counting, starting the late stage, zeroing gates) is in `advance` and `between_steps`.
 The rest is work for the device alone, so that a CUDA graph can capture it. `replayed` says who calls the two: the
 hooks, or whoever replays the step (`comera.trainer.step`).
+
+Several processes must decide alike. Sizes and importances follow from parameters and gradients, which they share; the
+losses that a decision reads are averaged over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import asdict, dataclass, fields
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, replace
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -28,37 +33,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from comera.convert.swap import tell_changed
+from comera.distributed import check_whole, follow_state_, several, shapes_changed, sum_
 from comera.errors import RankError
 from comera.nn.tensor_train import named_trains
 from comera.rank.budget import canonicalize_, round_
+from comera.rank.copies import trains_of_copies
 from comera.rank.importance import update_importance_, zero_gates_
+from comera.rank.loss_mean import LossMean
 from comera.rank.objective import EarlyStage, LateStage, Scales, early_scales, late_budget, late_scales
 from comera.rank.optimizer_state import unwrap
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
+from comera.rank.state import RankState
 from comera.rank.step_rule import HookArgs, adjust_gradients_, parameters_of, run_before_step
-from comera.rank.target import target_of
+from comera.rank.target import late_target
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _ZERO_EVERY = 20  # steps between two rounds of zeroing gates: about as far as the importances look back
-_HORIZON = 100  # steps over which the loss that the stages weigh is averaged: a single batch says little
-
-
-@dataclass
-class _State:
-    """What a controller remembers from step to step; its fields are the keys of `state_dict`."""
-
-    surrogate_0: float | None = None  # Ŝ when adaptation began
-    target_size: int | None = None  # S0; None in the early stage
-    target_loss: float | None = None  # L0; None in the early stage
-    switch_size: int = 0  # when the late stage started
-    switch_step: int = 0
-    steps: int = 0
-    epochs: int = 0
-    best_held_out: float | None = None  # for LateStage.plateau
-    evaluations_since: int = 0  # that best one
-    loss: float | None = None  # mean of the last losses, as of saving
 
 
 class RankController:
@@ -70,16 +63,19 @@ class RankController:
     target at the end.
 
     Args:
-        model: has at least one compressed layer; the controller adapts the tensor trains that it holds now.
+        model: has at least one compressed layer; the controller adapts the tensor trains that it holds now. Give a
+            DistributedDataParallel wrapper rather than what it wraps, so that it follows the ranks when they fall.
         early, late: the two stages. Without `late.target_size`, the early stage goes on to the end.
         multiple: keep ranks at multiples of it (8 or 16 suit tensor cores) where possible.
+        copies: all that average the model's parameters (`torch.optim.swa_utils.AveragedModel`). They are cut with it,
+            and where its tensor trains get another basis, averages start again from the new values.
 
     Attributes:
         replayed: set it if steps are captured and replayed (CUDA graphs). Then call `advance` before and
             `between_steps` after each step, and capture again when `phase` changes.
 
     Raises:
-        RankError: a model without compressed layers.
+        RankError: a model without compressed layers, or with sharded ones, or copies of other ranks.
 
     Example:
         >>> import torch, comera
@@ -105,9 +101,15 @@ class RankController:
     """
 
     def __init__(
-        self, model: nn.Module, early: EarlyStage = _EARLY, late: LateStage = _LATE, *, multiple: int = 1
+        self,
+        model: nn.Module,
+        early: EarlyStage = _EARLY,
+        late: LateStage = _LATE,
+        *,
+        multiple: int = 1,
+        copies: Sequence[nn.Module] = (),
     ) -> None:
-        self.model, self.early, self.late, self.multiple = model, early, late, multiple
+        self.model, self.early, self.late, self.multiple, self.copies = model, early, late, multiple, copies
         self.replayed = False
         self._trains = [train for _, train in named_trains(model)]
         self._cores = [core for train in self._trains for core in train.cores]
@@ -116,11 +118,11 @@ class RankController:
                 f"expected a model with compressed layers, got {type(model).__name__} without any: "
                 "call comera.tensorize_(model) first"
             )
+        check_whole(self._cores)
+        trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
-        self._state = _State()
-        self._loss: Tensor | None = None  # mean of the last losses, on their device
-        self._window: Tensor | None = None  # steps in that mean, on the same device
+        self._state, self._losses = RankState(), LossMean()
 
     def attach(self, optimizer: Optimizer) -> RankController:
         """Adapt at each step of `optimizer`, for the parameters that it holds; returns self.
@@ -168,27 +170,24 @@ class RankController:
         """L0; None in the early stage."""
         return self._state.target_loss
 
-    def observe(self, loss: Tensor) -> None:
-        """Record the loss of a step, a scalar, before the optimizer's step; counts the steps. Does not synchronize.
+    @property
+    def losses_left_out(self) -> int:
+        """Observed losses that were not finite, and so are in no mean. Synchronizes."""
+        return self._losses.host()[2]
 
-        Raises RankError for a loss that is not a scalar.
+    def observe(self, loss: Tensor) -> None:
+        """Record the loss of a step, or of each of its micro-batches, before the optimizer's step.
+
+        loss: a scalar. One that is not finite (an overflow under a GradScaler) is left out, and counted in
+        `losses_left_out`. Does not synchronize. Raises RankError for a loss that is not a scalar.
         """
         if loss.numel() != 1:
             raise RankError(f"expected the loss as a scalar, got shape {tuple(loss.shape)}: reduce it first")
-        if not self.replayed:
-            self.advance()
-        value = loss.detach().reshape(()).float()
-        if self._loss is None or self._window is None:
-            saved = self._state.loss
-            self._loss = torch.zeros_like(value) if saved is None else torch.full_like(value, saved)
-            self._window = torch.full_like(value, self._steps_averaged())
-        self._loss += (value - self._loss) / self._window  # in place: a CUDA graph knows tensors by their memory
+        self._losses.add(loss)
 
     def advance(self) -> None:
-        """Count a step that begins: the part of `observe` that runs on the host. Does not synchronize."""
+        """Count an optimizer step. Does not synchronize."""
         self._state.steps += 1
-        if self._window is not None:
-            self._window.fill_(self._steps_averaged())
 
     def between_steps(self) -> None:
         """After a step: start the late stage if it is due; by sensitivity, zero gates at intervals."""
@@ -203,8 +202,7 @@ class RankController:
     def phase(self) -> Hashable:
         """What a step reads from the host besides the parameters: a captured step is valid while this stays equal."""
         state = self._state
-        memory = [None if t is None else t.data_ptr() for t in (self._loss, self._window)]
-        return state.surrogate_0, state.target_size, state.target_loss, *memory
+        return state.surrogate_0, state.target_size, state.target_loss, self._losses.address
 
     def epoch_ended(self) -> None:
         """Count an epoch, for `LateStage.start_epoch`."""
@@ -212,9 +210,13 @@ class RankController:
         self._start_late_if_due(epochs=self._state.epochs)
 
     def evaluated(self, held_out_loss: float) -> None:
-        """Record a held-out loss, for `LateStage.plateau`."""
+        """Record a held-out loss, for `LateStage.plateau`; in every process, which then read its mean over all."""
         state = self._state
-        if state.best_held_out is None or held_out_loss < state.best_held_out:
+        if self.late.plateau is not None and several():
+            losses = torch.tensor([held_out_loss, 1.0], dtype=torch.float64, device=self._cores[0].device)
+            sum_(losses)
+            held_out_loss = float(losses[0] / losses[1])
+        if isfinite(held_out_loss) and (state.best_held_out is None or held_out_loss < state.best_held_out):
             state.best_held_out, state.evaluations_since = held_out_loss, 0
         else:
             state.evaluations_since += 1
@@ -223,64 +225,108 @@ class RankController:
     def start_late(self) -> None:
         """Start the late stage now, between two steps: fix S0 from the present size and L0 from the last losses.
 
-        By sensitivity, the tensor trains are brought into canonical form and their optimizer state is reset.
-        Raises RankError without a target, in the late stage, before any step was observed (a late stage follows an
-        early one), and for a target above the present size or below the smallest possible.
+        By sensitivity, the tensor trains are brought into canonical form and their optimizer state is reset. A model
+        whose late stage began before (in the run that saved it) keeps the size that fractions count from.
+        Raises RankError without a target, in the late stage, before any step (a late stage follows an early one), for
+        a target above that size or below the smallest possible, and where the stage weighs losses but no finite one was
+        observed.
         """
-        if self.late.target_size is None:
-            raise RankError("expected a target for the late stage, got none: set LateStage(target_size=0.2)")
         if self.stage == "late":
             raise RankError(f"the late stage has begun already, with S0 = {self.target_size:,} parameters")
-        state, size = self._state, self.size()
-        if not state.steps:
+        if self.late.target_size is not None and not self._state.steps:
             raise RankError(
-                "expected an early stage before the late one, but no loss was observed yet: "
-                "call observe(loss) in each step, and start_late() after the early stage"
+                "expected an early stage before the late one, but no step was taken yet: call start_late() after the "
+                "early stage, or meet_target_() to cut the model at once"
             )
-        target, where = self.late.target_size, "LateStage.target_size"
-        state.target_size = target_of(self.model, target, size=size, multiple=self.multiple, where=where)
-        state.target_loss = self._mean_loss() if self.late.target_loss is None else self.late.target_loss
-        state.switch_size, state.switch_step = size, state.steps
+        if self._weighs_losses() and self._mean_loss() is None:
+            raise RankError(f"expected a finite loss before the late stage, but {self._no_loss()}")
+        target, sizes = self._resolve_target(), self._sizes()
+        specs = [train.spec for train in self._trains]
         if self.late.shrink == "sensitivity":
-            canonicalize_(self._trains, list(self._hooks))
+            canonicalize_(self._trains, list(self._hooks), trains_of_copies(self.model, self.copies))
+        self._begin(target, sizes)
+        if specs != [train.spec for train in self._trains]:
+            shapes_changed(self.model)
 
     def size(self) -> int:
         """Parameters that pruning would leave now: S plus the unpruned gates. Synchronizes."""
-        return sum(unpruned_size(train) + sum(unpruned_ranks(train)) for train in self._trains)
+        return sum(self._sizes())
 
     def prune_(self) -> RankReport:
-        """Cut pruned slices out of the model and the attached optimizers: see `comera.rank.prune_`."""
-        return prune_(self.model, list(self._hooks), multiple=self.multiple)
+        """Cut pruned slices out of the model, its copies and the attached optimizers: see `comera.rank.prune_`."""
+        return prune_(self.model, list(self._hooks), multiple=self.multiple, copies=self.copies)
 
-    def meet_target_(self) -> RankReport | None:
-        """Prune, then round to S0 if that was not enough (`comera.round_`).
+    def meet_target_(self) -> RankReport:
+        """Prune, then round to S0 if that was not enough (`comera.round_`); the target is met in either stage.
 
-        Returns the report on rounding; None in the early stage, or if pruning was enough.
+        In the early stage S0 is fixed now, as `start_late` would, and the late stage begins with it.
+        Returns a report on both. Raises RankError without a target size, or for one that cannot be met, with nothing
+        changed.
         """
-        if self._state.target_size is None or self.prune_().after <= self._state.target_size:
-            return None
-        return round_(self.model, self._state.target_size, optimizers=list(self._hooks), multiple=self.multiple)
+        early = self.stage == "early"
+        target = self._resolve_target() if early else self._state.target_size
+        assert target is not None
+        sizes = self._sizes()
+        report = replace(self.prune_(), target=target)
+        if report.after > target:
+            options: dict[str, Any] = {"multiple": self.multiple, "copies": self.copies}
+            report = round_(self.model, target, optimizers=list(self._hooks), **options).following(report)
+        if early:
+            self._begin(target, sizes)
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue exactly, JSON-ready: Ŝ_0, stage, targets, counts and mean loss."""
-        return {**asdict(self._state), "loss": self._mean_loss()}
+        mean, steps, left_out = self._losses.host()
+        return {**asdict(self._state), "loss": mean, "losses": steps, "losses_left_out": left_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`, before or after attaching. Raises RankError if it is not one of a RankController."""
-        known = {field.name for field in fields(_State)}
-        if set(state) != known or not all(isinstance(value, float | int | None) for value in state.values()):
-            raise RankError(f"expected the state of a RankController, numbers for {sorted(known)}, got {state}")
-        self._state, self._loss, self._window = _State(**state), None, None
+        """Restore a `state_dict`, after the model's own. Raises RankError if it is not one of a RankController."""
+        self._state = RankState.of(state)
+        self._losses = LossMean(self._state.loss, self._state.losses, self._state.losses_left_out)
+        follow_state_(self.model)
 
-    def _steps_averaged(self) -> int:
-        return min(self._state.steps, _HORIZON)
+    def _sizes(self) -> list[int]:
+        """Parameters that pruning would leave of each tensor train. Synchronizes."""
+        return [unpruned_size(train) + sum(unpruned_ranks(train)) for train in self._trains]
+
+    def _resolve_target(self) -> int:
+        """S0 by `late.target_size`."""
+        if self.late.target_size is None:
+            raise RankError("expected a target for the late stage, got none: set LateStage(target_size=0.2)")
+        sizes = dict(zip(self._trains, self._sizes(), strict=True))
+        target = late_target(self.model, self.late.target_size, sizes, multiple=self.multiple)
+        if not self._losses.observed:
+            warnings.warn(f"the late stage begins, but {self._no_loss()}", stacklevel=3)
+        return target
+
+    def _begin(self, target: int, sizes: Sequence[int]) -> None:
+        """Begin the late stage, at these `sizes` of the tensor trains, towards `target` parameters."""
+        state = self._state
+        state.target_size, state.switch_size, state.switch_step = target, sum(sizes), state.steps
+        state.target_loss = self._mean_loss() if self.late.target_loss is None else self.late.target_loss
+        copies = trains_of_copies(self.model, self.copies)
+        for train, size in zip(self._trains, sizes, strict=True):
+            for each in (train, *copies[train]):
+                each.late_from = size if each.late_from is None else each.late_from
+        tell_changed(self.model)
+
+    def _no_loss(self) -> str:
+        left_out = self.losses_left_out
+        what = f"the {left_out:,} that were observed were not" if left_out else "none was ever observed"
+        return f"{what}: call observe(loss) before each step of the optimizer"
+
+    def _weighs_losses(self) -> bool:
+        """Whether decisions read the mean loss, so that processes must share it."""
+        late = self.late
+        return late.target_size is not None and (late.shrink == "surrogate" or late.target_loss is not None)
 
     def _by_sensitivity(self) -> bool:
         """Whether this is a late stage that measures importances."""
         return self.stage == "late" and self.late.shrink == "sensitivity"
 
     def _mean_loss(self) -> float | None:
-        return self._state.loss if self._loss is None else float(self._loss)
+        return self._losses.host()[0]
 
     def _start_late_if_due(self, **counts: int) -> None:
         if self.stage == "early" and self.late.due(**counts):
@@ -300,12 +346,13 @@ class RankController:
             return early_scales(self.early, state.surrogate_0)
         if self._by_sensitivity():
             return 1.0, 0.0
-        assert self._loss is not None
-        assert state.target_loss is not None
-        device = self._loss.device
+        loss = self._losses.mean
+        if loss is None or state.target_loss is None:
+            raise RankError(f"expected a finite loss for shrink='surrogate', but {self._no_loss()}")
+        device = loss.device
         return late_scales(
             self.late,
-            loss=self._loss,
+            loss=loss,
             target_loss=state.target_loss,
             size=torch.stack([table.size().to(device) for table in tables]).sum(),
             target_size=state.target_size,
@@ -314,6 +361,7 @@ class RankController:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
         def adjust() -> None:
+            self._losses.end_step(sum_ if self._weighs_losses() else None)
             adjust_gradients_(optimizer, self._scales(), self._current_tables(), self._cores, self.early.ridge)
 
         return run_before_step(adjust, args, kwargs)
@@ -324,6 +372,7 @@ class RankController:
             held = parameters_of(optimizer)
             update_importance_(optimizer, [d for train in self._trains for d in train.rank_params if d in held])
         if not self.replayed and optimizer is next(reversed(self._hooks)):
+            self.advance()
             self.between_steps()
 
     def _zero_gates(self, passed: int) -> None:
@@ -340,7 +389,8 @@ class RankController:
     def _loss_behind(self, size: int) -> bool:
         """Whether the loss is relatively further from its target than the size from its own. Synchronizes."""
         state, loss = self._state, self._mean_loss()
-        assert loss is not None
         assert state.target_loss is not None
         assert state.target_size is not None
+        if loss is None:
+            return True
         return (loss - state.target_loss) * size >= (size - state.target_size) * abs(loss)

@@ -12,13 +12,13 @@ shrink for free while the cores grow.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from comera.errors import ConfigError
+from comera.errors import ConfigError, check_fields
 
 Scales = tuple[float | Tensor, float | Tensor]
 
@@ -43,14 +43,11 @@ class EarlyStage:
     """β: weight of the squared norm of the cores, in both stages; it keeps them from growing while the gates shrink."""
 
     def __post_init__(self) -> None:
-        _check_weights(self, "size_weight", "ridge", hint=": 0 turns it off")
+        check_fields(self, "EarlyStage.", _weight_checks(self, "size_weight", "ridge"))
 
 
-def _check_weights(stage: EarlyStage | LateStage, *names: str, hint: str = "") -> None:
-    for name in names:
-        value = getattr(stage, name)
-        if not isfinite(value) or value < 0:
-            raise ConfigError(f"{type(stage).__name__}.{name} must be a finite number >= 0, got {value}{hint}")
+def _weight_checks(stage: EarlyStage | LateStage, *names: str) -> dict[str, tuple[bool, str]]:
+    return {name: (0 <= getattr(stage, name) < inf, "a finite number >= 0, where 0 turns it off") for name in names}
 
 
 @dataclass(frozen=True)
@@ -105,28 +102,25 @@ class LateStage:
 
     def __post_init__(self) -> None:
         target = self.target_size
-        if isinstance(target, bool) or (isinstance(target, float | int) and not 0 < target < float("inf")):
-            raise ConfigError(f"LateStage.target_size must be above 0, got {target!r}: such as 0.2, 350000 or '1.5MB'")
         if isinstance(target, float) and target > 1:
             raise ConfigError(
                 f"LateStage.target_size as a float is a fraction of the size, in (0, 1], got {target}: give a number "
                 "of parameters as an integer, or bytes as a string such as '1.5MB'"
             )
-        if self.target_loss is not None and not isfinite(self.target_loss):
-            raise ConfigError(f"LateStage.target_loss must be a finite number, got {self.target_loss}")
-        _check_weights(self, "loss_weight", "size_weight")
-        if self.shrink not in ("sensitivity", "surrogate"):
-            raise ConfigError(f"LateStage.shrink must be 'sensitivity' or 'surrogate', got {self.shrink!r}")
-        if self.steps is not None and self.steps < 0:
-            raise ConfigError(f"LateStage.steps must be >= 0, got {self.steps}: 0 cuts to the target at once")
         if target is None and self.starts:
             raise ConfigError("LateStage has a start but no target_size: set the size to reach, such as 0.2")
+        positive = target is None or isinstance(target, str) or (target is not True and target > 0)
+        checks = _weight_checks(self, "loss_weight", "size_weight") | {
+            "target_size": (positive, "above 0, such as 0.2, 350000 or '1.5MB'"),
+            "target_loss": (self.target_loss is None or isfinite(self.target_loss), "a finite number"),
+            "shrink": (self.shrink in ("sensitivity", "surrogate"), "'sensitivity' or 'surrogate'"),
+            "steps": (self.steps is None or self.steps >= 0, ">= 0, where 0 cuts to the target at once"),
+        }
         for name in ("start_step", "start_epoch", "plateau"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(
-                    f"LateStage.{name} must be above 0, got {value}: the late stage needs an early one before it"
-                )
+            late = value is None or 0 < value < inf
+            checks[name] = late, "above 0, as the late stage needs an early one before it"
+        check_fields(self, "LateStage.", checks)
 
     @property
     def starts(self) -> bool:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera.distributed import shapes_changed
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.rank.copies import trains_of_copies
 from comera.rank.optimizer_state import Cut, cut_state
 from comera.rank.report import RankReport, RankRow
 from comera.rank.size import spec_size
@@ -24,20 +26,28 @@ from comera.rank.target import check_multiple
 
 
 @torch.no_grad()
-def prune_(model: nn.Module, optimizers: Sequence[Optimizer] = (), *, multiple: int = 1) -> RankReport:
+def prune_(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    multiple: int = 1,
+    copies: Sequence[nn.Module] = (),
+) -> RankReport:
     """Cut the slices behind pruned gates out of a model's tensor trains and their optimizer state, in place.
 
     Parameters stay the same objects, so optimizers, ties and hooks keep theirs. Their shapes change and their version
-    counters rise: whatever holds copies of shapes or storage (a DistributedDataParallel wrapper, a captured CUDA graph)
-    must be created anew.
+    counters rise: whatever holds copies of shapes or storage (a captured CUDA graph) must be created anew, and a
+    DistributedDataParallel wrapper by `comera.distributed.rewrap_` unless it is part of `model`.
 
     optimizers: all that hold parameters of the model. State tensors of a parameter's shape are cut with it; scalar
     state stays. multiple: keep ranks at multiples of it (8 or 16 suit tensor cores) by keeping the largest pruned gates
-    too. Raises RankError, with nothing changed, for NaN or infinite gates, optimizer state of a shape that cannot be
-    cut (factored moments), or a multiple below 1.
+    too. copies: all that average the model's parameters (`torch.optim.swa_utils.AveragedModel`); the same slices are
+    cut out of them. Raises RankError, with nothing changed, for NaN or infinite gates, optimizer state of a shape that
+    cannot be cut (factored moments), copies of other ranks, or a multiple below 1.
     """
     check_multiple(multiple)
-    plans = [_PrunePlan(name, train, multiple) for name, train in named_trains(model)]
+    copied = trains_of_copies(model, copies)
+    plans = [_PrunePlan(name, train, multiple, copied[train]) for name, train in named_trains(model)]
     changed = [plan for plan in plans if plan.spec != plan.train.spec]
     cuts = {parameter: cut for plan in changed for parameter, cut in plan.cuts.items()}
     names: dict[Tensor, str] = {p: f"{plan.name}.{key}" for plan in changed for key, p in plan.train.named_parameters()}
@@ -53,19 +63,21 @@ def prune_(model: nn.Module, optimizers: Sequence[Optimizer] = (), *, multiple: 
         rows=tuple(RankRow(plan.name, plan.train.spec.inner_ranks, plan.spec.inner_ranks) for plan in plans),
     )
     for plan in changed:
-        train = plan.train
-        train.set_(plan.spec, [values[core] for core in train.cores], [values[d] for d in train.rank_params])
+        for train in (plan.train, *plan.copies):
+            train.set_(plan.spec, [values[core] for core in train.cores], [values[d] for d in train.rank_params])
     for parameter, grad in grads.items():
         parameter.grad = grad
     for state, key, value in states:
         state[key] = value
+    if changed:
+        shapes_changed(model)
     return report
 
 
 class _PrunePlan:
-    """What pruning will make of one tensor train: its new spec, and how to cut each of its parameters."""
+    """What pruning will make of a tensor train and its copies: the new spec, and how to cut each parameter."""
 
-    def __init__(self, name: str, train: TensorTrain, multiple: int) -> None:
+    def __init__(self, name: str, train: TensorTrain, multiple: int, copies: Sequence[TensorTrain]) -> None:
         for k, d in enumerate(train.rank_params, start=1):
             if not d.isfinite().all():
                 raise RankError(
@@ -76,12 +88,14 @@ class _PrunePlan:
         if any(len(kept) == 0 for kept in keep):
             keep = [kept[:0] for kept in keep]
         self.name = name
-        self.train = train
+        self.train, self.copies = train, copies
         self.spec = train.spec.with_ranks((1, *(len(kept) for kept in keep), 1))
         boundary = train.cores[0].new_zeros(1, dtype=torch.long)
-        sides = pairwise([boundary, *keep, boundary])
-        self.cuts: dict[Tensor, Cut] = dict(zip(train.cores, starmap(_core_cut, sides), strict=True))
-        self.cuts |= {d: itemgetter(kept) for d, kept in zip(train.rank_params, keep, strict=True)}
+        self.cuts: dict[Tensor, Cut] = {}
+        for each in (train, *copies):
+            sides = pairwise(kept.to(each.cores[0].device) for kept in (boundary, *keep, boundary))
+            self.cuts |= zip(each.cores, starmap(_core_cut, sides), strict=True)
+            self.cuts |= {d: itemgetter(kept.to(d.device)) for d, kept in zip(each.rank_params, keep, strict=True)}
 
 
 def _kept(d: Tensor, unpruned: Tensor, multiple: int) -> Tensor:

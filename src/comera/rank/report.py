@@ -1,7 +1,9 @@
 """What pruning or rounding did to the ranks of a model."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -24,7 +26,7 @@ class RankReport:
     """What `prune_` or `round_` did. Printing it gives a table of the tensor trains that changed.
 
     before, after: parameters stored in all tensor trains, cores and gates. rows: one per tensor train, changed or not.
-    target: the size that `round_` was asked for, in parameters; None after pruning.
+    target: the size that was asked for, in parameters; None after `prune_`.
     """
 
     action: Literal["pruned", "rounded"]
@@ -42,6 +44,11 @@ class RankReport:
     def error(self) -> float:
         """Largest relative error of any tensor train; 0 after pruning."""
         return max((row.error or 0.0 for row in self.rows), default=0.0)
+
+    def following(self, first: RankReport) -> RankReport:
+        """This report and the one on what was done just before it, as one."""
+        rows = (replace(row, before=earlier.before) for row, earlier in zip(self.rows, first.rows, strict=True))
+        return replace(self, before=first.before, rows=tuple(rows))
 
     def __str__(self) -> str:
         goal = "" if self.target is None else f", target {self.target:,}"

@@ -26,7 +26,7 @@ def adjust_gradients_(
         c_size = c_size * grad_scale
 
     if held and not (isinstance(c_loss, float) and c_loss == 1):
-        torch._foreach_mul_([p.grad for p in held], c_loss)
+        torch._foreach_mul_([_local(p.grad) for p in held], c_loss)
     for table in tables:
         grads = zip(table.rank_params, table.surrogate_grads(c_size), strict=True)
         pairs = [(d.grad, grad) for d, grad in grads if d in held]
@@ -36,6 +36,12 @@ def adjust_gradients_(
     if decayed:
         scaled = decayed if grad_scale is None else torch._foreach_mul(decayed, grad_scale)
         torch._foreach_add_([core.grad for core in decayed if core.grad is not None], scaled, alpha=2 * ridge)
+
+
+def _local(grad: Any) -> Tensor:
+    """The part of a gradient that this process holds: all of it, unless `fully_shard` has spread it over processes."""
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return local
 
 
 def parameters_of(optimizer: Optimizer, *, with_gradient: bool = False) -> set[Any]:

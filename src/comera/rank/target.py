@@ -1,11 +1,13 @@
 """The size that a user asks for: a fraction of the present one, a number of parameters, or bytes."""
 
 import re
+import warnings
+from collections.abc import Mapping
 
 from torch import nn
 
 from comera.errors import RankError
-from comera.nn.tensor_train import named_trains
+from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.size import spec_size
 
 _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -36,6 +38,24 @@ def target_of(model: nn.Module, target: float | int | str, *, size: int, multipl
     mean = stored / max(1, sum(p.numel() for p in parameters))
     smallest = smallest_size(model, multiple=multiple)
     return resolve_target(target, size=size, smallest=smallest, bytes_per_element=mean, where=where)
+
+
+def late_target(model: nn.Module, target: float | int | str, sizes: Mapping[TensorTrain, int], *, multiple: int) -> int:
+    """S0 of a late stage, in parameters: a fraction counts from the size at which one first began for these weights.
+
+    Otherwise a run that goes on from saved weights, without the state of its controller, would apply its target to
+    what that controller has left. sizes: parameters that pruning would leave of each tensor train.
+    """
+    began, now = sum(train.late_from or size for train, size in sizes.items()), sum(sizes.values())
+    where = "LateStage.target_size"
+    found = target_of(model, target, size=began, multiple=multiple, where=where)
+    if began != now:
+        warnings.warn(
+            f"a late stage of this model began before, at {began:,} parameters in tensor trains, now {now:,}: "
+            f"{where}={target!r} counts from there and is {found:,}; for another size give a number of parameters",
+            stacklevel=4,
+        )
+    return found
 
 
 def resolve_target(target: float | int | str, *, size: int, smallest: int, bytes_per_element: float, where: str) -> int:

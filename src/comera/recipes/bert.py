@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig
 
 from comera.convert import TT, TTM
-from comera.errors import CheckpointError, ConfigError
+from comera.errors import CheckpointError, ConfigError, check_fields
 from comera.pretrained import read_manifest, tensor_headers
 from comera.recipes.interface import Architecture
 
@@ -36,13 +36,11 @@ class ModelConfig:
     """Longest sequence that the model can read."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "ffn", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name} must be at least 1, got {getattr(self, name)!r}")
+        sizes = ("hidden", "layers", "heads", "ffn", "max_positions")
+        check_fields(self, "model.", {name: (getattr(self, name) >= 1, "at least 1") for name in sizes})
+        check_fields(self, "model.", {"dropout": (0 <= self.dropout < 1, "in [0, 1)")})
         if self.hidden % self.heads:
             raise ConfigError(f"model.hidden must be a multiple of model.heads, got {self.hidden} and {self.heads}")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout!r}")
 
     def bert(self, vocab_size: int, **others: Any) -> BertConfig:
         """The configuration of a Hugging Face BERT of these sizes; others: further fields of it."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 from filelock import FileLock
 
 from comera.errors import ConfigError, DataError
-from comera.recipes.config import typed_path
+from comera.recipes.paths import typed_path
 
 T = TypeVar("T")
 

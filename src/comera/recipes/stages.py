@@ -13,14 +13,14 @@ pruned ranks recover at full rates only, and rates that have decayed twice waste
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import yaml
 
 from comera.baselines import Method
-from comera.errors import ConfigError
+from comera.errors import ConfigError, check_fields
 from comera.files import replace_file
 from comera.trainer.config import TrainConfig
 from comera.trainer.lock import hold
@@ -57,8 +57,7 @@ def check_stages(config: StagedConfig) -> None:
             raise ConfigError(f"late_targets must be fractions of the early size, > 0 and < 1, got {target!r}")
     if len({f"{target:g}" for target in config.late_targets}) < len(config.late_targets):
         raise ConfigError(f"late_targets must differ, since each names a folder, got {config.late_targets}")
-    if not (isfinite(config.late_epochs) and config.late_epochs > 0):
-        raise ConfigError(f"late_epochs must be a number > 0, got {config.late_epochs!r}")
+    check_fields(config, "", {"late_epochs": (0 < config.late_epochs < inf, "a number > 0")})
     late = config.train.late
     if late.target_size is not None or late.starts:
         raise ConfigError("train.late must have no target_size and no start here: set late_targets and train.epochs")

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from comera.baselines import METHODS, Applied, Conversion, Method, installed
+from comera.recipes.paths import typed_path
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.processes import open_accelerator
@@ -50,6 +52,11 @@ def follow(task: Any, report: Conversion) -> None:
     task.dense_total = report.dense_total if report else None
     if isinstance(report, Applied):
         task.optimizer, task.after_step = report.optimizer, report.after_step
+
+
+def runs_folder(out: str | None, recipe: str, method: str) -> Path:
+    """The folder of a recipe's runs: `out`, by default runs/RECIPE-METHOD."""
+    return typed_path(f"runs/{recipe}-{method}" if out is None else out, "out")
 
 
 def estimates_by_method(

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from comera.errors import ConversionError
+from comera.kernels.tracing import transformed
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import CompressedLayer
 from comera.recompute.replay import contexts, policy
@@ -149,7 +150,7 @@ class _Recompute:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
         forward = self.own or partial(type(block).forward, block)
-        if not (block.training and torch.is_grad_enabled()):
+        if not (block.training and torch.is_grad_enabled()) or transformed():  # which allow no checkpoints
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             keep = partial(create_selective_checkpoint_contexts, policy)

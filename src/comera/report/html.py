@@ -7,10 +7,10 @@ from pathlib import Path
 from string import Template
 
 from comera._version import __version__
+from comera.convert.report import fold
 from comera.files import replace_file
-from comera.report.layers import layer_table
 from comera.report.run import RunData, read_run
-from comera.report.tables import Table, count, duration, megabytes, metric, number, times
+from comera.report.tables import Table, count, duration, join_ranks, megabytes, metric, modes_of, number, times
 
 _FOOTER = f"Made by comera {__version__}. 1 MB = 2<sup>20</sup> bytes."
 
@@ -116,3 +116,31 @@ def _lead(run: RunData) -> str:
     }
     how = ended.get(run.summary.stopped, f"Stopped: {run.summary.stopped}")
     return f'<p class="muted">{escape(how)}, after {duration(run.summary.time)} of training.</p>'
+
+
+def layer_table(run: RunData) -> Table | None:
+    """Every row of the conversion report, with the last logged ranks; None for a dense run."""
+    if not run.layers:
+        return None
+    logged = run.sizes[-1].ranks if run.sizes else {}
+    rows, dense_total, stored_total = [], 0, 0
+    for layer in fold(run.layers):
+        initial = join_ranks(layer.spec.inner_ranks) if layer.spec else ""
+        ranks, stored = logged.get(f"{layer.name}.tt"), layer.stored
+        if layer.spec is not None and ranks is not None:
+            unpruned = layer.spec.with_ranks((1, *ranks, 1))
+            stored = unpruned.numel + unpruned.rank_numel
+        dense_total, stored_total = dense_total + layer.dense, stored_total + stored
+        converted = layer.after != layer.before
+        kind, modes = layer.after if converted else "dense", modes_of(layer.spec) if layer.spec else ""
+        ratio = times(layer.dense / stored) if converted and layer.dense and stored else ""
+        now = join_ranks(ranks or ()) if logged else initial
+        rows.append((layer.name, kind, modes, initial, now, f"{layer.dense:,}", f"{stored:,}", ratio, layer.note))
+    biases = sum(layer.bias for layer in run.layers if layer.layer)
+    if biases:
+        rows.append(("biases of the layers", "dense", "", "", "", f"{biases:,}", f"{biases:,}", "", ""))
+    dense_total, stored_total = dense_total + biases, stored_total + biases
+    ratio = times(dense_total / stored_total if stored_total else None)
+    rows.append(("whole model", "", "", "", "", f"{dense_total:,}", f"{stored_total:,}", ratio, ""))
+    header = ("layer", "type", "modes", "initial ranks", "ranks", "dense parameters", "parameters", "ratio", "note")
+    return Table(header, "lllllrrrl", tuple(rows), total=True)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from comera.errors import CheckpointError
 from comera.ops.planner.plan import plan_linear, plan_lookup, plan_projection
 from comera.pretrained import MANIFEST, WEIGHTS, read_manifest, tensor_headers
-from comera.report.layers import modes_of
 from comera.report.run import RunData, read_run
-from comera.report.tables import Table, count, duration, join_ranks, megabytes, number, times
+from comera.report.tables import Table, count, duration, join_ranks, megabytes, modes_of, number, times
 from comera.trainer.checkpoint import find_checkpoint
 from comera.tt.spec import Spec, TTSpec, spec_from_dict
 

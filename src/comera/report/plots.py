@@ -9,9 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from comera.report.ranks import ranks_over_time
+from comera.report.adaptation import objectives, pareto, ranks_over_time, smooth
 from comera.report.run import Point, RunData
-from comera.report.stages import objectives, pareto, smooth
 from comera.report.style import BLUE, GREY, METHOD_COLORS, MUTED, ORANGE, OTHERS, TEAL, Plots, label_ends, size_axes
 from comera.report.tables import MEGA, count, number, time_unit
 

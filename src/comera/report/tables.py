@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from html import escape
 from math import floor, isfinite, log10
 
+from comera.tt.spec import Spec
+
 MEGA = 2**20  # bytes per MB throughout this library, as in the published results
 
 
@@ -108,3 +110,8 @@ def duration(seconds: float) -> str:
     """A duration in seconds, minutes or hours."""
     unit, length = time_unit(seconds)
     return f"{number(seconds / length)} {unit}"
+
+
+def modes_of(spec: Spec) -> str:
+    """Format and modes of a tensor train, such as TT 8·8 / 16·16."""
+    return str(spec).partition(" ranks ")[0]

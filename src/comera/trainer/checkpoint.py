@@ -214,9 +214,8 @@ def _load_state(
             raise _broken(folder, f"{name} of {size:,} bytes", f"{came:,} bytes")
     if bool(controller) != bool(trainer["controller"]):
         raise _broken(folder, f"{'a' if controller else 'no'} rank controller's state", str(trainer["controller"]))
-    if trainer["parameters"] != _trained(model, optimizer):
-        differ = sorted({*trainer["parameters"]}.symmetric_difference(_trained(model, optimizer)))
-        raise _broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4]) or 'in another order'}")
+    if differ := sorted({*trainer["parameters"]}.symmetric_difference(_trained(model, optimizer))):
+        raise _broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4])}")
     tensors = _read_tensors(folder, trainer.get("other_shapes", {}))
     before = controller.state_dict() if controller else {}
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from comera.errors import ConfigError
+from comera.errors import ConfigError, check_fields
 from comera.rank.objective import EarlyStage, LateStage
 
 # Fields that a resumed run may change: they decide what is shown, written and measured and how it is computed, but not
@@ -126,21 +126,21 @@ class TrainConfig:
             raise ConfigError(
                 "expected a bound of the run, got none: set train.steps, train.epochs, train.max_seconds or several"
             )
+        checks = {}
         for name, (low, allowed) in _BOUNDS.items():
             value = getattr(self, name)
             inside = value is None or low < value < float("inf") or (allowed and value == low)
-            self._expect(name, inside, f"a number {'>=' if allowed else '>'} {low}")
+            checks[name] = inside, f"a number {'>=' if allowed else '>'} {low}"
         for name, hint in get_type_hints(TrainConfig).items():
             if get_origin(hint) is Literal:
-                self._expect(name, getattr(self, name) in get_args(hint), f"one of {', '.join(get_args(hint))}")
-        self._expect("warmup", self.warmup < 1, "a fraction of the run, >= 0 and < 1")
-        self._expect("final_lr", self.final_lr <= 1, "a fraction of the peak, >= 0 and <= 1")
+                checks[name] = getattr(self, name) in get_args(hint), f"one of {', '.join(get_args(hint))}"
         decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        self._expect("betas", decays, "two numbers >= 0 and < 1")
-
-    def _expect(self, name: str, fits: bool, what: str) -> None:
-        if not fits:
-            raise ConfigError(f"train.{name} must be {what}, got {getattr(self, name)!r}")
+        checks |= {
+            "warmup": (self.warmup < 1, "a fraction of the run, >= 0 and < 1"),
+            "final_lr": (self.final_lr <= 1, "a fraction of the peak, >= 0 and <= 1"),
+            "betas": (decays, "two numbers >= 0 and < 1"),
+        }
+        check_fields(self, "train.", checks)
 
     def bound(self, epoch: int | None) -> int | None:
         """Steps after which the run ends, None if only the clock ends it; epoch: steps per epoch, if there are epochs.

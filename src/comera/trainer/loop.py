@@ -246,18 +246,18 @@ def _prune(state: TrainState, logger: RunLogger) -> None:
 
 
 def _meet_target(state: TrainState, logger: RunLogger) -> None:
-    """Bring a complete run in its late stage to its target size."""
-    if state.controller is None:
+    """Bring a complete run to its target size."""
+    if state.controller is None or (state.stage == "early" and state.config.late.target_size is None):
         return
-    if state.stage == "late":
-        _prune(state, logger)
-        if report := state.controller.meet_target_():
-            logger.log_round(report)
-    elif state.config.late.target_size is not None:
+    if state.stage == "early":
         logger.announce(
-            "the late stage never began, so the model was not brought to its target size: start it earlier "
+            "the late stage never began, so the model is cut to its target size only now: start it earlier "
             "(train.late) or train longer"
         )
+    _prune(state, logger)
+    report = state.controller.meet_target_()
+    if report.action == "rounded":
+        logger.log_round(report)
 
 
 def _evaluate(state: TrainState, logger: RunLogger, *, last: bool) -> bool:

@@ -15,8 +15,11 @@ from comera.tt.spec import Spec, TTMSpec
 
 
 def absorb(cores: Sequence[Tensor], rank_params: Sequence[Tensor]) -> list[Tensor]:
-    """Multiply the gates, `order - 1` vectors (S,), into the core (R, modes..., S) to their left: G_k D_k."""
-    return [core * d for core, d in zip(cores, rank_params, strict=False)] + [cores[-1]]
+    """Multiply the gates, `order - 1` vectors (S,), into the core (R, modes..., S) to their left: G_k D_k.
+
+    In the dtype of the cores; gates may be wider.
+    """
+    return [(core * d).to(core.dtype) for core, d in zip(cores, rank_params, strict=False)] + [cores[-1]]
 
 
 def merge(cores: Sequence[Tensor]) -> Tensor:
@@ -42,6 +45,11 @@ def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
         full = full.permute([*range(0, 2 * spec.order, 2), *range(1, 2 * spec.order, 2)])
     rows, cols = spec.shape
     return full.reshape(spec.padded_shape)[:rows, :cols]
+
+
+def zero_row(table_VD: Tensor, row: int) -> Tensor:
+    """The same table with zeros in one row, which then gets no gradient."""
+    return table_VD.index_fill(0, torch.tensor([row], device=table_VD.device), 0)
 
 
 def fold(spec: Spec, weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from comera.cli import main as cli
 from comera.errors import ConfigError
 from comera.recipes.task import estimates_by_method, follow
 from comera.report import compare, inspect, render
-from comera.report.layers import layer_table
+from comera.report.html import layer_table
 from comera.report.run import read_run
 from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig

@@ -135,7 +135,7 @@ def test_each_method_starts_from_its_preset_and_options_override_it() -> None:
         (["--compress.rank", "[1, x]"], "compress.rank: expected int | tuple[int, ...], got"),
         (["--train.steps", "0"], "train.steps must be a number >= 1, got 0"),
         (["--model.heads", "7"], "model.hidden must be a multiple of model.heads"),
-        (["--data.vocab_size", "5"], "data.vocab_size: expected at least 261, got 5"),
+        (["--data.vocab_size", "5"], "data.vocab_size must be at least 261, got 5"),
         (["--train.steps"], "expected one argument"),
         (["steps"], "unrecognized arguments: steps"),
         (["--config", "nowhere.yaml"], "expected a YAML file at --config nowhere.yaml, got: No such file"),

@@ -66,19 +66,6 @@ def test_layers_that_do_more_than_their_type_tells_stay_dense(layer: nn.Module, 
     assert note in report.rows[1].note
 
 
-def test_multihead_attention_keeps_its_output_layer_and_works() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dtype=torch.float64)
-    report = tensorize_(layer, SMALL)
-    assert {row.name for row in report.rows if row.compressed} == {"linear1", "linear2"}
-    assert "subclass" in report.rows[0].note
-    x = torch.randn(2, 5, 32, dtype=torch.float64)
-    layer(x).sum().backward()
-    layer.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), materialize_(layer)(x), rtol=1e-9, atol=1e-9)
-
-
 def test_a_registered_type_is_converted_and_comes_back() -> None:
     register_converter(Custom, replace(LINEAR, build=lambda layer: Custom(layer.in_features, layer.out_features)))
     try:

@@ -205,6 +205,10 @@ def test_gradients_with_the_negative_bit_have_the_right_sign():
     each_do = negative(*do.shape)
     results += [attention.attention_backward(each, o, norms, q, k, v, None, None, 0.0, 1.0, False) for each in each_do]
     results += [[residual_norm.dropout(each, SEED, 0.1)] for each in negative(4, 6)]
+    first, *rest = parameters
+    given = [[each, *rest] for each in (torch._neg_view(-first), first)]  # contiguous, in spite of its bit
+    results += [merge.merge(each, biases, layout, 0.0) for each in given]
+    results += [merge.merge_backward(factors, each, biases, layout, 0.0) for each in given]
     for one, other in zip(results[::2], results[1::2], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

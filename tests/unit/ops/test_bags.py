@@ -11,14 +11,8 @@ from comera.ops import chunking
 from comera.ops.lookup import ttm_bag
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import materialize
-from comera.tt.spec import TTMSpec, clip_ranks
 
-
-def ttm(row_modes, col_modes, rank, *, pad_rows=0, pad_cols=0):
-    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
-    shape = math.prod(row_modes) - pad_rows, math.prod(col_modes) - pad_cols
-    return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
-
+from ...helpers.specs import ttm
 
 SPECS = [
     ttm((7,), (5,), 1),
@@ -34,7 +28,7 @@ PARTS = [(spec, option) for spec, option in CASES if option.strategy != "dense"]
 
 def each(cases):
     return pytest.mark.parametrize(
-        ("spec", "option"), cases, ids=[f"{spec}-{option.strategy}-{option.split}" for spec, option in cases]
+        ("spec", "option"), cases, ids=[f"{spec}-{option.strategy}-{option.ends}" for spec, option in cases]
     )
 
 

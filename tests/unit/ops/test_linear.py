@@ -1,7 +1,5 @@
 """tt_linear against the float64 dense oracle: every strategy, all gradients, precisions, shapes and errors."""
 
-import math
-
 import pytest
 import torch
 
@@ -9,16 +7,12 @@ from comera.errors import SpecError
 from comera.ops.linear import tt_linear
 from comera.ops.planner.plan import plan_linear
 from comera.tt.dense import materialize
-from comera.tt.spec import TTSpec, clip_ranks
+from comera.tt.spec import TTSpec
 
 from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
+from ...helpers.specs import force, tt
 
 STRATEGIES = ["low_rank", "sequential", "dense"]
-
-
-def tt(in_modes, out_modes, rank, *, pad_in=0, pad_out=0):
-    shape = math.prod(in_modes) - pad_in, math.prod(out_modes) - pad_out
-    return TTSpec(*shape, in_modes, out_modes, clip_ranks(rank, (*in_modes, *out_modes)))
 
 
 SPECS = [
@@ -31,11 +25,6 @@ SPECS = [
     TTSpec(12, 10, (3, 4), (5, 2), (1, 0, 2, 2, 1)),
     TTSpec(12, 10, (3, 4), (5, 2), (1, 2, 2, 0, 1)),
 ]
-
-
-def force(spec, strategy, batch=8):
-    plan = plan_linear(spec, batch).using(strategy)
-    return lambda x, bias, *cores: tt_linear(x, spec, cores, bias, plan=plan)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

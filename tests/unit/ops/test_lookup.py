@@ -11,17 +11,11 @@ from comera.ops import chunking, lookup_rows
 from comera.ops.lookup import ttm_lookup
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import materialize
-from comera.tt.spec import TTMSpec, clip_ranks
+from comera.tt.spec import TTMSpec
 
 from ...helpers.oracle import signal_to_noise
 from ...helpers.oracle import values_and_gradients as of_tensors
-
-
-def ttm(row_modes, col_modes, rank, *, pad_rows=0, pad_cols=0):
-    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
-    shape = math.prod(row_modes) - pad_rows, math.prod(col_modes) - pad_cols
-    return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
-
+from ...helpers.specs import ttm
 
 SPECS = [
     ttm((7,), (5,), 1),
@@ -33,7 +27,7 @@ SPECS = [
 ]
 CASES = [(spec, option) for spec in SPECS for option in plan_lookup(spec, 8).options]
 each_option = pytest.mark.parametrize(
-    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.split}" for spec, option in CASES]
+    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.ends}" for spec, option in CASES]
 )
 
 

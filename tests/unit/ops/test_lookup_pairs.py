@@ -1,7 +1,5 @@
 """Rows of pairs that all differ, and gates apart from the cores: against the float64 dense oracle."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,14 +9,8 @@ from comera.ops.lookup import ttm_bag, ttm_lookup
 from comera.ops.lookup_pairs import pair_rows
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import absorb, materialize
-from comera.tt.spec import TTMSpec, clip_ranks
 
-
-def ttm(row_modes, col_modes, rank, *, pad_rows=0, pad_cols=0):
-    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
-    shape = math.prod(row_modes) - pad_rows, math.prod(col_modes) - pad_cols
-    return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
-
+from ...helpers.specs import ttm
 
 SPECS = [
     ttm((7,), (5,), 1),
@@ -29,7 +21,7 @@ SPECS = [
 ]
 CASES = [(spec, option) for spec in SPECS for option in plan_lookup(spec, 8).options]
 each_option = pytest.mark.parametrize(
-    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.split}" for spec, option in CASES]
+    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.ends}" for spec, option in CASES]
 )
 
 

@@ -1,7 +1,5 @@
 """ttm_linear, the output head over a tensor-train matrix, against the float64 dense oracle."""
 
-import math
-
 import pytest
 import torch
 
@@ -9,16 +7,9 @@ from comera.errors import SpecError
 from comera.ops import chunking
 from comera.ops.planner.plan import plan_projection
 from comera.ops.projection import ttm_linear
-from comera.tt.spec import TTMSpec, clip_ranks
 
 from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
-
-
-def ttm(row_modes, col_modes, rank, *, pad_rows=0, pad_cols=0):
-    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
-    shape = math.prod(row_modes) - pad_rows, math.prod(col_modes) - pad_cols
-    return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
-
+from ...helpers.specs import force, ttm
 
 SPECS = [
     ttm((7,), (5,), 1),
@@ -30,13 +21,8 @@ SPECS = [
 ]
 CASES = [(spec, option) for spec in SPECS for option in plan_projection(spec, 8).options]
 each_option = pytest.mark.parametrize(
-    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.split}" for spec, option in CASES]
+    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.ends}" for spec, option in CASES]
 )
-
-
-def force(spec, option):
-    plan = plan_projection(spec, 8).using(option.ends)
-    return lambda x, bias, *cores: ttm_linear(x, spec, cores, bias, plan=plan)
 
 
 @each_option
@@ -44,7 +30,7 @@ def force(spec, option):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_agrees_with_the_dense_oracle(spec, option, lead, bias):
     tensors = operands(spec, lead, bias=bias)
-    found = values_and_gradients(force(spec, option), tensors)
+    found = values_and_gradients(force(spec, option.ends), tensors)
     exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
     assert found[0].is_contiguous()
@@ -53,16 +39,16 @@ def test_agrees_with_the_dense_oracle(spec, option, lead, bias):
 @each_option
 def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     tensors = operands(spec, (3,))
-    assert torch.autograd.gradcheck(force(spec, option), tensors, fast_mode=True)
-    assert torch.autograd.gradgradcheck(force(spec, option), tensors, fast_mode=True)
+    assert torch.autograd.gradcheck(force(spec, option.ends), tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(force(spec, option.ends), tensors, fast_mode=True)
 
 
 @each_option
 def test_pieces_of_one_row_give_the_same(spec, option, monkeypatch):
     tensors = operands(spec, (5,))
-    whole = values_and_gradients(force(spec, option), tensors)
+    whole = values_and_gradients(force(spec, option.ends), tensors)
     monkeypatch.setattr(chunking, "CHUNK_CPU", 1)
-    torch.testing.assert_close(values_and_gradients(force(spec, option), tensors), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(values_and_gradients(force(spec, option.ends), tensors), whole, rtol=1e-12, atol=1e-12)
 
 
 def test_pieces_cover_the_batch_within_their_limit(monkeypatch):
@@ -93,7 +79,7 @@ def test_non_contiguous_input_and_gradient(layout):
     view = (x.t().contiguous().t() if layout == "transposed" else x[:1].expand(6, -1)).requires_grad_()
     dy = torch.ones(1, 1, dtype=torch.float64).expand(6, spec.num_embeddings)
     for option in plan_projection(spec, 8).options:
-        found = values_and_gradients(force(spec, option), [view, bias, *cores], dy)
+        found = values_and_gradients(force(spec, option.ends), [view, bias, *cores], dy)
         exact = values_and_gradients(lambda *t: oracle(spec, *t), [view, bias, *cores], dy)
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
 
@@ -109,7 +95,7 @@ def test_low_precision_keeps_the_signal(dtype, decibels, autocast, monkeypatch):
     exact = values_and_gradients(lambda *t: oracle(spec, *t), double, dy.double())
     for option in plan_projection(spec, 64).options:
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
-            y = force(spec, option)(*low)
+            y = force(spec, option.ends)(*low)
         found = [y, *torch.autograd.grad(y, low, dy)]
         assert y.dtype == dtype
         assert all(g.dtype == t.dtype for g, t in zip(found[1:], low, strict=True))

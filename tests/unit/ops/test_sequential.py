@@ -1,7 +1,6 @@
 """Groups of cores absorbed one after the other: every partition against the float64 dense oracle, all gradients."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -13,15 +12,10 @@ from comera.ops.planner.groups import Group
 from comera.ops.planner.plan import plan_linear
 from comera.ops.planner.search import GroupSearch
 from comera.ops.sequential import contract_groups
-from comera.tt.spec import TTSpec, clip_ranks
+from comera.tt.spec import TTSpec
 
 from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
-
-
-def tt(in_modes, out_modes, rank, *, pad_in=0, pad_out=0):
-    shape = math.prod(in_modes) - pad_in, math.prod(out_modes) - pad_out
-    return TTSpec(*shape, in_modes, out_modes, clip_ranks(rank, (*in_modes, *out_modes)))
-
+from ...helpers.specs import tt
 
 SPECS = [
     tt((4,), (5,), 3),

@@ -45,8 +45,8 @@ def test_groups_follow_types_and_hold_each_parameter_once() -> None:
     assert sorted(every) == sorted(id(p) for p in net.parameters())
     settings = {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()}
     assert settings == {
-        "cores": (1e-4, 0.1),
-        "tables": (1e-5, 0.1),
+        "cores": (1e-4, 0.1 / 4),
+        "tables": (1e-5, 0.1 / 2),
         "ranks": (1e-2, 0.0),
         "dense": (1e-3, 0.1),
         "dense_no_decay": (1e-3, 0.0),

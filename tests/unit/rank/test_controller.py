@@ -224,18 +224,20 @@ def test_what_cannot_be_attached_is_refused() -> None:
 
 
 def test_observe_averages_the_losses_detached_and_refuses_unreduced_ones() -> None:
-    controller = RankController(Tied())
+    model = Tied()
+    optimizer = sgd(model)
+    controller = RankController(model).attach(optimizer)
     losses = torch.rand(250, dtype=torch.float64, requires_grad=True)
     for loss in losses[:100]:
         controller.observe(loss)
-    assert controller._loss is not None
-    assert not controller._loss.requires_grad
-    torch.testing.assert_close(controller._loss, losses[:100].detach().float().mean())
+        optimizer.step()
     mean = losses[:100].detach().mean()
+    assert controller.state_dict()["loss"] == pytest.approx(float(mean), rel=1e-6)
     for loss in losses.detach()[100:]:
         controller.observe(loss)
+        optimizer.step()
         mean += (loss - mean) / 100
-    torch.testing.assert_close(controller._loss, mean.float())
+    assert controller.state_dict()["loss"] == pytest.approx(float(mean), rel=1e-6)
     with pytest.raises(RankError, match=r"scalar, got shape \(3,\)"):
         controller.observe(torch.ones(3))
 

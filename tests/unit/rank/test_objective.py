@@ -65,7 +65,10 @@ def test_early_weights_out_of_range_are_refused(field: str, value: float) -> Non
         ({"target_loss": float("inf")}, "target_loss must be a finite number"),
         ({"loss_weight": -0.1}, "loss_weight must be a finite number >= 0"),
         ({"size_weight": float("nan")}, "size_weight must be a finite number >= 0"),
-        ({"target_size": 0.2, "start_step": 0}, "start_step must be above 0, got 0: the late stage needs an early one"),
+        (
+            {"target_size": 0.2, "start_step": 0},
+            "start_step must be above 0, as .* an early one before it, got 0",
+        ),
         ({"target_size": 0.2, "start_epoch": -1}, "start_epoch must be above 0"),
         ({"target_size": 0.2, "plateau": 0}, "plateau must be above 0"),
         ({"plateau": 3}, "has a start but no target_size"),

@@ -197,9 +197,11 @@ def test_pruned_parameters_share_no_storage_with_the_old_ones() -> None:
     set_gates(model.tt, 0, 2)
     old = [p.data for p in model.tt.parameters()]
     prune_(model)
-    assert {p.data_ptr() for p in model.tt.parameters()}.isdisjoint(p.data_ptr() for p in old)
-    assert all(p.untyped_storage().nbytes() == 2 * p.numel() for p in model.tt.parameters())
-    assert all(p.dtype == torch.bfloat16 for p in model.tt.parameters())
+    for p, before in zip(model.tt.parameters(), old, strict=True):
+        assert (p.data_ptr() == before.data_ptr()) == (p.shape == before.shape)
+        assert p.untyped_storage().nbytes() == p.element_size() * p.numel()
+    assert {p.dtype for p in model.tt.cores} == {torch.bfloat16}
+    assert {p.dtype for p in model.tt.rank_params} == {torch.float32}
 
 
 @pytest.mark.parametrize(

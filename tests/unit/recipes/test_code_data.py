@@ -269,5 +269,5 @@ def test_too_little_code_for_a_block_says_so_every_time(tmp_path: Path) -> None:
     ],
 )
 def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"data\.{field}: expected .*, got"):
+    with pytest.raises(ConfigError, match=rf"data\.{field} must be .*, got"):
         CodeDataConfig(**{field: value})

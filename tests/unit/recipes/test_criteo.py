@@ -168,17 +168,17 @@ def test_hashing_into_the_full_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"table_sizes": "large"}, r'data\.table_sizes: expected "appearance", "kaggle" or 26 sizes .*\'large\''),
-        ({"table_sizes": (5,) * 25}, r"data\.table_sizes: "),
-        ({"table_sizes": (0, *(5,) * 25)}, r"data\.table_sizes: "),
-        ({"table_sizes": (2**31, *(5,) * 25)}, r"data\.table_sizes: "),
-        ({"min_count": 0}, r"data\.min_count: expected a number >= 1"),
-        ({"min_count": 2, "table_sizes": "kaggle"}, r"data\.min_count: .* unless table_sizes=appearance"),
-        ({"max_rows": 13}, r"data\.max_rows: expected at least 14 rows"),
-        ({"max_bad_rows": -1}, r"data\.max_bad_rows: "),
-        ({"synthetic_rows": 3}, r"data\.synthetic_rows: expected at least 14"),
-        ({"synthetic_seed": -1}, r"data\.synthetic_seed: "),
-        ({"workers": 0}, r"data\.workers: "),
+        ({"table_sizes": "large"}, r'data\.table_sizes must be "appearance", "kaggle" or 26 sizes .*\'large\''),
+        ({"table_sizes": (5,) * 25}, r"data\.table_sizes must be "),
+        ({"table_sizes": (0, *(5,) * 25)}, r"data\.table_sizes must be "),
+        ({"table_sizes": (2**31, *(5,) * 25)}, r"data\.table_sizes must be "),
+        ({"min_count": 0}, r"data\.min_count must be a number >= 1"),
+        ({"min_count": 2, "table_sizes": "kaggle"}, r"data\.min_count must be .* unless table_sizes=appearance"),
+        ({"max_rows": 13}, r"data\.max_rows must be at least 14 rows"),
+        ({"max_bad_rows": -1}, r"data\.max_bad_rows must be "),
+        ({"synthetic_rows": 3}, r"data\.synthetic_rows must be at least 14"),
+        ({"synthetic_seed": -1}, r"data\.synthetic_seed must be "),
+        ({"workers": 0}, r"data\.workers must be "),
     ],
 )
 def test_wrong_settings(fields: dict[str, Any], message: str) -> None:

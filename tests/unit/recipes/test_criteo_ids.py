@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from comera.recipes.dlrm.criteo import ids as criteo_ids
-from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, Lookup, Numbering, hashed, make_ids
+from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, Lookup, hashed, make_ids
 
 
 def values_of(count: int, kinds: int, seed: int = 0) -> np.ndarray:
@@ -35,23 +35,15 @@ def make(folder: Path, values: np.ndarray, size: int | None = None, min_count: i
 @pytest.mark.parametrize(
     ("count", "kinds", "piece"), [(1, 1, 1), (50, 3, 7), (20_000, 9_000, 3_000), (20_000, 50, 999)]
 )
-def test_numbers_are_those_of_a_dict(count: int, kinds: int, piece: int) -> None:
-    values, numbers = values_of(count, kinds), Numbering()
-    found = np.concatenate([numbers.add(values[first : first + piece]) for first in range(0, count, piece)])
-    assert found.tolist() == numbered(values)
-    assert len(numbers) == len(set(values.tolist()))
-    np.testing.assert_array_equal(numbers.find(values), found)
-    np.testing.assert_array_equal(numbers.values[found - 1], values)
-    assert not numbers.find(np.setdiff1d(np.arange(100, dtype=np.uint32), values)).any()
-
-
-def test_values_that_share_a_slot_are_told_apart() -> None:
-    # under multiplicative hashing the multiples of 2³¹ and neighbors of the inverse of 2^k crowd together
-    inverse = pow(2_654_435_769, -1, 2**32)
-    values = np.array([inverse * k % 2**32 for k in range(3000)], np.uint32)
-    numbers = Numbering()
-    assert numbers.add(values).tolist() == list(range(1, 3001))
-    assert numbers.find(values[::-1]).tolist() == list(range(3000, 0, -1))
+def test_numbers_are_those_of_a_dict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, kinds: int, piece: int
+) -> None:
+    monkeypatch.setattr(criteo_ids, "CHUNK", piece)
+    values = values_of(count, kinds)
+    ids, size = make(tmp_path, values)
+    assert ids.tolist() == numbered(values)
+    assert size == len(set(values.tolist())) + 1
+    assert not Lookup(tmp_path, "C", size, False)(np.setdiff1d(np.arange(100, dtype=np.uint32), values)).any()
 
 
 @pytest.mark.parametrize("piece", [64, 1000, 2**18])

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from comera.errors import ComeraError, ConfigError
+from comera.errors import ConfigError
 from comera.recipes.dlrm.criteo import ClickData, preparation
 from comera.recipes.dlrm.criteo import columns as criteo_columns
 from comera.recipes.dlrm.criteo import files as criteo_files
 from comera.recipes.dlrm.criteo import ids as criteo_ids
-from comera.recipes.dlrm.criteo import parse as criteo_parse
-from comera.recipes.dlrm.criteo.columns import FEATURES, Parsers, State
+from comera.recipes.dlrm.criteo.columns import FEATURES, State
 from comera.recipes.dlrm.criteo.files import Place
 from comera.recipes.dlrm.criteo.parse import LABEL
 
@@ -155,22 +154,6 @@ def test_a_full_disk_is_an_error_that_keeps_what_is_done(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=r"data\.cache: .* 160 bytes a row, .*No space left.*: make room or set"):
         read(path)
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".lock", ".parts"]
-
-
-def test_a_parsing_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(criteo_parse, "__file__", str(tmp_path / "missing.py"))
-    with (
-        Parsers(1) as parsers,
-        pytest.raises(ComeraError, match=r"a process .* ended with exit code 1: .*data\.workers=1"),
-    ):
-        parsers.parse(lines_of(ROWS[:5]))
-
-
-def test_parsing_processes_end_with_their_owner() -> None:
-    with Parsers(2) as parsers:
-        assert len(parsers.parse(lines_of(ROWS[:5])).labels) == 5
-        processes = list(parsers._all)
-    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_a_place_survives_its_file(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.recipes.dlrm.criteo.parse import KINDS, Rows, explain, log_integers, parse, receive, send
+from comera.recipes.dlrm.criteo.parse import KINDS, Rows, explain, log_integers, parse
 
 from ...helpers.click_rows import BAD_FIELDS, good_rows, lines_of, naive, random_row, spoil
 
@@ -127,17 +126,3 @@ def test_an_explanation_names_field_and_content() -> None:
     row[2] = "1.5"
     assert explain(lines_of([row])[:-1]) == "expected a decimal integer of 32 bits as integer 2, got '1.5'"
     assert "expected 40 fields between tabs, got 39" in explain(lines_of([row[1:]]))
-
-
-def test_rows_survive_the_way_through_a_pipe() -> None:
-    rng = random.Random(0)
-    rows = parse(lines_of([spoil(row, KINDS[k % 5], rng) if k % 4 else row for k, row in enumerate(good_rows(40))]))
-    pipe = io.BytesIO()
-    send(pipe, rows)
-    send(pipe, parse(b""))
-    pipe.seek(0)
-    for sent, received in ((rows, receive(pipe)), (parse(b""), receive(pipe))):
-        for name in Rows._fields:
-            np.testing.assert_array_equal(getattr(sent, name), getattr(received, name))
-    with pytest.raises(EOFError):
-        receive(pipe)

@@ -384,7 +384,7 @@ def test_a_path_without_mnli_is_a_data_error(tmp_path: Path) -> None:
     [("path", ""), ("max_length", 4), ("max_examples", 0), ("buckets", 0), ("buckets", -1)],
 )
 def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"data\.{field}: expected .*, got"):
+    with pytest.raises(ConfigError, match=rf"data\.{field} must be .*, got"):
         MNLIDataConfig(**{field: value})
 
 

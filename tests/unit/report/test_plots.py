@@ -2,9 +2,8 @@
 
 import numpy as np
 
+from comera.report.adaptation import short_names, smooth
 from comera.report.plots import thin
-from comera.report.ranks import short_names
-from comera.report.stages import smooth
 
 
 def test_thinning_keeps_every_spike() -> None:

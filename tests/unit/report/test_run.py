@@ -10,10 +10,9 @@ import pytest
 import comera.report
 from comera.errors import DataError
 from comera.report import read_run, render
-from comera.report.layers import layer_table
+from comera.report.adaptation import objectives, pareto, ranks_over_time
+from comera.report.html import layer_table
 from comera.report.plots import loss_over_time, size_over_steps
-from comera.report.ranks import ranks_over_time
-from comera.report.stages import objectives, pareto
 from comera.report.style import styled
 
 from ...helpers.run_folders import (

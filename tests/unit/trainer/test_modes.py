@@ -242,9 +242,9 @@ def test_state_of_other_shapes_is_saved_and_checked(tmp_path: Path) -> None:
 def test_recomputation_is_turned_on_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[nn.Module] = []
     monkeypatch.setattr("comera.trainer.state.recompute_", asked.append)
-    task = Tiny()
-    fit(task, replace(CONFIG, steps=1), tmp_path / "without")
+    fit(Tiny(), replace(CONFIG, steps=1), tmp_path / "without")
     assert asked == []
+    task = Tiny()
     fit(task, replace(CONFIG, steps=1, recompute=True), tmp_path / "with")
     assert asked == [task.model]
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from operator import is_
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -58,6 +57,6 @@ class Held:
         if not are_plain(gradients) or list(map(Tensor.numel, gradients)) != self._sizes:
             return False
         memory = words(map(Tensor.data_ptr, gradients)), *self._memory, self._counts
-        call("adamw", len(gradients), *memory, lr, *betas, eps, weight_decay, torch.get_num_threads())
+        call("adamw", len(gradients), *memory, lr, *betas, eps, weight_decay)
         increment_version(self._params)
         return True

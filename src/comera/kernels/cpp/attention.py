@@ -3,17 +3,17 @@
 Shapes: B batch, H heads, G heads of keys and values, T queries, S keys, D width of queries and keys, E of values.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from comera.kernels.cpp.library import address, call, check_seed, check_shape, floats, operation, words
+from comera.kernels.cpp.library import call, check_shape, floats, operation, words
 from comera.kernels.cpp.memory import empty
-from comera.kernels.cpp.residual_norm import rounded
+from comera.kernels.cpp.residual_norm import drop
 
 _NO_VIEW = [0] * 4
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float p, float scale, bool is_causal"
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any) -> int:
@@ -22,7 +22,7 @@ def _attention_flops(q: Any, k: Any, v: Any, *_: Any) -> int:
     return int(2 * batch * heads * queries * k[2] * (width + v[3]))
 
 
-@operation(f"attention({_OPERANDS}) -> (Tensor o, Tensor norms)", _attention_flops)
+@operation(_attention_flops)
 def attention(
     q_BHTD: Tensor,
     k_BGSD: Tensor,
@@ -42,7 +42,7 @@ def attention(
     sizes, kept = _checked(q_BHTD, k_BGSD, v_BGSE, mask)
     (batch, heads, queries, _), value_width = q_BHTD.shape, v_BGSE.shape[3]
     o_BHTE, norms = _with_contiguous_heads(batch, heads, queries, value_width), empty(2, batch, heads, queries)
-    _call("attention", sizes, [*kept, o_BHTE], seed, p, scale, is_causal, norms)
+    call("attention", *_words(sizes, [*kept, o_BHTE]), *drop(seed, p), scale, is_causal, norms)
     return o_BHTE, norms
 
 
@@ -52,10 +52,7 @@ def _attention_backward_flops(do: Any, o: Any, norms: Any, q: Any, k: Any, v: An
     return int(2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3]))
 
 
-@operation(
-    f"attention_backward(Tensor do, Tensor o, Tensor norms, {_OPERANDS}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    _attention_backward_flops,
-)
+@operation(_attention_backward_flops)
 def attention_backward(
     do_BHTE: Tensor,
     o_BHTE: Tensor,
@@ -76,7 +73,8 @@ def attention_backward(
     norms = _rows("norms", norms, 2, batch, heads, queries).contiguous()
     dq = _with_contiguous_heads(batch, heads, queries, width)
     dk, dv = (_with_contiguous_heads(batch, groups, keys, size) for size in (width, value_width))
-    _call("attention_backward", sizes, [*kept, *outputs, dq, dk, dv], seed, p, scale, is_causal, norms)
+    views = _words(sizes, [*kept, *outputs, dq, dk, dv])
+    call("attention_backward", *views, *drop(seed, p), scale, is_causal, norms)
     return dq, dk, dv
 
 
@@ -89,11 +87,8 @@ def _checked(
     (batch, heads, queries, width), groups, (keys, value_width) = q_BHTD.shape, k_BGSD.shape[1], v_BGSE.shape[2:]
     if not groups or heads % groups:
         raise RuntimeError(f"expected heads of keys that divide {heads} heads of queries, got {groups}")
-    q_BHTD = _rows("q", q_BHTD, batch, heads, queries, width)
-    k_BGSD, v_BGSE = (
-        _rows("k", k_BGSD, batch, groups, keys, width),
-        _rows("v", v_BGSE, batch, groups, keys, value_width),
-    )
+    q_BHTD, k_BGSD = _rows("q", q_BHTD, *q_BHTD.shape), _rows("k", k_BGSD, batch, groups, keys, width)
+    v_BGSE = _rows("v", v_BGSE, batch, groups, keys, value_width)
     if mask is not None:  # only the last dimension may have to be copied: the others are broadcast with strides 0
         mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
         mask = _rows("mask", mask, *mask.shape).expand(batch, heads, queries, keys)
@@ -103,27 +98,13 @@ def _checked(
 def _rows(name: str, tensor: Tensor, *shape: int) -> Tensor:
     """`tensor` with a contiguous last dimension, otherwise as `library.checked` gives it."""
     check_shape(name, tensor, shape)
-    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.is_neg():
-        return floats(name, tensor)
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    plain = tensor.dtype is torch.float32 and tensor.is_cpu and not tensor.is_neg()
+    return tensor if plain and tensor.stride(-1) == 1 else floats(name, tensor)
 
 
-def _call(
-    name: str,
-    sizes: tuple[int, ...],
-    tensors: list[Tensor | None],
-    seed: Tensor | None,
-    p: float,
-    scale: float,
-    is_causal: bool,
-    norms: Tensor,
-) -> None:
-    views = [word for t in tensors for word in (_NO_VIEW if t is None else (t.data_ptr(), *t.stride()[:3]))]
-    if not 0 <= p < 1:
-        raise RuntimeError(f"expected a dropout probability in [0, 1), got {p}")
-    drop = address(None if seed is None else check_seed(seed)), *rounded(p)
-    operands = words(sizes), words(views), drop[0], drop[1], scale, drop[2], is_causal, norms.data_ptr()
-    call(name, *operands, torch.get_num_threads())
+def _words(sizes: tuple[int, ...], tensors: Sequence[Tensor | None]) -> tuple[bytes, bytes]:
+    """Sizes and views as the kernels read them."""
+    return words(sizes), words(w for t in tensors for w in (_NO_VIEW if t is None else (t.data_ptr(), *t.stride()[:3])))
 
 
 def _with_contiguous_heads(batch: int, heads: int, length: int, width: int) -> Tensor:

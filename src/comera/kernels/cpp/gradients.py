@@ -34,7 +34,7 @@ def clip_(tensors: Sequence[Tensor], limit: float) -> Tensor | None:
         return None
     norm = empty()
     memory, counts = words(map(Tensor.data_ptr, tensors)), words(map(Tensor.numel, tensors))
-    call("clip", len(tensors), memory, counts, limit, norm.data_ptr(), torch.get_num_threads())
+    call("clip", len(tensors), memory, counts, limit, norm)
     if 0 < limit < norm.item():
         increment_version(tensors)
     return norm

@@ -22,31 +22,32 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from comera.kernels.cpp import build
 
-# Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words. The library
-# derives the same text from its functions' types (exports.h) and is refused where the two differ.
+# Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
+# threads. The library derives the same text from its functions' types (exports.h) and is refused where the two differ.
 SIGNATURES = {
-    "adamw": "l p p w3 p d d d d d i",
-    "attention": "w7 w4 p l f f i p i",
-    "attention_backward": "w7 w4 p l f f i p i",
-    "clip": "l p p d p i",
-    "dropout": "l p p i f p i",
-    "low_rank": "l l p l w9 l i",
-    "low_rank_output": "l l w9 l i",
-    "low_rank_backward": "l l p l w9 l p i",
+    "adamw": "l p p w3 p d d d d d t",
+    "attention": "w7 w4 p l f f i p t",
+    "attention_backward": "w7 w4 p l f f i p t",
+    "clip": "l p p d p t",
+    "dropout": "l p p i f p t",
+    "low_rank": "l l p l w9 l t",
+    "low_rank_output": "l l w9 l t",
+    "low_rank_backward": "l l p l w9 l p t",
     "memory_held": "p p",
-    "merge": "l p p f i",
-    "merge_backward": "l p p f i",
-    "mlp": "i l l p l w9 l l i",
-    "mlp_backward": "i l l p l w9 l l p i",
+    "merge": "l p p f t",
+    "merge_backward": "l p p f t",
+    "mlp": "i l l p l w9 l l t",
+    "mlp_backward": "i l l p l w9 l l p t",
     "random_words": "l l p",
-    "residual_norm": "l l p p p p p i f f p p p p i",
-    "residual_norm_backward": "l l p p p p p p i f p p p p i",
+    "residual_norm": "l l p p p p p i f f p p p p t",
+    "residual_norm_backward": "l l p p p p p p i f p p p p t",
     "take_memory": "i p p",
 }
-_KINDS = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
+_KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
 _FLOP_COUNTER = "torch.utils.flop_counter"
 
 Result = TypeVar("Result")
+T = TypeVar("T", Tensor, Tensor | None)
 Functions = dict[str, Callable[..., int]]
 
 _library = torch.library.Library("comera", "FRAGMENT")
@@ -60,14 +61,18 @@ def unavailable_reason() -> str | None:
 
 
 def call(name: str, *operands: object) -> None:
-    """Call the C function `name` of SIGNATURES; addresses are integers or `words`.
+    """Call the C function `name` of SIGNATURES, with torch's number of threads where it takes that.
 
+    operands: numbers; for pointers tensors, `words`, addresses, or None for C's null pointer.
     Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels.
     """
     functions = _functions()
     if isinstance(functions, str):
         raise RuntimeError(f"expected compiled kernels for {name}, but {functions}: ask select.supports before")
-    if functions[name](*operands):
+    given = [each.data_ptr() if isinstance(each, Tensor) else each for each in operands]
+    if SIGNATURES[name].endswith("t"):
+        given.append(torch.get_num_threads())
+    if functions[name](*given):
         raise MemoryError(f"the kernel {name} could not get its scratch memory: use smaller batches or fewer threads")
 
 
@@ -97,23 +102,16 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise RuntimeError(f"expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
 
 
-def checked(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """`floats` after `check_shape`."""
+def checked(name: str, tensor: T, *shape: int) -> T:
+    """`floats` after `check_shape`; None for None."""
+    if tensor is None:
+        return tensor
     check_shape(name, tensor, shape)
     return floats(name, tensor)
 
 
-def check_seed(seed: Tensor) -> Tensor:
-    """Raise RuntimeError unless `seed` is one int64 on the CPU."""
-    if seed.dtype != torch.int64 or seed.numel() != 1 or not seed.is_cpu:
-        raise RuntimeError(f"expected a seed of one int64 on the CPU, got {list(seed.shape)} {seed.dtype}")
-    return seed
-
-
-def operation(
-    schema: str, flops: Callable[..., int] | None = None
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Make a function the operation torch.ops.comera.NAME of a schema "NAME(Tensor x, ...) -> ...", on the CPU.
+def operation(flops: Callable[..., int] | None = None) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Make an annotated function the operation torch.ops.comera.NAME on the CPU.
 
     flops: takes the operands, shapes in place of tensors. The operation has no derivative: autograd functions call it.
 
@@ -122,10 +120,10 @@ def operation(
     and puts them together again; a compressed training step makes some hundred calls. torch has no public question for
     the first: `is_in_torch_dispatch_mode` is one flag for all threads, which one that leaves a mode resets for another.
     """
-    name = schema.partition("(")[0]
 
     def decorate(run: Callable[..., Result]) -> Callable[..., Result]:
-        _library.define(schema)
+        name = run.__name__
+        _library.define(torch.library.infer_schema(run, op_name=name, mutates_args=()))
         _library.impl(name, run, "CPU")
         dispatched: Callable[..., Result] = getattr(torch.ops.comera, name).default
         if flops is not None:

@@ -4,7 +4,7 @@ Shapes: B batch, I/O in/out features, R rank, S rows of b: the rank, and one mor
 """
 
 from collections.abc import Sequence
-from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -14,55 +14,67 @@ from comera.kernels.cpp.library import address, call, checked, floats, operation
 from comera.kernels.cpp.memory import empty
 
 
-@cache
-def width(rank: int, rows: int) -> int:
-    """Columns of memory that [1 P] takes, for vectors as long as any processor's; rows: those of b."""
-    return max(rows - rank + -(-rank // 16) * 16, -(-rows // 16) * 16)
-
-
 class Factors(NamedTuple):
-    """A and b of one weight as the kernels read them, their sizes, and the `width` of its P."""
+    """A (where it is needed) and b of one weight as the kernels read them, and their sizes."""
 
-    a: Tensor
+    a: Tensor | None
     b: Tensor
     rank: int
     rows: int
     out_features: int
-    width: int
+
+    @property
+    def width(self) -> int:
+        """Columns of memory that its [1 P] takes, for vectors as long as any processor's."""
+        return max(self.rows - self.rank + -(-self.rank // 16) * 16, -(-self.rows // 16) * 16)
+
+    def words(self, p: int, y: Tensor | None, da: Tensor | None = None, db: Tensor | None = None) -> tuple[int, ...]:
+        """The weight as low_rank.h has it; p: the address of its [1 P]."""
+        tensors = address(self.a), address(self.b), p, address(y), address(da), address(db)
+        return self.rank, self.rows, self.out_features, *tensors
 
 
-def checked_factors(a_RI: Tensor, b_SO: Tensor, features: int) -> Factors:
-    """Raises RuntimeError unless A has `features` columns, b as many rows as A or one more, both float32 on the CPU."""
-    (rank, inputs), (rows, outputs) = a_RI.shape, b_SO.shape
-    if inputs != features or not 0 <= rows - rank <= 1:
-        raise RuntimeError(
-            f"expected A (rank, {features}) and B (rank, out) or [bias; B] (1 + rank, out), "
-            f"got {list(a_RI.shape)} and {list(b_SO.shape)}"
-        )
-    return Factors(floats("A", a_RI), floats("b", b_SO), rank, rows, outputs, width(rank, rows))
+def _factors(a_RI: Tensor | None, b_SO: Tensor, rank: int) -> Factors:
+    rows, outputs = b_SO.shape
+    if not 0 <= rows - rank <= 1:
+        raise RuntimeError(f"expected b of rank {rank} with as many rows or one more, got {list(b_SO.shape)}")
+    return Factors(None if a_RI is None else floats("A", a_RI), floats("b", b_SO), rank, rows, outputs)
+
+
+def checked_factors(as_RI: Sequence[Tensor], bs_SO: Sequence[Tensor], features: int) -> list[Factors]:
+    """Raises RuntimeError unless each A has `features` columns, each b as many rows as its A or one more, all float32
+    on the CPU."""
+    for a_RI in as_RI:
+        if a_RI.shape[1:] != (features,):
+            raise RuntimeError(f"expected A (rank, {features}), got {list(a_RI.shape)}")
+    return [_factors(a, b, a.shape[0]) for a, b in zip(as_RI, bs_SO, strict=True)]
+
+
+def starts(p_BS: Tensor, weights: Sequence[Factors]) -> list[int]:
+    """The addresses at which the [1 P_k] of the weights begin in one tensor."""
+    return list(accumulate((4 * weight.width for weight in weights[:-1]), initial=p_BS.data_ptr()))
+
+
+def _output_words(p_BS: Tensor, weights: Sequence[Factors], ys_BO: Sequence[Tensor]) -> bytes:
+    each = zip(weights, starts(p_BS, weights), ys_BO, strict=True)
+    return words(word for weight, p, y_BO in each for word in weight.words(p, y_BO))
 
 
 def _low_rank_flops(x: Any, a: Any, b: Any) -> int:
     return int(2 * x[0] * (sum(r * i for r, i in a) + sum(s * o for s, o in b)))
 
 
-@operation("low_rank(Tensor x, Tensor[] a, Tensor[] b) -> Tensor[]", _low_rank_flops)
+@operation(_low_rank_flops)
 def low_rank(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SO: Sequence[Tensor]) -> list[Tensor]:
-    """All [1 P_k] in one tensor (B, Σ `width`), then y_k (B, O), from x (B, I), A_k (R, I) and [bias_k; B_k] (S, O).
+    """All [1 P_k] in one tensor (B, Σ width), then y_k (B, O), from x (B, I), A_k (R, I) and [bias_k; B_k] (S, O).
 
     Raises RuntimeError for shapes that do not fit each other or are not float32 on the CPU.
     """
     batch, features = x_BI.shape
-    x_BI = floats("x", x_BI)
-    weights = [checked_factors(a, b, features) for a, b in zip(as_RI, bs_SO, strict=True)]
-    columns = sum(w.width for w in weights)
-    p_BS, ys_BO = empty(batch, columns), [empty(batch, w.out_features) for w in weights]
-    flat: list[int] = []
-    at = p_BS.data_ptr()
-    for (a, b, rank, rows, outputs, size), y in zip(weights, ys_BO, strict=True):
-        flat += (rank, rows, outputs, a.data_ptr(), b.data_ptr(), at, y.data_ptr(), 0, 0)
-        at += 4 * size
-    call("low_rank", batch, features, x_BI.data_ptr(), len(weights), words(flat), columns, torch.get_num_threads())
+    x_BI, weights = floats("x", x_BI), checked_factors(as_RI, bs_SO, features)
+    columns = sum(weight.width for weight in weights)
+    p_BS, ys_BO = empty(batch, columns), [empty(batch, weight.out_features) for weight in weights]
+    call("low_rank", batch, features, x_BI, len(weights), _output_words(p_BS, weights, ys_BO), columns)
     return [p_BS, *ys_BO]
 
 
@@ -70,24 +82,13 @@ def _low_rank_output_flops(p: Any, ranks: Any, b: Any) -> int:
     return int(2 * p[0] * sum(s * o for s, o in b))
 
 
-@operation("low_rank_output(Tensor p, int[] ranks, Tensor[] b) -> Tensor[]", _low_rank_output_flops)
+@operation(_low_rank_output_flops)
 def low_rank_output(p_BS: Tensor, ranks: Sequence[int], bs_SO: Sequence[Tensor]) -> list[Tensor]:
     """The y_k of `low_rank` from its P, to the same bits. Raises RuntimeError as `low_rank` does."""
-    batch = p_BS.shape[0]
-    columns = sum(width(rank, b.shape[0]) for rank, b in zip(ranks, bs_SO, strict=True))
-    p_BS, bs_SO = checked("P", p_BS, batch, columns), [floats("b", b) for b in bs_SO]
-    ys_BO: list[Tensor] = []
-    flat: list[int] = []
-    at = p_BS.data_ptr()
-    for rank, b in zip(ranks, bs_SO, strict=True):
-        rows, outputs = b.shape
-        if not 0 <= rows - rank <= 1:
-            raise RuntimeError(f"expected b of rank {rank} with as many rows or one more, got {list(b.shape)}")
-        y = empty(batch, outputs)
-        ys_BO.append(y)
-        flat += (rank, rows, outputs, 0, b.data_ptr(), at, y.data_ptr(), 0, 0)
-        at += 4 * width(rank, rows)
-    call("low_rank_output", batch, len(ys_BO), words(flat), columns, torch.get_num_threads())
+    weights = [_factors(None, b, rank) for rank, b in zip(ranks, bs_SO, strict=True)]
+    batch, columns = p_BS.shape[0], sum(weight.width for weight in weights)
+    p_BS, ys_BO = checked("P", p_BS, batch, columns), [empty(batch, weight.out_features) for weight in weights]
+    call("low_rank_output", batch, len(weights), _output_words(p_BS, weights, ys_BO), columns)
     return ys_BO
 
 
@@ -100,11 +101,7 @@ def _low_rank_backward_flops(x: Any, p: Any, dy: Any, a: Any, b: Any, dx: bool, 
     return int(2 * x[0] * total)
 
 
-@operation(
-    "low_rank_backward(Tensor x, Tensor p, Tensor?[] dy, Tensor[] a, Tensor[] b, bool dx, bool da, bool db)"
-    " -> Tensor[]",
-    _low_rank_backward_flops,
-)
+@operation(_low_rank_backward_flops)
 def low_rank_backward(
     x_BI: Tensor,
     p_BS: Tensor,
@@ -120,26 +117,18 @@ def low_rank_backward(
     Raises RuntimeError as `low_rank` does.
     """
     batch, features = x_BI.shape
-    x_BI = floats("x", x_BI)
-    weights = [checked_factors(a, b, features) for a, b in zip(as_RI, bs_SO, strict=True)]
-    columns = sum(w.width for w in weights)
+    x_BI, weights = floats("x", x_BI), checked_factors(as_RI, bs_SO, features)
+    columns = sum(weight.width for weight in weights)
     p_BS = checked("P", p_BS, batch, columns)
+    dys_BO = [checked("dy", dy, batch, weight.out_features) for dy, weight in zip(dys_BO, weights, strict=True)]
     dx_BI = empty(batch, features) if wants_x else None
-    das_RI: list[Tensor] = []
-    dbs_SO: list[Tensor] = []
+    das_RI: list[Tensor | None] = []
+    dbs_SO: list[Tensor | None] = []
     flat: list[int] = []
-    kept, at = [], p_BS.data_ptr()
-    for (a, b, rank, rows, outputs, size), dy in zip(weights, dys_BO, strict=True):
-        if dy is not None:
-            dy = checked("dy", dy, batch, outputs)
-            kept.append(dy)  # until the call: it may be a copy
-            da, db = torch.empty_like(a) if wants_a else None, torch.empty_like(b) if wants_b else None
-            if da is not None:
-                das_RI.append(da)
-            if db is not None:
-                dbs_SO.append(db)
-            flat += (rank, rows, outputs, a.data_ptr(), b.data_ptr(), at, dy.data_ptr(), address(da), address(db))
-        at += 4 * size
-    given = batch, features, x_BI.data_ptr(), len(kept), words(flat), columns, address(dx_BI)
-    call("low_rank_backward", *given, torch.get_num_threads())
-    return [*([] if dx_BI is None else [dx_BI]), *das_RI, *dbs_SO]
+    for weight, p, dy_BO in zip(weights, starts(p_BS, weights), dys_BO, strict=True):
+        if dy_BO is not None:
+            das_RI.append(x_BI.new_empty(weight.rank, features) if wants_a else None)
+            dbs_SO.append(torch.empty_like(weight.b) if wants_b else None)
+            flat += weight.words(p, dy_BO, das_RI[-1], dbs_SO[-1])
+    call("low_rank_backward", batch, features, x_BI, len(das_RI), words(flat), columns, dx_BI)
+    return [made for made in (dx_BI, *das_RI, *dbs_SO) if made is not None]

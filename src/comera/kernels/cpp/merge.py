@@ -59,11 +59,9 @@ def _checked(name: str, tensors: Sequence[T], sizes: Sequence[int]) -> Sequence[
     if list(map(_nbytes, present)) != sizes or not all(map(_is_cpu, present)):
         given = [f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in present]
         raise RuntimeError(f"expected {name} of {sizes} bytes of float32 on the CPU, as the layout says, got {given}")
-    return (
-        tensors
-        if all(map(Tensor.is_contiguous, present))
-        else [None if t is None else floats(name, t) for t in tensors]
-    )
+    if all(map(Tensor.is_contiguous, present)) and not any(map(Tensor.is_neg, present)):
+        return tensors
+    return [None if t is None else floats(name, t) for t in tensors]
 
 
 def _operands(
@@ -76,7 +74,7 @@ def _operands(
 
 def _call(name: str, layout: _Layout, tensors: Sequence[Tensor | None], threshold: float) -> None:
     memory = words([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
-    call(name, len(layout.factors), layout.words, memory, threshold, torch.get_num_threads())
+    call(name, len(layout.factors), layout.words, memory, threshold)
 
 
 def _products(layout: Sequence[int]) -> Iterator[list[int]]:
@@ -95,7 +93,7 @@ def _merge_flops(parameters: Any, biases: Any, layout: Sequence[int], threshold:
     return sum(sum(flops) for flops in _products(layout))
 
 
-@operation("merge(Tensor[] parameters, Tensor?[] biases, int[] layout, float threshold) -> Tensor[]", _merge_flops)
+@operation(_merge_flops)
 def merge(
     parameters: Sequence[Tensor], biases: Sequence[Tensor | None], layout: Sequence[int], threshold: float
 ) -> list[Tensor]:
@@ -119,11 +117,7 @@ def _merge_backward_flops(dfactors: Any, parameters: Any, biases: Any, layout: S
     return sum(3 * sum(flops) - sum(flops[-1:]) for flops in _products(layout))
 
 
-@operation(
-    "merge_backward(Tensor?[] dfactors, Tensor[] parameters, Tensor?[] biases, int[] layout, float threshold)"
-    " -> Tensor[]",
-    _merge_backward_flops,
-)
+@operation(_merge_backward_flops)
 def merge_backward(
     dfactors: Sequence[Tensor | None],
     parameters: Sequence[Tensor],
@@ -139,7 +133,6 @@ def merge_backward(
     sizes: list[int] = []
     for (rank, inputs, outputs), bias in zip(described.factors, biases, strict=True):
         sizes += (4 * rank * inputs, 4 * (rank + (bias is not None)) * outputs)
-    dfactors = [df if df is None or not df.is_neg() else df.resolve_neg() for df in dfactors]
     dfactors = _checked("gradients of factors", dfactors, sizes)
     grads = [torch.empty_like(tensor) for tensor in parameters]
     pairs = zip(biases, dfactors[1::2], strict=True)

@@ -1,7 +1,7 @@
 """Contraction plans: made from estimated costs, once per weight and batch bucket, and kept.
 
-`plan_linear`, `plan_projection` and `plan_lookup` give a plan to print or to change; the operations ask `choose_...`,
-which torch.compile evaluates while it traces. docs/method.md §4.
+`plan_linear`, `plan_projection` and `plan_lookup` give a plan to print or to change; the operations ask `choose`, which
+torch.compile evaluates while it traces. docs/method.md §4.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
-
-from torch import Tensor
 
 from comera.kernels.tracing import constant_when_traced
 from comera.ops.planner.groups import Groups
@@ -52,11 +50,6 @@ class ContractionPlan:
     def groups(self) -> Groups:
         """Groups of the chosen option."""
         return self.chosen.groups
-
-    @property
-    def split(self) -> int:
-        """Cores in the first group of the chosen option; 0 if it is the only one."""
-        return self.chosen.split
 
     @property
     def flops(self) -> int:
@@ -135,49 +128,25 @@ def plan_lookup(spec: TTMSpec, count: int, itemsize: int = 4, *, device: str = "
     return make_plan(LookupProblem(spec, count, itemsize, device))
 
 
-def choose_groups(
-    spec: TTSpec, x_BI: Tensor, cores: Sequence[Tensor], plan: ContractionPlan | None = None, *, merged: bool = False
+def choose(
+    kind: type[Problem],
+    spec: Spec,
+    rows: int,
+    itemsize: int,
+    device: str = "cpu",
+    *gradients: bool,
+    plan: ContractionPlan | None = None,
+    merged: bool = False,
 ) -> tuple[Strategy, Groups]:
-    """Strategy and groups of `plan`, by default of `plan_linear` for this x and the gradients that are needed.
+    """Strategy and groups of `plan`, by default of the plan for a problem of this kind; arguments as it takes them.
 
     merged: the factors come from a batched merge, whose calls serve all layers; low_rank is then chosen up to
     MERGED_ADVANTAGE times the cost of the cheapest groups.
     """
     if plan is not None:
         return plan.strategy, plan.groups
-    gradients = x_BI.requires_grad, any(core.requires_grad for core in cores)
-    bucket, itemsize, device = batch_bucket(x_BI.shape[0]), x_BI.element_size(), x_BI.device.type
-    choice: tuple[Strategy, Groups] = _choose(merged, LinearProblem, spec, bucket, itemsize, device, *gradients)
+    choice: tuple[Strategy, Groups] = _choose(merged, kind, spec, batch_bucket(rows), itemsize, device, *gradients)
     return choice
-
-
-def choose_strategy(
-    spec: TTSpec, rows: int, itemsize: int, device: str, grad_x: bool, grad_cores: bool, *, merged: bool = False
-) -> Strategy:
-    """The strategy that `choose_groups` chooses for `rows` rows of x."""
-    choice: tuple[Strategy, Groups]
-    choice = _choose(merged, LinearProblem, spec, batch_bucket(rows), itemsize, device, grad_x, grad_cores)
-    return choice[0]
-
-
-def choose_rows(
-    spec: TTMSpec, count: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
-) -> Groups:
-    """Groups of `plan`, by default of `plan_lookup` for `count` different rows."""
-    if plan is not None:
-        return plan.groups
-    groups: Groups = _choose(False, LookupProblem, spec, batch_bucket(count), itemsize, device)[1]
-    return groups
-
-
-def choose_projection(
-    spec: TTMSpec, batch: int, itemsize: int, plan: ContractionPlan | None = None, *, device: str = "cpu"
-) -> tuple[Strategy, int]:
-    """Strategy and split of `plan`, by default of `plan_projection`."""
-    if plan is not None:
-        return plan.strategy, plan.split
-    strategy, groups = _choose(False, ProjectionProblem, spec, batch_bucket(batch), itemsize, device)
-    return strategy, groups[0].end if len(groups) > 1 else 0
 
 
 # arithmetic on a spec and a bucket: torch.compile has nothing to trace

@@ -41,11 +41,6 @@ class Option:
         return tuple(group.end for group in self.groups)
 
     @property
-    def split(self) -> int:
-        """Cores in the first group; 0 if it is the only one."""
-        return self.ends[0] if len(self.groups) > 1 else 0
-
-    @property
     def name(self) -> str:
         """The groups as they print: "(1 2)(3 4)"."""
         return "".join(map(str, self.groups))

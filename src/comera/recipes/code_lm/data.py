@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from comera.errors import DataError
+from comera.errors import DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.config import check_fields, typed_path
+from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -79,7 +80,7 @@ class CodeDataConfig:
             "block_size": (self.block_size >= 4, "at least 4 tokens"),
             "mask_share": (0 < self.mask_share < 0.3, "a fraction between 0 and 0.3"),
         }
-        check_fields(self, "data", checks)
+        check_fields(self, "data.", checks)
 
 
 class Batch(NamedTuple):
@@ -313,13 +314,8 @@ def _write(
         )
 
 
-def _chunks(sources: Iterable[Source]) -> Iterator[list[Source]]:
+def _chunks(sources: Sequence[Source]) -> Iterator[list[Source]]:
     """Groups of consecutive files of about ENCODE_BYTES: bounds memory, and keeps all cores busy."""
-    chunk: list[Source] = []
-    for source in sources:
-        chunk.append(source)
-        if sum(each.size for each in chunk) >= ENCODE_BYTES:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
+    ends = accumulate(source.size for source in sources)
+    for _, chunk in groupby(zip(sources, ends, strict=True), lambda file: file[1] // ENCODE_BYTES):
+        yield [source for source, _ in chunk]

@@ -20,10 +20,9 @@ from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, 
 from comera.convert import TT, TTM, TensorizeConfig
 from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
 from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
-from comera.recipes.config import runs_folder
 from comera.recipes.interface import Architecture
 from comera.recipes.stages import is_main, log, resolved
-from comera.recipes.task import RecipeTask, estimates_by_method
+from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate

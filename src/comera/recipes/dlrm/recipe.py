@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 
 from comera.baselines import Method
 from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
-from comera.errors import ConfigError
+from comera.errors import ConfigError, check_fields
 from comera.files import replace_file
 from comera.pretrained import load_pretrained
 from comera.rank.objective import EarlyStage
-from comera.recipes.config import check_fields, runs_folder
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.criteo.parse import INTEGERS
@@ -28,7 +27,7 @@ from comera.recipes.dlrm.model import DLRM, DLRMConfig
 from comera.recipes.dlrm.table_budget import ORDERS, fit_tables
 from comera.recipes.interface import Architecture
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing, runs
-from comera.recipes.task import RecipeTask
+from comera.recipes.task import RecipeTask, runs_folder
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
@@ -74,7 +73,7 @@ class CompressConfig:
             "mlp_rank": (self.mlp_rank >= 0, "a number >= 0"),
             "mlp_order": (2 <= self.mlp_order <= 8, "from 2 to 8"),
         }
-        check_fields(self, "compress", checks)
+        check_fields(self, "compress.", checks)
 
     def tensorize(self, model: DLRM) -> TensorizeConfig:
         """The conversion of this model. Raises ConfigError if the budget is too small."""

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from comera.errors import DataError
+from comera.errors import DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.config import check_fields, typed_path
 from comera.recipes.mnli.files import LABELS, PARTS, SKIPS, Part, Source, find_source, read_pairs
 from comera.recipes.mnli.pairs import PairBatch, Pairs, PairWriter
+from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
@@ -60,7 +60,7 @@ class MNLIDataConfig:
             "max_examples": (self.max_examples is None or self.max_examples > 0, "a number > 0, or none"),
             "buckets": (self.buckets > 0, "a number > 0"),
         }
-        check_fields(self, "data", checks)
+        check_fields(self, "data.", checks)
 
 
 class MNLIData:

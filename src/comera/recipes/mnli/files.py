@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from comera.errors import DataError
-from comera.recipes.config import typed_path
+from comera.recipes.paths import typed_path
 
 LABELS = ("entailment", "neutral", "contradiction")  # 0, 1, 2
 PARTS = ("train", "dev")
@@ -109,21 +109,21 @@ def _label(value: object, where: str) -> int | None:
 def _published(folder: Path) -> Source:
     """The first of FORMS whose two files both exist, plain or gzipped."""
     for names, read in FORMS:
-        found = {part: _find(folder, name) for part, name in zip(PARTS, names, strict=True)}
-        files = {part: file for part, file in found.items() if file}
+        both = ((part, folder / f"{name}{end}") for part, name in zip(PARTS, names, strict=True) for end in (".gz", ""))
+        files = {part: file for part, file in both if file.is_file()}  # a plain file counts before a compressed one
         if len(files) == len(PARTS):
-            digest = _digest(chunk for file in files.values() for chunk in _chunks(file))
-            return Source(digest, {part: Part(str(file), partial(read, file)) for part, file in files.items()})
+            digest = hashlib.blake2b(digest_size=16)
+            for file in files.values():
+                with open(file, "rb") as raw:
+                    hashlib.file_digest(raw, lambda: digest)  # type: ignore[arg-type,return-value]  # noqa: B023
+            parts = {part: Part(str(file), partial(read, file)) for part, file in files.items()}
+            return Source(digest.hexdigest(), parts)
     forms = "; ".join(" and ".join(names) for names, _ in FORMS)
     present = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
     raise DataError(
         f"expected MNLI in {folder}: a folder saved by Hugging Face datasets, or {forms} (each may end in .gz), "
         f"got {present}: check data.path"
     )
-
-
-def _find(folder: Path, name: str) -> Path | None:
-    return next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
 
 
 def _tab_separated(file: Path) -> Iterator[Row]:
@@ -183,12 +183,6 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         raise DataError(
             f"{file}, line {number + 1}: cannot be read ({error}): is the file complete? Fetch it again"
         ) from error
-
-
-def _chunks(file: Path) -> Iterator[bytes]:
-    with open(file, "rb") as raw:
-        while chunk := raw.read(2**20):
-            yield chunk
 
 
 def _digest(chunks: Iterable[bytes]) -> str:

@@ -20,13 +20,13 @@ from comera.convert import TensorizeConfig
 from comera.errors import ConfigError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
-from comera.recipes.config import runs_folder, typed_path
 from comera.recipes.interface import Architecture
 from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare
 from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.paths import typed_path
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
 from comera.recipes.stages import runs as runs
-from comera.recipes.task import RecipeTask, estimates_by_method
+from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary

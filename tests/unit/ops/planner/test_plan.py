@@ -8,33 +8,20 @@ from comera.ops.linear import tt_linear
 from comera.ops.planner.cost import ACCELERATOR, CPU, Cost, Machine, machine, product, work
 from comera.ops.planner.groups import Group
 from comera.ops.planner.plan import (
-    choose_groups,
-    choose_projection,
-    choose_rows,
+    choose,
     make_plan,
     plan_linear,
     plan_lookup,
     plan_projection,
 )
-from comera.ops.planner.problem import batch_bucket
+from comera.ops.planner.problem import LinearProblem, LookupProblem, ProjectionProblem, batch_bucket
 from comera.ops.projection import ttm_linear
-from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
+from comera.tt.spec import TTSpec
 
-
-def tt(in_modes, out_modes, rank):
-    modes = (*in_modes, *out_modes)
-    features = [torch.Size(m).numel() for m in (in_modes, out_modes)]
-    return TTSpec(*features, tuple(in_modes), tuple(out_modes), clip_ranks(rank, modes))
-
-
-def ttm(row_modes, col_modes, rank, rows=None):
-    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
-    rows = rows or torch.Size(row_modes).numel()
-    return TTMSpec(rows, torch.Size(col_modes).numel(), tuple(row_modes), tuple(col_modes), clip_ranks(rank, sizes))
-
+from ....helpers.specs import tt, ttm
 
 BERT = tt((12, 8, 8), (8, 8, 12), 30)
-VOCABULARY = ttm((16, 20, 10, 10), (4, 4, 8, 6), 32, rows=30522)
+VOCABULARY = ttm((16, 20, 10, 10), (4, 4, 8, 6), 32, pad_rows=1478)
 LONG = tt((4, 4, 4, 4), (4, 4, 4, 4), 12)
 
 
@@ -113,7 +100,7 @@ def test_a_long_train_is_merged_more_the_larger_the_batch(batch, strategy):
 
 def test_vocabulary_is_cut_in_the_middle():
     for plan in (plan_projection(VOCABULARY, 150), plan_lookup(VOCABULARY, 4096)):
-        assert (plan.strategy, plan.split, plan.chosen.ends) == ("two_parts", 2, (2, 4))
+        assert (plan.strategy, plan.chosen.ends) == ("two_parts", (2, 4))
 
 
 def test_rows_of_a_large_table_are_merged_more_the_more_there_are():
@@ -202,31 +189,31 @@ def test_ends_that_do_not_partition_the_cores_are_refused(ends):
 
 
 def test_groups_can_be_named_by_their_ends():
-    assert plan_projection(VOCABULARY, 8).using((1, 4)).split == 1
+    assert plan_projection(VOCABULARY, 8).using((1, 4)).chosen.ends == (1, 4)
     forced = plan_linear(BERT, 8).using((2, 4, 6))
     groups = Group.of(0, 1), Group.of(2, 3), Group.of(4, 5)
-    assert (forced.strategy, forced.groups, forced.split, forced.chosen.ends) == ("groups", groups, 2, (2, 4, 6))
+    assert (forced.strategy, forced.groups, forced.chosen.ends) == ("groups", groups, (2, 4, 6))
     assert "→" not in str(forced)  # none of those that were weighed
 
 
 def test_choice_follows_a_given_plan_and_makes_one_otherwise():
-    assert choose_rows(VOCABULARY, 4096, 4) == (Group.of(0, 1), Group.of(2, 3))
-    alone = tuple(map(Group.of, range(4)))
-    assert choose_rows(VOCABULARY, 4096, 4, plan_lookup(VOCABULARY, 8).using("sequential")) == alone
-    assert choose_projection(VOCABULARY, 150, 4) == ("two_parts", 2)
-    assert choose_projection(VOCABULARY, 8, 4, plan_projection(VOCABULARY, 8).using("dense")) == ("dense", 0)
-    cores = [torch.zeros(shape, requires_grad=True) for shape in BERT.core_shapes]
+    parts, alone = (Group.of(0, 1), Group.of(2, 3)), tuple(map(Group.of, range(4)))
+    assert choose(LookupProblem, VOCABULARY, 4096, 4) == ("two_parts", parts)
+    forced = plan_lookup(VOCABULARY, 8).using("sequential")
+    assert choose(LookupProblem, VOCABULARY, 4096, 4, plan=forced) == ("sequential", alone)
+    assert choose(ProjectionProblem, VOCABULARY, 150, 4) == ("two_parts", parts)
+    forced = plan_projection(VOCABULARY, 8).using("dense")
+    assert choose(ProjectionProblem, VOCABULARY, 8, 4, plan=forced)[0] == "dense"
     factors = Group.of(0, 1, 2), Group.of(3, Group.of(4, 5))
-    assert choose_groups(BERT, torch.zeros(1000, 768), cores) == ("low_rank", factors)
+    assert choose(LinearProblem, BERT, 1000, 4, "cpu", False, True) == ("low_rank", factors)
     forced = plan_linear(BERT, 8).using("dense")
-    assert choose_groups(BERT, torch.zeros(1000, 768), cores, forced) == ("dense", (Group.of(*factors),))
+    assert choose(LinearProblem, BERT, 1000, 4, "cpu", False, True, plan=forced) == ("dense", (Group.of(*factors),))
 
 
 def test_factors_from_a_batched_merge_may_cost_more():
-    cores = [torch.zeros(shape) for shape in BERT.core_shapes]
-    few, plan = torch.zeros(8, 768), plan_linear(BERT, 8, grad_x=True, grad_cores=True)
+    plan = plan_linear(BERT, 8, grad_x=True, grad_cores=True)
     assert plan.strategy == "groups"
-    assert choose_groups(BERT, few, cores)[0] == "groups"
-    assert choose_groups(BERT, few, cores, merged=True) == ("low_rank", plan.using("low_rank").groups)
+    assert choose(LinearProblem, BERT, 8, 4)[0] == "groups"
+    assert choose(LinearProblem, BERT, 8, 4, merged=True) == ("low_rank", plan.using("low_rank").groups)
     wide = tt((16, 16, 16), (21, 21, 25), 64)
-    assert choose_groups(wide, torch.zeros(8, 4096), cores, merged=True)[0] == "groups"
+    assert choose(LinearProblem, wide, 8, 4, merged=True)[0] == "groups"

@@ -14,13 +14,10 @@ from comera.ops.planner.search import DEFAULT_ADVANTAGE, GroupSearch, merging
 from comera.ops.sequential import contract_groups
 from comera.tt.spec import TTSpec, clip_ranks
 
+from ....helpers.specs import tt
+
 # Seconds are operations: what the search minimises can be compared with counts of operations.
 COUNTING = Machine(single=1.0, half=1.0, double=1.0, bytes=inf, call=0.0)
-
-
-def tt(in_modes, out_modes, rank):
-    modes = (*in_modes, *out_modes)
-    return TTSpec(prod(in_modes), prod(out_modes), tuple(in_modes), tuple(out_modes), clip_ranks(rank, modes))
 
 
 SPECS = [

@@ -56,7 +56,7 @@ extern "C" {
 
 // gradients: g; params: x; states: m, v and t; counts: elements of each tensor.
 int adamw(long tensors, float* const* gradients, float* const* params, const State* states, const long* counts,
-          double lr, double beta1, double beta2, double eps, double decay, int threads) {
+          double lr, double beta1, double beta2, double eps, double decay, Threads threads) {
     return status([=] {
         const Tiles tiles(tensors, counts);
         std::vector<Coefficients> of(tensors);

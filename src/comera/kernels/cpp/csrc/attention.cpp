@@ -45,7 +45,7 @@ struct Problem : Sizes {
     View q, k, v, mask;   // mask null if there is none, strides 0 where it is broadcast
     const int64_t* seed;  // of dropout; null without
     long dropped;         // of 2^16
-    float scale, kept_scale;
+    float kept_scale, scale;
     int causal;
 };
 
@@ -284,20 +284,20 @@ extern "C" {
 
 // views: q, k, v, mask (at null for none), o. norms (2, batch, heads, queries): for each query the largest score, and one
 // over the sum of exponentials below it.
-int attention(const Sizes* sizes, const View* views, const int64_t* seed, long dropped, float scale, float kept_scale,
-              int causal, float* norms, int threads) {
+int attention(const Sizes* sizes, const View* views, const int64_t* seed, long dropped, float kept_scale, float scale,
+              int causal, float* norms, Threads threads) {
     return status([=] {
-        const Problem problem{*sizes, views[0], views[1], views[2], views[3], seed, dropped, scale, kept_scale, causal};
+        const Problem problem{*sizes, views[0], views[1], views[2], views[3], seed, dropped, kept_scale, scale, causal};
         forward(problem, views[4], norms, norms + problem.batch * problem.heads * problem.queries, threads);
     });
 }
 EXPORT(attention);
 
 // views: q, k, v, mask, do, o, dq, dk, dv.
-int attention_backward(const Sizes* sizes, const View* views, const int64_t* seed, long dropped, float scale,
-                       float kept_scale, int causal, const float* norms, int threads) {
+int attention_backward(const Sizes* sizes, const View* views, const int64_t* seed, long dropped, float kept_scale,
+                       float scale, int causal, const float* norms, Threads threads) {
     return status([=] {
-        const Problem problem{*sizes, views[0], views[1], views[2], views[3], seed, dropped, scale, kept_scale, causal};
+        const Problem problem{*sizes, views[0], views[1], views[2], views[3], seed, dropped, kept_scale, scale, causal};
         const float* const shares = norms + problem.batch * problem.heads * problem.queries;
         backward(problem, views[4], views[5], norms, shares, views[6], views[7], views[8], threads);
     });

@@ -1,24 +1,29 @@
 // The functions that Python calls, and their signatures as text. A signature is derived from the function's type, so it
 // cannot be out of date; library.py compares all of them with its own table before it calls anything.
 //
-// Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words.
-// Every function returns a status: 0, or 1 if memory ran out.
+// Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
+// threads. Every function returns a status: 0, or 1 if memory ran out.
 #pragma once
 
 #include <new>
 #include <string>
 #include <type_traits>
 
+enum Threads : int {};  // their number
+
 template <class T>
 std::string kind() {
-    if constexpr (std::is_pointer_v<T>) {
-        using Target = std::remove_pointer_t<T>;
-        if constexpr (std::is_class_v<Target>) return "w" + std::to_string(sizeof(Target) / 8);
-        return "p";
+    using Target = std::remove_pointer_t<T>;
+    if constexpr (std::is_class_v<Target>) return "w" + std::to_string(sizeof(Target) / 8);
+    else if constexpr (std::is_pointer_v<T>) return "p";
+    else if constexpr (std::is_same_v<T, Threads>) return "t";
+    else if constexpr (std::is_same_v<T, int>) return "i";
+    else if constexpr (std::is_same_v<T, long>) return "l";
+    else if constexpr (std::is_same_v<T, float>) return "f";
+    else {
+        static_assert(std::is_same_v<T, double>);
+        return "d";
     }
-    static_assert(std::is_pointer_v<T> || std::is_same_v<T, int> || std::is_same_v<T, long> ||
-                  std::is_same_v<T, float> || std::is_same_v<T, double>);
-    return std::is_same_v<T, int> ? "i" : std::is_same_v<T, long> ? "l" : std::is_same_v<T, float> ? "f" : "d";
 }
 
 struct Export {

@@ -32,7 +32,7 @@ void scale(float* x, long count, float factor) {
 extern "C" {
 
 // norm: that of all tensors before clipping. Where it exceeds a limit > 0, all are scaled so that theirs is the limit.
-int clip(long tensors, float* const* memory, const long* counts, double limit, float* norm, int threads) {
+int clip(long tensors, float* const* memory, const long* counts, double limit, float* norm, Threads threads) {
     return status([=] {
         const Tiles tiles(tensors, counts);
         std::vector<double> sums(tiles.all.size());

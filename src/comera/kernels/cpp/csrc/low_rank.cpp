@@ -5,7 +5,7 @@
 //     U_k = dy_k B_kᵀ,  dx = Σ_k U_k A_k,  ∂A_k = U_kᵀ x,  [∂bias_k; ∂B_k] = [1 P_k]ᵀ dy_k
 //
 // A bias is the first row of its b; the column of ones in front of P adds it to every sample and sums its gradient.
-// low_rank.h has the products. A barrier separates what all threads write from what any of them reads.
+// low_rank.h has the products.
 #include "low_rank.h"
 
 #include <vector>
@@ -35,25 +35,14 @@ long most_rows(long count, const Weight* weights) {
 extern "C" {
 
 // x (samples, features) -> all p and y. p_row: row stride of every p.
-int low_rank(long samples, long features, const float* x, long count, const Weight* weights, long p_row, int threads) {
+int low_rank(long samples, long features, const float* x, long count, const Weight* weights, long p_row, Threads threads) {
     return status([=, &groups = groups_workspace] {
-        long size = 0;
-        for (long k = 0; k < count; ++k) size += panels_size(weights[k].rank, features);
-        float* const panels = shared_scratch.floats(size);
+        float* const panels = shared_scratch.floats(all_panels_size(features, count, weights));
         groups.reserve(threads, group_size(most_rows(count, weights)));
         const long block = block_of(samples, threads);
 #pragma omp parallel num_threads(threads)
         {
-            float* at = panels;
-            for (long k = 0; k < count; at += panels_size(weights[k++].rank, features))
-                transpose_panels(weights[k].a, weights[k].rank, features, at);
-#pragma omp barrier
-            at = panels;
-            for (long k = 0; k < count; at += panels_size(weights[k++].rank, features)) {
-                const Weight& w = weights[k];
-                project(samples, features, x, at, w.rank, w.p + w.has_bias(), p_row, block);
-                if (w.has_bias()) put_ones(samples, w.p, p_row);
-            }
+            project_all(samples, features, x, count, weights, p_row, panels, block);
 #pragma omp barrier
             expand_all(samples, count, weights, p_row, groups.own());
         }
@@ -62,7 +51,7 @@ int low_rank(long samples, long features, const float* x, long count, const Weig
 EXPORT(low_rank);
 
 // All y from all p.
-int low_rank_output(long samples, long count, const Weight* weights, long p_row, int threads) {
+int low_rank_output(long samples, long count, const Weight* weights, long p_row, Threads threads) {
     return status([=, &groups = groups_workspace] {
         groups.reserve(threads, group_size(most_rows(count, weights)));
 #pragma omp parallel num_threads(threads)
@@ -73,7 +62,7 @@ EXPORT(low_rank_output);
 
 // dx, if not null, and da and db of each weight from its y = dy.
 int low_rank_backward(long samples, long features, const float* x, long count, const Weight* weights, long p_row,
-                      float* dx, int threads) {
+                      float* dx, Threads threads) {
     return status([=, &groups = groups_workspace] {
         std::vector<Factor> as;
         std::vector<Gradient> das;

@@ -4,7 +4,8 @@
 //     expand            y = P B       (samples, features)  also dx = U A
 //     factor_gradients  ∂B = Pᵀ dy    (rank, features)     also ∂A = Uᵀ x
 //
-// All are called by every thread of a parallel region and share their work among them; none ends with a barrier.
+// All are called by every thread of a parallel region and share their work among them; none ends with a barrier, which
+// separates what all threads write from what any of them reads.
 // `project` reads the batch in place and A as panels of two vectors of the rank, which all threads share. The other two
 // pack groups of features into the calling thread's own memory (`group`), since rows a multiple of 1 or 3 kB apart would
 // compete for a few lines of the first cache. Threads divide the samples for `project` and the features for the others:
@@ -55,11 +56,12 @@ void transpose_panels(const float* from, long rank, long features, float* to) {
         }
 }
 
-// `width` columns of (rows, columns) as (rows, GROUP), padded with zeros to whole vectors.
+// `width` columns of (rows, columns) as (rows, SIZE), padded with zeros to whole vectors.
+template <long SIZE = GROUP>
 inline void pack_group(const float* from, long rows, long columns, long width, float* to) {
-    for (long r = 0; r < rows; ++r, from += columns, to += GROUP)
-        if (width == GROUP)
-            for (long j = 0; j < GROUP; j += W) store(to + j, load(from + j));
+    for (long r = 0; r < rows; ++r, from += columns, to += SIZE)
+        if (width == SIZE)
+            for (long j = 0; j < SIZE; j += W) store(to + j, load(from + j));
         else
             std::fill_n(std::copy_n(from, width, to), padded(width, W) - width, 0.0f);
 }
@@ -103,6 +105,28 @@ void project(long samples, long features, const float* x, const float* panels, l
 void put_ones(long samples, float* to, long row) {
 #pragma omp for schedule(static) nowait
     for (long s = 0; s < samples; ++s) to[s * row] = 1.0f;
+}
+
+// Floats that project_all writes as panels.
+inline long all_panels_size(long features, long count, const Weight* weights) {
+    long size = 0;
+    for (long k = 0; k < count; ++k) size += panels_size(weights[k].rank, features);
+    return size;
+}
+
+// Every [1 P_k] of weights that share x (samples, features); p_row: row stride of every p.
+void project_all(long samples, long features, const float* x, long count, const Weight* weights, long p_row,
+                 float* panels, long block) {
+    float* at = panels;
+    for (long k = 0; k < count; at += panels_size(weights[k++].rank, features))
+        transpose_panels(weights[k].a, weights[k].rank, features, at);
+#pragma omp barrier
+    at = panels;
+    for (long k = 0; k < count; at += panels_size(weights[k++].rank, features)) {
+        const Weight& w = weights[k];
+        project(samples, features, x, at, w.rank, w.p + w.has_bias(), p_row, block);
+        if (w.has_bias()) put_ones(samples, w.p, p_row);
+    }
 }
 
 // A or B (rows, features).

@@ -33,9 +33,8 @@ struct Side {
     float* const* dcores;
     float* const* dgates;
     float threshold;
-    bool last;  // contains the train's last core, which absorbs no gates
 
-    bool absorbs(long k) const { return !(last && k == order - 1); }
+    bool absorbs(long k) const { return left || k < order - 1; }  // but not the train's last core
     long width(long k) const { return modes[k] * ranks[k + 1]; }
     float gate(long k, long s) const { return !absorbs(k) ? 1.0f : gates[k][s] > threshold ? gates[k][s] : 0.0f; }
     // Row stride of G'_k (rank[k], width): whole vectors where it is the b of products, dense where it is the a.
@@ -282,93 +281,76 @@ void zero_gradients(const Side& side) {
     }
 }
 
-// A train, its factors or their gradients, and its own gradients; null where there is none.
-struct Train {
-    long order, split, in_features, out_features;
-    const long *modes, *ranks;  // order, order + 1
-    const float *const *cores, *const *gates, *bias;
-    float *a, *b, *const *dcores, *const *dgates, *dbias;
-
-    Side side(bool left, float threshold) const {
-        const long skip = left ? 0 : split, count = left ? split : order - split;
-        return {count, left, modes + skip, ranks + skip, cores + skip, gates + skip, dcores + skip, dgates + skip,
-                threshold, skip + count == order};
-    }
+// The factor that a side merges into, or its gradient: null where there is none. bias, dbias: those of a B, if it has one.
+struct Factor {
+    Side side;
+    long features, work;
+    float *at, *bias, *dbias;
 };
 
 // layout: order, split, in_features, out_features, modes and ranks of each train. memory: the cores and gates of one train
 // after the other; all biases; all a and b; in the backward the gradients of cores and gates, and of biases.
-std::vector<Train> trains_of(long count, const long* layout, float* const* memory, bool backward) {
+std::vector<Factor> factors_of(long count, const long* layout, float* const* memory, float threshold, bool backward) {
     long parameters = 0;
     for (long k = 0, at = 0; k < count; ++k, at += 5 + 2 * layout[at]) parameters += 2 * layout[at] - 1;
-    float *const *biases = memory + parameters, *const *factors = biases + count;
+    float *const *biases = memory + parameters, *const *made = biases + count;
     // the forward has no gradients, but sides take offsets from these
-    float *const *grads = backward ? factors + 2 * count : memory, *const *dbiases = grads + parameters;
-    std::vector<Train> trains;
+    float *const *grads = backward ? made + 2 * count : memory, *const *dbiases = backward ? grads + parameters : biases;
+    std::vector<Factor> factors;
     for (long k = 0; k < count; ++k) {
-        const long order = layout[0];
-        trains.push_back({order, layout[1], layout[2], layout[3], layout + 4, layout + 4 + order, memory, memory + order,
-                          biases[k], factors[2 * k], factors[2 * k + 1], grads, grads + order,
-                          backward ? dbiases[k] : nullptr});
+        const long order = layout[0], split = layout[1], *const modes = layout + 4, *const ranks = modes + order;
+        for (const bool left : {true, false}) {
+            const long skip = left ? 0 : split, cores = left ? split : order - split;
+            float *const *const at = memory + skip, *const *const to = grads + skip;
+            const Side side = {cores, left, modes + skip, ranks + skip, at, at + order, to, to + order, threshold};
+            factors.push_back({side, layout[left ? 2 : 3], side.work(), made[2 * k + !left],
+                               left ? nullptr : biases[k], left ? nullptr : dbiases[k]});
+        }
         layout += 5 + 2 * order;
         memory += 2 * order - 1, grads += 2 * order - 1;
     }
-    return trains;
+    return factors;
 }
 
-// One factor of a train.
-struct Task {
-    const Train* train;
-    bool left;
-    long work;
-};
-
-// body(train, side, left, room) for both factors of all trains: those with the most work first, so that threads, each of
-// which takes the next one, finish together.
+// body(factor, room) for all factors: those with the most work first, so that threads, each of which takes the next one,
+// finish together.
 template <class Body>
-void for_all_factors(const std::vector<Train>& trains, float threshold, int threads, Body body) {
+void for_all(std::vector<Factor> factors, int threads, Body body) {
     static thread_local Workspace threads_workspace;
-    std::vector<Task> tasks;
     long size = 0;
-    for (const Train& train : trains)
-        for (bool left : {true, false}) {
-            const Side side = train.side(left, threshold);
-            tasks.push_back({&train, left, side.work()});
-            size = std::max(size, side.scratch());
-        }
-    std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.work > b.work; });
+    for (const Factor& factor : factors) size = std::max(size, factor.side.scratch());
+    std::stable_sort(factors.begin(), factors.end(), [](const Factor& a, const Factor& b) { return a.work > b.work; });
     Workspace& workspace = threads_workspace;
     workspace.reserve(threads, size);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (const Task& task : tasks)
-        body(*task.train, task.train->side(task.left, threshold), task.left, Room{workspace.own()});
+    for (const Factor& factor : factors) body(factor, Room{workspace.own()});
 }
 
 }  // namespace
 
 extern "C" {
 
-int merge(long count, const long* layout, float* const* memory, float threshold, int threads) {
+int merge(long count, const long* layout, float* const* memory, float threshold, Threads threads) {
     return status([=] {
-        const auto body = [](const Train& train, const Side& side, bool left, Room room) {
-            if (left) return make_a(side, train.in_features, train.a, room);
-            if (train.bias) copy(train.out_features, train.bias, train.b);
-            make_b(side, train.out_features, train.b + (train.bias ? train.out_features : 0), room);
-        };
-        for_all_factors(trains_of(count, layout, memory, false), threshold, threads, body);
+        for_all(factors_of(count, layout, memory, threshold, false), threads, [](const Factor& factor, Room room) {
+            const auto& [side, features, work, at, bias, dbias] = factor;
+            if (side.left) return make_a(side, features, at, room);
+            if (bias) copy(features, bias, at);
+            make_b(side, features, at + (bias ? features : 0), room);
+        });
     });
 }
 EXPORT(merge);
 
-int merge_backward(long count, const long* layout, float* const* memory, float threshold, int threads) {
+int merge_backward(long count, const long* layout, float* const* memory, float threshold, Threads threads) {
     return status([=] {
-        const auto body = [](const Train& train, const Side& side, bool left, Room room) {
-            if (!(left ? train.a : train.b)) return zero_gradients(side);
-            if (left) return through_a(side, train.in_features, train.a, room);
-            if (train.bias) copy(train.out_features, train.b, train.dbias);
-            through_b(side, train.out_features, train.b + (train.bias ? train.out_features : 0), room);
-        };
-        for_all_factors(trains_of(count, layout, memory, true), threshold, threads, body);
+        for_all(factors_of(count, layout, memory, threshold, true), threads, [](const Factor& factor, Room room) {
+            const auto& [side, features, work, at, bias, dbias] = factor;
+            if (!at) return zero_gradients(side);
+            if (side.left) return through_a(side, features, at, room);
+            if (bias) copy(features, at, dbias);
+            through_b(side, features, at + (bias ? features : 0), room);
+        });
     });
 }
 EXPORT(merge_backward);

@@ -63,24 +63,6 @@ struct Silu {
     }
 };
 
-// x (samples, features), `count` weights `ups` from x to the hidden features, `down` from these to z; the row strides of
-// P and Q.
-struct Problem {
-    long samples, features, hidden;
-    const float* x;
-    long count;
-    const Weight* ups;
-    const Weight& down;
-    long p_row, q_row;
-};
-
-// Columns [first, first + FEATURES) of (rows, hidden) as (rows, FEATURES), padded with zeros.
-void pack_features(const float* from, long rows, long hidden, long first, float* to) {
-    const long count = std::min(FEATURES, hidden - first);
-    for (long r = 0; r < rows; ++r, to += FEATURES)
-        std::fill_n(std::copy_n(from + r * hidden + first, count, to), FEATURES - count, 0.0f);
-}
-
 // (samples, columns) with row stride `row`, transposed to (columns, SAMPLES), padded with zeros.
 void transpose_tile(const float* from, long row, long samples, long columns, float* to) {
     if (samples < SAMPLES) std::fill_n(to, columns * SAMPLES, 0.0f);
@@ -105,32 +87,24 @@ void add_up(const Workspace& sums, int threads, long offset, long stride, long r
 thread_local Scratch shared_scratch;
 thread_local Workspace threads_workspace;  // a thread's memory begins with its sums
 
+// ups: `count` weights from x (samples, features) to the hidden features, then that to z, whose p is Q and whose y is z;
+// p_row, q_row: row strides of P and Q.
 template <class Act>
-void forward(const Problem& problem, int threads) {
-    const long samples = problem.samples, features = problem.features, hidden = problem.hidden, count = problem.count;
-    const long p_row = problem.p_row, q_row = problem.q_row;
-    const float* const x = problem.x;
-    const Weight *const ups = problem.ups, &down = problem.down;
-    const long tiles = (samples + SAMPLES - 1) / SAMPLES, rank = down.rank;
+void forward(long samples, long features, const float* x, long count, const Weight* ups, long p_row, long q_row,
+             int threads) {
+    const Weight& down = ups[count];
+    const long hidden = ups[0].features, tiles = (samples + SAMPLES - 1) / SAMPLES, rank = down.rank;
     const long block = block_of(samples, threads);
-    long rows = 0, size = 0;  // of all P; of all panels
-    for (long k = 0; k < count; ++k) rows += ups[k].rows, size += panels_size(ups[k].rank, features);
-    float* const p_tiles = shared_scratch.floats(tiles * rows * SAMPLES + size);
+    long rows = 0;  // of all P
+    for (long k = 0; k < count; ++k) rows += ups[k].rows;
+    float* const p_tiles = shared_scratch.floats(tiles * rows * SAMPLES + all_panels_size(features, count, ups));
     float* const panels = p_tiles + tiles * rows * SAMPLES;
     Workspace& workspace = threads_workspace;
     const long own_size = tiles * rank * SAMPLES + 2 * FEATURES * SAMPLES + (rank + rows) * FEATURES;
     workspace.reserve(threads, own_size + group_size(down.rows));
 #pragma omp parallel num_threads(threads)
     {
-        float* at = panels;
-        for (long k = 0; k < count; at += panels_size(ups[k++].rank, features))
-            transpose_panels(ups[k].a, ups[k].rank, features, at);
-#pragma omp barrier
-        at = panels;
-        for (long k = 0; k < count; at += panels_size(ups[k++].rank, features)) {
-            project(samples, features, x, at, ups[k].rank, ups[k].p + ups[k].has_bias(), p_row, block);
-            if (ups[k].has_bias()) put_ones(samples, ups[k].p, p_row);
-        }
+        project_all(samples, features, x, count, ups, p_row, panels, block);
 #pragma omp barrier
         Room room = {workspace.own()};
         float* const sum = room.take(tiles * rank * SAMPLES);
@@ -150,8 +124,8 @@ void forward(const Problem& problem, int threads) {
 #pragma omp for schedule(static)
         for (long f = 0; f < hidden; f += FEATURES) {
             const long m = std::min(FEATURES, hidden - f);
-            pack_features(down.a, rank, hidden, f, a_block);
-            for (long k = 0; k < count; ++k) pack_features(ups[k].b, ups[k].rows, hidden, f, b_block[k]);
+            pack_group<FEATURES>(down.a + f, rank, hidden, m, a_block);
+            for (long k = 0; k < count; ++k) pack_group<FEATURES>(ups[k].b + f, ups[k].rows, hidden, m, b_block[k]);
             for (long tile = 0; tile < tiles; ++tile) {
                 const long n = padded(std::min(SAMPLES, samples - tile * SAMPLES), W);
                 const float* p = p_tiles + tile * rows * SAMPLES;
@@ -176,12 +150,12 @@ void forward(const Problem& problem, int threads) {
     }
 }
 
+// As in forward, but the y of the weight to z is dz.
 template <class Act>
-void backward(const Problem& problem, float* dx, int threads) {
-    const long samples = problem.samples, features = problem.features, hidden = problem.hidden, count = problem.count;
-    const long p_row = problem.p_row, q_row = problem.q_row;
-    const float* const x = problem.x;
-    const Weight *const ups = problem.ups, &down = problem.down;
+void backward(long samples, long features, const float* x, long count, const Weight* ups, long p_row, long q_row,
+              float* dx, int threads) {
+    const Weight& down = ups[count];
+    const long hidden = ups[0].features;
     const long tiles = (samples + SAMPLES - 1) / SAMPLES, rank = down.rank, u_width = padded(rank, W);
     const long block = block_of(samples, threads);
     long rows = 0, ranks = 0, widths = 0, p_width[2] = {};  // of all P; of all V; of all P, padded
@@ -231,8 +205,8 @@ void backward(const Problem& problem, float* dx, int threads) {
 #pragma omp for schedule(static)
         for (long f = 0; f < hidden; f += FEATURES) {
             const long m = std::min(FEATURES, hidden - f);
-            pack_features(down.a, rank, hidden, f, a_block);
-            for (long k = 0; k < count; ++k) pack_features(ups[k].b, ups[k].rows, hidden, f, b_block[k]);
+            pack_group<FEATURES>(down.a + f, rank, hidden, m, a_block);
+            for (long k = 0; k < count; ++k) pack_group<FEATURES>(ups[k].b + f, ups[k].rows, hidden, m, b_block[k]);
             for (long tile = 0; tile < tiles; ++tile) {
                 const long s = tile * SAMPLES, some = std::min(SAMPLES, samples - s), n = padded(some, W);
                 const float *const u_tile = packed + tile * stride, *p = u_tile + rank * SAMPLES;
@@ -277,35 +251,23 @@ void backward(const Problem& problem, float* dx, int threads) {
     }
 }
 
-// `weights`: those from x, then that to z, whose p is Q and whose y is z or dz.
-Problem problem_of(long samples, long features, const float* x, long count, const Weight* weights, long p_row,
-                   long q_row) {
-    return {samples, features, weights[0].features, x, count - 1, weights, weights[count - 1], p_row, q_row};
-}
-
 }  // namespace
 
 extern "C" {
 
 // activation: 0 gelu, 1 gelu_tanh, 2 relu, 3 silu.
-int mlp(int activation, long samples, long features, const float* x, long count, const Weight* weights, long p_row,
-        long q_row, int threads) {
-    const auto run = activation == 0   ? forward<Gelu>
-                     : activation == 1 ? forward<GeluTanh>
-                     : activation == 2 ? forward<Relu>
-                                       : forward<Silu>;
-    return status([=] { run(problem_of(samples, features, x, count, weights, p_row, q_row), threads); });
+int mlp(int activation, long samples, long features, const float* x, long count, const Weight* ups, long p_row,
+        long q_row, Threads threads) {
+    constexpr decltype(&forward<Gelu>) run[] = {forward<Gelu>, forward<GeluTanh>, forward<Relu>, forward<Silu>};
+    return status([=] { run[activation](samples, features, x, count, ups, p_row, q_row, threads); });
 }
 EXPORT(mlp);
 
 // dx null where not wanted.
-int mlp_backward(int activation, long samples, long features, const float* x, long count, const Weight* weights,
-                 long p_row, long q_row, float* dx, int threads) {
-    const auto run = activation == 0   ? backward<Gelu>
-                     : activation == 1 ? backward<GeluTanh>
-                     : activation == 2 ? backward<Relu>
-                                       : backward<Silu>;
-    return status([=] { run(problem_of(samples, features, x, count, weights, p_row, q_row), dx, threads); });
+int mlp_backward(int activation, long samples, long features, const float* x, long count, const Weight* ups, long p_row,
+                 long q_row, float* dx, Threads threads) {
+    constexpr decltype(&backward<Gelu>) run[] = {backward<Gelu>, backward<GeluTanh>, backward<Relu>, backward<Silu>};
+    return status([=] { run[activation](samples, features, x, count, ups, p_row, q_row, dx, threads); });
 }
 EXPORT(mlp_backward);
 }

@@ -97,7 +97,7 @@ int random_words(long seed, long block, uint32_t* words) {
 EXPORT(random_words);
 
 // y = f x, both (count).
-int dropout(long count, const float* x, const int64_t* seed, int dropped, float scale, float* y, int threads) {
+int dropout(long count, const float* x, const int64_t* seed, int dropped, float scale, float* y, Threads threads) {
     const Drop drop = {seed, (uint32_t)dropped, scale};
 #pragma omp parallel for schedule(static) num_threads(useful(threads, count))
     for (long at = 0; at < count; at += CHUNK) {
@@ -114,7 +114,7 @@ EXPORT(dropout);
 // z, x, y, s (rows, cols); weight, bias (cols) or null; mean, rstd (rows).
 int residual_norm(long rows, long cols, const float* z, const float* x, const float* weight, const float* bias,
                   const int64_t* seed, int dropped, float scale, float eps, float* y, float* s, float* mean,
-                  float* rstd, int threads) {
+                  float* rstd, Threads threads) {
     const Drop drop = {seed, (uint32_t)dropped, scale};
 #pragma omp parallel for schedule(static) num_threads(useful(threads, rows * cols))
     for (long r = 0; r < rows; ++r) {
@@ -150,7 +150,7 @@ EXPORT(residual_norm);
 // dy, s, dx, dz (rows, cols), dz null without dropout; dweight, dbias (cols).
 int residual_norm_backward(long rows, long cols, const float* dy, const float* s, const float* mean, const float* rstd,
                            const float* weight, const int64_t* seed, int dropped, float scale, float* dx, float* dz,
-                           float* dweight, float* dbias, int threads) {
+                           float* dweight, float* dbias, Threads threads) {
     return status([=, &workspace = sums_workspace] {
         const Drop drop = {seed, (uint32_t)dropped, scale};
         const long width = padded(cols, W);

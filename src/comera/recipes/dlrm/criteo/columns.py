@@ -1,6 +1,6 @@
-"""Criteo's rows as columns on disk: parsed by several processes, written in order, resumable.
+"""Criteo's rows as columns on disk: several blocks parsed at a time, written in order, resumable.
 
-    blocks of text -> parsing processes -> label.bin (N,) uint8, dense.bin (N, 13) float32, C01.raw, … (N,) uint32
+    blocks of text -> parsing threads -> label.bin (N,) uint8, dense.bin (N, 13) float32, C01.raw, … (N,) uint32
 
 The columns grow as rows arrive; state.json regularly records how far they are good, and a killed preparation resumes
 there."""
@@ -8,39 +8,30 @@ there."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from typing import BinaryIO, cast
 
 import numpy as np
 
-from comera.errors import ComeraError, DataError
+from comera.errors import DataError
 from comera.files import replace_file
-from comera.recipes.dlrm.criteo import parse as parsing
 from comera.recipes.dlrm.criteo.config import CriteoConfig
 from comera.recipes.dlrm.criteo.files import BLOCK, END_MISSING, START, Block, Place, read_blocks
 from comera.recipes.dlrm.criteo.ids import IDS
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, CUT_SHORT, INTEGERS, KINDS, Array, Rows
+from comera.recipes.dlrm.criteo.parse import CATEGORIES, CUT_SHORT, INTEGERS, KINDS, Array, Rows, explain, parse
 from comera.recipes.progress import Progress
 
 FEATURES = tuple(f"C{k:02}" for k in range(1, CATEGORIES + 1))
 LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
 ROW_BYTES = {LABELS: 1, DENSE: 4 * INTEGERS, **{f"{name}.{RAW}": 4 for name in FEATURES}}
 CHECKPOINT = 100  # blocks between two saves of the state
-BLOCKS_EACH = 4  # that make a process worth starting
+BLOCKS_EACH = 4  # that make a thread worth starting
 SHOWN = 3  # bad rows of each kind to show
-# Parsing processes keep freed memory (glibc): fresh pages for each block took a third of their time.
-ENVIRONMENT = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "1000000000")
-ENVIRONMENT |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 @dataclass
@@ -67,10 +58,6 @@ class State:
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return state if whole else None
-
-    @property
-    def bad_rows(self) -> int:
-        return sum(self.bad.values())
 
 
 def _column(folder: Path, name: str) -> Path:
@@ -107,11 +94,12 @@ def read_columns(files: Sequence[Path], folder: Path, config: CriteoConfig, prog
         return state
     size, max_rows = sum(file.stat().st_size for file in files), config.max_rows
     progress.start("reading the click log", size, "rows")
-    workers = min(config.processes, size // (BLOCK * BLOCKS_EACH))
+    workers = max(1, min(config.threads, size // (BLOCK * BLOCKS_EACH)))
     with Columns(folder, state.rows) as columns, closing(parsed(read_blocks(files, state.place), workers)) as blocks:
         for number, (block, rows) in enumerate(blocks, 1):
-            if max_rows is not None and len(rows.labels) > max_rows - state.rows:
-                rows = _first(rows, max_rows - state.rows)
+            if max_rows is not None and len(rows.labels) > max_rows - state.rows:  # only as far as the last row wanted
+                last = np.delete(np.arange(rows.lines), rows.bad_lines)[max_rows - state.rows - 1]
+                rows = parse(b"\n".join([*block.text.split(b"\n")[: last + 1], b""]))
             _note_bad(state, files, block, rows, config.max_bad_rows)
             columns.append(rows.labels, rows.dense, rows.values)
             state.rows += len(rows.labels)
@@ -126,14 +114,6 @@ def read_columns(files: Sequence[Path], folder: Path, config: CriteoConfig, prog
     return state
 
 
-def _first(rows: Rows, count: int) -> Rows:
-    """The first `count` good rows, with the bad ones between them."""
-    end = int(np.delete(np.arange(rows.lines), rows.bad_lines)[count - 1]) + 1
-    bad = rows.bad_lines < end
-    good = (rows.labels[:count], rows.dense[:, :count], rows.values[:, :count])
-    return Rows(*good, end, rows.bad_lines[bad], rows.bad_kinds[bad])
-
-
 def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, limit: int) -> None:
     """Count the bad rows of a block; raises DataError for the first one beyond the limit."""
     found = [(line, KINDS[kind]) for line, kind in zip(rows.bad_lines.tolist(), rows.bad_kinds.tolist(), strict=True)]
@@ -143,10 +123,10 @@ def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, lim
     for line, kind in found:
         state.bad[kind] = state.bad.get(kind, 0) + 1
         shown = state.shown.setdefault(kind, [])
-        over = state.bad_rows > limit
+        over = sum(state.bad.values()) > limit
         if over or len(shown) < SHOWN:
             lines = lines or block.text.split(b"\n")
-            what = END_MISSING if kind == CUT_SHORT else parsing.explain(lines[line])
+            what = END_MISSING if kind == CUT_SHORT else explain(lines[line])
             shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
             if over:
                 raise too_many_bad(state.bad, shown[-1], limit)
@@ -162,53 +142,12 @@ def too_many_bad(bad: dict[str, int], last: str, limit: int) -> DataError:
 
 
 def parsed(blocks: Iterable[Block], workers: int) -> Generator[tuple[Block, Rows], None, None]:
-    """Blocks with their rows, in order, parsed by `workers` processes (in this one if below 2), a few at a time."""
-    if workers < 2:
-        for block in blocks:
-            yield block, parsing.parse(block.text)
-        return
+    """Blocks with their rows, in order; `workers` blocks are parsed at a time, and few more are held."""
     waiting: deque[tuple[Block, Future[Rows]]] = deque()
-    with Parsers(workers) as parsers, ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         for block in blocks:
-            waiting.append((block, pool.submit(parsers.parse, block.text)))
-            if len(waiting) > 2 * workers:
+            waiting.append((block, pool.submit(parse, block.text)))
+            if len(waiting) > 2 * (workers - 1):
                 block, rows = waiting.popleft()
                 yield block, rows.result()
         yield from ((block, rows.result()) for block, rows in waiting)
-
-
-class Parsers(ExitStack):
-    """Processes that parse blocks; they end with this process, however it ends."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        # not run as a script: its folder would shadow the standard library
-        run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-        command, pipe = [sys.executable, "-c", run, parsing.__file__], subprocess.PIPE
-        environment = {**os.environ, **ENVIRONMENT}
-        self._all: list[subprocess.Popen[bytes]] = []
-        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        for _ in range(count):
-            # in a new session, as this process handles keyboard interrupts
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
-            self.enter_context(process)
-            self.callback(process.kill)
-            self._all.append(process)
-            self._idle.put(process)
-
-    def parse(self, text: bytes) -> Rows:
-        """The rows of a block, parsed by an idle process; raises ComeraError if that has died."""
-        process = self._idle.get()
-        stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
-        try:
-            stdin.write(len(text).to_bytes(8, "little"))
-            stdin.write(text)
-            stdin.flush()
-            return parsing.receive(stdout)
-        except (OSError, EOFError) as error:
-            raise ComeraError(
-                f"a process that parses the click log ended with exit code {process.wait()}: is there enough memory? "
-                "Run again, with data.workers=1 to parse without further processes"
-            ) from error
-        finally:
-            self._idle.put(process)

@@ -4,13 +4,13 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from comera.recipes.config import check_fields
+from comera.errors import check_fields
 from comera.recipes.dlrm.criteo.parse import CATEGORIES
 
 SYNTHETIC = "synthetic"
 HELD_OUT = 7  # the last seventh of the rows is held out: the last day of the Kaggle data
 LEAST_ROWS = 2 * HELD_OUT  # at least one row for each part
-_MOST_PARSERS = 8  # the default never starts more: one reader cannot feed them
+_MOST_THREADS = 8  # the default never starts more: one reader cannot feed them
 
 # fmt: off
 KAGGLE_TABLES = (
@@ -43,7 +43,7 @@ class CriteoConfig:
     synthetic_seed: int = 0
     """Seed of the synthetic click log: of its planted structure and its rows."""
     workers: int | None = None
-    """Processes that parse the log; default: one per core, at most 8. The result does not depend on it."""
+    """Threads that prepare the log; default: one per core, at most 8. The result does not depend on it."""
     cache: str | None = None
     """Folder for prepared data; default: $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
 
@@ -68,7 +68,7 @@ class CriteoConfig:
             "synthetic_seed": (self.synthetic_seed >= 0, "a number >= 0"),
             "workers": (self.workers is None or self.workers > 0, "a number > 0, or none"),
         }
-        check_fields(self, "data", checks)
+        check_fields(self, "data.", checks)
 
     @property
     def hashed_sizes(self) -> tuple[int, ...] | None:
@@ -78,7 +78,7 @@ class CriteoConfig:
         return self.table_sizes
 
     @property
-    def processes(self) -> int:
-        """Processes that parse."""
+    def threads(self) -> int:
+        """Threads that prepare the log."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.workers or min(cores, _MOST_PARSERS)
+        return self.workers or min(cores, _MOST_THREADS)

@@ -2,15 +2,16 @@
 
 The Kaggle data is one file, train.txt, in time order; the larger sets have one file a day. Either may be gzipped."""
 
+import gzip
 import hashlib
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from comera.errors import DataError
-from comera.recipes.config import typed_path
+from comera.recipes.paths import typed_path
 
 TRAIN = ("train.txt", "train.txt.gz")  # as published, in a folder with a test file that has no labels
 DAY = re.compile(r"day_?(\d+)(\.txt|\.tsv)?(\.gz)?")
@@ -100,59 +101,46 @@ def _check(file: Path) -> None:
 
 
 def _read_file(file: Path, place: Place, before: int) -> Iterator[Block]:
-    rest, seen, whole = b"", 0, False
+    text, whole = bytearray(), False  # read, but not yet part of a block
     try:
         with open(file, "rb") as raw:
             compressed = raw.read(len(GZIP)) == GZIP
-            raw.seek(0 if compressed else place.offset)
-            seen = 0 if compressed else place.offset
-            for chunk in _inflate(raw) if compressed else iter(lambda: raw.read(BLOCK), b""):
-                skipped = min(max(0, place.offset - seen), len(chunk))  # gzip cannot seek: read and drop
-                seen += len(chunk)
-                text = rest + chunk[skipped:]
+            raw.seek(0)
+            stream = gzip.GzipFile(fileobj=raw) if compressed else raw
+            stream.seek(place.offset)  # in a compressed file: reads up to there
+            while chunk := stream.read1(BLOCK - len(text)):
+                text += chunk
+                if len(text) < BLOCK:
+                    continue
                 cut = text.rfind(b"\n") + 1
-                rest = text[cut:]
-                if cut:
-                    end = Place(place.file, place.offset + cut, place.line + text.count(b"\n"))
-                    yield Block(text[:cut], place, end, before + raw.tell())
-                    place = end
-                if len(rest) > BLOCK:
+                if not cut:
                     raise DataError(
-                        f"{file}, line {place.line + 1}: expected lines of 40 fields, got {len(rest):,} bytes without "
+                        f"{file}, line {place.line + 1}: expected lines of 40 fields, got {len(text):,} bytes without "
                         "a newline: is this Criteo's click log? Check data.path"
                     )
+                block = _block(bytes(text[:cut]), place, before + raw.tell())
+                yield block
+                place = block.end
+                del text[:cut]
             whole = True
     except EOFError:
-        pass  # the rows so far are good; the caller decides
+        del text[text.rfind(b"\n") + 1 :]  # the rows so far are good; the caller decides
     except (OSError, zlib.error) as error:
         raise DataError(
             f"{file}, line {place.line + 1}: cannot be read ({error}): is the file complete? Fetch it again"
         ) from error
     size = before + file.stat().st_size
+    if text:
+        block = _block(bytes(text), place, size)
+        yield block
+        place = block.end
     if not whole:
         yield Block(b"", place, Place(place.file + 1), size, cut_short=True)
-    elif rest:
-        yield Block(rest + b"\n", place, Place(place.file, place.offset + len(rest), place.line + 1), size)
-    elif not seen:
+    elif not place.offset:
         raise DataError(f"{file}: expected rows of a click log, got no text in it: fetch it again")
 
 
-def _inflate(raw: BinaryIO) -> Iterator[bytes]:
-    """The text of a gzip file with any number of members; raises EOFError if the last is cut short. Yields at most
-    BLOCK bytes at a time, since a few compressed bytes can expand to any number."""
-    decoder, data = zlib.decompressobj(zlib.MAX_WBITS | 16), b""  # | 16: gzip, with its checksum
-    while True:
-        data = data or raw.read(BLOCK)
-        if decoder.eof:
-            if not data:
-                return
-            data = data.lstrip(b"\0")  # padding after a member
-            if data:
-                decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
-            continue
-        text = decoder.decompress(data, BLOCK)
-        if text:
-            yield text
-        elif not data and not decoder.eof:
-            raise EOFError
-        data = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
+def _block(text: bytes, begin: Place, read: int) -> Block:
+    """A block that begins with this text, with a newline at its end."""
+    whole = text if text.endswith(b"\n") else text + b"\n"
+    return Block(whole, begin, Place(begin.file, begin.offset + len(text), begin.line + whole.count(b"\n")), read)

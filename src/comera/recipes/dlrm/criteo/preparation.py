@@ -3,8 +3,8 @@
     files (or a synthetic log) -> columns -> ids -> in time order: six sevenths for training, then validation and test
 
 The columns lie in a cache folder named by a digest of the files and the settings. A stopped preparation continues where
-it was when called again. Memory does not grow with the number of rows: each process needs some tens of MB, and
-numbering the ids adds the dictionaries of as many features as there are processes (30 to 60 bytes per category)."""
+it was when called again. Memory does not grow with the number of rows: each thread needs some tens of MB, and numbering
+the ids adds the dictionaries of as many features as there are threads (30 to 60 bytes per category)."""
 
 import json
 import shutil
@@ -129,7 +129,7 @@ def _make_ids(parts: Path, config: CriteoConfig, progress: Progress) -> list[int
         progress.add()
         return made
 
-    with ThreadPoolExecutor(config.processes) as pool:
+    with ThreadPoolExecutor(config.threads) as pool:
         return list(pool.map(make, FEATURES, sizes))
 
 

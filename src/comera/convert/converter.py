@@ -1,0 +1,71 @@
+"""How one type of dense layer is read and rebuilt, and the converters of torch's own layers."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMTable
+
+
+@dataclass(frozen=True)
+class Converter:
+    """How one type of dense layer is read and rebuilt; its parameters are `weight` and, optionally, `bias`.
+
+    shape: layer -> (in_features, out_features), or (num_embeddings, embedding_dim). std: layer -> standard deviation
+    that its own initialization gives the weight. build: compressed layer -> dense layer of the same sizes; called under
+    `torch.device("meta")`. table: for a table whose rows are looked up by id (with a `padding_idx`), the type of layer
+    that replaces it; None for a linear map. in_first: whether a linear map stores its weight as (in, out); `nn.Linear`
+    has (out, in). refusal: layer -> why this one cannot be converted, or None. embed_scale: layer -> what its rows are
+    multiplied by, as `TTMEmbedding` takes it. holds: names of buffers that `build` makes again. remark: for the report,
+    what a user should know of such a layer once it is compressed.
+    """
+
+    shape: Callable[[Any], tuple[int, int]]
+    std: Callable[[Any], float]
+    build: Callable[[Any], nn.Module]
+    table: type[TTMTable] | None = None
+    in_first: bool = False
+    refusal: Callable[[Any], str | None] = lambda layer: None
+    embed_scale: Callable[[Any], float | Tensor] = lambda layer: 1.0
+    holds: frozenset[str] = frozenset()
+    remark: str = ""
+
+
+def _refuse_table(layer: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    options = ["max_norm", "scale_grad_by_freq"]
+    if not isinstance(layer, nn.EmbeddingBag):
+        options.append("sparse")  # no obstacle in a bag: it serves tables too large for dense gradients
+    elif layer.mode == "max":
+        return "mode 'max' takes the largest of dense rows"
+    used = next((option for option in options if getattr(layer, option)), None)
+    return f"{used} works on rows of a dense table" if used else None
+
+
+def _dense_bag(layer: Any) -> nn.EmbeddingBag:
+    options = {name: getattr(layer, name) for name in ("mode", "padding_idx", "include_last_offset")}
+    return nn.EmbeddingBag(layer.num_embeddings, layer.embedding_dim, **options)
+
+
+LINEAR = Converter(
+    shape=lambda layer: (layer.in_features, layer.out_features),
+    std=lambda layer: 1 / math.sqrt(3 * layer.in_features),  # U(-1/sqrt(in), 1/sqrt(in))
+    build=lambda layer: nn.Linear(layer.in_features, layer.out_features),
+)
+EMBEDDING = Converter(
+    shape=lambda layer: (layer.num_embeddings, layer.embedding_dim),
+    std=lambda layer: 1.0,
+    build=lambda layer: nn.Embedding(layer.num_embeddings, layer.embedding_dim, padding_idx=layer.padding_idx),
+    table=TTMEmbedding,
+    refusal=_refuse_table,
+)
+EMBEDDING_BAG = replace(EMBEDDING, build=_dense_bag, table=TTMEmbeddingBag)
+# nn.MultiheadAttention reads the weight of this one and multiplies by it itself, in all of its paths
+MHA_OUTPUT = replace(
+    LINEAR,
+    build=lambda layer: NonDynamicallyQuantizableLinear(layer.in_features, layer.out_features),
+    remark="its weight is materialized in each forward, because nn.MultiheadAttention multiplies by it itself",
+)

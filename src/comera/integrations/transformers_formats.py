@@ -1,0 +1,248 @@
+"""transformers' `save_pretrained` and `from_pretrained` for compressed models.
+
+A conversion notes the modes of all tensor trains in the model's config, as a quantization method does, so that
+`save_pretrained` writes them into config.json. `from_pretrained` builds the model on the meta device, asks the
+quantizer below to put compressed layers in, with the ranks of the stored tensors, and loads them like any other
+parameters: dtype, device maps and shards work as for a dense model. Afterwards nothing is left of the quantizer, and
+the model trains.
+
+`import comera` registers the method, now or as soon as the program imports the quantizers of transformers. In a program
+that does not, transformers would only log that it does not know the method and go on with random dense weights. So the
+config also requests a fusion whose name says what to do: transformers raises for one that it does not know.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from comera._version import __version__
+from comera.convert.registry import converters, refusal
+from comera.convert.swap import compress_layers_, materialize_layers_, when_changed
+from comera.errors import CheckpointError
+from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.pretrained.folder import SavedTrain
+from comera.pretrained.transformers_folder import QUANT_METHOD, entries_of, read_entries, with_stored_ranks
+from comera.tt.spec import Spec, TTMSpec
+
+__all__ = ["ComeraConfig", "ComeraQuantizer", "note_formats_"]
+
+_HINT = "comera (this model is compressed: `import comera` before from_pretrained)"
+
+
+@register_quantization_config(QUANT_METHOD)
+class ComeraConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """`quantization_config` of a compressed model.
+
+    trains: names, modes, std and threshold of each tensor train, JSON-ready; ranks are those of the stored tensors.
+    """
+
+    def __init__(self, trains: Sequence[Mapping[str, Any]], version: str = __version__, **_: Any) -> None:
+        self.quant_method: Any = QUANT_METHOD
+        self.version = version
+        self.trains = list(trains)
+
+
+def note_formats_(model: nn.Module) -> None:
+    """Write the modes of a model's tensor trains into its config, or take them out if it has none any more.
+
+    Every conversion calls it, and every late stage that begins. Call it for a model of which only a part was handed to
+    `tensorize_`.
+    """
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    noted: set[int] = set()
+    for module in model.modules():  # a model before its submodels, which mostly share its config
+        if not isinstance(module, library.PreTrainedModel) or id(module.config) in noted:
+            continue
+        config: Any = module.config
+        noted.add(id(config))
+        formats = getattr(config, "quantization_config", None)
+        if formats is not None and _method(formats) != QUANT_METHOD:
+            if any(named_trains(module)):
+                warnings.warn(
+                    f"the config of this {type(module).__name__} holds the quantization method {_method(formats)!r}, "
+                    "so save_pretrained cannot note the compressed layers: save it with comera.save_pretrained",
+                    stacklevel=2,
+                )
+            continue
+        if entries := entries_of(module):
+            config.quantization_config = ComeraConfig(entries)
+            config.fusion_config = {**(getattr(config, "fusion_config", None) or {}), _HINT: True}
+        elif formats is not None:
+            del config.quantization_config
+            _drop_hint(config)
+
+
+def _method(formats: Any) -> Any:
+    return formats.get("quant_method") if isinstance(formats, dict) else getattr(formats, "quant_method", None)
+
+
+def _drop_hint(config: Any) -> None:
+    fusions = dict(getattr(config, "fusion_config", None) or {})
+    if not fusions.pop(_HINT, None):
+        return
+    if fusions:
+        config.fusion_config = fusions
+    else:
+        del config.fusion_config
+
+
+@register_quantizer(QUANT_METHOD)
+class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts compressed layers into a model that `from_pretrained` has built on the meta device."""
+
+    quantization_config: ComeraConfig
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to compress what is stored dense."""
+        if not self.pre_quantized:
+            raise CheckpointError(
+                "expected a folder of a compressed model, got a dense one and the quantization_config of a compressed "
+                "one: load the dense model without it, then call comera.tensorize_(model, ...) with init='decompose'"
+            )
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config before the model is built: the hint has done its work."""
+        _drop_hint(config)
+        return config
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise CheckpointError(
+                "expected files with the weights of a compressed model, whose shapes tell its ranks, got a state_dict: "
+                "give from_pretrained the folder, or use comera.load_pretrained"
+            )
+        where = model.config.name_or_path or checkpoint_files[0]
+        modules = dict(model.named_modules(remove_duplicate=False))
+        placed = [
+            replace(saved, names=_names_in(model, modules, saved))
+            for saved in read_entries(self.quantization_config.trains, where)
+        ]
+        placed = [saved for saved in placed if saved.names]
+        shapes = _stored_shapes(model, placed, checkpoint_files)
+        trains: dict[nn.Module, TensorTrain] = {}
+        ties: dict[str, str] = {}
+        for found in placed:
+            saved = with_stored_ranks(found, shapes, where)
+            if saved is None:
+                continue
+            layers = {name: modules[name.rpartition(".")[0]] for name in saved.names}
+            layers |= _tied_to(model, modules, layers, shapes)
+            for name, layer in layers.items():
+                _check_fit(name, layer, saved.spec, where)
+            dtype = next(iter(layers.values())).get_parameter("weight").dtype
+            tt = TensorTrain(saved.spec, init_std=saved.init_std, threshold=saved.threshold, dtype=dtype, device="meta")
+            tt.late_from = saved.late_from
+            trains |= dict.fromkeys(layers.values(), tt)
+            first, *others = layers
+            for name in others:
+                ties |= dict(zip(saved.shapes(name), saved.shapes(first), strict=True))
+        compress_layers_(model, trains)
+        model.all_tied_weights_keys |= ties  # what the file stores once is not missing under its other names
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        """Leave a model like one that `tensorize_` has compressed."""
+        meta = [name for name, tt in named_trains(model) if any(p.is_meta for p in tt.parameters())]
+        if meta:
+            raise CheckpointError(
+                f"expected a device for {meta[0]}, but device_map offloads it (one of {len(meta)} compressed layers), "
+                "and accelerate cannot fetch their cores: they are small, so give them a device"
+            )
+        for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+            vars(model).pop(name, None)
+        for module in model.modules():
+            if hasattr(vars(module).get("config"), "_is_quantized"):
+                del module.config._is_quantized
+        note_formats_(model)
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        materialize_layers_(model)
+        return model.to(dtype)
+
+    def is_serializable(self) -> bool:
+        """Whether the model can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model can be trained."""
+        return True
+
+
+def _names_in(model: Any, modules: Mapping[str, nn.Module], saved: SavedTrain) -> dict[str, str]:
+    """A train's names in this model, which may be the base of the one that was saved, or have it as its base."""
+    prefix = f"{model.base_model_prefix}."
+    names: dict[str, str] = {}
+    for name, kind in saved.names.items():
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        at = next((at for at in candidates if at.rpartition(".")[0] in modules), None)
+        if at is not None:
+            names[at] = kind
+    return names
+
+
+def _stored_shapes(model: Any, placed: Sequence[SavedTrain], files: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of all stored tensors, by the names in the model that transformers will load them to."""
+    # not before a model is loaded: this module is imported while these are
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.modeling_utils import load_state_dict
+
+    stored: dict[str, Tensor] = {}
+    for file in files:
+        stored |= load_state_dict(file, map_location="meta")
+    known: dict[str, Any] = model.state_dict()
+    known |= {key: shape for saved in placed for name in saved.names for key, shape in saved.shapes(name).items()}
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    conversions = [change for change in changes if isinstance(change, WeightConverter)]
+    return {
+        rename_source_key(key, renamings, conversions, model.base_model_prefix, known)[0]: tuple(value.shape)
+        for key, value in stored.items()
+    }
+
+
+def _tied_to(
+    model: Any, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, nn.Module]:
+    """Layers that the model declares to share a weight with these, such as a head that was not saved with its base."""
+    more: dict[str, nn.Module] = {}
+    for pair in model.all_tied_weights_keys.items():
+        for one, other in (pair, pair[::-1]):
+            here, there = (weight.removesuffix(".weight") for weight in (one, other))
+            if f"{there}.tt" in layers and f"{here}.tt" not in layers and one not in shapes and one != here:
+                more[f"{here}.tt"] = modules[here]
+    return more
+
+
+def _check_fit(name: str, layer: nn.Module, spec: Spec, where: object) -> None:
+    """Raise CheckpointError unless a layer can be replaced by one with this spec."""
+    converter = converters().get(type(layer))
+    reason = "it is of no type that can be compressed" if converter is None else refusal(layer, converter)
+    if converter is not None and reason is None:
+        shape = converter.shape(layer)
+        turned = converter.table is None and isinstance(spec, TTMSpec)
+        fits = isinstance(spec, TTMSpec) if converter.table is not None else True
+        if not fits or spec.shape != (shape[::-1] if turned else shape):
+            reason = f"its sizes are {shape[0]} and {shape[1]}"
+    if reason is not None:
+        raise CheckpointError(
+            f"{where}: expected a layer at {name.rpartition('.')[0]} that {spec} can replace, got a "
+            f"{type(layer).__name__}: {reason}. Load it with the class of model that was saved"
+        )
+
+
+when_changed(note_formats_)

@@ -1,0 +1,193 @@
+"""`layer.weight` of a compressed layer, for code that reads the weight of a dense one: made when its values are used.
+
+    reading      dtype, device, shape, requires_grad ... make nothing; any operation makes the dense weight, once
+    gradients    that of the dense weight, however it comes about, goes on to the cores and gates
+    writing      raises: nothing is stored that could be written to, and a write into a temporary tensor would be lost
+
+A wrapper without memory, whose operations are caught below autograd and autocast. So torch's schemas tell what writes
+and what is a view, and custom functions of others get their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from comera.errors import WeightError
+from comera.ops.dtypes import without_autocast
+
+Make = Callable[[Sequence[Tensor]], Tensor]
+"""From cores and gates to the dense weight, contiguous and differentiable."""
+
+
+class _Source:
+    """The values of a weight, made at the first use and then kept."""
+
+    def __init__(self, make: Make, tensors: Sequence[Tensor], made: Tensor | None = None) -> None:
+        self.make, self.tensors, self.made = make, tensors, made
+
+    def values(self) -> Tensor:
+        if self.made is None:
+            with torch.no_grad(), without_autocast(self.tensors[0]):
+                self.made = self.make([tensor.detach() for tensor in self.tensors])
+        return self.made
+
+
+class LazyWeight(Tensor):
+    """A dense weight that is made of cores and gates when its values are used, or a view of one; read-only.
+
+    Attributes that others have put on the parameters, such as marks of a library, are found on it, and are set there.
+    """
+
+    _source: _Source
+    _is_whole: bool
+    """Whether it stands for the weight itself: not for a view, nor detached."""
+
+    @staticmethod
+    def __new__(cls, source: _Source, shape: Sequence[int], stride: Sequence[int] | None = None) -> LazyWeight:
+        like = source.tensors[0] if source.made is None else source.made
+        self: LazyWeight = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), strides=stride, dtype=like.dtype, device=like.device
+        )
+        vars(self).update(_source=source, _is_whole=stride is None)
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SETS or (func == _SET_GRAD and args[1] is not None):
+            _raise(getattr(func, "__name__", str(func)), args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _FREEZES and args[0]._is_whole:
+                for tensor in args[0]._source.tensors:
+                    tensor.requires_grad_(*args[1:], **kwargs)
+                return args[0]
+            if func in _READS_MEMORY:
+                args = tree_map_only(LazyWeight, LazyWeight._leaf, args)
+            out = func(*args, **kwargs)
+            if func in _ARRAYS:
+                out.flags.writeable = False
+            return out
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the base class has None in its place
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            (weight,) = args
+            return LazyWeight(weight._source, weight.shape, weight.stride())
+        for weight in _written(func, args, kwargs):
+            _raise(str(func), weight)
+        weights: list[LazyWeight] = []
+
+        def values(weight: LazyWeight) -> Tensor:
+            weights.append(weight)
+            return weight._source.values()
+
+        out = func(*tree_map_only(LazyWeight, values, args), **tree_map_only(LazyWeight, values, kwargs))
+        if not func.is_view:
+            return out
+        make, tensors = weights[0]._source.make, weights[0]._source.tensors
+
+        def view(made: Tensor) -> LazyWeight:
+            return LazyWeight(_Source(make, tensors, made), made.shape, made.stride())
+
+        return tree_map_only(Tensor, view, out)
+
+    def _leaf(self) -> Tensor:
+        """The values as a tensor of its own, for what reads memory."""
+        return self._source.values().detach().requires_grad_(self.requires_grad)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LazyWeight.__annotations__:
+            raise AttributeError(name)
+        first, *others = (getattr(tensor, name) for tensor in self._source.tensors)
+        if any(other is not first for other in others):
+            raise AttributeError(f"the parameters of a compressed layer differ in {name!r}: ask them one by one")
+        return first
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(Tensor, name):
+            super().__setattr__(name, value)
+        else:
+            for tensor in self._source.tensors:
+                setattr(tensor, name, value)
+
+
+_FREEZES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_SETS = {Tensor.data.__set__, Tensor.apply_, Tensor.map_, Tensor.map2_}  # type: ignore[attr-defined]
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
+_ARRAYS: set[Any] = {Tensor.__array__, Tensor.numpy}
+_READS_MEMORY: set[Any] = _ARRAYS | {
+    Tensor.__deepcopy__,
+    Tensor.__dlpack__,
+    Tensor.__format__,
+    Tensor.__reduce_ex__,
+    Tensor.__repr__,
+    Tensor.data_ptr,
+    Tensor.is_shared,
+    Tensor.share_memory_,
+    Tensor.storage,
+    Tensor.tolist,
+    Tensor.untyped_storage,
+}
+
+
+class _Weight(torch.autograd.Function):
+    """The wrapper as a differentiable function of cores and gates."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Make, shape: Sequence[int], *tensors: Tensor) -> LazyWeight:
+        ctx.make = make
+        ctx.save_for_backward(*tensors)
+        return LazyWeight(_Source(make, tensors), shape)
+
+    @staticmethod
+    def backward(ctx: Any, dweight: Tensor) -> tuple[Tensor | None, ...]:
+        again, wants = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
+        tensors: list[Tensor] = list(ctx.saved_tensors)
+        if not again:
+            tensors = [t.detach().requires_grad_(want) for t, want in zip(tensors, wants, strict=True)]
+        with torch.enable_grad():
+            weight = ctx.make(tensors)
+        wanted = [tensor for tensor, want in zip(tensors, wants, strict=True) if want]
+        grads = iter(torch.autograd.grad(weight, wanted, dweight, create_graph=again))
+        return None, None, *(next(grads) if want else None for want in wants)
+
+
+def lazy_weight(make: Make, shape: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
+    """The dense weight of `shape` that `make` makes of cores and gates; where they need gradients it says so, as a
+    parameter does, also without gradients."""
+    with torch.enable_grad():
+        weight: LazyWeight = _Weight.apply(make, shape, *tensors)
+    return weight
+
+
+def is_weight_of(value: object, tensors: Sequence[Tensor]) -> bool:
+    """Whether a value is the lazy weight of these cores and gates."""
+    return isinstance(value, LazyWeight) and list(map(id, value._source.tensors)) == list(map(id, tensors))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[LazyWeight]:
+    """The weights among the arguments of an operation that it writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes or func.namespace == "c10d":  # whose schemas do not say what they write
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (each for each in tree_leaves(given) if isinstance(each, LazyWeight))
+
+
+def _raise(what: str, weight: LazyWeight) -> None:
+    raise WeightError(
+        f"expected the weight {tuple(weight.shape)} of a compressed layer to be read only, got a write by {what}, "
+        "which would be lost: the weight is made of the tensor train's cores when it is used. Draw new cores with "
+        "layer.reset_parameters(), replace them with layer.tt.set_(), or make the layers dense first with "
+        "comera.materialize_(model)"
+    )

@@ -1,0 +1,133 @@
+"""Folders that `save_pretrained` of a transformers model wrote: what config.json says of its tensor trains.
+
+    "quantization_config": {"quant_method": "comera", "version": ...,
+        "trains": [{"names": {"bert.pooler.dense.tt": "TTLinear"}, "spec": {...}, "init_std": ..., "threshold": ...}]}
+
+It holds the modes, which only a conversion changes. Ranks fall while a model trains, so they are those of the tensors,
+which are in model.safetensors or in shards with an index. A layer without cores among them is dense.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from comera.errors import CheckpointError
+from comera.pretrained.folder import WEIGHTS, SavedTrain, train_names
+
+QUANT_METHOD = "comera"  # quant_method in config.json
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+
+
+def entries_of(model: nn.Module) -> list[dict[str, Any]]:
+    """ "trains" of a model's config.json: its tensor trains, without their ranks."""
+    entries = [SavedTrain.entry(tt, names) for tt, names in train_names(model).items()]
+    for entry in entries:
+        del entry["spec"]["ranks"]
+    return entries
+
+
+def read_entries(entries: Sequence[Mapping[str, Any]], where: object) -> list[SavedTrain]:
+    """The tensor trains of these entries, all ranks 1; `with_stored_ranks` knows better.
+
+    Raises CheckpointError, naming `where`, for damaged entries.
+    """
+    try:
+        trains = [SavedTrain.of({**entry, "spec": _with_unit_ranks(entry["spec"])}) for entry in entries]
+        if not all(saved.names for saved in trains):
+            raise KeyError("names")
+        return trains
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # SpecError is a ValueError
+        raise CheckpointError(
+            f"{where}: what its config.json says of compressed layers is damaged ({error!r}): take another copy"
+        ) from error
+
+
+def _with_unit_ranks(spec: Mapping[str, Any]) -> dict[str, Any]:
+    order = len(spec["row_modes"]) if "row_modes" in spec else len(spec["in_modes"]) + len(spec["out_modes"])
+    return {**spec, "ranks": [1] * (order + 1)}
+
+
+def with_stored_ranks(saved: SavedTrain, shapes: Mapping[str, Sequence[int]], where: object) -> SavedTrain | None:
+    """A tensor train with the ranks of its stored tensors.
+
+    None if nothing of it is stored: its layers are dense in the folder, or only a submodel is, with the same config.
+    shapes: name of each stored tensor -> its shape; a tied one may be there under one of its names only.
+    Raises CheckpointError, naming `where`, for tensors that are incomplete or have other modes.
+    """
+    came = ""
+    for name in saved.names:
+        stored = {key: tuple(shapes[key]) for key in saved.shapes(name) if key in shapes}
+        ranks = [shape for key, shape in stored.items() if key.startswith(f"{name}.rank_params.")]
+        with suppress(ValueError):  # no vectors, or no ranks (SpecError)
+            spec = saved.spec.with_ranks((1, *(rank for (rank,) in ranks), 1))
+            if replace(saved, spec=spec).shapes(name) == stored:
+                return replace(saved, spec=spec)
+        came = str(stored) if stored else came
+    if not came:
+        return None
+    raise CheckpointError(
+        f"{where}: expected cores and gates of {' and '.join(saved.names)} with the modes of {saved.spec}, as its "
+        f"config.json says, got {came}: take the weights that were saved with this config.json"
+    )
+
+
+def read_transformers_folder(folder: Path) -> tuple[list[SavedTrain], dict[str, Tensor]] | None:
+    """Tensor trains and tensors of a folder, the trains' under each of their names; None for another kind of folder.
+
+    Where `comera.save_pretrained` wrote the weights, their own manifest says more than config.json: None, too.
+    Raises CheckpointError for damaged or missing files.
+    """
+    entries = _entries_in(folder)
+    if entries is None:
+        return None
+    tensors: dict[str, Tensor] = {}
+    try:
+        files = [WEIGHTS]
+        if (folder / WEIGHTS).exists():
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                if "comera" in (file.metadata() or {}):
+                    return None
+        else:
+            index = json.loads((folder / INDEX).read_text("utf-8"))
+            files = sorted({Path(file).name for file in index["weight_map"].values()})  # of this folder, no other
+        for file in files:
+            tensors |= load_file(folder / file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"expected all weights of a model in {folder}, but it is not whole: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the weights in {folder} are truncated or damaged ({error}): take another copy"
+        ) from error
+    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+    found = [with_stored_ranks(saved, shapes, folder) for saved in read_entries(entries, folder)]
+    trains = [saved for saved in found if saved is not None]
+    for saved in trains:
+        first = next(name for name in saved.names if f"{name}.cores.0" in tensors)
+        for name in saved.names:
+            for key, same in zip(saved.shapes(name), saved.shapes(first), strict=True):
+                tensors.setdefault(key, tensors[same])
+    return trains, tensors
+
+
+def _entries_in(folder: Path) -> list[Mapping[str, Any]] | None:
+    """ "trains" of the folder's config.json; None where there is none of a compressed model."""
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    formats = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(formats, dict) or formats.get("quant_method") != QUANT_METHOD:
+        return None
+    entries = formats.get("trains")
+    if not isinstance(entries, list):
+        raise CheckpointError(f"{folder / CONFIG}: expected a list of trains, got {entries!r:.80}: take another copy")
+    return entries

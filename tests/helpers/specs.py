@@ -1,0 +1,37 @@
+"""Specs by their modes and one rank, as the tests of operations list them, and products by a forced plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from torch import Tensor
+
+from comera.ops.linear import tt_linear
+from comera.ops.planner.plan import plan_linear, plan_projection
+from comera.ops.projection import ttm_linear
+from comera.tt.spec import Spec, TTMSpec, TTSpec, clip_ranks
+
+Modes = tuple[int, ...]
+
+
+def tt(in_modes: Modes, out_modes: Modes, rank: int, *, pad_in: int = 0, pad_out: int = 0) -> TTSpec:
+    """A tensor train; `pad_in`, `pad_out`: entries of padding."""
+    shape = prod(in_modes) - pad_in, prod(out_modes) - pad_out
+    return TTSpec(*shape, in_modes, out_modes, clip_ranks(rank, (*in_modes, *out_modes)))
+
+
+def ttm(row_modes: Modes, col_modes: Modes, rank: int, *, pad_rows: int = 0, pad_cols: int = 0) -> TTMSpec:
+    """A TT-matrix; `pad_rows`, `pad_cols`: entries of padding."""
+    sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
+    shape = prod(row_modes) - pad_rows, prod(col_modes) - pad_cols
+    return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
+
+
+def force(spec: Spec, choice: str | Sequence[int], batch: int = 8) -> Callable[..., Tensor]:
+    """The product of (x, bias, cores...) with a weight by one strategy, or by groups with these ends."""
+    if isinstance(spec, TTSpec):
+        plan = plan_linear(spec, batch).using(choice)  # type: ignore[arg-type]
+        return lambda x, bias, *cores: tt_linear(x, spec, cores, bias, plan=plan)
+    plan = plan_projection(spec, batch).using(choice)  # type: ignore[arg-type]
+    return lambda x, bias, *cores: ttm_linear(x, spec, cores, bias, plan=plan)

@@ -1,0 +1,259 @@
+"""FSDP2 around compressed layers, in two processes."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.errors import CheckpointError, ConversionError, RankError
+from comera.fusion import fuse_
+from comera.integrations.fsdp import clip_grad_norm_, fit_ranks_, replicate_
+from comera.nn.tensor_train import CompressedLayer, named_trains
+from comera.optim.param_groups import param_groups
+from comera.pretrained import load_pretrained, save_pretrained
+from comera.rank import LateStage, RankController
+
+from ...helpers.processes import in_processes
+
+LATE = LateStage(target_size=0.5, start_step=4, steps=4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x + self.down(self.up(x).relu()))
+        return y
+
+
+class Net(nn.Module):
+    """A table, two blocks with layers of the same signature, and a dense head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(60, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(32, 60)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def build(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    model = Net()
+    tensorize_(model, TensorizeConfig(TT(order=4, rank=6), TTM(order=2, rank=6), overrides={"head": None}))
+    return model
+
+
+def sharded(*, seed: int = 0, fused: bool = False) -> Net:
+    model = build(seed)
+    if fused:
+        fuse_(model)
+    if dist.get_rank() > 0:
+        nn.init.zeros_(model.blocks[0].up.tt.cores[0])  # type: ignore[union-attr]  # the first process's count
+    kept = replicate_(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # a compressed layer by itself, whose type changes by that: torch warns that its output is a view
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .FSDPTTLinear. returned a view")
+    fully_shard(model.blocks[1].down, mesh=mesh, ignored_params=kept)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, ignored_params=kept)
+    fully_shard(model, mesh=mesh, ignored_params=kept)
+    return model
+
+
+def batch(step: int, part: int) -> Tensor:
+    return torch.randint(60, (16,), generator=torch.Generator().manual_seed(2 * step + part))
+
+
+def train(
+    model: nn.Module, optimizer: Any, ranks: RankController | None, steps: range, parts: list[int], *, clip: Any
+) -> list[float]:
+    """Steps on the mean over the parts of each batch that this process has; returns the mean losses of all."""
+    losses = []
+    for step in steps:
+        for part in parts:
+            ids = batch(step, part)
+            loss = nn.functional.cross_entropy(model(ids), (ids * 7 + 3) % 60) / len(parts)
+            loss.backward()
+            losses.append(loss.detach())
+        total = torch.stack(losses[-len(parts) :]).sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        losses[-len(parts) :] = [total]
+        clip(model.parameters(), 0.5)
+        if ranks:
+            ranks.observe(total)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ranks and step == 5:
+            ranks.meet_target_()
+    return [float(loss) for loss in losses]
+
+
+def start(model: nn.Module, late: LateStage) -> tuple[Any, RankController]:
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, weight_decay=0.01))
+    return optimizer, RankController(model, late=late)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def train_sharded(rank: int, fused: bool, late: LateStage, folder: str) -> list[float]:
+    model = sharded(fused=fused)
+    compressed = [module for module in model.modules() if isinstance(module, CompressedLayer)]
+    assert not any(isinstance(p, DTensor) for layer in compressed for p in layer.parameters())
+    assert isinstance(model.head.weight, DTensor)
+    optimizer, ranks = start(model, late)
+    ranks.attach(optimizer)
+    losses = train(model, optimizer, ranks, range(14), [rank], clip=clip_grad_norm_)
+    save_pretrained(model, folder)
+    dist.barrier()
+    state = whole(model)
+    again = whole(load_pretrained(sharded(seed=9), folder))
+    assert all(torch.equal(value, again[name]) for name, value in state.items())
+    torch.save(state, f"{folder}-{rank}.pt")
+    return losses
+
+
+@pytest.mark.parametrize(("fused", "late"), [(False, replace(LATE, shrink="surrogate")), (True, LATE)])
+def test_a_sharded_model_trains_as_one_that_is_whole(tmp_path: Path, fused: bool, late: LateStage) -> None:
+    losses, other_losses = in_processes(train_sharded, fused, late, str(tmp_path / "model"))
+    assert losses == other_losses
+    state, other = (torch.load(tmp_path / f"model-{rank}.pt") for rank in range(2))
+    assert all(torch.equal(value, other[name]) for name, value in state.items())
+
+    model = build()
+    optimizer, ranks = start(model, late)
+    ranks.attach(optimizer)
+    expected = train(model, optimizer, ranks, range(14), [0, 1], clip=nn.utils.clip_grad_norm_)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert [p.shape for p in model.parameters()] == [state[name].shape for name, _ in model.named_parameters()]
+    loaded = load_pretrained(build(seed=3), tmp_path / "model")
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+def resume_sharded(rank: int, folder: str) -> bool:
+    model = sharded()
+    optimizer, ranks = start(model, LATE)
+    ranks.attach(optimizer)
+    train(model, optimizer, ranks, range(7), [rank], clip=clip_grad_norm_)
+    assert ranks.stage == "late"
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=folder)
+    expected = train(model, optimizer, ranks, range(7, 14), [rank], clip=clip_grad_norm_)
+
+    again = sharded(seed=5)
+    optimizer, ranks = start(again, LATE)
+    fit_ranks_(again, folder)
+    assert [t.spec for _, t in named_trains(again)] != [t.spec for _, t in named_trains(build())]
+    weights, moments = get_state_dict(again, optimizer)
+    dcp.load({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=folder)
+    set_state_dict(again, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    ranks.attach(optimizer)
+    assert train(again, optimizer, ranks, range(7, 14), [rank], clip=clip_grad_norm_) == expected
+    return True
+
+
+def test_a_distributed_checkpoint_resumes_after_a_cut_to_the_bit(tmp_path: Path) -> None:
+    assert in_processes(resume_sharded, str(tmp_path)) == [True, True]
+
+
+def refuse(rank: int, folder: str) -> list[str]:
+    """The messages of what is not supported."""
+    messages = []
+
+    def message(kind: type[Exception], work: Any) -> None:
+        with pytest.raises(kind) as caught:
+            work()
+        messages.append(str(caught.value))
+
+    message(ConversionError, lambda: replicate_(Net()))
+    with torch.device("meta"):
+        message(ConversionError, lambda: replicate_(build()))
+    model = build()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    message(ConversionError, lambda: replicate_(model))
+    message(RankError, lambda: RankController(model))
+    model = sharded()
+    dcp.save({"model": {"other": torch.zeros(3)}}, checkpoint_id=folder)
+    message(CheckpointError, lambda: fit_ranks_(model, folder))
+    return messages
+
+
+def test_what_is_not_supported_says_what_to_do(tmp_path: Path) -> None:
+    found, _ = in_processes(refuse, str(tmp_path / "saved"))
+    for message, part in zip(
+        found,
+        (
+            "expected a model with compressed layers, got Net: tensorize_ it first",
+            "call replicate_ once the model has been loaded or initialized",
+            "call replicate_ first, then fully_shard with what it returns as ignored_params",
+            "call comera.integrations.fsdp.replicate_ first, then fully_shard with what it returns as ignored_params",
+            "expected the tensor train table.tt with the modes of .*, got nothing under 'model.table.tt.'",
+        ),
+        strict=True,
+    ):
+        assert part.split(".*")[0] in message, message
+        assert part.split(".*")[-1] in message, message
+
+
+def average_unused(rank: int) -> list[float]:
+    """A layer that only the first process uses, one that none uses, and a backward that fails midway."""
+    model = build()
+    replicate_(model)
+    first, second = model.blocks
+    x = torch.ones(3, 32) * (rank + 1)
+    (first(x) if rank == 0 else model.table(torch.arange(3))).sum().backward()
+    grads = [first.up.tt.cores[0].grad, second.up.tt.cores[0].grad, model.table.tt.cores[0].grad]
+    alone = build()
+    alone.blocks[0](torch.ones(3, 32)).sum().backward()
+    torch.testing.assert_close(grads[0], alone.blocks[0].up.tt.cores[0].grad / 2)
+    assert grads[1] is None
+    assert grads[2] is not None
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    for p in model.parameters():
+        p.grad = None
+    with pytest.raises(KeyboardInterrupt):
+        second(Fail.apply(model.table(torch.arange(3)))).sum().backward()
+    for p in model.parameters():
+        p.grad = None
+    second(x).sum().backward()
+    return list(second.up.tt.cores[0].grad.flatten().tolist())
+
+
+def test_gradients_are_averaged_whoever_has_them() -> None:
+    grad, other = in_processes(average_unused)
+    assert grad == other

@@ -1,0 +1,103 @@
+"""LoRA beside compressed layers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
+from comera.errors import ConversionError
+from comera.fusion import fuse_
+from comera.integrations.peft import with_compressed
+
+CONFIG = TensorizeConfig(TT(order=4, rank=6), TTM(order=2, rank=6))
+IDS = torch.arange(60).view(6, 10)
+
+
+class Small(nn.Module):
+    """A table, two layers, and a head tied to the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(60, 32, padding_idx=0)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 60, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.head(self.down(self.up(self.table(ids)).relu()))
+        return found
+
+
+def build() -> Small:
+    torch.manual_seed(0)
+    model = Small()
+    tensorize_(model, CONFIG)
+    return model
+
+
+def tuned(*targets: str, steps: int = 5) -> PeftModel:
+    model = get_peft_model(build(), with_compressed(LoraConfig(r=4, target_modules=list(targets))))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(IDS).view(-1, 60), IDS.view(-1)).backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("targets", [("up", "down"), ("table",), ("head",), ("table", "up")])
+def test_adapters_train_beside_compressed_layers_and_load_again(targets: tuple[str, ...], tmp_path: Path) -> None:
+    base = build()(IDS)
+    torch.testing.assert_close(tuned(*targets, steps=0)(IDS), base)
+    model = tuned(*targets)
+    out = model(IDS)
+    assert (out - base).abs().max() > 0.01
+    with model.disable_adapter():
+        torch.testing.assert_close(model(IDS), base)
+    model.save_pretrained(tmp_path)
+    config = with_compressed(LoraConfig.from_pretrained(tmp_path))
+    torch.testing.assert_close(PeftModel.from_pretrained(build(), tmp_path, config=config)(IDS), out)
+
+
+def test_an_adapter_is_merged_into_the_dense_weight_or_not_at_all() -> None:
+    model = tuned("up", "down")  # not the table: its tied head would take part
+    out = model(IDS)
+    for merge in (model.merge_adapter, model.merge_and_unload, lambda: model.merge_and_unload(safe_merge=True)):
+        with pytest.raises(ConversionError, match=r"cannot be merged into a tensor train: .*materialize_"):
+            merge()
+    assert torch.equal(model(IDS), out)
+    materialize_(model)
+    torch.testing.assert_close(model(IDS), out)
+    merged = model.merge_and_unload()
+    assert type(merged.up) is nn.Linear
+    torch.testing.assert_close(merged(IDS), out)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("fuse_first", [False, True])
+def test_fused_blocks_see_adapters(fuse_first: bool) -> None:
+    def bert() -> BertModel:
+        torch.manual_seed(0)
+        small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 60}
+        model = BertModel(BertConfig(num_hidden_layers=2, **small))  # type: ignore[arg-type]
+        tensorize_(model, CONFIG)
+        return model.eval()
+
+    def out(*, fused: bool) -> Tensor:
+        model = bert()
+        if fused and fuse_first:
+            fuse_(model)
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules=["query", "value", "dense"], init_lora_weights=False)
+        model = get_peft_model(model, with_compressed(config)).eval()
+        if fused and not fuse_first:
+            fuse_(model)
+        found: Tensor = model(IDS).last_hidden_state
+        return found
+
+    assert (out(fused=False) - bert()(IDS).last_hidden_state).abs().max() > 0.01
+    torch.testing.assert_close(out(fused=True), out(fused=False))
