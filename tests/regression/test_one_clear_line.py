@@ -268,3 +268,24 @@ def test_absurd_numbers_are_drawn_or_named(name: str, value: Any, tmp_path: Path
     except DataError as error:
         refused = str(error)
     assert refused is None or ("metrics.jsonl, line" in refused and "\n" not in refused)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("summary.json", {"step_time": 10**400}),
+        ("summary.json", {"parameters": "many"}),
+        ("summary.json", {"size_bytes": None}),
+        ("summary.json", {"metrics": {"accuracy": 1e308}}),
+        ("memory.json", {"dense": 3}),
+        ("memory.json", {"dense": {"weights": "many"}}),
+        ("test.json", {"loss": 10**400}),
+        ("test.json", {"loss": [1]}),
+    ],
+)
+def test_absurd_results_are_named(file: str, content: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=20)
+    found = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps({**found, **content}))
+    with pytest.raises(DataError, match=file):
+        report.render(folder)

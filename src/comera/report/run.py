@@ -89,6 +89,7 @@ class RoundPoint(Point):
 # What a run can log: losses fit into float32, and nobody counts further. Figures of more do not draw.
 _LARGEST_NUMBER, _LARGEST_COUNT = 1e39, 10**15
 
+T = TypeVar("T")
 P = TypeVar("P", bound=Point)
 _KINDS = {kind.__name__.removesuffix("Point").lower(): kind for kind in Point.__subclasses__()}
 
@@ -173,20 +174,23 @@ def read_run(folder: Path) -> RunData:
         raise DataError(str(error)) from error
     points = _read_points(metrics) if metrics.is_file() else ()
     layers = _read_layers(folder / "layers.json")
-    memory = {str(method): _floats(parts) for method, parts in _read_mapping(folder / "memory.json").items()}
-    test = _floats(_read_mapping(folder / "test.json"))
+    memory = _read_mapping(folder / "memory.json", _floats)
+    test = _read_mapping(folder / "test.json", _float)
     return RunData(folder, config_text, settings, points, layers, summary, memory, test)
 
 
-def _read_mapping(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty if there is no file."""
+def _read_mapping(path: Path, cast: Callable[[Any], T]) -> dict[str, T]:
+    """A JSON object of such values; empty if there is no file."""
     try:
         values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise DataError(f"{path}: expected an object, got {_shown(values)}")
-    return values
+    try:
+        return {str(name): cast(value) for name, value in values.items()}
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(f"{path}: a value that cannot be: {error}") from error
 
 
 def _floats(values: Any) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,12 @@ class Summary:
     def read(cls, path: Path) -> Summary | None:
         """The summary in a file, None without the file; raises CheckpointError if it holds something else."""
         try:
-            return cls(**json.loads(path.read_text("utf-8"))) if path.exists() else None
+            if not path.exists():
+                return None
+            summary = cls(**json.loads(path.read_text("utf-8")))
+            for f in fields(cls):
+                _check(f.name, str(f.type), getattr(summary, f.name))
+            return summary
         except (ValueError, TypeError) as error:
             raise CheckpointError(
                 f"expected the summary of a run in {path}, got something else ({error}): move it away to resume the run"
@@ -152,6 +157,16 @@ def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON; values that are not finite become null."""
     finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(finite, allow_nan=False, indent=indent)
+
+
+def _check(name: str, kind: str, value: Any) -> None:
+    """Raise ValueError for a value that is not of `kind`, an annotation, and for a number beyond any float32."""
+    expected = {"str": str, "int": int, "dict[str, float]": dict}.get(kind, int | float)
+    if not (isinstance(value, expected) or (value is None and kind.endswith("None"))):
+        raise ValueError(f"{name} is {value!r}")
+    for number in value.values() if isinstance(value, dict) else [value]:
+        if isinstance(number, int | float) and not abs(number) < 1e39:
+            raise ValueError(f"{name} is {str(number)[:40]}")
 
 
 def _lines_until(path: Path, step: int) -> Iterator[str]:
