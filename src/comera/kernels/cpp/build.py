@@ -58,6 +58,7 @@ def cached(folder: Path, compiler: str) -> Path:
                 left.unlink()
             _log.info("compiling the C++ kernels, once (%s)", path)
             replace_file(path, lambda beside: _write(compiler, beside, path.name))
+            path.chmod(0o755)  # whatever the umask
             flush(folder)
     return path
 
@@ -110,7 +111,6 @@ def _write(compiler: str, path: Path, name: str) -> None:
     with open(path, "r+b") as file:
         checksum = _checksum(name, file.read())
         file.write(checksum)
-    path.chmod(0o755)
 
 
 def _compile(compiler: str, path: Path) -> None:
