@@ -1,24 +1,35 @@
-"""Atomic replacement of files."""
+"""Files replaced as a whole, and checksums that show whether a folder's files are intact."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
+
+import xxhash
+
+SUMS = "XXH128SUMS"  # in the format of the program xxh128sum, as SHA256SUMS is in that of sha256sum
+_SUM = re.compile(r"([0-9a-f]{32})  ([^/\n]+)")
 
 
 def replace_file(path: Path, content: str | bytes | Callable[[Path], object]) -> Path:
     """Write a temporary file in the same folder, flush it to disk and rename it to `path`; returns `path`.
 
-    Readers see the old file or the new one, never a mixture. After an error the old file is unchanged.
+    Readers see the old file or the new one, never a mixture. After an error the old file is unchanged. The file gets
+    the permissions that the user's umask gives new files, whatever wrote it.
     content: text (written as UTF-8), bytes, or a function that writes to the path it is given.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
+        beside.touch()
+        mode = beside.stat().st_mode
         if isinstance(content, str | bytes):
             beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         else:
             content(beside)
+        beside.chmod(mode)
         with open(beside, "r+b") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -36,3 +47,42 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_sums(folder: Path) -> None:
+    """Write XXH128SUMS: the checksums of all files in a folder. `xxh128sum -c XXH128SUMS` checks them, too."""
+    sums = {path.name: _sum(path) for path in sorted(folder.iterdir()) if path.name != SUMS}
+    replace_file(folder / SUMS, "".join(f"{value}  {name}\n" for name, value in sums.items()))
+
+
+def damage(folder: Path, names: Collection[str]) -> str | None:
+    """How a folder differs from what `write_sums` found there, in a few words; None if it is intact.
+
+    Reads the files `names` whole; of the others that have a checksum it only asks whether they are there. Damaged
+    checksums count as damage, too, and so does a file of `names` without one.
+    """
+    try:
+        lines = [_SUM.fullmatch(line) for line in (folder / SUMS).read_text("utf-8").splitlines()]
+    except FileNotFoundError:
+        return f"it has no {SUMS}"
+    except (OSError, ValueError) as error:
+        return f"{SUMS} is unreadable: {error}"
+    if None in lines:
+        return f"{SUMS} is damaged"
+    sums = {line[2]: line[1] for line in lines if line}
+    for name in sorted({*names, *sums}):
+        if name not in sums:
+            return f"{SUMS} lacks {name}"
+        if not (folder / name).exists():
+            return f"it has no {name}"
+        try:
+            if name in names and _sum(folder / name) != sums[name]:
+                return f"{name} differs from its checksum"
+        except OSError as error:
+            return f"{name} is unreadable: {error}"
+    return None
+
+
+def _sum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from comera.files import SUMS
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.criteo import columns as criteo_columns
 from comera.recipes.dlrm.criteo import files as criteo_files
@@ -127,8 +128,8 @@ def read(path: Path, **fields: Any) -> ClickData:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of prepared data, but what its manifest says of their origin."""
-    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    """All files of prepared data, but what its manifest says of their origin, and its checksum."""
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != SUMS}
     manifest = json.loads(files.pop("manifest.json"))
     kept = {key: value for key, value in manifest.items() if key not in ("source", "digest", "bad_rows")}
     return {**files, "manifest": json.dumps(kept, sort_keys=True).encode()}

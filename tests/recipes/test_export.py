@@ -18,6 +18,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 from comera import load_pretrained
 from comera.cli import options
 from comera.cli.main import main
+from comera.files import write_sums
 from comera.nn.tensor_train import CompressedLayer
 from comera.rank.objective import EarlyStage
 from comera.recipes.bert import ModelConfig
@@ -225,13 +226,15 @@ def test_an_unfinished_or_damaged_checkpoint_is_refused(damaged: Path, capsys: p
     trainer, weights = damaged / "trainer.json", damaged / "model.safetensors"
     whole = trainer.read_text()
     for text, said in [
-        (whole[:-9], "expected a complete trainer.json"),
-        ("{}", "expected a complete trainer.json"),
+        (whole[:-9], "expected a readable trainer.json"),
+        ("{}", "expected trainer.json with"),
         (whole.replace('"recipe": "code-lm"', '"recipe": "mine"'), "got one of 'mine'"),
     ]:
         trainer.write_text(text)
+        write_sums(damaged)
         assert said in refused(capsys, run, out, *to)
     trainer.write_text(whole)
+    write_sums(damaged)
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "is truncated" in refused(capsys, run, out, *to)
     assert not out.exists()

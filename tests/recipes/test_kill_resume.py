@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from comera.cli.main import main
+from comera.files import SUMS, damage
 from comera.trainer.checkpoint import checkpoints
 
 KILLS = 20
@@ -106,8 +107,7 @@ def last_step(run: Path) -> int:
     for folder in found:
         trainer = json.loads((folder / "trainer.json").read_text())
         assert f"step-{trainer['progress']['step']:08d}" == folder.name
-        for name, size in trainer["files"].items():
-            assert (folder / name).stat().st_size == size
+        assert damage(folder, {path.name for path in folder.iterdir()} - {SUMS}) is None
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
                 assert all(file.get_tensor(name).isfinite().all() for name in file.keys())  # noqa: SIM118

@@ -282,3 +282,19 @@ def test_loading_raises_the_version_of_every_parameter(tmp_path: Path) -> None:
     before = {name: p._version for name, p in model.named_parameters()}
     load_pretrained(model, tmp_path)
     assert all(p._version > before[name] for name, p in model.named_parameters())
+
+
+def test_all_files_have_the_users_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        save_pretrained(trained(), tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
+
+
+def test_tensors_with_the_negative_bit_keep_their_sign(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(4)
+    model.running_mean = torch._neg_view(torch.arange(4.0))
+    save_pretrained(model, tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["running_mean"], -torch.arange(4.0))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError
 from comera.pretrained import load_pretrained, read_manifest, save, save_pretrained
+from comera.pretrained.folder import checksum, file_header
 
 SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
 
@@ -62,13 +63,13 @@ def assert_refused(model: nn.Module, folder: Path, message: str, *, strict: bool
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> None:
-    """Change tensors and manifest of a saved model."""
+    """Change tensors and manifest of a saved model, and its checksums with them."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         manifest = json.loads(file.metadata()["comera"])
     change(tensors, manifest)
-    save_file(tensors, path, {"comera": json.dumps(manifest)})
+    save_file(tensors, path, file_header({**manifest, "checksum": checksum(tensors)}))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def _compare(argv: list[str]) -> int:
         replace_file(out / _ARGUMENTS, json.dumps(rest))
     for arguments in commands.values():
         resume = ["--resume"] if options.resume else []
-        code, interrupted = _run([sys.executable, "-m", "comera", "train", name, *arguments, *resume])
+        code, interrupted = _run([sys.executable, "-P", "-m", "comera", "train", name, *arguments, *resume])
         if interrupted or code == _INTERRUPTED:
             resume_with = shlex.join(["comera", "compare", name, "--out", str(out), "--resume"])
             print(f"interrupted; resume with: {resume_with}", file=sys.stderr)

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from comera.convert import materialize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export.layers import copy_with_own_trains, serving_copy
-from comera.files import flush
+from comera.files import flush, replace_file
 from comera.nn.tensor_train import CompressedLayer, named_trains
 from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
 from comera.rank.prune import prune_
@@ -105,7 +105,7 @@ def export_dense(
     contiguous = torch.contiguous_format
     tensors = {name: t.detach().cpu().clone(memory_format=contiguous) for name, t in dense.state_dict().items()}
     with _beside(Path(folder)) as beside:
-        save_file(tensors, beside / WEIGHTS, {"format": "pt"})
+        replace_file(beside / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
         _save_config(dense, beside)
         original = build(beside)
         try:

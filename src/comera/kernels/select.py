@@ -8,13 +8,17 @@ Shapes: B batch, I in features; M/N rows and columns, R rank of the left and rig
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from comera._version import __version__
 from comera.errors import ConfigError
+from comera.kernels.cpp import build
 from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
 from comera.kernels.tracing import traced
 
@@ -104,6 +108,20 @@ def asked(kernel: str) -> bool | None:
     """
     names = _names(os.environ.get("COMERA_KERNELS", ""))
     return None if names is None else kernel in names
+
+
+def kernels_in_use(device: torch.device) -> str:
+    """Names and version of the kernels that may compute on a device, "none" for torch's own operations.
+
+    Results of other ones differ by rounding. The version of the C++ kernels stands for source, compiler and processor.
+    """
+    if device.type == "cpu":
+        names = [name for name in CPP if asked(name) is not False and unavailable_reason() is None]
+        version = Path(build.compiled()).stem if names else ""
+    else:
+        names = [name for name in TRITON if triton_enabled(name, device)]
+        version = f"triton {metadata.version('triton')}, comera {__version__}" if names else ""
+    return f"{' '.join(names)} ({version})" if names else "none"
 
 
 def power_of_two(size: int) -> int:

@@ -2,8 +2,10 @@
 
 The manifest is stored in the header of model.safetensors, so that a single rename replaces tensors and manifest and an
 interrupted save never leaves a pair that does not match. `comera.json` is a copy for people; loading does not read it.
+"checksum" is that of all tensors; the manifest's own stands beside it in the header. Files without them, of before they
+were written, load as well.
 
-    {"format": 1, "comera": version, "metadata": {...},
+    {"format": 1, "comera": version, "metadata": {...}, "checksum": "…",
      "trains": [{"names": {"encoder.0.tt": "TTLinear"}, "spec": {...}, "init_std": 0.02, "threshold": 0.01,
                  "late_from": 9812}],       parameters when a late stage first began; absent before
      "tied": {"head.tt.cores.0": "embed.tt.cores.0"},      a tied tensor is stored once, under its first name
@@ -12,12 +14,15 @@ interrupted save never leaves a pair that does not match. `comera.json` is a cop
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -28,6 +33,7 @@ from comera.tt.spec import Spec, spec_from_dict
 
 WEIGHTS, MANIFEST = "model.safetensors", "comera.json"
 FORMAT = 1
+_TEXT, _SUM = "comera", "comera_xxh3_128"  # entries of the header: the manifest and its checksum
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,11 @@ class SavedTrain:
         """Read an entry of the manifest."""
         spec = spec_from_dict(entry["spec"])
         late_from = None if entry.get("late_from") is None else int(entry["late_from"])
-        return cls(dict(entry["names"]), spec, float(entry["init_std"]), float(entry["threshold"]), late_from)
+        train = cls(dict(entry["names"]), spec, float(entry["init_std"]), float(entry["threshold"]), late_from)
+        named = bool(train.names) and all(isinstance(text, str) for item in train.names.items() for text in item)
+        if not named or not all(0 <= value < inf for value in (train.init_std, train.threshold, late_from or 0)):
+            raise SpecError(f"expected names of layers and constants >= 0 for a tensor train, got {train}")
+        return train
 
     @staticmethod
     def entry(train: TensorTrain, names: Mapping[str, str]) -> dict[str, Any]:
@@ -58,6 +68,26 @@ class SavedTrain:
         """Names and shapes of its tensors in the file, for the train registered as `name`: cores first."""
         cores = {f"{name}.cores.{k}": shape for k, shape in enumerate(self.spec.core_shapes)}
         return cores | {f"{name}.rank_params.{k}": (rank,) for k, rank in enumerate(self.spec.inner_ranks)}
+
+
+def file_header(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What the header of model.safetensors says of its tensors. Raises TypeError or ValueError unless JSON-ready."""
+    text = json.dumps(manifest, allow_nan=False)
+    return {"format": "pt", _TEXT: text, _SUM: _text_sum(text)}
+
+
+def _text_sum(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, dtypes, shapes and elements of contiguous tensors on the CPU."""
+    found = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if tensor.numel():
+            found.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return found.hexdigest()
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -83,12 +113,13 @@ def read_folder(folder: Path, *, with_tensors: bool = True) -> tuple[dict[str, A
     path = folder / WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get("comera")
+            about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in (file.keys() if with_tensors else ())}
     except FileNotFoundError as error:
         raise CheckpointError(f"expected a saved model in {folder}, but it has no {WEIGHTS}") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is truncated or no safetensors file ({error}): take another copy") from error
+    text = about.get(_TEXT)
     if text is None:
         raise CheckpointError(
             f"{path} was not written by save_pretrained of this library: it has no manifest. To start from the weights "
@@ -96,6 +127,9 @@ def read_folder(folder: Path, *, with_tensors: bool = True) -> tuple[dict[str, A
         )
     try:
         manifest: dict[str, Any] = json.loads(text)
+        has_sums = "checksum" in manifest
+        if about.get(_SUM) != (_text_sum(text) if has_sums else None):
+            raise ValueError("it differs from its checksum")
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{path}: expected manifest format {FORMAT}, got {manifest['format']} "
@@ -103,11 +137,15 @@ def read_folder(folder: Path, *, with_tensors: bool = True) -> tuple[dict[str, A
             )
         for entry in manifest["trains"]:
             SavedTrain.of(entry)
+        if with_tensors and has_sums and manifest["checksum"] != checksum(tensors):
+            raise CheckpointError(f"{path} is damaged: its tensors differ from their checksum. Take another copy")
         if with_tensors:
             tensors |= {name: tensors[source] for name, source in manifest["tied"].items()}
             if not set(manifest["transient"]) <= tensors.keys():
                 raise KeyError("transient")
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, SpecError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: its manifest is damaged ({error!r}): take another copy") from error
     return manifest, tensors
 

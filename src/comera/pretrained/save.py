@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import CheckpointError
 from comera.files import replace_file
-from comera.pretrained.folder import FORMAT, MANIFEST, WEIGHTS, SavedTrain, train_names, transient_buffers
+from comera.pretrained.folder import (
+    FORMAT,
+    MANIFEST,
+    WEIGHTS,
+    SavedTrain,
+    checksum,
+    file_header,
+    train_names,
+    transient_buffers,
+)
 from comera.pretrained.sharded import leads, whole
 
 
@@ -49,9 +58,10 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
         "trains": [SavedTrain.entry(tt, names) for tt, names in train_names(model).items()],
         "tied": tied,
         "transient": transient,
+        "checksum": checksum(tensors),
     }
     try:
-        header = {"format": "pt", "comera": json.dumps(manifest, allow_nan=False)}
+        about = file_header(manifest)
         if not leads(model.parameters()):
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +70,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"expected a folder to save in, found a file at {folder}") from error
     try:
-        replace_file(folder / WEIGHTS, lambda beside: save_file(tensors, beside, header))
+        replace_file(folder / WEIGHTS, lambda beside: save_file(tensors, beside, about))
     except SafetensorError as error:
         raise CheckpointError(f"{folder / WEIGHTS} could not be written: {error}") from error
     replace_file(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -82,7 +92,7 @@ def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             tied[name] = first[id(value)]
             continue
         first[id(value)] = name
-        tensor = whole(value.detach()).cpu().contiguous()
+        tensor = whole(value.detach()).cpu().resolve_conj().resolve_neg().contiguous()
         where = tensor.untyped_storage().data_ptr()
         if where in memory and tensor.numel():  # another view of the same memory, which safetensors refuses
             tensor = tensor.clone()

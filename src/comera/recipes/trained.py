@@ -2,7 +2,6 @@
 
 The run's config.yaml and the checkpoint hold everything that the recipe's model needs."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from comera.pretrained import WEIGHTS, load_pretrained
 from comera.recipes.interface import Architecture, load_recipe
 from comera.recipes.registry import RECIPES
 from comera.trainer.checkpoint import checkpoints, find_checkpoint
+from comera.trainer.trainer_json import read_trainer
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,8 @@ def open_trained(path: Path, read_config: Callable[[str, Path], Any]) -> Trained
     file = checkpoint.parents[1] / "config.yaml"
     if not file.is_file():
         raise CheckpointError(f"expected the run's config.yaml at {file}, found none: keep a checkpoint in its run")
-    try:
-        identity = json.loads((checkpoint / "trainer.json").read_text("utf-8"))["identity"]
-        recipe = identity["recipe"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint}: expected a complete trainer.json, got {error!r}: take another checkpoint"
-        ) from error
+    identity = read_trainer(checkpoint).identity
+    recipe = identity.get("recipe")
     if recipe not in RECIPES:
         raise CheckpointError(
             f"{checkpoint}: expected a run of {', '.join(RECIPES)}, got one of {recipe!r}: rebuild its model "

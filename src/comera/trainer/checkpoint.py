@@ -2,65 +2,38 @@
 
     checkpoints/step-00000120/  model.safetensors, comera.json   the model, as `save_pretrained` writes it
                                 optimizer.safetensors            the optimizer's tensors, "parameter name:key"
-                                trainer.json                     everything else, and the sizes of the files
+                                trainer.json                     everything else
+                                XXH128SUMS                       checksums of these files, compared on loading
 
 A checkpoint is written under a temporary name, flushed to the disk and renamed, so every visible one is complete. It is
 renamed again before it is deleted. What a kill leaves behind is named .step-*, and `clean` removes it.
 """
 
 import json
-import random
 import re
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConfigError, RankError
-from comera.files import flush
-from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
+from comera.files import damage, flush, replace_file, write_sums
+from comera.kernels.select import kernels_in_use
+from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained, tensor_headers
 from comera.rank.controller import RankController
-from comera.trainer.config import upgrade_names
+from comera.trainer.random_state import check_rng_state, set_rng_state
+from comera.trainer.trainer_json import FORMAT, TRAINER, Progress, TrainerState, broken, read_trainer
 
-_FORMAT = {"format": "comera-trainer", "version": 1}
 _NAME = re.compile(r"step-\d{8,}")
 _STATE_FILE = "optimizer.safetensors"
-_FIELDS = {"progress", "identity", "controller", "parameters", "scalars", "rng", "files"}
-
-
-@dataclass
-class Progress:
-    """How far a run has come; the next batch follows from `step` alone.
-
-    step: optimizer steps done. tokens, examples: seen by all processes. time: seconds of training.
-    held_out_loss, metrics: of the last evaluation, at step `held_out_step`. best_held_out_loss: the lowest so far.
-    step_time: median seconds of a step. peak_memory: bytes. stopped: "steps", "time" or "interrupted" at the end.
-    start_from: step and parameters of the other run's checkpoint that this run started from. mode: how the last steps
-    ran.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    time: float = 0.0
-    held_out_loss: float | None = None
-    held_out_step: int = -1
-    best_held_out_loss: float | None = None
-    step_time: float = 0.0
-    peak_memory: int = 0
-    stopped: str | None = None
-    examples: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    start_from: dict[str, int] | None = None
-    mode: str = "eager"
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -116,9 +89,9 @@ def save_checkpoint(
     temporary.mkdir(parents=True)
     save_pretrained(model, temporary)
     tensors, scalars = _optimizer_state(model, optimizer)
-    save_file(tensors, temporary / _STATE_FILE)
+    replace_file(temporary / _STATE_FILE, lambda beside: save_file(tensors, beside))
     trainer = {
-        **_FORMAT,
+        **FORMAT,
         "progress": asdict(progress),
         "identity": dict(identity),
         "controller": controller.state_dict() if controller else {},
@@ -126,9 +99,10 @@ def save_checkpoint(
         "scalars": scalars,
         "other_shapes": _other_shapes(model, tensors),
         "rng": list(rng),
-        "files": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
+        "kernels": _kernels(model),
     }
-    (temporary / "trainer.json").write_text(json.dumps(trainer), "utf-8")
+    (temporary / TRAINER).write_text(json.dumps(trainer), "utf-8")
+    write_sums(temporary)
     for path in [*temporary.iterdir(), temporary]:
         flush(path)
     if final.exists():
@@ -153,17 +127,28 @@ def load_checkpoint(
 ) -> Progress:
     """Restore model (with its ranks), optimizer, controller and this process's random state from a checkpoint.
 
-    Raises CheckpointError if it is truncated, foreign, or of another model or optimizer, and ConfigError if it was
-    written with another `identity`; nothing is changed then.
+    Raises CheckpointError if it is damaged, foreign, or of another model or optimizer, and ConfigError if it was
+    written with another `identity`; nothing is changed then. Warns if other kernels wrote it: their results differ by
+    rounding.
     """
     folder = Path(folder)
-    trainer, progress = _read_trainer(folder)
-    _check_identity(folder, trainer["identity"], identity)
-    if process >= len(trainer["rng"]):
-        raise _broken(folder, f"the random state of process {process}", f"that of {len(trainer['rng'])} processes")
+    trainer = read_trainer(folder)
+    _check_identity(folder, trainer.identity, identity)
+    if process >= len(trainer.rng):
+        raise broken(folder, f"the random state of process {process}", f"that of {len(trainer.rng)} processes")
+    try:
+        check_rng_state(trainer.rng[process])
+    except ValueError as error:
+        raise broken(folder, f"the random state of process {process}", str(error)) from error
     _load_state(folder, trainer, model, optimizer, controller)
-    set_rng_state(trainer["rng"][process])
-    return progress
+    set_rng_state(trainer.rng[process])
+    if trainer.kernels not in (None, now := _kernels(model)):
+        warnings.warn(
+            f"{folder} was written with other kernels ({trainer.kernels}) than compute here ({now}): the run goes on, "
+            "but not to the bit; for that, resume where it was started, with the same version and COMERA_KERNELS",
+            stacklevel=2,
+        )
+    return trainer.progress
 
 
 def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: RankController | None) -> Progress:
@@ -173,60 +158,39 @@ def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: 
     random state do not matter. Raises CheckpointError as `load_checkpoint` does, with nothing changed.
     """
     source = Path(source)
-    folder = source if (source / "trainer.json").is_file() else find_checkpoint(source)
-    trainer, progress = _read_trainer(folder)
+    folder = source if (source / TRAINER).is_file() else find_checkpoint(source)
+    trainer = read_trainer(folder)
     _load_state(folder, trainer, model, optimizer, controller)
-    return progress
-
-
-def rng_state() -> dict[str, Any]:
-    """Random state of this process, JSON-ready: Python, torch, every CUDA device, and NumPy."""
-    kind, keys, *rest = numpy.random.get_state()
-    return {
-        "python": random.getstate(),
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": [_hex(s) for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
-        "numpy": [kind, numpy.asarray(keys).tolist(), *rest],
-    }
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore an `rng_state`, through JSON or not; CUDA devices that no longer exist are ignored."""
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    torch.set_rng_state(_unhex(state["torch"]))
-    for device, value in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(_unhex(value), device)
-    if "numpy" in state:
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    return trainer.progress
 
 
 def _load_state(
-    folder: Path, trainer: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, controller: RankController | None
+    folder: Path, trainer: TrainerState, model: nn.Module, optimizer: Optimizer, controller: RankController | None
 ) -> None:
     """Load a checkpoint's model, optimizer and controller after validating everything."""
-    for name, size in trainer["files"].items():
+    if trainer.sizes is None and (found := damage(folder, [WEIGHTS, _STATE_FILE])):
+        raise broken(folder, "the files that were saved", found)
+    for name, size in (trainer.sizes or {}).items():
         came = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if came != size:
-            raise _broken(folder, f"{name} of {size:,} bytes", f"{came:,} bytes")
-    if bool(controller) != bool(trainer["controller"]):
-        raise _broken(folder, f"{'a' if controller else 'no'} rank controller's state", str(trainer["controller"]))
-    if differ := sorted({*trainer["parameters"]}.symmetric_difference(_trained(model, optimizer))):
-        raise _broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4])}")
-    tensors = _read_tensors(folder, trainer.get("other_shapes", {}))
+            raise broken(folder, f"{name} of {size:,} bytes", f"{came:,} bytes")
+    if bool(controller) != bool(trainer.controller):
+        raise broken(folder, f"{'a' if controller else 'no'} rank controller's state", str(trainer.controller))
+    if differ := sorted({*trainer.parameters}.symmetric_difference(_trained(model, optimizer))):
+        raise broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4])}")
+    tensors = _read_tensors(folder, trainer)
     before = controller.state_dict() if controller else {}
     try:
         if controller:
-            controller.load_state_dict(trainer["controller"])
+            controller.load_state_dict(trainer.controller)
         load_pretrained(model, folder)
     except RankError as error:
-        raise _broken(folder, "a rank controller's state", str(error)) from error
+        raise broken(folder, "a rank controller's state", str(error)) from error
     except CheckpointError:
         if controller:
             controller.load_state_dict(before)
         raise
-    _set_optimizer_state(model, optimizer, tensors, trainer["scalars"])
+    _set_optimizer_state(model, optimizer, tensors, trainer.scalars)
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
@@ -237,7 +201,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{names[parameter]}:{key}"] = value.detach().contiguous()
+                tensors[f"{names[parameter]}:{key}"] = value.detach().resolve_conj().resolve_neg().contiguous()
             else:
                 scalars.setdefault(names[parameter], {})[key] = value
     return tensors, scalars
@@ -270,35 +234,22 @@ def _other_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     }
 
 
-def _read_tensors(folder: Path, other_shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The optimizer's tensors, checked against the model beside them; other_shapes: as saved with them."""
+def _read_tensors(folder: Path, trainer: TrainerState) -> dict[str, Tensor]:
+    """The optimizer's tensors, checked against the model beside them and the scalars of trainer.json."""
     try:
         tensors = load_file(folder / _STATE_FILE)
         shapes = {name: shape for name, (shape, _) in tensor_headers(folder).items()}
     except (OSError, SafetensorError) as error:
-        raise _broken(folder, "whole safetensors files", str(error)) from error
+        raise broken(folder, "whole safetensors files", str(error)) from error
+    held = {entry.rpartition(":")[::2] for entry in tensors}
+    scalars = {(name, key) for name, values in trainer.scalars.items() for key in values}
+    if strange := sorted(held & scalars | {entry for entry in held | scalars if entry[0] not in trainer.parameters}):
+        raise broken(folder, "one state of each parameter and key", f"{':'.join(strange[0])!r}, unknown or twice")
     for entry, value in tensors.items():
-        shape = tuple(other_shapes.get(entry, shapes.get(entry.rpartition(":")[0], ())))
+        shape = tuple(trainer.other_shapes.get(entry, shapes.get(entry.rpartition(":")[0], ())))
         if value.ndim and value.shape != shape:
-            raise _broken(folder, f"state of shape {shape}", f"{entry!r} of shape {tuple(value.shape)}")
+            raise broken(folder, f"state of shape {shape}", f"{entry!r} of shape {tuple(value.shape)}")
     return tensors
-
-
-def _read_trainer(folder: Path) -> tuple[dict[str, Any], Progress]:
-    path = folder / "trainer.json"
-    try:
-        trainer = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise _broken(folder, "a readable trainer.json", str(error)) from error
-    if not isinstance(trainer, dict) or any(trainer.get(key) != value for key, value in _FORMAT.items()):
-        raise _broken(folder, f"trainer.json with {_FORMAT}", str(trainer)[:80])
-    if lacking := _FIELDS - set(trainer):
-        raise _broken(folder, f"trainer.json with {', '.join(sorted(_FIELDS))}", f"none of {sorted(lacking)}")
-    trainer["identity"] = upgrade_names(trainer["identity"])
-    try:
-        return trainer, Progress(**trainer["progress"])
-    except TypeError as error:
-        raise _broken(folder, "the progress of a run", f"{trainer['progress']} ({error})") from error
 
 
 def _check_identity(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -317,7 +268,7 @@ def _progress_of(found: Sequence[Path]) -> dict[Path, Progress]:
     known = {}
     for path in found:
         with suppress(CheckpointError):
-            known[path] = _read_trainer(path)[1]
+            known[path] = read_trainer(path).progress
     return known
 
 
@@ -340,16 +291,5 @@ def _drop(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _broken(folder: Path, expected: str, came: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {folder}: expected {expected}, got {came}; nothing was loaded: "
-        "use the model and optimizer that wrote it, or an older checkpoint (to resume from one, move this one away)"
-    )
-
-
-def _hex(state: Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _unhex(state: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+def _kernels(model: nn.Module) -> str:
+    return kernels_in_use(next(model.parameters()).device)

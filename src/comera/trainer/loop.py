@@ -19,12 +19,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 
 from comera.errors import ConfigError, TrainingError
-from comera.trainer.checkpoint import checkpoints, rng_state, save_checkpoint
+from comera.trainer.checkpoint import checkpoints, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
 from comera.trainer.metrics import Display, Summary
 from comera.trainer.optimizer import lr_multiplier
+from comera.trainer.random_state import rng_state
 from comera.trainer.run_log import RunLogger
 from comera.trainer.state import TrainState, build_state
 from comera.trainer.task import Task

@@ -15,13 +15,14 @@ from comera.nn.tensor_train import named_trains
 from comera.rank.controller import RankController
 from comera.rank.size import model_size
 from comera.recompute import recompute_
-from comera.trainer.checkpoint import Progress, checkpoints, clean, load_checkpoint, take_over
+from comera.trainer.checkpoint import checkpoints, clean, load_checkpoint, take_over
 from comera.trainer.clock import Clock
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.step import TrainStep
 from comera.trainer.task import Task
+from comera.trainer.trainer_json import Progress
 
 
 @dataclass

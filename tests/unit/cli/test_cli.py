@@ -284,13 +284,13 @@ def test_compare_gives_each_method_its_own_process_and_the_same_time(
 
     def run(command: Sequence[str]) -> tuple[int, bool]:
         commands.append(command)
-        return main(command[3:]), False
+        return main(command[4:]), False
 
     monkeypatch.setattr(cli, "_run", run)
     out = tmp_path / "both"
     argv = ["compare", "code-lm", "--methods", "dense,comera", "--seconds", "0.3", "--out", str(out), *tiny]
     assert main(argv) == 0
-    assert [command[:5] for command in commands] == [[sys.executable, "-m", "comera", "train", "code-lm"]] * 2
+    assert [command[:6] for command in commands] == [[sys.executable, "-P", "-m", "comera", "train", "code-lm"]] * 2
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("dense", "comera", "parameters", "held-out loss"))
     summaries = {row["name"]: row for row in json.loads((out / "compare.json").read_text())}
@@ -353,3 +353,12 @@ def test_an_interrupted_comparison_resumes(tiny: list[str], tmp_path: Path, capf
 def test_a_comparison_that_never_started_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "code-lm", "--out", str(tmp_path), "--resume"]) == 2
     assert "expected a comparison to resume" in capsys.readouterr().err
+
+
+def test_nothing_in_the_working_folder_is_run(tmp_path: Path) -> None:
+    for name in ("numpy", "torch", "yaml", "argparse"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')")
+    command = [sys.executable, "-m", "comera", "train", "code-lm", "--help"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+    assert shown.returncode == 0, shown.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,10 +88,11 @@ def test_hidden_and_installed_folders_other_suffixes_and_bad_files_are_skipped(t
     (tmp_path / "empty.py").touch()
     (tmp_path / "copy.py").write_bytes((tmp_path / "package0" / "module0.py").read_bytes())
     (tmp_path / "dangling.py").symlink_to(tmp_path / "nowhere.py")
+    os.mkfifo(tmp_path / "pipe.py")  # reading it would wait for a writer
     found, skipped = find_sources(tmp_path, CodeDataConfig())
     assert len(found) == len(good)
     assert {s.path for s in found} <= good | {"copy.py"}
-    assert skipped == {"unreadable": 1, "not_utf8": 1, "empty": 1, "repeated": 1}
+    assert skipped == {"no_file": 1, "unreadable": 1, "not_utf8": 1, "empty": 1, "repeated": 1}
 
 
 def test_max_bytes_takes_the_same_random_part_every_time(sources: Path) -> None:
@@ -271,3 +275,36 @@ def test_too_little_code_for_a_block_says_so_every_time(tmp_path: Path) -> None:
 def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"data\.{field} must be .*, got"):
         CodeDataConfig(**{field: value})
+
+
+def test_endless_words_are_left_out_of_the_tokenizers_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sources(tmp_path / "src", 8)
+    seen: list[str] = []
+    train = code.train_tokenizer
+    monkeypatch.setattr(code, "train_tokenizer", lambda texts, size: train(seen_in(texts, seen), size))
+    fields = {"path": str(tmp_path / "src"), "vocab_size": 290, "cache": str(tmp_path / "cache")}
+    assert prepare(CodeDataConfig(**fields)).manifest["long_words"] == 0
+    assert "not trained" not in capsys.readouterr().err
+    letters = random.Random(0).choices("abcdefgh", k=200_000)
+    for name, word in (
+        ("letters", "".join(letters)),
+        ("rule", "=" * 300),
+        ("spaces", " " * 300),
+        ("digits", "7" * 300),
+    ):
+        (tmp_path / "src" / f"{name}.py").write_text(f"x = '{word}'\n")
+    (tmp_path / "src" / "fine.py").write_text(f"x = '{'word ' * 5000}'\n")
+    seen.clear()
+    data = prepare(CodeDataConfig(**fields, held_out=0.01))
+    assert data.manifest["long_words"] == 4
+    assert max(map(len, seen)) < 30_000
+    assert data.manifest["train"]["files"] + data.manifest["held_out"]["files"] == 13  # to learn from all the same
+    assert "was not trained on 4 files with words of more than 256 characters" in capsys.readouterr().err
+
+
+def seen_in(texts: Iterable[str], seen: list[str]) -> Iterator[str]:
+    for text in texts:
+        seen.append(text)
+        yield text

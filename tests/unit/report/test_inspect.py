@@ -13,6 +13,7 @@ from comera.errors import CheckpointError, DataError
 from comera.nn.tensor_train import named_trains
 from comera.ops.planner.plan import plan_linear
 from comera.pretrained import read_manifest, save_pretrained
+from comera.pretrained.folder import file_header
 from comera.rank.size import model_size
 from comera.report import inspect
 from comera.report.inspect import TOKENS
@@ -98,7 +99,7 @@ def test_run_folder_shows_its_progress_and_last_checkpoint(tmp_path: Path) -> No
 def test_only_the_header_is_read(tmp_path: Path) -> None:
     save_pretrained(nn.Linear(2, 2), tmp_path)
     weight = {"dtype": "F32", "shape": [2**14, 2**15], "data_offsets": [0, 2**31]}
-    header = json.dumps({"__metadata__": {"comera": json.dumps(read_manifest(tmp_path))}, "weight": weight}).encode()
+    header = json.dumps({"__metadata__": file_header(read_manifest(tmp_path)), "weight": weight}).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + 2**31)  # 2 GB of holes

@@ -1,6 +1,7 @@
 """Checkpoints: everything comes back exactly, only whole ones are seen, wrong ones change nothing."""
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,21 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError, ConfigError
+from comera.files import write_sums
+from comera.kernels.select import supports
 from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.trainer import checkpoint as runs
 from comera.trainer.checkpoint import (
-    Progress,
     checkpoints,
     clean,
     find_checkpoint,
     load_checkpoint,
-    rng_state,
     save_checkpoint,
-    set_rng_state,
     take_over,
 )
+from comera.trainer.random_state import rng_state, set_rng_state
+from comera.trainer.trainer_json import Progress
 from comera.tt.spec import TTSpec
 
 IDENTITY = {"lr": 1e-3, "betas": [0.9, 0.999]}
@@ -156,7 +158,7 @@ def test_the_folder_holds_the_files_of_the_contract(tmp_path: Path) -> None:
     folder = save(tmp_path, state, 120)
     assert folder == tmp_path / "checkpoints" / "step-00000120"
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["comera.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
+    assert names == ["XXH128SUMS", "comera.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
 
 
 def test_last_and_best_are_kept_and_found(tmp_path: Path) -> None:
@@ -226,17 +228,18 @@ def foreign(folder: Path, name: str) -> None:
 def edit(folder: Path, **values: Any) -> None:
     path = folder / "trainer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    write_sums(folder)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: truncate(f, "model.safetensors"), r"expected model\.safetensors of [\d,]+ bytes, got"),
-        (lambda f: truncate(f, "optimizer.safetensors"), r"expected optimizer\.safetensors of [\d,]+ bytes, got"),
+        (lambda f: truncate(f, "model.safetensors"), "got model.safetensors differs from its checksum"),
+        (lambda f: truncate(f, "optimizer.safetensors"), "got optimizer.safetensors differs from its"),
         (lambda f: truncate(f, "trainer.json"), "expected a readable trainer.json"),
         (lambda f: foreign(f, "trainer.json"), "expected trainer.json with .*comera-trainer"),
         (lambda f: (f / "trainer.json").unlink(), "expected a readable trainer.json"),
-        (lambda f: (f / "comera.json").unlink(), r"expected comera\.json of .* bytes, got 0 bytes"),
+        (lambda f: (f / "comera.json").unlink(), "got it has no comera.json"),
         (lambda f: edit(f, version=99), "expected trainer.json with"),
         (lambda f: edit(f, progress={"pages": 3}), "expected the progress of a run"),
         (lambda f: edit(f, controller={}), "expected a rank controller's state"),
@@ -267,6 +270,7 @@ def test_a_safetensors_file_of_the_right_size_and_wrong_content_is_refused(tmp_p
     folder = save(tmp_path, state, 1)
     path = folder / "optimizer.safetensors"
     path.write_bytes(b"\xff" * path.stat().st_size)
+    write_sums(folder)
     before = snapshot(state)
     with pytest.raises(CheckpointError, match="expected whole safetensors files"):
         load_checkpoint(folder, *state, identity=IDENTITY)
@@ -335,7 +339,7 @@ def test_a_run_keeps_its_own_learning_rates_when_it_takes_another_over(tmp_path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: truncate(f, "model.safetensors"), r"expected model\.safetensors of [\d,]+ bytes, got"),
+        (lambda f: truncate(f, "model.safetensors"), "got model.safetensors differs from its checksum"),
         (lambda f: edit(f, parameters=["2.weight"]), r"expected this optimizer's parameters, got others: 0\.bias"),
         (lambda f: edit(f, controller={"pages": 3}), "expected a rank controller's state, got .*pages"),
     ],
@@ -371,3 +375,42 @@ def test_a_model_of_other_shapes_is_not_taken_over(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_cannot_be_taken_over(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected checkpoints in"):
         take_over(tmp_path / "nowhere", *make())
+
+
+def test_all_files_have_the_users_permissions(tmp_path: Path) -> None:
+    state = make()
+    train(state, 1)
+    before = os.umask(0o022)
+    try:
+        folder = save(tmp_path, state, 1)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+
+
+def test_other_kernels_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make()
+    folder = save(tmp_path, state, 1)
+    monkeypatch.setenv("COMERA_KERNELS", "none" if supports("merge", torch.ones(1)) else "all")
+    with pytest.warns(UserWarning, match="with other kernels .* goes on, but not to the bit"):
+        load_checkpoint(folder, *make(seed=1), identity=IDENTITY)
+    take_over(folder, *make(seed=1))  # a new run begins: nothing to be equal to
+
+
+def test_a_checkpoint_of_before_checksums_loads(tmp_path: Path) -> None:
+    state = make()
+    train(state, 1)
+    folder = save(tmp_path, state, 1)
+    (folder / "XXH128SUMS").unlink()
+    with pytest.raises(CheckpointError, match="got it has no XXH128SUMS"):
+        load_checkpoint(folder, *make(seed=1), identity=IDENTITY)
+    trainer = json.loads((folder / "trainer.json").read_text())
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.suffix == ".safetensors"}
+    del trainer["kernels"], trainer["other_shapes"]
+    (folder / "trainer.json").write_text(json.dumps({**trainer, "version": 1, "files": sizes}))
+    resumed = make(seed=1)
+    load_checkpoint(folder, *resumed, identity=IDENTITY)
+    assert_equal(snapshot(resumed), snapshot(state))
+    truncate(folder, "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match=r"expected optimizer\.safetensors of [\d,]+ bytes, got"):
+        load_checkpoint(folder, *make(seed=1), identity=IDENTITY)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError, ConfigError
+from comera.files import write_sums
 from comera.nn.linear import TTLinear
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.checkpoint import find_checkpoint
@@ -234,6 +235,7 @@ def test_state_of_other_shapes_is_saved_and_checked(tmp_path: Path) -> None:
     assert trainer["other_shapes"]["0.weight:moment"] == [8]
     trainer["other_shapes"]["0.weight:moment"] = [9]
     path.write_text(json.dumps(trainer))
+    write_sums(path.parent)
     (tmp_path / "halves" / "summary.json").unlink()
     with pytest.raises(CheckpointError, match=r"expected state of shape \(9,\), got '0.weight:moment' of shape \(8,\)"):
         fit(ByProjection(compressed=False), config, tmp_path / "halves", resume=True)

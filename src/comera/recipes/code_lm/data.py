@@ -10,6 +10,8 @@ B batch, T block size, P masked positions, V vocabulary."""
 import hashlib
 import json
 import os
+import re
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +35,9 @@ START, PAD, END, UNKNOWN, MASK = range(len(SPECIAL_TOKENS))
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE starts with the 256 bytes
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
+LONGEST_WORD = 256  # characters; training a byte-pair encoding takes time in proportion to its longest words
+_KINDS = (r"[^\W\d_]", r"\d", r"[^\w\s]", "_", r"\s")  # of characters that make a word
+LONG_WORD = re.compile("|".join(rf"{kind}{{{LONGEST_WORD + 1}}}" for kind in _KINDS))
 ENCODE_BYTES = 1_000_000  # source text per call of the tokenizer
 HELD_OUT_SEED = 0x5EED  # the same held-out masks for every method and every training seed
 
@@ -190,18 +195,22 @@ def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
 
 def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
     """The source files below `root`, sorted by path, and how many were skipped, by reason. Skipped: hidden folders,
-    folders of installed packages, and files that are unreadable, empty, not UTF-8 or copies of another one (a held-out
-    copy would have been seen in training)."""
+    folders of installed packages, pipes and devices, and files that are unreadable, empty, not UTF-8 or copies of
+    another one (a held-out copy would have been seen in training)."""
     if not root.is_dir():
         state = "is a file" if root.exists() else "does not exist"
         raise DataError(f"expected a folder of source code, got {root}, which {state}: check data.path")
-    skipped = {"unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0}
+    skipped = {"no_file": 0, "unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0}
     chosen: dict[str, Source] = {}
     left = float("inf") if config.max_bytes is None else config.max_bytes
     # in a random but fixed order, so that max_bytes takes a random subset
     for path in sorted(_walk(root, config.suffixes), key=lambda p: _place("subset", p)):
         try:
-            if (root / path).stat().st_size > left:
+            status = (root / path).stat()
+            if not stat.S_ISREG(status.st_mode):
+                skipped["no_file"] += 1
+                continue
+            if status.st_size > left:
                 continue
             content = (root / path).read_bytes()
             content.decode("utf-8")
@@ -271,21 +280,32 @@ def _read(root: Path, source: Source) -> str:
     return content.decode("utf-8")
 
 
-def _sample(root: Path, sources: Sequence[Source], limit: int) -> Iterator[str]:
-    """Text of a random but fixed subset of the files, of about `limit` bytes."""
+def _sample(root: Path, sources: Sequence[Source], limit: int, left_out: list[Source]) -> Iterator[str]:
+    """Text of a random but fixed subset of the files, of about `limit` bytes; files with long words are left out."""
     for source in sorted(sources, key=lambda s: _place("tokenizer", s.path)):
         if limit <= 0:
             return
-        yield _read(root, source)[:limit]
+        text = _read(root, source)[:limit]
+        if LONG_WORD.search(text):
+            left_out.append(source)
+            continue
+        yield text
         limit -= source.size
 
 
 def _write(
-    folder: Path, root: Path, parts: dict[str, list[Source]], skipped: object, config: CodeDataConfig, quiet: bool
+    folder: Path,
+    root: Path,
+    parts: dict[str, list[Source]],
+    skipped: dict[str, int],
+    config: CodeDataConfig,
+    quiet: bool,
 ) -> None:
     with Progress(quiet) as progress:
         progress.start("training the tokenizer", None)
-        tokenizer = train_tokenizer(_sample(root, parts["train"], config.tokenizer_bytes), config.vocab_size)
+        left_out: list[Source] = []
+        sample = _sample(root, parts["train"], config.tokenizer_bytes, left_out)
+        tokenizer = train_tokenizer(sample, config.vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"))
         tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
         dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
@@ -302,7 +322,7 @@ def _write(
                         tokens += len(ids)
                     progress.add(sum(source.size for source in chunk))
             manifest[part] = {"files": len(sources), "bytes": sum(s.size for s in sources), "tokens": tokens}
-    manifest["skipped"] = skipped
+    manifest["skipped"], manifest["long_words"] = skipped, len(left_out)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
@@ -311,6 +331,14 @@ def _write(
             f"{held_out['files']:,} ({held_out['tokens']:,}) held out",
             file=sys.stderr,
         )
+        if some := [f"{count:,} {reason}" for reason, count in skipped.items() if count]:
+            print(f"source code: skipped files: {', '.join(some)}", file=sys.stderr)
+        if left_out:
+            print(
+                f"source code: the tokenizer was not trained on {len(left_out):,} files with words of more than "
+                f"{LONGEST_WORD} characters, such as {left_out[0].path}",
+                file=sys.stderr,
+            )
 
 
 def _chunks(sources: Sequence[Source]) -> Iterator[list[Source]]:

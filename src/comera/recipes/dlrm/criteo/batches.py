@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from comera.errors import DataError
+from comera.files import SUMS, damage
 from comera.recipes.dlrm.criteo.columns import DENSE, FEATURES, LABELS
-from comera.recipes.dlrm.criteo.ids import IDS, Lookup
+from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, Lookup
 from comera.recipes.dlrm.criteo.parse import INTEGERS, Array, Rows
 
 PARTS = ("train", "validation", "test")
@@ -113,6 +114,10 @@ class RowEncoder:
             if sizes is None:
                 manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
                 hashing, sizes = {HASHED: True, NUMBERED: False}[manifest["ids"]], manifest["table_sizes"]
+                kinds = () if hashing else (VALUES, TABLE)
+                read = [MANIFEST, *(f"{name}.{kind}" for name in FEATURES for kind in kinds)]
+                if (folder / SUMS).exists() and (found := damage(folder, read)):  # earlier versions wrote no sums
+                    raise ValueError(found)
             self.table_sizes = tuple(sizes)
             self._lookups = [
                 Lookup(folder, name, size, hashing) for name, size in zip(FEATURES, self.table_sizes, strict=True)

@@ -86,6 +86,8 @@ def read_blocks(files: Sequence[Path], place: Place = START) -> Iterator[Block]:
 
 
 def _check(file: Path) -> None:
+    if file.exists() and not file.is_file():
+        raise DataError(f"{file}: expected a file, got a folder, pipe or device: check data.path")
     try:
         with open(file, "rb") as raw:
             start = raw.read(len(GZIP))
