@@ -117,7 +117,7 @@ def kernels_in_use(device: torch.device) -> str:
     """
     if device.type == "cpu":
         names = [name for name in CPP if asked(name) is not False and unavailable_reason() is None]
-        version = Path(build.compiled()).stem if names else ""
+        version = build.version() if names else ""
     else:
         names = [name for name in TRITON if triton_enabled(name, device)]
         version = f"triton {metadata.version('triton')}, comera {__version__}" if names else ""

@@ -40,10 +40,16 @@ def load() -> ctypes.CDLL | str:
         return _load()
 
 
+def version() -> str:
+    """What stands for the source, compiler and processor of the loaded library; "" where there is none."""
+    library = load()
+    return "" if isinstance(library, str) else Path(library._name).stem
+
+
 def cached(folder: Path, compiler: str) -> Path:
     """The library in the cache folder, compiled if there is none that can be trusted; one process compiles, the others
     wait. Raises OSError if the folder cannot be used, CalledProcessError if the compiler fails."""
-    path = folder / f"native-{_digest(compiler)}.so"
+    path = folder / _name(compiler)
     if folder.exists():
         _check_owner(folder)
         if _whole(path):
@@ -87,7 +93,7 @@ def _load() -> ctypes.CDLL | str:
                 _line(str(error)),
             )
         with tempfile.TemporaryDirectory(prefix="comera-") as folder:
-            path = Path(folder) / "native.so"
+            path = Path(folder) / _name(compiler)
             _compile(compiler, path)
             try:
                 return ctypes.CDLL(str(path))
@@ -162,11 +168,11 @@ def _search_path() -> str:
     return os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
 
 
-def _digest(compiler: str) -> str:
-    """Of everything that the library depends on, the processor included: -march=native."""
+def _name(compiler: str) -> str:
+    """With a digest of everything that the library depends on, the processor included: -march=native."""
     parts = [compiler, _run([compiler, "--version"]), torch.__version__, *FLAGS, platform.machine(), _processor()]
     parts += [source.read_text("utf-8") for source in sorted(SOURCES.glob("*.[ch]*"))]
-    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return f"native-{hashlib.sha256(chr(0).join(parts).encode('utf-8', 'surrogateescape')).hexdigest()[:16]}.so"
 
 
 def _processor() -> str:
