@@ -1,7 +1,7 @@
 """Child processes that are stopped in the middle of what they write, and campaigns that count what became of it.
 
-Two ways to stop: before the n-th call of a function that opens, writes, renames or removes files, and at the n-th byte of
-any file, also one that is written by other languages (the kernel's limit on the size of files).
+Two ways to stop: before the n-th call of a function that opens, writes, renames or removes files, and at the n-th byte
+of any file, also one that is written by other languages (the kernel's limit on the size of files).
 """
 
 from __future__ import annotations
@@ -24,7 +24,19 @@ How: TypeAlias = Literal["kill", "disk full"]
 _FUNCTIONS: list[tuple[Any, str]] = [(builtins, "open"), (io, "open")]
 _FUNCTIONS += [
     (os, name)
-    for name in ("open", "write", "fsync", "truncate", "replace", "rename", "unlink", "remove", "rmdir", "mkdir", "chmod")
+    for name in (
+        "open",
+        "write",
+        "fsync",
+        "truncate",
+        "replace",
+        "rename",
+        "unlink",
+        "remove",
+        "rmdir",
+        "mkdir",
+        "chmod",
+    )
 ]
 _NEED_ROOM = {"open", "write", "fsync", "mkdir", "rename", "replace"}  # what a full disk refuses
 REFUSED, OTHER_ERROR = 3, 4  # exit status: one of our errors or the system's; another one

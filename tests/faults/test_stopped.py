@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from comera.convert import TT, TensorizeConfig, tensorize_
+from comera.errors import ComeraError
 from comera.export.write import export_compressed, export_dense, export_program
 from comera.files import replace_file
 from comera.optim.param_groups import param_groups
@@ -31,8 +32,7 @@ INPUTS = torch.ones(3, 32)
 
 @dataclass(frozen=True)
 class Scenario:
-    """before: makes the old state in a folder. work: replaces it. state: what is there now, "old" or "new" included.
-    left: names that no refused work may leave behind."""
+    """before: makes the old state in a folder. work: replaces it. state: what is there now, "old", "new" or else."""
 
     before: Callable[[Path], object]
     work: Callable[[Path], object]
@@ -65,8 +65,11 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, RankController
 
 
 def save_step(run: Path, step: int, seed: int) -> None:
-    progress = Progress(step=step)
-    save_checkpoint(run, *trained(seed), progress, identity={}, rng=[rng_state()])
+    try:
+        save_checkpoint(run, *trained(seed), Progress(step=step), identity={}, rng=[rng_state()])
+    except (OSError, ComeraError):
+        clean(run)  # as `fit` does
+        raise
 
 
 def checkpoint_state(run: Path) -> str:
@@ -116,9 +119,7 @@ def export(kind: Callable[..., object], seed: int, build: Any, folder: Path) -> 
 
 
 SCENARIOS = {
-    "save_checkpoint": Scenario(
-        lambda run: save_step(run, 1, 1), lambda run: save_step(run, 2, 2), checkpoint_state
-    ),
+    "save_checkpoint": Scenario(lambda run: save_step(run, 1, 1), lambda run: save_step(run, 2, 2), checkpoint_state),
     "save_checkpoint, the same step": Scenario(
         lambda run: save_step(run, 1, 1), lambda run: save_step(run, 1, 2), checkpoint_state
     ),
@@ -127,9 +128,7 @@ SCENARIOS = {
         lambda folder: save_pretrained(model(2), folder),
         pretrained_state,
     ),
-    "open_or_make": Scenario(
-        lambda cache: None, lambda cache: prepare(cache / "data", "new"), prepared_state
-    ),
+    "open_or_make": Scenario(lambda cache: None, lambda cache: prepare(cache / "data", "new"), prepared_state),
     "open_or_make, damaged data": Scenario(damaged, lambda cache: prepare(cache / "data", "new"), prepared_state),
     "export_compressed": Scenario(
         lambda place: export(export_compressed, 1, lambda _: dense(), place),
@@ -212,4 +211,6 @@ def test_the_old_state_or_the_new_one(
 
 
 def files(place: Path) -> set[str]:
-    return {str(path.relative_to(place)) for path in place.rglob("*") if not path.name.endswith(".lock")}
+    """What is there but for what a state consists of."""
+    found = (path.relative_to(place) for path in place.rglob("*") if not path.name.endswith(".lock"))
+    return {str(path) for path in found if "partial" in str(path) or any(part.startswith(".") for part in path.parts)}

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 import torch
