@@ -9,10 +9,12 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 
 import xxhash
 
+NO_ROOM = (ENOSPC, EDQUOT, EFBIG)  # errors of a disk that is full, or of what a user may put on it
 SUMS = "XXH128SUMS"  # in the format of the program xxh128sum, as SHA256SUMS is in that of sha256sum
 _SUM = re.compile(r"([0-9a-f]{32})  ([^/\n]+)")
 

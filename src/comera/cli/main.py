@@ -6,10 +6,12 @@ A command imports torch and the rooms only once its arguments are parsed, so hel
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -17,9 +19,11 @@ from types import FrameType
 from comera._version import __version__
 from comera.cli.options import first_line, parse, saved_config
 from comera.errors import ComeraError, ConfigError, TrainingError
+from comera.recipes.paths import typed_path
 from comera.recipes.registry import RECIPES
 
 _INTERRUPTED = 130  # a shell's exit code for SIGINT
+_PIPE = "COMERA_COMPARISON_PIPE"  # for the run that a comparison has started: the file that it watches
 _ARGUMENTS = "arguments.json"  # in the folder of a comparison: its own options
 
 
@@ -31,12 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
         commands.add_parser(name, help=first_line(command), add_help=False)
-    command = _COMMANDS[parser.parse_args(arguments[:1]).command]
+    name = parser.parse_args(arguments[:1]).command
     try:
-        return command(arguments[1:])
+        if name != "train" and (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise ConfigError(f"expected one process for `comera {name}`, got {processes}: only train uses several")
+        return _COMMANDS[name](arguments[1:])
     except ComeraError as error:
         print(f"comera: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingError) else 2
+    except OSError as error:  # a place that cannot be read or written
+        where = f"{error.filename!r}: " if error.filename is not None else ""
+        print(f"comera: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("comera: interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -44,24 +54,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(argv: list[str]) -> int:
     """Train a recipe and write metrics, checkpoints and a report."""
+    _end_with_comparison()
     name, rest = _split_recipe("train", argv)
     recipe, config, resume = parse("train", name, rest)
     summary = recipe.run(config, resume=resume)
 
-    from accelerate import PartialState
+    from comera.trainer.processes import open_accelerator
 
-    if PartialState().is_main_process:
+    accelerator = open_accelerator(config.train.device)
+    if accelerator.is_main_process:
         from comera import report
 
-        runs = {name: folder for name, folder in recipe.runs(config).items() if folder.exists()}
+        if not summary.finished:
+            resume_with = shlex.join(["comera", "train", name, "--out", str(config.folder), "--resume"])
+            print(f"interrupted after step {summary.steps:,}; resume with: {resume_with}", file=sys.stderr)
+        runs = {name: folder for name, folder in recipe.runs(config).items() if (folder / "metrics.jsonl").exists()}
         for folder in runs.values():
             print(f"report: {report.render(folder)}", file=sys.stderr)
         if len(runs) > 1 and summary.finished:
             print(report.compare(runs, config.folder))
             print(f"comparison: {config.folder / 'compare.html'}", file=sys.stderr)
-        if not summary.finished:
-            resume_with = shlex.join(["comera", "train", name, "--out", str(config.folder), "--resume"])
-            print(f"interrupted after step {summary.steps:,}; resume with: {resume_with}", file=sys.stderr)
+    accelerator.end_training()
     return 0 if summary.finished else _INTERRUPTED
 
 
@@ -69,7 +82,7 @@ def _compare(argv: list[str]) -> int:
     """Train a recipe with several methods, each in its own process, and compare the runs."""
     name, rest = _split_recipe("compare", argv)
     options, shared = _parse_comparison(name, rest)
-    out = Path(options.out).expanduser()
+    out = typed_path(options.out, "--out")
     commands: dict[str, list[str]] = {}
     runs: dict[str, Path] = {}
     for method in options.methods.split(","):
@@ -129,7 +142,7 @@ def _parse_comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, l
     options, shared = parser.parse_known_args(argv)
     if not options.resume:
         return options, shared
-    file = Path(options.out).expanduser() / _ARGUMENTS
+    file = typed_path(options.out, "--out") / _ARGUMENTS
     try:
         started_with = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -149,7 +162,9 @@ def _run(command: list[str]) -> tuple[int, bool]:
     """Run a command; returns its exit code, and whether a signal asked it to stop.
 
     The command shuts down by itself. The terminal sends SIGINT to it as well, so SIGTERM is all it needs from here.
+    Where this process is killed, the command sees its end of a pipe close, and stops as well.
     """
+    watched, kept = os.pipe()
     signaled = False
     child: subprocess.Popen[bytes] | None = None
 
@@ -161,13 +176,27 @@ def _run(command: list[str]) -> tuple[int, bool]:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        child = subprocess.Popen(command)
+        child = subprocess.Popen(command, env={**os.environ, _PIPE: str(watched)}, pass_fds=[watched])
         if signaled:  # before the child existed
             child.terminate()
         return child.wait(), signaled
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(watched)
+        os.close(kept)
+
+
+def _end_with_comparison() -> None:
+    """Stop this run, as SIGTERM does, when the comparison that started it has ended, even if that was killed."""
+    pipe = os.environ.pop(_PIPE, None)
+
+    def watch(pipe: int) -> None:
+        os.read(pipe, 1)  # nobody writes: it returns when the other end is closed
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if pipe is not None:
+        threading.Thread(target=watch, args=[int(pipe)], daemon=True).start()
 
 
 def _inspect(argv: list[str]) -> int:
@@ -178,7 +207,7 @@ def _inspect(argv: list[str]) -> int:
 
     from comera import report
 
-    print(report.inspect(Path(path)))
+    print(report.inspect(typed_path(path, "RUN")))
     return 0
 
 
@@ -225,8 +254,12 @@ def _export(argv: list[str]) -> int:
     from comera.export.runs import export_run
     from comera.recipes.trained import open_trained
 
-    out = Path(options.out).expanduser()
-    print(export_run(open_trained(Path(options.path), saved_config), options.to, out, overwrite=options.overwrite))
+    out = typed_path(options.out, "--out")
+    print(
+        export_run(
+            open_trained(typed_path(options.path, "RUN"), saved_config), options.to, out, overwrite=options.overwrite
+        )
+    )
     return 0
 
 
@@ -246,8 +279,8 @@ def _score(argv: list[str]) -> int:
     from comera.recipes.dlrm.score import score as score_file
     from comera.recipes.trained import open_trained
 
-    trained = open_trained(Path(options.path), saved_config)
-    file, out = Path(options.file).expanduser(), Path(options.out).expanduser()
+    trained = open_trained(typed_path(options.path, "RUN"), saved_config)
+    file, out = typed_path(options.file, "FILE"), typed_path(options.out, "--out")
     limits = {"batch_size": options.batch_size, "max_bad_rows": options.max_bad_rows}
     print(score_file(trained, file, out, **limits, overwrite=options.overwrite))
     return 0

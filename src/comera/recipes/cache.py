@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from comera.errors import ConfigError
 from comera.files import SUMS, damage, write_sums
+from comera.recipes.paths import typed_path
 
 VERIFIED_BYTES = 64 * 2**30  # a minute from a fast disk
 SMALL_BYTES = 64 * 2**20
@@ -28,8 +29,8 @@ T = TypeVar("T")
 
 def cache_folder(cache: str | None) -> Path:
     """The folder for prepared data: `cache`, by default $XDG_CACHE_HOME/comera or ~/.cache/comera."""
-    if cache:
-        return Path(cache).expanduser()
+    if cache is not None:
+        return typed_path(cache, "data.cache")
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "comera"
 
@@ -65,6 +66,14 @@ def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path]
                 with open(path, "r+b") as file:
                     os.fsync(file.fileno())
             partial.rename(folder)
+        except OSError as error:
+            # An error without a name is of an open file, one with it may be of what is read.
+            if error.filename is not None and folder.parent not in Path(os.fsdecode(error.filename)).parents:
+                raise
+            raise ConfigError(
+                f"data.cache: expected room for the prepared data, got {folder.parent} ({error.strerror or error}): "
+                "make room there, or give another folder"
+            ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return load(folder)

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import yaml
-from accelerate import PartialState
 
 from comera.baselines import Method
 from comera.errors import ConfigError, check_fields
 from comera.files import replace_file
 from comera.trainer.config import TrainConfig
+from comera.trainer.lock import hold
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
+from comera.trainer.processes import open_accelerator
 from comera.trainer.task import Task
 
 
@@ -82,7 +83,7 @@ def refuse_existing(config: StagedConfig) -> None:
 
 def is_main(train: TrainConfig) -> bool:
     """Whether this process is the one that writes and logs."""
-    return bool(PartialState(cpu=train.device == "cpu").is_main_process)
+    return bool(open_accelerator(train.device).is_main_process)
 
 
 def resolved(config: Any) -> dict[str, Any]:
@@ -107,11 +108,25 @@ def fit_stages(
     run, from the number of steps that other runs trained before it. resume: keep finished runs and continue an
     interrupted one. finish: called after each run. An interruption ends the current run and skips the rest. Raises what
     `fit` raises."""
-    folders, main, settings = runs(config), is_main(config.train), resolved(config)
+    settings = resolved(config)
     task = make_task(0)  # before anything is written: it may fail
     if config.method != "comera":
         train = _dense(config, task.steps_per_epoch)
         return finish(fit(task, train, config.folder, resume=resume, resolved=settings), task, config.folder)
+    with hold(config.folder, open_accelerator(config.train.device)):
+        return _fit_stages(config, make_task, task, resume=resume, finish=finish)
+
+
+def _fit_stages(
+    config: StagedConfig,
+    make_task: Callable[[int], T],
+    task: T,
+    *,
+    resume: bool,
+    finish: Callable[[Summary, T, Path], Summary],
+) -> Summary:
+    """The early stage and the late ones, in a folder that no other process writes to."""
+    folders, main, settings = runs(config), is_main(config.train), resolved(config)
     if main:  # each run has this file too; `--resume` reads the one of the whole
         config.folder.mkdir(parents=True, exist_ok=True)
         replace_file(config.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))

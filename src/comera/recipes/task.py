@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from comera.baselines import METHODS, Applied, Conversion, Method, installed
+from comera.recipes.paths import typed_path
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.processes import open_accelerator
 from comera.trainer.task import Batch, Task
 
 
@@ -40,7 +41,7 @@ class RecipeTask(Task):
     def epoch_length(self) -> int:
         """Steps per epoch over all processes."""
         train = self.config.train
-        batches = train.accumulation * PartialState(cpu=train.device == "cpu").num_processes
+        batches = train.accumulation * open_accelerator(train.device).num_processes
         return int(self.data.steps_per_epoch(train.batch_size, batches))
 
 
@@ -55,7 +56,7 @@ def follow(task: Any, report: Conversion) -> None:
 
 def runs_folder(out: str | None, recipe: str, method: str) -> Path:
     """The folder of a recipe's runs: `out`, by default runs/RECIPE-METHOD."""
-    return Path(out or f"runs/{recipe}-{method}").expanduser()
+    return typed_path(f"runs/{recipe}-{method}" if out is None else out, "out")
 
 
 def estimates_by_method(

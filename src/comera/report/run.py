@@ -86,6 +86,10 @@ class RoundPoint(Point):
     error: float
 
 
+# What a run can log: losses fit into float32, and nobody counts further. Figures of more do not draw.
+_LARGEST_NUMBER, _LARGEST_COUNT = 1e39, 10**15
+
+T = TypeVar("T")
 P = TypeVar("P", bound=Point)
 _KINDS = {kind.__name__.removesuffix("Point").lower(): kind for kind in Point.__subclasses__()}
 
@@ -170,20 +174,23 @@ def read_run(folder: Path) -> RunData:
         raise DataError(str(error)) from error
     points = _read_points(metrics) if metrics.is_file() else ()
     layers = _read_layers(folder / "layers.json")
-    memory = {str(method): _floats(parts) for method, parts in _read_mapping(folder / "memory.json").items()}
-    test = _floats(_read_mapping(folder / "test.json"))
+    memory = _read_mapping(folder / "memory.json", _floats)
+    test = _read_mapping(folder / "test.json", _float)
     return RunData(folder, config_text, settings, points, layers, summary, memory, test)
 
 
-def _read_mapping(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty if there is no file."""
+def _read_mapping(path: Path, cast: Callable[[Any], T]) -> dict[str, T]:
+    """A JSON object of such values; empty if there is no file."""
     try:
         values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise DataError(f"{path}: expected an object, got {_shown(values)}")
-    return values
+    try:
+        return {str(name): cast(value) for name, value in values.items()}
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(f"{path}: a value that cannot be: {error}") from error
 
 
 def _floats(values: Any) -> dict[str, float]:
@@ -224,7 +231,7 @@ def _point(row: Any, where: str) -> Point | None:
     if kind is None:
         return None
     casts: dict[str, Callable[[Any], Any]] = {
-        "int": int,
+        "int": _count,
         "float": _float,
         "str": lambda value: str(value or ""),
         "Mapping[str, tuple[int, ...]]": _ranks,
@@ -235,8 +242,8 @@ def _point(row: Any, where: str) -> Point | None:
         return kind(**{f.name: casts[str(f.type)](row[f.name]) for f in known})
     except KeyError as error:
         raise DataError(f"{where}: expected the field {error} in a {row['kind']!r} record, got {sorted(row)}") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{where}: a {row['kind']!r} record has a value of the wrong type: {error}") from error
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(f"{where}: a {row['kind']!r} record has a value that cannot be: {error}") from error
 
 
 def _shown(value: Any) -> str:
@@ -244,8 +251,18 @@ def _shown(value: Any) -> str:
 
 
 def _float(value: Any) -> float:
-    return math.nan if value is None else float(value)
+    number = math.nan if value is None else float(value)
+    if abs(number) > _LARGEST_NUMBER:
+        raise ValueError(f"expected a number up to {_LARGEST_NUMBER:g}, got {number:g}")
+    return number
+
+
+def _count(value: Any) -> int:
+    number = int(value)
+    if not 0 <= number <= _LARGEST_COUNT:
+        raise ValueError(f"expected a count up to {_LARGEST_COUNT:g}, got {str(value)[:40]}")
+    return number
 
 
 def _ranks(value: Any) -> dict[str, tuple[int, ...]]:
-    return {str(name): tuple(int(rank) for rank in ranks) for name, ranks in value.items()}
+    return {str(name): tuple(_count(rank) for rank in ranks) for name, ranks in value.items()}

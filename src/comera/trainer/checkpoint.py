@@ -65,7 +65,7 @@ def find_checkpoint(run: Path, which: Literal["last", "best"] = "last") -> Path:
 def clean(run: Path) -> None:
     """Remove what killed saves left behind; for the process that writes, before it starts."""
     for leftover in (Path(run) / "checkpoints").glob(".step-*"):
-        shutil.rmtree(leftover)
+        _remove(leftover)
 
 
 def save_checkpoint(
@@ -84,12 +84,14 @@ def save_checkpoint(
     """
     final = Path(run) / "checkpoints" / f"step-{progress.step:08d}"
     temporary = final.with_name(f".{final.name}.new")
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    _remove(temporary)
     temporary.mkdir(parents=True)
     save_pretrained(model, temporary)
     tensors, scalars = _optimizer_state(model, optimizer)
-    replace_file(temporary / _STATE_FILE, lambda beside: save_file(tensors, beside))
+    try:
+        replace_file(temporary / _STATE_FILE, lambda beside: save_file(tensors, beside))
+    except SafetensorError as error:
+        raise CheckpointError(f"{temporary / _STATE_FILE} could not be written: {error}") from error
     trainer = {
         **FORMAT,
         "progress": asdict(progress),
@@ -282,10 +284,17 @@ def _best(known: Mapping[Path, Progress]) -> Path | None:
 def _drop(folder: Path) -> None:
     """Delete a checkpoint; at no moment does a part of it look like a complete one."""
     doomed = folder.with_name(f".{folder.name}.old")
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    _remove(doomed)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or a file that somebody has put in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _kernels(model: nn.Module) -> str:

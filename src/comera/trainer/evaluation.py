@@ -25,7 +25,7 @@ def evaluate(
     device = accelerator.device
     sums: dict[str, Tensor] = {}
     kept: list[Tensor] = []
-    weight = 0
+    weight = 0.0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model.eval()
         share = islice(task.eval_batches(), accelerator.process_index, batches or None, accelerator.num_processes)

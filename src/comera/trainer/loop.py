@@ -8,7 +8,7 @@ A run's clock counts training: batches, steps and logging, but not evaluation, p
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
@@ -17,18 +17,22 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from torch import Tensor
 
-from comera.errors import ConfigError, TrainingError
-from comera.trainer.checkpoint import checkpoints, save_checkpoint
+from comera.errors import CheckpointError, ConfigError, DataError, TrainingError
+from comera.files import NO_ROOM
+from comera.trainer.checkpoint import checkpoints, clean, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
+from comera.trainer.lock import hold
 from comera.trainer.metrics import Display, Summary
 from comera.trainer.optimizer import lr_multiplier
+from comera.trainer.processes import open_accelerator
 from comera.trainer.random_state import rng_state
 from comera.trainer.run_log import RunLogger
 from comera.trainer.state import TrainState, build_state
-from comera.trainer.task import Task
+from comera.trainer.task import Batch, Task
 
 # The first steps after a start are slower (memory pools, threads, plans), so no step time counts them.
 _WARM_UP_STEPS = 3
@@ -62,16 +66,36 @@ def fit(
             without a start of its own then begins at once. Resuming does not need this folder again.
 
     Raises:
-        ConfigError: `out` holds a run and `resume` is not set, or a run with another configuration; a late stage that
-            nothing starts.
+        ConfigError: `out` holds a run and `resume` is not set, or a run with another configuration; another process
+            trains in `out`, or it cannot be a folder; a late stage that nothing starts;
+            processes that were started together but are not connected.
+        DataError: a batch without weight.
         CheckpointError: a run that cannot be read or taken over.
         RankError: an impossible target size.
-        TrainingError: a loss or gradient that is not finite; the last good checkpoint stays.
+        TrainingError: a loss or gradient that is not finite, or a full disk; the last good checkpoint stays.
     """
     out = Path(out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"expected a folder for the run, got the file {out}: give another place")
-    accelerator = Accelerator(cpu=config.device == "cpu")
+    accelerator = open_accelerator(config.device)
+    with hold(out, accelerator):
+        try:
+            return _fit(task, config, out, accelerator, resume=resume, resolved=resolved, start_from=start_from)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise _not_written("the records of the run", out, error) from error
+
+
+def _fit(
+    task: Task,
+    config: TrainConfig,
+    out: Path,
+    accelerator: Accelerator,
+    *,
+    resume: bool,
+    resolved: Mapping[str, Any] | None,
+    start_from: Path | str | None,
+) -> Summary:
+    """`fit` in a folder that no other run writes to."""
     present = [name for name in _RUN_FILES if (out / name).exists()]
     if present and not resume:
         raise ConfigError(
@@ -113,7 +137,8 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
         batches = [task.train_batch(progress.step, micro, rank, world) for micro in range(config.accumulation)]
         tokens, counts = sum(map(task.tokens, batches)), map(task.examples, batches)
         examples = sum(config.batch_size if count is None else count for count in counts)
-        result = state.train_step([send_to_device(batch, device, non_blocking=True) for batch in batches])
+        inputs = [send_to_device(batch, device, non_blocking=True) for batch in batches]
+        result = state.train_step(inputs, _weights(state, batches))
         progress.step += 1
         logger.log_mode(state.train_step.mode, state.train_step.built)
         task.after_step(progress.step)
@@ -161,6 +186,19 @@ def _set_learning_rates(state: TrainState) -> None:
         state.fraction_done(ahead=0.5), warmup=config.warmup, schedule=config.schedule, final=config.final_lr
     )
     state.train_step.set_rates([peak * multiplier for peak in state.peak_lrs])
+
+
+def _weights(state: TrainState, batches: Sequence[Batch]) -> Tensor | None:
+    """Weights of a step's batches on the device; None if no other batch shares this step."""
+    weights = [state.task.weight(batch) for batch in batches]
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise DataError(
+            f"expected training batches of a weight above 0 from {state.task.name}, got "
+            f"{', '.join(map(str, weights))} at step {state.progress.step + 1:,}: leave out batches without tokens"
+        )
+    if len(batches) == state.accelerator.num_processes == 1:
+        return None
+    return torch.tensor(weights, dtype=torch.float64).to(state.accelerator.device, non_blocking=True)
 
 
 def _count(state: TrainState, tokens: int, examples: int, *, interrupted: bool) -> None:
@@ -254,14 +292,28 @@ def _save(state: TrainState, logger: RunLogger) -> None:
     if state.accelerator.is_main_process:
         logger.sync()
         saved = (state.model, state.optimizer, state.controller, progress)
-        save_checkpoint(state.out, *saved, identity=state.identity, rng=rng)
+        try:
+            save_checkpoint(state.out, *saved, identity=state.identity, rng=rng)
+        except (OSError, CheckpointError) as error:
+            clean(state.out)
+            raise _not_written(f"the checkpoint of step {progress.step:,}", state.out, error) from error
     state.accelerator.wait_for_everyone()
 
 
 def _failure(state: TrainState, what: str, step: int) -> TrainingError:
-    found = checkpoints(state.out)
-    kept = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
     return TrainingError(
-        f"expected finite values, got {what} at step {step}; {kept}: start a new run with a lower lr, a longer "
-        "warmup or a smaller max_grad_norm, or with precision fp32 if it was bf16"
+        f"expected finite values, got {what} at step {step}; {_last_good(state.out)}: start a new run with a lower lr, "
+        "a longer warmup or a smaller max_grad_norm, or with precision fp32 if it was bf16"
     )
+
+
+def _not_written(what: str, out: Path, error: Exception) -> TrainingError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return TrainingError(
+        f"expected to write {what} in {out}, got: {reason}; {_last_good(out)}: make room for it, then resume the run"
+    )
+
+
+def _last_good(out: Path) -> str:
+    found = checkpoints(out)
+    return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,12 @@ class Summary:
     def read(cls, path: Path) -> Summary | None:
         """The summary in a file, None without the file; raises CheckpointError if it holds something else."""
         try:
-            return cls(**json.loads(path.read_text("utf-8"))) if path.exists() else None
+            if not path.exists():
+                return None
+            summary = cls(**json.loads(path.read_text("utf-8")))
+            for f in fields(cls):
+                _check(f.name, str(f.type), getattr(summary, f.name))
+            return summary
         except (ValueError, TypeError) as error:
             raise CheckpointError(
                 f"expected the summary of a run in {path}, got something else ({error}): move it away to resume the run"
@@ -72,7 +77,7 @@ class MetricsLog:
     """Appends records to `folder`/metrics.jsonl, one JSON object per line, each flushed as it is written.
 
     step: records of later steps, from a run that was killed after its last checkpoint, are removed first; -1 for all.
-    tensorboard: write every value of a record as a scalar too.
+    tensorboard: write every value of a record as a scalar too. Raises CheckpointError for a file of other records.
     """
 
     def __init__(self, folder: Path, *, step: int = -1, tensorboard: bool = False) -> None:
@@ -154,16 +159,32 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(finite, allow_nan=False, indent=indent)
 
 
+def _check(name: str, kind: str, value: Any) -> None:
+    """Raise ValueError for a value that is not of `kind`, an annotation, and for a number beyond any float32."""
+    expected = {"str": str, "int": int, "dict[str, float]": dict}.get(kind, int | float)
+    if not (isinstance(value, expected) or (value is None and kind.endswith("None"))):
+        raise ValueError(f"{name} is {value!r}")
+    for number in value.values() if isinstance(value, dict) else [value]:
+        if isinstance(number, int | float) and not abs(number) < 1e39:
+            raise ValueError(f"{name} is {str(number)[:40]}")
+
+
 def _lines_until(path: Path, step: int) -> Iterator[str]:
     """Lines of complete records up to and including `step`; nothing after the first truncated one."""
-    for line in path.read_text("utf-8", "replace").splitlines(keepends=True):
+    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(keepends=True), 1):
         try:
             record = json.loads(line)
         except ValueError:
             return
         if not line.endswith("\n"):
             return
-        if record["step"] <= step:
+        found = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(found, int):
+            raise CheckpointError(
+                f"{path}, line {number}: expected a record with a step, got {line.strip()[:60]!r}: remove this line to "
+                "resume the run"
+            )
+        if found <= step:
             yield line
 
 

@@ -41,17 +41,22 @@ class RunLogger:
         self._stack = ExitStack()
 
     def __enter__(self) -> RunLogger:
+        with ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def _open(self, stack: ExitStack) -> None:
         if self._is_main:
             out, config = self._state.out, self._state.config
             out.mkdir(parents=True, exist_ok=True)
+            self._metrics = MetricsLog(out, step=self._state.progress.step or -1, tensorboard=config.tensorboard)
+            stack.callback(self._metrics.close)
             settings = {"train": asdict(config)} if self._resolved is None else dict(self._resolved)
             settings = json.loads(json.dumps(settings, default=str))  # YAML takes built-in types only
             replace_file(out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
             replace_file(out / "layers.json", to_json([*self._state.task.report_rows], indent=1) + "\n")
-            self._metrics = MetricsLog(out, step=self._state.progress.step or -1, tensorboard=config.tensorboard)
-            self._stack.callback(self._metrics.close)
-        self._stack.enter_context(self._display)
-        return self
+        stack.enter_context(self._display)
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()

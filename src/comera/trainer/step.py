@@ -62,7 +62,7 @@ class TrainStep:
             captured step is valid while `phase` stays equal.
         max_grad_norm: largest global norm of the task's gradient; 0 turns clipping off.
         precision: "fp32", or "bf16" for autocast in the forward.
-        average: mean of a flat tensor over all processes; None for one process.
+        average: mean of a flat tensor over all processes, which each step calls in all of them; None for one process.
         mode: "eager"; "compile": forward and loss under torch.compile; "graph": the whole step as a CUDA graph, one for
             each shape of the batches, with learning rates in float32 tensors on the device and no gradients left
             behind. A mode that is not possible falls back to eager, and the property `mode` says why.
@@ -90,6 +90,7 @@ class TrainStep:
         self._wanted = mode
         self._refused = ""
         self._graphs: GraphedStep | None = None
+        self._relative: dict[int, Tensor] = {}  # weights of batches, by their count: memory that captured steps read
         if mode == "compile":
             self.loss = CompiledLoss(loss)
         elif mode == "graph":
@@ -127,11 +128,14 @@ class TrainStep:
             else:
                 group["lr"] = rate
 
-    def __call__(self, batches: Sequence[Batch]) -> StepResult:
+    def __call__(self, batches: Sequence[Batch], weights: Tensor | None = None) -> StepResult:
         """Take one step on the mean loss of `batches`, at least one, already on the device.
 
+        weights: how much each batch counts, > 0, float64 (batches,) on the device; of several processes either all pass
+        them or none. None: all count alike.
         Raises DataError in mode "graph" for batches that differ from the first ones in more than sizes.
         """
+        self._weigh(len(batches), weights)
         if self._graphs is None:
             return self._take(batches)
         key = self._graphs.key(batches)
@@ -143,18 +147,32 @@ class TrainStep:
             self.controller.between_steps()
         return result
 
+    def _weigh(self, count: int, weights: Tensor | None) -> None:
+        """Set the weights of the next `count` batches relative to their mean over all processes: 1 where all are equal,
+        exactly. A batch that has the step for itself needs none."""
+        if count == 1 and self.average is None:
+            return
+        if count not in self._relative:
+            self._relative[count] = torch.ones(count, dtype=torch.float64, device=self.device)
+        if weights is None:
+            self._relative[count].fill_(1.0)
+            return
+        mean = weights.mean() if self.average is None else self.average(weights.mean().reshape(1))
+        self._relative[count].copy_(weights / mean)
+
     def _take(self, batches: Sequence[Batch]) -> StepResult:
         # Set to None, so that gradients and activations never share the peak, and pruning may change the shapes.
         self.optimizer.zero_grad(set_to_none=True)
-        share = 1 / len(batches)
+        weights = self._relative.get(len(batches))
+        shares = None if weights is None else (weights / len(batches)).unbind()
         losses = []
         with accumulating(self.model) if len(batches) > 1 else nullcontext():
-            for batch in batches:
+            for k, batch in enumerate(batches):
                 with autocast(self.device, self.precision):
                     loss = self.loss(self.model, batch)
-                (loss * share).backward()
+                (loss * shares[k].to(loss.dtype) if shares else loss).backward()
                 losses.append(loss.detach().float())
-        loss = torch.stack(losses).mean()
+        loss = (torch.stack(losses) * weights.float() if weights is not None else losses[0]).mean()
         if self.average is not None:
             loss = self._average(self.average, loss)
         for p in self.parameters:  # sum duplicate rows of sparse gradients, as norms and optimizers require

@@ -54,19 +54,26 @@ class Task(ABC):
     def tokens(self, batch: Batch) -> int:
         """Tokens in a batch without padding, or whatever unit `counted` names."""
 
+    def weight(self, batch: Batch) -> float:
+        """How many terms `loss` is the mean of, > 0: in a step, and by default on held-out data, batches count by it.
+
+        Default: `tokens`.
+        """
+        return self.tokens(batch)
+
     def examples(self, batch: Batch) -> int | None:
         """Examples in a batch. None: `TrainConfig.batch_size`."""
         return None
 
     def evaluate(
         self, model: nn.Module, batch: Batch
-    ) -> tuple[Mapping[str, Tensor], int] | tuple[Mapping[str, Tensor], int, Tensor]:
+    ) -> tuple[Mapping[str, Tensor], float] | tuple[Mapping[str, Tensor], float, Tensor]:
         """Means over a held-out batch, scalars by name with "loss" among them, and the weight of the batch.
 
         A third value, a tensor (B, ...) with one row per example, is collected for `evaluate_rows`.
-        Default: the loss alone, with equal weights.
+        Default: the loss alone, and `weight`.
         """
-        return {"loss": self.loss(model, batch)}, 1
+        return {"loss": self.loss(model, batch)}, self.weight(batch)
 
     def evaluate_rows(self, rows: Tensor) -> Mapping[str, float]:
         """Metrics that are no means over batches, from the rows of all held-out batches in any order."""

@@ -242,7 +242,7 @@ def test_autocast(layer: CompressedLayer, dtype: torch.dtype, compute: torch.dty
         y.float().sum().backward()
         model = comera.materialize_(nn.Sequential(copy.deepcopy(layer)))
     torch.testing.assert_close(model[0].weight.detach(), exact, rtol=0, atol=0, check_stride=False)
-    assert all(p.grad is not None and p.grad.dtype == dtype for p in layer.tt.parameters())
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in layer.tt.parameters())
 
 
 def test_torch_compile_reads_it(layer: CompressedLayer, materialized: list[TensorTrain]) -> None:

@@ -152,7 +152,7 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
         (_append("garbage\n{}\n"), "line 69 is not JSON"),
         (_append('{"step": 1}\n'), "line 69: expected a record with a 'kind', got dict"),
         (_append('{"kind": "eval", "step": 1}\n'), "expected the field 'time' in a 'eval' record"),
-        (_append('{"kind": "prune", "step": "x", "time": 1, "before": 1, "after": 1}\n'), "value of the wrong type"),
+        (_append('{"kind": "prune", "step": "x", "time": 1, "before": 1, "after": 1}\n'), "value that cannot be"),
         (_write("config.yaml", "a: [1"), "is not valid YAML"),
         (_write("config.yaml", "- 1"), "expected a mapping of settings, got list"),
         (

@@ -57,10 +57,8 @@ def test_batches_count_by_their_weight() -> None:
     assert means["positive"] == pytest.approx((rows() > 0).float().mean().item(), rel=1e-6)
 
 
-def test_without_weights_every_batch_counts_alike() -> None:
-    means = measure(Counting())
-    expected = sum(batch.square().mean().item() for batch in Counting().eval_batches()) / len(SIZES)
-    assert means == {"loss": pytest.approx(expected, rel=1e-6)}
+def test_by_default_batches_count_by_their_tokens() -> None:
+    assert measure(Counting()) == {"loss": pytest.approx(rows().square().mean().item(), rel=1e-6)}
 
 
 def test_the_first_batches_alone() -> None:

@@ -225,7 +225,7 @@ def test_threads_hold_for_the_run_only(tmp_path: Path) -> None:
 
     before = torch.get_num_threads()
     fit(Watching(), replace(CONFIG, steps=1, threads=before + 1), tmp_path)
-    assert (seen, torch.get_num_threads()) == ([before + 1], before)
+    assert (set(seen), torch.get_num_threads()) == ({before + 1}, before)
 
 
 def test_a_folder_with_a_run_is_left_alone_unless_resumed(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_folder_with_a_run_is_left_alone_unless_resumed(tmp_path: Path) -> Non
 
 def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(ConfigError, match="expected a folder for the run, got the file"):
+    with pytest.raises(ConfigError, match=r"expected a folder for the run that .*/run' \(File exists\)"):
         fit(Tiny(), CONFIG, tmp_path / "run", resume=True)
     assert (tmp_path / "run").read_text() == "mine"
 

@@ -76,7 +76,8 @@ class Run:
             multiplier = lr_multiplier((k + 0.5) / STEPS, warmup=0.2, schedule="cosine", final=0.1)
             rates = [RATES[group["name"]] * multiplier for group in self.step.optimizer.param_groups]
             self.step.set_rates(torch.tensor(rates).tolist())  # what float32 holds, as in tensors on the device
-            self.results.append(self.step(batches_of(k)))
+            weights = torch.tensor([1.0 + k % 4, 2.0], dtype=torch.float64)
+            self.results.append(self.step(batches_of(k), weights))
             if every and then and (k + 1) % every == 0:
                 then(self)
         return self
@@ -106,7 +107,7 @@ STAGES = {
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_graphed_steps_are_eager_steps(stages: str) -> None:
-    """Through schedule, accumulation, clipping, dropout, three lengths, both stages and cuts."""
+    """Through schedule, accumulation, weights, clipping, dropout, three lengths, both stages and cuts."""
     recorder = TapeRecorder()
     eager = Run.make("eager", late=STAGES[stages]).take(STEPS, every=15, then=prune)
     graph = Run.make("graph", recorder, late=STAGES[stages]).take(STEPS, every=15, then=prune)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from comera.errors import DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
+from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -181,7 +182,7 @@ def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
     """Read, tokenize and cache the source code that `config` names; a second call with the same files opens the cache.
     One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for a
     missing folder, or one without enough code."""
-    root = Path(config.path or sysconfig.get_paths()["stdlib"]).expanduser()
+    root = typed_path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path, "data.path")
     sources, skipped = find_sources(root, config)
     train, held_out = split_sources(sources, config.held_out)
     digest = settings_digest([FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out, sources])
@@ -306,7 +307,7 @@ def _write(
         left_out: list[Source] = []
         sample = _sample(root, parts["train"], config.tokenizer_bytes, left_out)
         tokenizer = train_tokenizer(sample, config.vocab_size)
-        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
         dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
         manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": tokenizer.get_vocab_size(), "dtype": dtype.name}

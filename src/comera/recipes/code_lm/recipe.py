@@ -148,6 +148,9 @@ class CodeLMTask(RecipeTask):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return masked_loss(model, batch)
 
+    def weight(self, batch: Batch) -> int:
+        return len(batch.labels)
+
     def tokens(self, batch: Batch) -> int:
         return batch.input_ids.numel()
 

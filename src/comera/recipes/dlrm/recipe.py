@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,6 +35,7 @@ from comera.trainer.memory import MemoryEstimate, check_memory
 from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary, to_json
 from comera.trainer.optimizer import OPTIMIZERS, OptimizerName, named_optimizer
+from comera.trainer.processes import open_accelerator
 
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
@@ -254,7 +254,7 @@ def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
     """Write test.json for a finished run, unless it exists; returns the summary."""
     path, train = folder / "test.json", task.config.train
     if summary.finished and not path.exists():
-        accelerator = Accelerator(cpu=train.device == "cpu")
+        accelerator = open_accelerator(train.device)
         model = task.model.to(accelerator.device)
         load_pretrained(model, find_checkpoint(folder))  # if an earlier call finished the run, `task` is untrained
         task.part = "test"

@@ -21,6 +21,7 @@ from comera.errors import DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.mnli.files import LABELS, PARTS, SKIPS, Part, Source, find_source, read_pairs
 from comera.recipes.mnli.pairs import PairBatch, Pairs, PairWriter
+from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
@@ -122,9 +123,9 @@ def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
 
 def find_vocabulary(config: MNLIDataConfig) -> Path:
     """The vocabulary's file; raises DataError if there is none."""
-    data = Path(config.path).expanduser().resolve()
+    data = typed_path(config.path, "data.path").resolve()
     if config.vocab:
-        given = Path(config.vocab).expanduser()
+        given = typed_path(config.vocab, "data.vocab")
         candidates = [given / VOCABULARY if given.is_dir() else given]
     else:
         candidates = [data / VOCABULARY, data.parent / USUAL_VOCABULARY] if data.is_dir() else []

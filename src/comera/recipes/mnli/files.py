@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from comera.errors import DataError
+from comera.recipes.paths import typed_path
 
 LABELS = ("entailment", "neutral", "contradiction")  # 0, 1, 2
 PARTS = ("train", "dev")
@@ -57,7 +58,7 @@ class Source(NamedTuple):
 def find_source(path: str) -> Source:
     """The pairs in the folder `path`, or in the data set of this name on the hub; nothing is parsed yet. Raises
     DataError for a file, a folder without MNLI, and a path that cannot name a data set."""
-    folder = Path(path).expanduser()
+    folder = typed_path(path, "data.path")
     if folder.is_dir():
         return _saved(folder) if (folder / DATASETS_MARK).is_file() else _published(folder)
     if folder.exists() or not HUB_NAME.fullmatch(path):

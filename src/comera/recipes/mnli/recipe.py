@@ -23,6 +23,7 @@ from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, che
 from comera.recipes.interface import Architecture
 from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare
 from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.paths import typed_path
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
 from comera.recipes.stages import runs as runs
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
@@ -189,6 +190,9 @@ class MNLITask(RecipeTask):
         correct = (logits.argmax(-1) == batch.labels).float()
         return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": correct.mean()}, len(batch.labels)
 
+    def weight(self, batch: PairBatch) -> int:
+        return len(batch.labels)
+
     def examples(self, batch: PairBatch) -> int:
         return len(batch.labels)
 
@@ -257,7 +261,7 @@ def architecture(config: MNLIConfig, identity: Mapping[str, Any], checkpoint: Pa
 
 def _vocab_size(config: MNLIDataConfig) -> int:
     """Size of the vocabulary; BERT's if the data is yet to be downloaded and no vocabulary is named."""
-    if config.vocab is None and not Path(config.path).expanduser().is_dir():
+    if config.vocab is None and not typed_path(config.path, "data.path").is_dir():
         return _TABLE[0]
     file = find_vocabulary(config)
     return max(parse_vocabulary(file.read_bytes(), file).values()) + 1

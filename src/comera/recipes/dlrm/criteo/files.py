@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from comera.errors import DataError
+from comera.recipes.paths import typed_path
 
 TRAIN = ("train.txt", "train.txt.gz")  # as published, in a folder with a test file that has no labels
 DAY = re.compile(r"day_?(\d+)(\.txt|\.tsv)?(\.gz)?")
@@ -45,7 +46,7 @@ class Block(NamedTuple):
 def find_files(path: str) -> list[Path]:
     """The file `path`; for a folder, its train.txt, or else its files day_0, day_1, … in that order. Files may be
     gzipped. Raises DataError if there are none, or one is empty, an archive, or named .gz but not gzip."""
-    root = Path(path).expanduser()
+    root = typed_path(path, "data.path")
     if root.is_dir():
         present = sorted(root.iterdir(), reverse=True)  # if a day is both plain and compressed, the plain file counts
         days = {int(match[1]): file for file in present if (match := DAY.fullmatch(file.name))}
