@@ -28,6 +28,7 @@ from comera.trainer.trainer_json import Progress
 from .children import OTHER_ERROR, REFUSED, How, operations, settle, stopped_at_byte, stopped_at_call
 
 INPUTS = torch.ones(3, 32)
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 
 
 @dataclass(frozen=True)
@@ -214,3 +215,11 @@ def files(place: Path) -> set[str]:
     """What is there but for what a state consists of."""
     found = (path.relative_to(place) for path in place.rglob("*") if not path.name.endswith(".lock"))
     return {str(path) for path in found if "partial" in str(path) or any(part.startswith(".") for part in path.parts)}
+
+
+def test_the_page_has_a_row_for_every_scenario() -> None:
+    page = PAGE.read_text("utf-8")
+    missing = [
+        f"{how}: {name}" for name in SCENARIOS for how in ("kill", "disk full") if f"| {how}: {name} |" not in page
+    ]
+    assert not missing, "make faults"
