@@ -9,12 +9,13 @@ DEMO_OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 # Criteo's train.txt, plain or .gz, for bench-dlrm (default: synthetic clicks, whose quality figures mean nothing)
 CRITEO ?=
 
-.PHONY: help install demo test zoo check bench bench-dlrm gpu format clean
+.PHONY: help install demo test zoo faults check bench bench-dlrm gpu format clean
 
 help:
 	@echo "make demo    train the code model dense and compressed for the same time and compare them (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make zoo     check every family of models, write docs/zoo.md (30 minutes)"
+	@echo "make faults  kill, damage, interrupt and starve everything, write docs/faults.md (20 minutes)"
 	@echo "make check   check lint, format and types"
 	@echo "make bench   measure steps, memory and lookups on this CPU, write docs/benchmarks.md (15 minutes)"
 	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
@@ -44,6 +45,9 @@ test: install
 
 zoo: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "zoo or not zoo" tests/zoo --zoo-page docs/zoo.md
+
+faults: install
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "faults or not faults" tests/faults --faults-page docs/faults.md
 
 check: install
 	@$(BIN)/ruff check src tests benchmarks examples

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Collection
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
@@ -38,6 +41,32 @@ def replace_file(path: Path, content: str | bytes | Callable[[Path], object]) ->
     finally:
         beside.unlink(missing_ok=True)
     return path
+
+
+def replace_folder(beside: Path, path: Path) -> None:
+    """Put the folder `beside` in the place of the folder `path`, if there is one, and delete that.
+
+    Where the system can exchange both names at once, `path` is a whole folder at every moment, the old one or the new
+    one; elsewhere (not Linux, some network file systems) it is missing between two renames. A process that is killed
+    leaves the old one under the name of `beside` or, after two renames, under that name with ".old".
+    """
+    old = beside
+    if not path.exists():
+        beside.rename(path)
+    elif not _exchange(beside, path):
+        old = path.rename(beside.with_name(f"{beside.name}.old"))
+        beside.rename(path)
+    flush(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Give each of two folders the name of the other at once; False if the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    names = (os.fsencode(path.absolute()) for path in (one, other))
+    return rename is not None and not rename(here, next(names), here, next(names), exchange)
 
 
 def flush(path: Path) -> None:

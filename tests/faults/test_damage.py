@@ -31,9 +31,12 @@ from comera.trainer.random_state import rng_state, set_rng_state
 from comera.trainer.trainer_json import Progress
 
 from ..helpers.click_rows import ROWS, write
+from .children import settle
 
 IDENTITY = {"lr": 1e-3, "betas": [0.9, 0.999], "recipe": "toy"}
 State = tuple[nn.Sequential, torch.optim.Optimizer, RankController]
+Record = Callable[[str, object], None]
+TIMES = (1, pytest.param(10, marks=pytest.mark.faults))  # as many cases in `make faults`
 
 
 def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
@@ -115,14 +118,17 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, Any], Progress]:
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.safetensors", "trainer.json", "comera.json", "XXH128SUMS"]
 )
-def test_a_damaged_checkpoint_never_loads_other_values(saved: tuple[Path, dict[str, Any], Progress], name: str) -> None:
+@pytest.mark.parametrize("times", TIMES)
+def test_a_damaged_checkpoint_never_loads_other_values(
+    saved: tuple[Path, dict[str, Any], Progress], name: str, times: int, record_property: Record
+) -> None:
     folder, expected, progress = saved
     content = (folder / name).read_bytes()
     torch.manual_seed(4)
     state = make(seed=1)
     before = everything(state)
     wrong = []
-    for what, damaged in damages(content, 80, seed=len(name)):
+    for what, damaged in damages(content, 80 * times, seed=len(name) + times):
         (folder / name).write_bytes(damaged)
         try:
             came = load_checkpoint(folder, *state, identity=IDENTITY)
@@ -139,7 +145,7 @@ def test_a_damaged_checkpoint_never_loads_other_values(saved: tuple[Path, dict[s
             set_rng_state(before["rng"])
             state[2].load_state_dict(before["controller"])
             assert everything(state) == before
-    assert not wrong, f"{len(wrong)} of 80: " + "; ".join(wrong[:5])
+    settle(record_property, f"damage: {name} of a checkpoint", 80 * times, wrong)
 
 
 def test_a_damaged_trainer_json_is_no_best_checkpoint(saved: tuple[Path, dict[str, Any], Progress]) -> None:
@@ -151,13 +157,16 @@ def test_a_damaged_trainer_json_is_no_best_checkpoint(saved: tuple[Path, dict[st
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "comera.json"])
-def test_a_damaged_model_never_loads_other_values(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("times", TIMES)
+def test_a_damaged_model_never_loads_other_values(
+    tmp_path: Path, name: str, times: int, record_property: Record
+) -> None:
     model = make()[0]
     save_pretrained(model, tmp_path)
     expected = {key: value.tolist() for key, value in model.state_dict().items()}
     manifest = read_manifest(tmp_path)
     wrong = []
-    for what, damaged in damages((tmp_path / name).read_bytes(), 120, seed=2):
+    for what, damaged in damages((tmp_path / name).read_bytes(), 120 * times, seed=1 + times):
         (tmp_path / name).write_bytes(damaged)
         fresh = make(seed=1)[0]
         before = {key: value.tolist() for key, value in fresh.state_dict().items()}
@@ -176,7 +185,7 @@ def test_a_damaged_model_never_loads_other_values(tmp_path: Path, name: str) -> 
                 wrong.append(f"{what}: read another manifest in silence")
         except CheckpointError:
             pass
-    assert not wrong, f"{len(wrong)} of 120: " + "; ".join(wrong[:5])
+    settle(record_property, f"damage: {name} of a saved model", 120 * times, wrong)
 
 
 # What no run writes, by path in trainer.json. Each is refused, its checksums being right.
@@ -217,7 +226,9 @@ CRAFTED: list[tuple[tuple[str | int, ...], list[Any]]] = [
 ]
 
 
-def test_a_crafted_trainer_json_is_refused(saved: tuple[Path, dict[str, Any], Progress]) -> None:
+def test_a_crafted_trainer_json_is_refused(
+    saved: tuple[Path, dict[str, Any], Progress], record_property: Record
+) -> None:
     folder, _, _ = saved
     path = folder / "trainer.json"
     trainer = json.loads(path.read_text())
@@ -244,7 +255,7 @@ def test_a_crafted_trainer_json_is_refused(saved: tuple[Path, dict[str, Any], Pr
             state = make(seed=1)
             set_rng_state(before["rng"])
             state[2].load_state_dict(before["controller"])
-    assert not wrong, f"{len(wrong)} of {len(cases)}: " + "; ".join(wrong[:5])
+    settle(record_property, "damage: trainer.json of values that no run writes", len(cases), wrong)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +281,10 @@ def changed(value: Any, where: tuple[str | int, ...], new: Any) -> Any:
     return copy
 
 
-def test_damaged_prepared_data_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("times", TIMES)
+def test_damaged_prepared_data_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, times: int, record_property: Record
+) -> None:
     content = {
         "a.bin": numpy.random.default_rng(0).integers(256, size=3000).astype(numpy.uint8).tobytes(),
         "b.bin": bytes(1000),
@@ -291,7 +305,7 @@ def test_damaged_prepared_data_is_made_anew(tmp_path: Path, caplog: pytest.LogCa
     assert len(made) == 1
     wrong = []
     for name in sorted(path.name for path in folder.iterdir()):
-        for what, damaged in damages((folder / name).read_bytes(), 40, seed=len(name)):
+        for what, damaged in damages((folder / name).read_bytes(), 40 * times, seed=len(name) + times):
             (folder / name).write_bytes(damaged)
             made.clear()
             caplog.clear()
@@ -299,7 +313,7 @@ def test_damaged_prepared_data_is_made_anew(tmp_path: Path, caplog: pytest.LogCa
                 wrong.append(f"{name}, {what}: loaded other values in silence")
             elif not made or "is damaged" not in caplog.text:
                 wrong.append(f"{name}, {what}: {'said nothing' if made else 'kept the damaged file'}")
-    assert not wrong, f"{len(wrong)} of 160: " + "; ".join(wrong[:5])
+    settle(record_property, "damage: prepared data", 160 * times, wrong)
 
 
 def prepare_code(folder: Path) -> Path:
@@ -321,15 +335,18 @@ def prepare_clicks(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("prepare", [prepare_code, prepare_clicks])
-def test_damaged_data_of_recipes_is_made_anew(tmp_path: Path, prepare: Callable[[Path], Path]) -> None:
+@pytest.mark.parametrize("times", TIMES)
+def test_damaged_data_of_recipes_is_made_anew(
+    tmp_path: Path, prepare: Callable[[Path], Path], times: int, record_property: Record
+) -> None:
     folder = prepare(tmp_path)
     content = {path.name: path.read_bytes() for path in folder.iterdir()}
     rng = random.Random(5)
     wrong = []
     for name in rng.sample(sorted(content), 5):
-        for what, damaged in damages(content[name], 2, seed=len(name)):
+        for what, damaged in damages(content[name], 2 * times, seed=len(name) + times):
             (folder / name).write_bytes(damaged)
             if {path.name: path.read_bytes() for path in prepare(tmp_path).iterdir()} != content:
                 wrong.append(f"{name}, {what}: loaded other values in silence")
                 (folder / name).write_bytes(content[name])
-    assert not wrong, f"{len(wrong)}: " + "; ".join(wrong[:5])
+    settle(record_property, f"damage: {prepare.__name__.replace('prepare_', 'prepared ')}", 10 * times, wrong)

@@ -9,8 +9,8 @@
 Each is written to a temporary place, loaded again, compared with the model, and only then renamed.
 """
 
+import io
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -27,7 +28,7 @@ from torch.utils import _pytree as pytree
 from comera.convert import materialize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export.layers import copy_with_own_trains, serving_copy
-from comera.files import flush, replace_file
+from comera.files import flush, replace_file, replace_folder
 from comera.nn.tensor_train import CompressedLayer, named_trains
 from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
 from comera.rank.prune import prune_
@@ -149,7 +150,9 @@ def export_program(
                 "remove branches on values and sizes of tensors from its forward"
             ) from error
     with _beside(Path(path), folder=False) as beside:
-        torch.export.save(program, beside)
+        stored = io.BytesIO()  # torch's own writing to a file ends the process where the disk is full
+        torch.export.save(program, stored)
+        beside.write_bytes(stored.getbuffer())
         loaded = torch.export.load(beside)
         difference = _compare(model, loaded.module(), example_inputs, path)
         parameters = sum(tensor.numel() for tensor in loaded.state_dict.values())
@@ -246,13 +249,11 @@ def _beside(path: Path, *, folder: bool = True) -> Iterator[Path]:
             yield beside
             for written in [*beside.rglob("*"), beside]:
                 flush(written)
-            if folder and path.exists():
-                old = path.rename(f"{place}.old")
-                beside.rename(path)
-                shutil.rmtree(old)
+            if folder:
+                replace_folder(beside, path)
             else:
                 os.replace(beside, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"expected a place that can be written to, got {path} ({error}): give another") from error
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -117,7 +116,7 @@ def kernels_in_use(device: torch.device) -> str:
     """
     if device.type == "cpu":
         names = [name for name in CPP if asked(name) is not False and unavailable_reason() is None]
-        version = Path(build.compiled()).stem if names else ""
+        version = build.version() if names else ""
     else:
         names = [name for name in TRITON if triton_enabled(name, device)]
         version = f"triton {metadata.version('triton')}, comera {__version__}" if names else ""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConfigError, RankError
-from comera.files import damage, flush, replace_file, write_sums
+from comera.files import damage, flush, replace_file, replace_folder, write_sums
 from comera.kernels.select import kernels_in_use
 from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained, tensor_headers
 from comera.rank.controller import RankController
@@ -107,10 +107,7 @@ def save_checkpoint(
     write_sums(temporary)
     for path in [*temporary.iterdir(), temporary]:
         flush(path)
-    if final.exists():
-        _drop(final)
-    temporary.rename(final)
-    flush(final.parent)
+    replace_folder(temporary, final)
     known = _progress_of(checkpoints(run))
     for path in known:
         if path not in (final, _best(known)):

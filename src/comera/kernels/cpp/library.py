@@ -176,20 +176,19 @@ if _FLOP_COUNTER not in sys.modules:
 @cache
 def _functions() -> Functions | str:
     """The C functions by name, or why there are none."""
-    path = build.compiled()
-    if isinstance(path, str):
-        return path
+    library = build.load()
+    if isinstance(library, str):
+        return library
     try:
-        library = ctypes.CDLL(str(path))
         found = library.comera_signatures
-    except (OSError, AttributeError) as error:
+    except AttributeError as error:
         return f"the compiled kernels could not be loaded: {error}"
     found.restype = ctypes.c_char_p
     exported = dict(item.split("=") for item in found().decode().split(";") if item)
     for name in sorted(SIGNATURES.keys() | exported.keys()):
         if exported.get(name) != SIGNATURES.get(name):
             given, expected = (each.get(name, "absent") for each in (exported, SIGNATURES))
-            return f"the compiled kernels do not fit: expected {name} ({expected}), {path} has ({given}); delete it"
+            return f"the compiled kernels do not fit: expected {name} ({expected}), {library._name} has ({given})"
     functions: Functions = {name: getattr(library, name) for name in SIGNATURES}
     for name, kinds in SIGNATURES.items():
         functions[name].argtypes = [_KINDS.get(kind, ctypes.c_void_p) for kind in kinds.split()]  # type: ignore[attr-defined]
