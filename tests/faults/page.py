@@ -13,8 +13,8 @@ crashed, or a result was wrong. `make faults` runs all of it and writes this pag
   each file. What is there afterwards is the old state or the new one, and the next save works.
 - **disk full**: the same, but each operation that needs room fails from there on. It ends with one of our errors or the
   system's, leaves nothing behind, and the old state or the new one is there.
-- **damage**: bits, noise, zeros, cuts, losses, swaps and additions in every file, and well-formed files of values that no
-  run writes. Each is refused with nothing changed, is made anew, or changes nothing that is loaded.
+- **damage**: bits, noise, zeros, cuts, losses, swaps and additions in every file, and well-formed files of values that
+  no run writes. Each is refused with nothing changed, is made anew, or changes nothing that is loaded.
 - **the others**: results are those of the model alone, to the bit where it trains.
 
 Each row is `pytest FILE -m "faults or not faults"`.
