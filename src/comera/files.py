@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def flush(path: Path) -> None:
 def write_sums(folder: Path) -> None:
     """Write XXH128SUMS: the checksums of all files in a folder. `xxh128sum -c XXH128SUMS` checks them, too."""
     sums = {path.name: _sum(path) for path in sorted(folder.iterdir()) if path.name != SUMS}
-    replace_file(folder / SUMS, "".join(f"{value}  {name}\n" for name, value in sums.items()))
+    replace_file(folder / SUMS, _lines(sums))
 
 
 def damage(folder: Path, names: Collection[str]) -> str | None:
@@ -93,14 +93,14 @@ def damage(folder: Path, names: Collection[str]) -> str | None:
     checksums count as damage, too, and so does a file of `names` without one.
     """
     try:
-        lines = [_SUM.fullmatch(line) for line in (folder / SUMS).read_text("utf-8").splitlines()]
+        text = (folder / SUMS).read_bytes().decode("utf-8")
     except FileNotFoundError:
         return f"it has no {SUMS}"
     except (OSError, ValueError) as error:
         return f"{SUMS} is unreadable: {error}"
-    if None in lines:
+    sums = {line[2]: line[1] for line in map(_SUM.fullmatch, text.splitlines()) if line}
+    if text != _lines(sums):
         return f"{SUMS} is damaged"
-    sums = {line[2]: line[1] for line in lines if line}
     for name in sorted({*names, *sums}):
         if name not in sums:
             return f"{SUMS} lacks {name}"
@@ -112,6 +112,10 @@ def damage(folder: Path, names: Collection[str]) -> str | None:
         except OSError as error:
             return f"{name} is unreadable: {error}"
     return None
+
+
+def _lines(sums: Mapping[str, str]) -> str:
+    return "".join(f"{value}  {name}\n" for name, value in sums.items())
 
 
 def _sum(path: Path) -> str:
