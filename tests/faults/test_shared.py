@@ -123,21 +123,17 @@ def test_ctrl_c_at_random_moments_of_a_fused_step(tries: int, record_property: R
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for k in range(tries):
-            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, length))
             try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, length))
                 step(model, optimizer)
+                signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
             alone, theirs = twin(model, optimizer)
             found, expected = losses(model, optimizer, 2), losses(alone, theirs, 2)
             if found != expected:
                 wrong.append(f"interrupt {k}: then losses of {found} instead of {expected}")
-    except KeyboardInterrupt:  # between the step and the end of the timer
-        pass
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert interrupted > tries // 3
     settle(record_property, "signals: Ctrl-C inside of a fused step", interrupted, wrong)
