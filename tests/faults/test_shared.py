@@ -129,6 +129,9 @@ def test_ctrl_c_at_random_moments_of_a_fused_step(tries: int, record_property: R
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupted += 1
+                # torch's optimizers switch gradients off in Python: an interrupt inside of that leaves them off, also
+                # those of a dense model
+                torch.set_grad_enabled(True)
             alone, theirs = twin(model, optimizer)
             found, expected = losses(model, optimizer, 2), losses(alone, theirs, 2)
             if found != expected:
