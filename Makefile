@@ -15,7 +15,7 @@ help:
 	@echo "make demo    train the code model dense and compressed for the same time and compare them (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make zoo     check every family of models, write docs/zoo.md (30 minutes)"
-	@echo "make faults  kill, damage, interrupt and starve everything, write docs/faults.md (20 minutes)"
+	@echo "make faults  kill, damage, interrupt and starve everything, write docs/faults.md (8 minutes)"
 	@echo "make check   check lint, format and types"
 	@echo "make bench   measure steps, memory and lookups on this CPU, write docs/benchmarks.md (15 minutes)"
 	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
