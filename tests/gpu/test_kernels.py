@@ -10,7 +10,8 @@ from comera.ops.lookup import ttm_lookup
 from comera.ops.lookup_triton import triton_rows
 from comera.ops.planner.plan import plan_linear, plan_lookup
 from comera.tt.dense import materialize
-from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
+from comera.tt.format import clip_ranks
+from comera.tt.spec import TTMSpec, TTSpec
 
 from ..helpers.oracle import signal_to_noise as decibels
 

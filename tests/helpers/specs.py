@@ -10,7 +10,8 @@ from torch import Tensor
 from comera.ops.linear import tt_linear
 from comera.ops.planner.plan import plan_linear, plan_projection
 from comera.ops.projection import ttm_linear
-from comera.tt.spec import Spec, TTMSpec, TTSpec, clip_ranks
+from comera.tt.format import clip_ranks
+from comera.tt.spec import Spec, TTMSpec, TTSpec
 
 Modes = tuple[int, ...]
 

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comera.tt.spec import Spec, TTMSpec, TTSpec, rank_limits
+from comera.tt.format import rank_limits
+from comera.tt.spec import Spec, TTMSpec, TTSpec
 
 # A busy machine makes single examples slow, and a property says nothing about time.
 settings.register_profile("comera", deadline=None)

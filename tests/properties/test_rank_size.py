@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.size import SizeTable, unpruned_ranks, unpruned_size
-from comera.tt.spec import TTMSpec, clip_ranks
+from comera.tt.format import clip_ranks
+from comera.tt.spec import TTMSpec
 
 
 @st.composite

@@ -16,8 +16,8 @@ from torch import nn
 from comera.baselines.common import Applied, Baseline, Package, adamw, convert_linear_, elements, is_integer
 from comera.convert import LINEAR, LayerRow
 from comera.errors import check_fields
+from comera.tt.format import clip_ranks
 from comera.tt.shapes import balanced_modes
-from comera.tt.spec import clip_ranks
 
 _PACKAGE = Package("tensorly", "tltorch", "tensorly-torch", "pip install tensorly tensorly-torch opt_einsum")
 

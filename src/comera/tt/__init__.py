@@ -1,9 +1,21 @@
-"""The formats, tensor trains and tensor-train matrices, as pure functions on tensors."""
+"""The formats, tensor trains, tensor-train matrices and block tensor trains, as pure functions on tensors."""
 
 from comera.tt.decompose import round_cores, tt_svd
 from comera.tt.dense import materialize
 from comera.tt.init import init_cores
-from comera.tt.shapes import tt_spec, ttm_spec
-from comera.tt.spec import Spec, TTMSpec, TTSpec
+from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
-__all__ = ["Spec", "TTMSpec", "TTSpec", "init_cores", "materialize", "round_cores", "tt_spec", "tt_svd", "ttm_spec"]
+__all__ = [
+    "BTTSpec",
+    "Spec",
+    "TTMSpec",
+    "TTSpec",
+    "btt_spec",
+    "init_cores",
+    "materialize",
+    "round_cores",
+    "tt_spec",
+    "tt_svd",
+    "ttm_spec",
+]

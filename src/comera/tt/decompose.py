@@ -4,6 +4,8 @@ Both go through the inner ranks from left to right and truncate one unfolding at
 "Tensor-train decomposition", algorithms 1 and 2). Their squared errors add up: for a total relative error ε, each of
 the order−1 truncations may drop singular values of norm δ = ε ‖W‖ / sqrt(order−1).
 
+Block tensor trains (BTT) have one inner rank, and each block is decomposed by itself (blocks.py).
+
 A rank of the result is at most its cap, and at most what the modes and the rank before allow. Without `rel_error`
 nothing else is dropped: directions with singular value 0 stay and can be trained. With it (0.0 counts) a rank keeps
 only what exceeds δ and the rounding of float64 (1e-12 ‖W‖); a weight of zeros then has rank 0. If one cap is 0, all
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor
 
 from comera.errors import SpecError
+from comera.tt.blocks import block_singular_values, block_svd, round_blocks
 from comera.tt.dense import fold, materialize
-from comera.tt.spec import Spec, check_cores
+from comera.tt.spec import BTTSpec, Spec, check_cores
 
 _ROUNDING = 1e-12  # relative norm of the singular values that float64 leaves where exact arithmetic has zeros
 
@@ -61,14 +64,17 @@ def tt_svd(weight: Tensor, spec: Spec, *, rel_error: float | None = None) -> Dec
     dense = weight.double()
     norm = float(dense.norm())
     delta = _delta(rel_error, norm, spec.order)
-    rest, ranks, found = fold(spec, dense), [1], []
-    for k, cap in enumerate(_caps(spec)):
-        unfolding = rest.reshape(ranks[k] * spec.sizes[k], prod(spec.sizes[k + 1 :]))
-        core, rest, _ = _truncate(unfolding, cap, delta)
-        found.append(core)
-        ranks.append(core.shape[1])
-    spec = spec.with_ranks((*ranks, 1))
-    cores = _finish(spec, [*found, rest], weight.dtype)
+    if isinstance(spec, BTTSpec):
+        spec, found = block_svd(dense, spec, delta)
+    else:
+        rest, ranks, found = fold(spec, dense), [1], []
+        for k, cap in enumerate(_caps(spec)):
+            unfolding = rest.reshape(ranks[k] * spec.sizes[k], prod(spec.sizes[k + 1 :]))
+            core, rest, _ = _truncate(unfolding, cap, delta)
+            found.append(core)
+            ranks.append(core.shape[1])
+        spec, found = spec.with_ranks((*ranks, 1)), [*found, rest]
+    cores = _finish(spec, found, weight.dtype)
     error = float((dense - materialize(spec, [core.double() for core in cores])).norm())
     return Decomposition(spec, cores, error / norm if norm else error)
 
@@ -90,6 +96,8 @@ def round_cores(
     Raises SpecError for other shapes, ranks that do not fit the modes, NaN or infinity.
     """
     _check_operands(spec, cores)
+    if isinstance(spec, BTTSpec):
+        return _round_blocks(spec, cores, ranks, rel_error)
     caps = _caps(spec if ranks is None else spec.with_ranks(ranks))
     rounded = _right_orthogonal(cores)
     norm = float(rounded[0].norm())
@@ -113,6 +121,8 @@ def singular_values(spec: Spec, cores: Sequence[Tensor]) -> list[Tensor]:
     cores: as for `round_cores`. Raises SpecError for other shapes, NaN or infinity.
     """
     _check_operands(spec, cores)
+    if isinstance(spec, BTTSpec):
+        return [block_singular_values(spec, cores)]
     train = _right_orthogonal(cores)
     values = []
     for k in range(spec.order - 1):
@@ -120,6 +130,17 @@ def singular_values(spec: Spec, cores: Sequence[Tensor]) -> list[Tensor]:
         values.append(sigma)
         train[k + 1] = torch.tensordot(sigma[:, None] * vh, train[k + 1], dims=1)
     return values
+
+
+def _round_blocks(
+    spec: BTTSpec, cores: Sequence[Tensor], ranks: int | Sequence[int] | None, rel_error: float | None
+) -> Decomposition:
+    """`round_cores`: one integer caps the rank of every block, all three ranks the number of components."""
+    caps = spec.with_ranks(ranks) if isinstance(ranks, int) else spec
+    count = caps.ranks[1] if ranks is None or isinstance(ranks, int) else spec.with_ranks(ranks).ranks[1]
+    norm = float(block_singular_values(spec, cores).norm())
+    spec, found, dropped = round_blocks(spec, cores, caps, count, _delta(rel_error, norm, spec.order))
+    return Decomposition(spec, _finish(spec, found, cores[0].dtype), dropped / norm if norm else 0.0)
 
 
 def _right_orthogonal(cores: Sequence[Tensor]) -> list[Tensor]:

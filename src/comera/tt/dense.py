@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.tt.spec import Spec, TTMSpec
+from comera.tt.blocks import materialize_blocks
+from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
 
 def absorb(cores: Sequence[Tensor], rank_params: Sequence[Tensor]) -> list[Tensor]:
@@ -38,6 +39,8 @@ def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
 
     cores: `order` tensors of `spec.core_shapes` that have absorbed the gates.
     """
+    if isinstance(spec, BTTSpec):
+        return materialize_blocks(spec, cores)
     full = merge(cores)
     if isinstance(spec, TTMSpec):
         # (1, m1, n1, m2, n2, ..., 1) -> (m1, m2, ..., n1, n2, ...)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from comera.errors import SpecError
+from comera.tt.blocks import random_cores
 from comera.tt.dense import frobenius_norm
-from comera.tt.spec import Spec, TTMSpec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
 
 def init_cores(
@@ -25,7 +26,8 @@ def init_cores(
     Gaussian cores multiply their unevenness: the norms of rows grow unequal, entries get heavy tails and the singular
     values spread, the more the higher the order. So each mode's slice of a core is a random isometry (semi-orthogonal
     matrix), which gives every row of the weight (a feature, a token) about the same norm. All cores have entries of
-    about the same size, s = (std² / Π r_k)^(1 / 2·order). See docs/method.md §9.
+    about the same size, s = (std² / Π r_k)^(1 / 2·order). See docs/method.md §9. Cores of a block tensor train are
+    Gaussian: a weight of two cores without shared parameters has no such unevenness.
 
     std: root mean square of the weight, padding included; met up to rounding, not only on average. generator: draws on
     its own device; the CPU's by default, so that a seed gives the same cores on every device. dtype: that of the cores;
@@ -34,10 +36,12 @@ def init_cores(
     """
     if not (isfinite(std) and std >= 0):
         raise SpecError(f"the std of a dense weight must be finite and >= 0, got {std} for {spec}")
-    rows = spec.row_modes if isinstance(spec, TTMSpec) else spec.sizes
     device_drawn = generator.device if generator else torch.device("cpu")
     wide = torch.promote_types(dtype, torch.float32)
     draw = partial(torch.randn, generator=generator, device=device_drawn, dtype=wide)
+    if isinstance(spec, BTTSpec):
+        return [core.to(device=device, dtype=dtype) for core in random_cores(spec, std, draw)]
+    rows = spec.row_modes if isinstance(spec, TTMSpec) else spec.sizes
     cores = []
     for shape, mode in zip(spec.core_shapes, rows, strict=True):
         # one slice per row mode (TT: per mode): left rank × (column mode · right rank)

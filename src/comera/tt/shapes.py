@@ -7,11 +7,12 @@ balanced (a prime number of features), features are padded, at a price: padding 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from math import isfinite, prod
+from math import isfinite, isqrt, prod
 from typing import NamedTuple
 
 from comera.errors import SpecError
-from comera.tt.spec import TTMSpec, TTSpec, clip_ranks
+from comera.tt.format import clip_ranks
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 # Orders that the layers are tested with; a spec that is built directly may have any.
 TT_ORDERS = range(2, 9)
@@ -161,6 +162,39 @@ def ttm_spec(
     rows, cols = min(product(row_options, col_options), key=lambda pair: _imbalance(*pair))
     sizes = [m * n for m, n in zip(rows, cols, strict=True)]
     return TTMSpec(num_embeddings, embedding_dim, rows, cols, clip_ranks(rank, sizes))
+
+
+def btt_spec(in_features: int, out_features: int, *, rank: int = 1, blocks: tuple[int, int] | None = None) -> BTTSpec:
+    """A BTTSpec with about as many blocks as features in each.
+
+    blocks: number of input and of output blocks. By default a is the divisor of the input features nearest below their
+    square root, and c that of the output features nearest above theirs; where no divisor is near, features are padded.
+    rank: of every block, clipped to what they allow.
+    Raises SpecError for blocks, rank and features that do not fit together.
+
+        >>> print(btt_spec(768, 3072, rank=2))
+        BTT 24·32 / 64·48 rank 2
+        >>> print(btt_spec(768, 50_257))
+        BTT 24·32 / 225·224 rank 1
+    """
+    if min(in_features, out_features) < 1:
+        raise SpecError(f"expected features >= 1, got {in_features} and {out_features}")
+    if blocks is not None and (len(blocks) != 2 or min(blocks) < 1):
+        raise SpecError(f"blocks must be the numbers of input and output blocks, two integers >= 1, got {blocks}")
+    a, c = blocks or (_near_root(in_features)[0], _near_root(out_features)[1])
+    modes = (a, -(-in_features // a)), (c, -(-out_features // c))
+    if rank < 0:
+        raise SpecError(f"rank must be >= 0, got {rank}")
+    return BTTSpec(in_features, out_features, *modes, min(rank, modes[0][1], modes[1][1]))
+
+
+def _near_root(features: int) -> tuple[int, int]:
+    """Two near-equal numbers, the smaller first, whose product holds all features: exactly where divisors are near."""
+    root = isqrt(features)
+    for small in range(root, max(1, root // 2) - 1, -1):
+        if features % small == 0:
+            return small, features // small
+    return root, -(-features // root)
 
 
 def _arrangements(features: int, order: int) -> list[tuple[int, ...]]:

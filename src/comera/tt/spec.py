@@ -10,118 +10,29 @@ Tensor-train matrix (TTM), for an embedding table of V rows and D columns ([CoME
     core_k : (r_{k-1}, m_k, n_k, r_k),   row id -> mixed-radix digits (i_1, ..., i_order)
     E[id, (j_1..j_order)] = G_1[i_1, j_1] D_1 G_2[i_2, j_2] ... G_order[i_order, j_order]
 
+Block tensor train (BTT), also for linear layers: no parameter is shared between blocks. With in = a·b and out = c·d,
+each of the a·c blocks of b × d features has a rank of its own, and K is the sum of these block ranks::
+
+    R : (1, b, K),  L : (K, d, 1),   block (A, C) of W = Σ R[:, k] d_k L[k, :] over its own components k
+
 ``D_k = diag(d_k)`` holds the gates d_k (paper: rank parameters) between cores k and k+1. A product of modes may exceed
 the features: the tail is padding, which is sliced away and which no input reaches. docs/method.md §1.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from comera.errors import SpecError
-
-
-def rank_limits(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The order+1 largest useful ranks: at each k the smaller of the products of `sizes` left and right of it."""
-    return tuple(min(prod(sizes[:k]), prod(sizes[k:])) for k in range(len(sizes) + 1))
-
-
-def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """All order+1 ranks, from one integer that is clipped to the limits, or from all of them (checked by the spec)."""
-    if isinstance(rank, int):
-        if rank < 0:
-            raise SpecError(f"rank must be >= 0, got {rank}")
-        limits = rank_limits(sizes)
-        return (1, *(min(rank, limit) for limit in limits[1:-1]), 1)
-    return tuple(int(r) for r in rank)
-
-
-class _Format(ABC):
-    """What both formats share: a train of cores that are joined by ranks."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    _format: ClassVar[str]
-    ranks: tuple[int, ...]
-
-    @property
-    @abstractmethod
-    def sizes(self) -> tuple[int, ...]:
-        """Entries of each core's modes: ``modes_k`` (TT) or ``m_k * n_k`` (TTM)."""
-
-    @property
-    @abstractmethod
-    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each core: left rank, modes, right rank."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """Shape of the dense weight: (in_features, out_features) or (num_embeddings, embedding_dim)."""
-
-    @property
-    @abstractmethod
-    def padded_shape(self) -> tuple[int, int]:
-        """Products of the modes: `shape` before the padding is sliced away."""
-
-    @property
-    def order(self) -> int:
-        """Number of cores."""
-        return len(self.sizes)
-
-    @property
-    def inner_ranks(self) -> tuple[int, ...]:
-        """Ranks between cores, each with as many gates: ``ranks[1:-1]``."""
-        return self.ranks[1:-1]
-
-    @property
-    def rank_limits(self) -> tuple[int, ...]:
-        """Largest useful ranks, ones at both ends."""
-        return rank_limits(self.sizes)
-
-    @property
-    def numel(self) -> int:
-        """Parameters in the cores: the size S of docs/method.md §2, the sum over k of r_{k-1} · modes_k · r_k."""
-        return sum(r * n * s for r, n, s in zip(self.ranks[:-1], self.sizes, self.ranks[1:], strict=True))
-
-    @property
-    def rank_numel(self) -> int:
-        """Number of gates."""
-        return sum(self.inner_ranks)
-
-    @property
-    def dense_numel(self) -> int:
-        """Elements of the dense weight."""
-        rows, cols = self.shape
-        return rows * cols
-
-    @property
-    def ratio(self) -> float:
-        """Elements of the dense weight per stored parameter, gates included; infinite for rank 0."""
-        stored = self.numel + self.rank_numel
-        return self.dense_numel / stored if stored else float("inf")
-
-    def with_ranks(self, ranks: int | Sequence[int]) -> Self:
-        """The same modes with other ranks: all of them, or one integer that is clipped to `rank_limits`."""
-        return replace(self, ranks=clip_ranks(ranks, self.sizes))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready description; `spec_from_dict` reads it back."""
-        return {"format": self._format, **vars(self)}
-
-    def _validate(self, rows: str, cols: str) -> None:
-        """Convert lists to tuples and check modes (fields `rows` and `cols`) and ranks."""
-        for name in (rows, cols, "ranks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, features in zip((rows, cols), self.shape, strict=True):
-            _check_modes(name, getattr(self, name), features)
+from comera.tt.format import Format, check_ranks, join
 
 
 @dataclass(frozen=True)
-class TTSpec(_Format):
+class TTSpec(Format):
     """Modes and ranks of a tensor train (TT): a compressed weight for a linear layer.
 
     The first cores carry the input features, one mode each, the others the output features. `tt_spec` chooses balanced
@@ -158,7 +69,7 @@ class TTSpec(_Format):
 
     def __post_init__(self) -> None:
         self._validate("in_modes", "out_modes")
-        _check_ranks(self.ranks, self.rank_limits)
+        check_ranks(self.ranks, self.rank_limits)
 
     @property
     def modes(self) -> tuple[int, ...]:
@@ -187,11 +98,11 @@ class TTSpec(_Format):
         return tuple(zip(self.ranks[:-1], self.modes, self.ranks[1:], strict=True))
 
     def __str__(self) -> str:
-        return f"TT {_join('·', self.in_modes)} / {_join('·', self.out_modes)} ranks {_join('-', self.inner_ranks)}"
+        return f"TT {join('·', self.in_modes)} / {join('·', self.out_modes)} ranks {join('-', self.inner_ranks)}"
 
 
 @dataclass(frozen=True)
-class TTMSpec(_Format):
+class TTMSpec(Format):
     """Modes and ranks of a tensor-train matrix (TTM): a compressed embedding table.
 
     Every core carries one row mode and one column mode: the digits of an id select a slice of each core, and the
@@ -233,7 +144,7 @@ class TTMSpec(_Format):
                 f"row_modes and col_modes must have one entry per core each, "
                 f"got {self.row_modes} and {self.col_modes}: pad the shorter one with ones"
             )
-        _check_ranks(self.ranks, self.rank_limits)
+        check_ranks(self.ranks, self.rank_limits)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -252,19 +163,147 @@ class TTMSpec(_Format):
         return tuple(zip(self.ranks[:-1], self.row_modes, self.col_modes, self.ranks[1:], strict=True))
 
     def __str__(self) -> str:
-        return f"TTM {_join('·', self.row_modes)} × {_join('·', self.col_modes)} ranks {_join('-', self.inner_ranks)}"
+        return f"TTM {join('·', self.row_modes)} × {join('·', self.col_modes)} ranks {join('-', self.inner_ranks)}"
 
 
-Spec = TTSpec | TTMSpec
+@dataclass(frozen=True)
+class BTTSpec(Format):
+    """Blocks of a block tensor train (BTT) and their ranks: a compressed weight for a linear layer.
+
+    Input and output features are cut into blocks of equal size. The part of the weight between an input block and an
+    output block is a matrix of a rank of its own; nothing is shared between them. `btt_spec` chooses the blocks.
+
+    Args:
+        in_features, out_features: sizes of the last axes of input and output.
+        in_modes: number of input blocks a and features in each b; where a·b is larger, inputs are padded with zeros.
+        out_modes: number of output blocks c and features in each d; where c·d is larger, outputs are sliced.
+        block_ranks: one rank for all blocks, or a row of c ranks for each of the a input blocks; none above min(b, d).
+
+    Raises:
+        SpecError: features, modes and ranks that do not fit together.
+
+    Example:
+        >>> spec = BTTSpec(768, 3072, in_modes=(24, 32), out_modes=(64, 48), block_ranks=2)
+        >>> print(spec)
+        BTT 24·32 / 64·48 rank 2
+        >>> spec.core_shapes
+        ((1, 32, 3072), (3072, 48, 1))
+        >>> spec.numel, f"{spec.ratio:.1f} times smaller than dense"
+        (245760, '9.5 times smaller than dense')
+
+    Source: Qiu et al. 2024 (arXiv:2406.06248), docs/method.md §1.
+    """
+
+    _format = "btt"
+    in_features: int
+    out_features: int
+    in_modes: tuple[int, int]
+    out_modes: tuple[int, int]
+    block_ranks: int | tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        self._validate("in_modes", "out_modes")
+        if (len(self.in_modes), len(self.out_modes)) != (2, 2):
+            raise SpecError(f"blocks need in_modes (a, b) and out_modes (c, d), got {self.in_modes}, {self.out_modes}")
+        ranks = self.block_ranks if isinstance(self.block_ranks, int) else tuple(map(tuple, self.block_ranks))
+        rows, (a, c) = ((ranks,),) if isinstance(ranks, int) else ranks, self.blocks
+        if not isinstance(ranks, int) and (len(rows) != a or any(len(row) != c for row in rows)):
+            raise SpecError(f"block_ranks must be one integer or {a} rows of {c}, got rows of {[*map(len, rows)]}")
+        found = {rank for row in rows for rank in row}
+        for rank in found:
+            if not isinstance(rank, int) or not 0 <= rank <= self.block_limit:
+                raise SpecError(f"the rank of a {self.sizes} block must be from 0 to {self.block_limit}, got {rank!r}")
+        object.__setattr__(self, "block_ranks", rows[0][0] if len(found) == 1 else ranks)
+        object.__setattr__(self, "_count", a * c * rows[0][0] if len(found) == 1 else sum(map(sum, rows)))
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Number of input blocks and of output blocks, (a, c)."""
+        return self.in_modes[0], self.out_modes[0]
+
+    @property
+    def block_limit(self) -> int:
+        """The largest useful rank of a block."""
+        return min(self.sizes)
+
+    @property
+    def rows_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The rank of each block, a row for each input block."""
+        ranks, (a, c) = self.block_ranks, self.blocks
+        return ((ranks,) * c,) * a if isinstance(ranks, int) else ranks
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]  # a field of the others
+        """Ones at both ends, and between them K, the sum of all block ranks."""
+        return (1, vars(self)["_count"], 1)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.in_modes[1], self.out_modes[1])
+
+    @property
+    def split(self) -> int:
+        """Number of input cores: `ranks[split]` components per input row are what the product goes through."""
+        return 1
+
+    @property
+    def rank_limits(self) -> tuple[int, ...]:
+        return (1, prod(self.blocks) * self.block_limit, 1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.in_features, self.out_features)
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        return (prod(self.in_modes), prod(self.out_modes))
+
+    @property
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        (b, d), count = self.sizes, self.ranks[1]
+        return ((1, b, count), (count, d, 1))
+
+    def with_ranks(self, ranks: int | Sequence[int]) -> Self:
+        """The same blocks with another rank, clipped to `block_limit`; or with (1, K, 1), spread evenly over them."""
+        if isinstance(ranks, int):
+            return replace(self, block_ranks=min(ranks, self.block_limit))
+        check_ranks(tuple(ranks), self.rank_limits)
+        if tuple(ranks) == self.ranks:
+            return self
+        a, c = self.blocks
+        each, more = divmod(ranks[1], a * c)
+        flat = [each + (k < more) for k in range(a * c)]
+        return self.with_block_ranks(flat)
+
+    def keeping(self, kept: Sequence[Tensor]) -> Self:
+        flat = torch.tensor(self.rows_of_ranks).flatten()
+        owner = torch.repeat_interleave(flat)[kept[0].cpu()]
+        return self.with_block_ranks(torch.bincount(owner, minlength=len(flat)).tolist())
+
+    def with_block_ranks(self, flat: Sequence[int]) -> Self:
+        """The same blocks with these ranks, in the order of (input block, output block)."""
+        c = self.blocks[1]
+        return replace(self, block_ranks=tuple(tuple(flat[k : k + c]) for k in range(0, len(flat), c)))
+
+    def __str__(self) -> str:
+        modes = f"BTT {join('·', self.in_modes)} / {join('·', self.out_modes)}"
+        if isinstance(self.block_ranks, int):
+            return f"{modes} rank {self.block_ranks}"
+        flat = [rank for row in self.block_ranks for rank in row]
+        return f"{modes} ranks {min(flat)} to {max(flat)}, mean {sum(flat) / len(flat):.2f}"
+
+
+Spec = TTSpec | TTMSpec | BTTSpec
 
 
 def spec_from_dict(fields: dict[str, Any]) -> Spec:
     """The spec that `to_dict` described. Raises SpecError for an unknown format and for missing or unknown fields."""
     rest = dict(fields)
     name = rest.pop("format", None)
-    kind = next((kind for kind in (TTSpec, TTMSpec) if kind._format == name), None)
+    kinds: tuple[type[Spec], ...] = (TTSpec, TTMSpec, BTTSpec)
+    kind = next((kind for kind in kinds if kind._format == name), None)
     if kind is None:
-        raise SpecError(f"expected a spec with format 'tt' or 'ttm', got {fields.get('format')!r}")
+        raise SpecError(f"expected a spec with format 'tt', 'ttm' or 'btt', got {fields.get('format')!r}")
     if set(rest) != set(kind.__dataclass_fields__):
         raise SpecError(f"a {kind.__name__} needs the fields {sorted(kind.__dataclass_fields__)}, got {sorted(rest)}")
     try:
@@ -278,37 +317,3 @@ def check_cores(spec: Spec, cores: Sequence[Tensor]) -> None:
     shapes = tuple(tuple(core.shape) for core in cores)
     if shapes != spec.core_shapes:
         raise SpecError(f"expected {spec.order} cores of shapes {spec.core_shapes} for {spec}, got {shapes}")
-
-
-def _check_modes(what: str, modes: tuple[int, ...], features: int) -> None:
-    if not isinstance(features, int) or features < 1:
-        raise SpecError(f"the features behind {what} must be a positive integer, got {features!r}")
-    if not modes or any(not isinstance(m, int) or m < 1 for m in modes):
-        raise SpecError(f"{what} must be positive integers, got {modes}")
-    if prod(modes) < features:
-        raise SpecError(
-            f"{what} {modes} hold {prod(modes)} entries but {features} are needed: "
-            f"choose modes whose product is at least {features}, or omit them to have them chosen"
-        )
-
-
-def _check_ranks(ranks: tuple[int, ...], limits: tuple[int, ...]) -> None:
-    order = len(limits) - 1
-    if len(ranks) != order + 1:
-        raise SpecError(
-            f"ranks must hold order+1 = {order + 1} entries with ones at both ends, got {ranks} ({len(ranks)} entries)"
-        )
-    if ranks[0] != 1 or ranks[-1] != 1:
-        raise SpecError(f"the boundary ranks must be 1, got ranks {ranks}")
-    for k, (rank, limit) in enumerate(zip(ranks, limits, strict=True)):
-        if not isinstance(rank, int) or rank < 0:
-            raise SpecError(f"ranks must be integers >= 0, got {rank} at ranks[{k}] of {ranks}")
-        if rank > limit:
-            raise SpecError(
-                f"rank {rank} at ranks[{k}] is above {limit}, the largest that the modes on its two sides allow: "
-                f"lower it, or give one integer rank, which is clipped to the limits {limits}"
-            )
-
-
-def _join(separator: str, values: Sequence[int]) -> str:
-    return separator.join(map(str, values))

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from comera.errors import SpecError
-from comera.tt.spec import TTMSpec, TTSpec, clip_ranks, rank_limits, spec_from_dict
+from comera.tt.format import clip_ranks, rank_limits
+from comera.tt.spec import TTMSpec, TTSpec, spec_from_dict
 
 FFN = TTSpec(768, 3072, (12, 8, 8), (12, 16, 16), (1, 12, 30, 30, 30, 16, 1))
 EMBEDDING = TTMSpec(30_522, 768, (16, 20, 10, 10), (4, 4, 8, 6), (1, 30, 30, 30, 1))
@@ -69,7 +70,7 @@ def test_row_and_column_modes_pair_up():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "cp"}, "format 'tt' or 'ttm', got 'cp'"),
+        ({"format": "cp"}, "format 'tt', 'ttm' or 'btt', got 'cp'"),
         ({"format": ["tt"]}, "format 'tt' or 'ttm'"),
         ({"rank": 3}, "needs the fields"),
         ({"ranks": 3}, "lists of integers"),

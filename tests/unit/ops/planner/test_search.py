@@ -12,7 +12,8 @@ from comera.ops.planner.cost import CPU, Machine
 from comera.ops.planner.groups import Group, default_group
 from comera.ops.planner.search import DEFAULT_ADVANTAGE, GroupSearch, merging
 from comera.ops.sequential import contract_groups
-from comera.tt.spec import TTSpec, clip_ranks
+from comera.tt.format import clip_ranks
+from comera.tt.spec import TTSpec
 
 from ....helpers.specs import tt
 

@@ -1,0 +1,147 @@
+"""What the formats share: a train of cores that are joined by ranks, and the checks of modes and ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import Field, fields, replace
+from math import prod
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from comera.errors import SpecError
+
+
+def rank_limits(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The order+1 largest useful ranks: at each k the smaller of the products of `sizes` left and right of it."""
+    return tuple(min(prod(sizes[:k]), prod(sizes[k:])) for k in range(len(sizes) + 1))
+
+
+def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """All order+1 ranks, from one integer that is clipped to the limits, or from all of them (checked by the spec)."""
+    if isinstance(rank, int):
+        if rank < 0:
+            raise SpecError(f"rank must be >= 0, got {rank}")
+        limits = rank_limits(sizes)
+        return (1, *(min(rank, limit) for limit in limits[1:-1]), 1)
+    return tuple(int(r) for r in rank)
+
+
+class Format(ABC):
+    """Modes and ranks of a compressed weight."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _format: ClassVar[str]
+    ranks: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, ...]:
+        """Entries of each core's modes: ``modes_k`` (TT) or ``m_k * n_k`` (TTM)."""
+
+    @property
+    @abstractmethod
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each core: left rank, modes, right rank."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Shape of the dense weight: (in_features, out_features) or (num_embeddings, embedding_dim)."""
+
+    @property
+    @abstractmethod
+    def padded_shape(self) -> tuple[int, int]:
+        """Products of the modes: `shape` before the padding is sliced away."""
+
+    @property
+    def order(self) -> int:
+        """Number of cores."""
+        return len(self.sizes)
+
+    @property
+    def inner_ranks(self) -> tuple[int, ...]:
+        """Ranks between cores, each with as many gates: ``ranks[1:-1]``."""
+        return self.ranks[1:-1]
+
+    @property
+    def rank_limits(self) -> tuple[int, ...]:
+        """Largest useful ranks, ones at both ends."""
+        return rank_limits(self.sizes)
+
+    @property
+    def numel(self) -> int:
+        """Parameters in the cores: the size S of docs/method.md §2, the sum over k of r_{k-1} · modes_k · r_k."""
+        return sum(r * n * s for r, n, s in zip(self.ranks[:-1], self.sizes, self.ranks[1:], strict=True))
+
+    @property
+    def rank_numel(self) -> int:
+        """Number of gates."""
+        return sum(self.inner_ranks)
+
+    @property
+    def dense_numel(self) -> int:
+        """Elements of the dense weight."""
+        rows, cols = self.shape
+        return rows * cols
+
+    @property
+    def ratio(self) -> float:
+        """Elements of the dense weight per stored parameter, gates included; infinite for rank 0."""
+        stored = self.numel + self.rank_numel
+        return self.dense_numel / stored if stored else float("inf")
+
+    def with_ranks(self, ranks: int | Sequence[int]) -> Self:
+        """The same modes with other ranks: all of them, or one integer that is clipped to `rank_limits`."""
+        return replace(self, ranks=clip_ranks(ranks, self.sizes))
+
+    def keeping(self, kept: Sequence[Tensor]) -> Self:
+        """The spec that is left when at each inner rank only the slices of these indices stay."""
+        return self.with_ranks((1, *map(len, kept), 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready description; `spec_from_dict` reads it back."""
+        return {"format": self._format} | {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def _validate(self, rows: str, cols: str) -> None:
+        """Convert lists to tuples and check modes (fields `rows` and `cols`) and ranks."""
+        for name in {rows, cols, "ranks"} & set(self.__dataclass_fields__):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, features in zip((rows, cols), self.shape, strict=True):
+            check_modes(name, getattr(self, name), features)
+
+
+def check_modes(what: str, modes: tuple[int, ...], features: int) -> None:
+    """Raise SpecError unless `modes`, named `what`, hold all features."""
+    if not isinstance(features, int) or features < 1:
+        raise SpecError(f"the features behind {what} must be a positive integer, got {features!r}")
+    if not modes or any(not isinstance(m, int) or m < 1 for m in modes):
+        raise SpecError(f"{what} must be positive integers, got {modes}")
+    if prod(modes) < features:
+        raise SpecError(
+            f"{what} {modes} hold {prod(modes)} entries but {features} are needed: "
+            f"choose modes whose product is at least {features}, or omit them to have them chosen"
+        )
+
+
+def check_ranks(ranks: tuple[int, ...], limits: tuple[int, ...]) -> None:
+    """Raise SpecError unless these are ranks within the limits, with ones at both ends."""
+    order = len(limits) - 1
+    if len(ranks) != order + 1:
+        raise SpecError(
+            f"ranks must hold order+1 = {order + 1} entries with ones at both ends, got {ranks} ({len(ranks)} entries)"
+        )
+    if ranks[0] != 1 or ranks[-1] != 1:
+        raise SpecError(f"the boundary ranks must be 1, got ranks {ranks}")
+    for k, (rank, limit) in enumerate(zip(ranks, limits, strict=True)):
+        if not isinstance(rank, int) or rank < 0:
+            raise SpecError(f"ranks must be integers >= 0, got {rank} at ranks[{k}] of {ranks}")
+        if rank > limit:
+            raise SpecError(
+                f"rank {rank} at ranks[{k}] is above {limit}, the largest that the modes on its two sides allow: "
+                f"lower it, or give one integer rank, which is clipped to the limits {limits}"
+            )
+
+
+def join(separator: str, values: Sequence[int]) -> str:
+    """Modes or ranks as text."""
+    return separator.join(map(str, values))
