@@ -83,8 +83,6 @@ def assert_same_state(model: nn.Module, want: dict[str, Tensor]) -> None:
         (BLOCKS, None),
         (BLOCKS, BLOCKS),
         (BLOCKS, TensorizeConfig(BTT(rank=3), TTM(order=3, rank=2))),
-        (BLOCKS, SMALL),
-        (SMALL, BLOCKS),
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])

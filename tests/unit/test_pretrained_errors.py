@@ -117,7 +117,7 @@ def test_files_that_do_not_fit_are_refused(
         (lambda t, m: t["up.tt.block_ranks"][0, :2].copy_(torch.tensor([0, 2])), "up.tt.block_ranks"),
         (
             lambda t, m: t.pop("up.tt.block_ranks"),
-            r"up.tt.block_ranks: expected \(4, 8\) as the manifest says, got noth",
+            r"up.tt.block_ranks: expected \(4, 8\) as the manifest says",
         ),
         (lambda t, m: m["trains"][1]["spec"].update(block_ranks=2), "up.tt.cores.0: expected .* as the manifest says"),
         (lambda t, m: m["trains"][1]["spec"].update(block_ranks=[[1] * 8] * 3), "manifest is damaged"),
@@ -149,6 +149,10 @@ def sparse() -> Net:
         (lambda: nn.Sequential(nn.Linear(2, 2)), r"embed \(TTMEmbedding\) is in the file only"),
         (lambda: net(None, width=48), "up: expected a tensor train for a Linear 32 -> 48, got TTLinear with TT"),
         (lambda: net(SMALL, width=48), "up: expected a tensor train for a TTLinear 32 x 48, got TTLinear with TT"),
+        (
+            lambda: net(TensorizeConfig(BTT(), SMALL.embedding)),
+            "up: expected a tensor train for a BTTLinear 32 x 64, got TTLinear with TT",
+        ),
         (sparse, "embed: expected a layer that can be converted .*sparse"),
         (
             lambda: net(TensorizeConfig(SMALL.linear, SMALL.embedding, tied="untie")),

@@ -176,8 +176,9 @@ def test_kinds_can_be_left_dense() -> None:
     [
         ({"block.*": None}, "'block.*' matches no layer that can be converted.*Near matches: .*blocks"),
         ({"norm": None}, r"matches only norm \(LayerNorm\)"),
+        ({"embed": BTT()}, "gives a BTT to embed .*, which needs a TTM or None"),
         ({"embed": TT()}, r"'embed' gives a TT to embed \(Embedding 60 -> 32\), which needs a TTM or None"),
-        ({"*": TTM()}, "gives a TTM to up .*, which needs a TT or None"),
+        ({"*": TTM()}, "gives a TTM to up .*, which needs a TT, a BTT or None"),
     ],
 )
 def test_overrides_that_do_not_fit_are_refused(overrides: dict[str, TT | TTM | None], message: str) -> None:

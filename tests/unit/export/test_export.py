@@ -13,14 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from comera import TT, TTM, TensorizeConfig, load_pretrained, tensorize_
+from comera import BTT, TT, TTM, TensorizeConfig, load_pretrained, tensorize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export import export_compressed, export_dense, export_program, serving_copy, write
 from comera.fusion import fuse_
-from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
+from comera.nn import BTTLinear, TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.tensor_train import named_trains
 from comera.tt.shapes import tt_spec, ttm_spec
 
+from ...helpers.specs import btt
 from ...helpers.without_comera import run_without_comera
 
 
@@ -28,12 +29,12 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(30, 64), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 3))
 
 
-@pytest.fixture
-def model() -> nn.Sequential:
+@pytest.fixture(params=[TT(order=4, rank=6), BTT(rank=2)], ids=["tt", "btt"])
+def model(request: pytest.FixtureRequest) -> nn.Sequential:
     """A compressed MLP in training mode, with some slices pruned and no gate at one."""
     torch.manual_seed(0)
     made = mlp()
-    tensorize_(made, TensorizeConfig(linear=TT(order=4, rank=6)))
+    tensorize_(made, TensorizeConfig(linear=request.param))
     with torch.no_grad():
         for _, tt in named_trains(made):
             for d in tt.rank_params:
@@ -75,9 +76,10 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def test_a_program_of_an_mlp_runs_without_this_library(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+    specs = [train.spec for _, train in named_trains(model)]
     written = export_program(model, (x,), tmp_path / "mlp.pt2")
     assert model.training
-    assert model[0].tt.spec.ranks[2] == 6  # the model is unchanged
+    assert [train.spec for _, train in named_trains(model)] == specs  # the model is unchanged
     assert written.parameters < sum(p.numel() for p in model.parameters())
     assert written.difference < 1e-5
     assert "differ from the model's by at most" in str(written)
@@ -114,11 +116,21 @@ def test_inference_layers_match_the_layers(dtype: torch.dtype, order: int) -> No
     table, head = TTMEmbedding(spec, padding_idx=3, dtype=dtype), TTMProjection(spec, padding_idx=3, dtype=dtype)
     nn.init.normal_(head.bias)
     linear = TTLinear(tt_spec(12, 35, order=max(2, order), rank=4), dtype=dtype)
+    blocks = BTTLinear(btt((3, 4), (5, 7), [order, 0, 3, 1, 4] * 3), dtype=dtype)
     ids = torch.tensor([[0, 3, 49], [7, 7, 1]])
     x = torch.randn(4, 2, 12, dtype=dtype)
     allowed = {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 1e-2)  # half precision: 40 dB
     with torch.no_grad():
-        for layer, inputs in [(table, ids), (table, ids[:, :0]), (head, x), (linear, x), (linear, x[:0])]:
+        cases = [
+            (table, ids),
+            (table, ids[:, :0]),
+            (head, x),
+            (linear, x),
+            (linear, x[:0]),
+            (blocks, x),
+            (blocks, x[:0]),
+        ]
+        for layer, inputs in cases:
             outputs, wanted = serving_copy(nn.Sequential(layer))(inputs), layer(inputs)
             assert (outputs.shape, outputs.dtype) == (wanted.shape, dtype)
             assert (outputs - wanted).double().norm() <= allowed * wanted.double().norm()

@@ -363,11 +363,10 @@ def test_canonical_blocks_are_the_same_weight_and_their_components_singular_dire
     assert sorted(errors, reverse=True) == pytest.approx(sigma[:5].tolist(), rel=1e-9)
 
 
-def test_devices_of_a_context_do_not_reach_into_rounding() -> None:
+def test_devices_of_a_context_do_not_reach_into_canonical_blocks() -> None:
     model = nn.ModuleList([BTTLinear(BTTSpec(9, 11, (2, 5), (2, 6), ((3, 0), (1, 4))))])
     with torch.device("meta"):
         canonicalize_(layer.tt for layer in model)
-        assert round_(model, 0.5).changed
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
