@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest) -> nn.Sequential:
         for _, tt in named_trains(made):
             for d in tt.rank_params:
                 d.uniform_(0.5, 1.5)
-            tt.rank_params[1][::2] = 1e-3
+            tt.rank_params[tt.spec.order // 2 - 1][::2] = 1e-3
     return made
 
 
