@@ -88,7 +88,7 @@ def export_compressed(
         _save_config(small, beside)
         _save_files(files, beside)
         difference = _compare(model, load_pretrained(build(beside), beside).eval(), example_inputs, folder)
-        parameters = sum(tensor.numel() for tensor in load_file(beside / WEIGHTS).values())
+        parameters = _count(load_file(beside / WEIGHTS))
     return Exported(Path(folder), _size(Path(folder)), parameters, difference)
 
 
@@ -126,7 +126,7 @@ def export_dense(
                 f"({' '.join(str(error).split())[:200]}): export it to safetensors or to a program"
             ) from error
         difference = _compare(model, original.eval(), example_inputs, folder)
-    return Exported(Path(folder), _size(Path(folder)), sum(map(torch.numel, tensors.values())), difference)
+    return Exported(Path(folder), _size(Path(folder)), _count(tensors), difference)
 
 
 def export_program(
@@ -164,7 +164,7 @@ def export_program(
         beside.write_bytes(stored.getbuffer())
         loaded = torch.export.load(beside)
         difference = _compare(model, loaded.module(), example_inputs, path)
-        parameters = sum(tensor.numel() for tensor in loaded.state_dict.values())
+        parameters = _count(loaded.state_dict)
     arguments = ", ".join(f"{name}=..." for name in kwargs) or "..."
     call = f"torch.export.load({str(path)!r}).module()({arguments})"
     return Exported(Path(path), _size(Path(path)), parameters, difference, call)
@@ -269,6 +269,11 @@ def _beside(path: Path, *, folder: bool = True) -> Iterator[Path]:
                 os.replace(beside, path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"expected a place that can be written to, got {path} ({error}): give another") from error
+
+
+def _count(tensors: Mapping[str, Tensor]) -> int:
+    """Parameters among them, without the integers of buffers (ids, ranks of blocks)."""
+    return sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
 
 
 def _size(path: Path) -> int:
