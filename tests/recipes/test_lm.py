@@ -32,7 +32,7 @@ from comera.trainer.config import TrainConfig
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
 TINY = ModelConfig(hidden=64, layers=2, heads=4)
-RANKS = CompressConfig(order=4, rank=6, embedding_order=3, embedding_rank=8, head_rank=6)
+RANKS = CompressConfig(format="tt", order=4, rank=6, embedding_order=3, embedding_rank=8, head_rank=6)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "family untied": {"model": replace(TINY, family="gpt2", tie=False)},
     "kv_heads": {"model": replace(TINY, kv_heads=2, ffn=96)},
     "untied": {"model": replace(TINY, tie=False, max_positions=40, dropout=0.1)},
+    "blocks": {"compress": CompressConfig(format="btt", rank=1, embedding="dense")},
     "dense head": {"compress": replace(RANKS, head="dense")},
     "shared head": {"compress": replace(RANKS, head="share")},
     "ranks": {"compress": replace(RANKS, rank=(1, 4, 5, 4, 1), head_rank=(1, 5, 6, 5, 1), embedding_rank=(1, 3, 4, 1))},
@@ -286,7 +287,7 @@ def test_presets_differ_by_method_in_learning_rates_alone() -> None:
         ({"model": {"dropout": 1.0}}, r"model\.dropout must be in \[0, 1\)"),
         ({"model": {"max_positions": 100}}, r"data\.block_size \(256\) must not be above model\.max_positions \(100\)"),
         ({"model": {"tie": False}, "compress": {"head": "share"}}, r"share needs a tied head"),
-        ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, got 'ttx'"),
+        ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, btt, got 'ttx'"),
         ({"method": "cola", "model": {"family": "gpt2"}}, "method cola converts nn.Linear, of which gpt2 has none"),
         ({"method": "lora"}, "method must be one of comera, dense, .*narrow, got 'lora'"),
         ({"train": {"steps": 1, "lr": 0.0}}, r"train\.lr must be a number > 0, got 0\.0"),

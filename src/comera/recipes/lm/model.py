@@ -1,7 +1,8 @@
 """Stock causal language models of transformers, built from sizes: the family of Llama or of GPT-2."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import (
     AttentionInterface,
@@ -14,7 +15,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from comera.convert import TT, TTM, TensorizeConfig
+from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import ConfigError, check_fields
 
 Family = Literal["llama", "gpt2"]
@@ -113,44 +114,60 @@ class ModelConfig:
         )
 
 
-# The formats of linear layers, by name; arguments: settings, TT-rank.
-FORMATS = {"tt": lambda config, rank: TT(order=config.order, rank=rank)}
+Format = Literal["tt", "btt"]
+_RANKS: dict[Format, int] = {"tt": 30, "btt": 2}
+_HEAD_RANKS: dict[Format, int] = {"tt": 64, "btt": 2}
 
 
 @dataclass(frozen=True)
 class CompressConfig:
     """Formats of the compressed layers; only the method comera uses them."""
 
-    format: Literal["tt"] = "tt"
-    """Format of linear layers: tt, a tensor train."""
+    format: Format = "btt"
+    """Format of linear layers. btt, a block tensor train, learns most for what it costs; tt, a tensor train, goes to
+    much smaller sizes."""
     order: int = 6
-    """Cores in the tensor train of a linear layer."""
-    rank: int | tuple[int, ...] = 30
-    """Initial TT-rank of linear layers: one value, clipped where the modes allow less, or one per inner rank."""
+    """Cores in the tensor train of a linear layer; tt only."""
+    rank: int | tuple[int, ...] | None = None
+    """Initial rank of linear layers: one value, clipped where the modes or blocks allow less, or for tt all order + 1,
+    ones at both ends. Default: 30 for tt, 2 for btt."""
+    embedding: Literal["ttm", "dense"] = "ttm"
+    """Format of the token embedding; a small table, such as one of bytes, is better left dense."""
     embedding_order: int = 4
     """Cores in the TT-matrix of the token embedding."""
     embedding_rank: int | tuple[int, ...] = 32
     """Initial TT-rank of the token embedding."""
     head: Literal["share", "untie", "dense"] = "untie"
     """Output head: share the embedding's cores, untie it in the format of linear layers, or as a dense weight."""
-    head_rank: int | tuple[int, ...] = 64
-    """Initial TT-rank of an output head of its own."""
+    head_rank: int | tuple[int, ...] | None = None
+    """Initial rank of an output head of its own. Default: 64 for tt, 2 for btt."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "compress.", {"format": (self.format in FORMATS, f"one of {', '.join(FORMATS)}")})
+        formats = get_args(Format)
+        checks = {
+            "format": (self.format in formats, f"one of {', '.join(formats)}"),
+            "embedding": (self.embedding in ("ttm", "dense"), "ttm or dense"),
+        }
+        check_fields(self, "compress.", checks)
+        self.tensorize("llama")  # refuses what no layer can have
 
     def tensorize(self, family: Family) -> TensorizeConfig:
         """The conversion; learned positions stay dense."""
-        make = FORMATS[self.format]
-        overrides: dict[str, TT | TTM | None] = {"*.wpe": None} if family == "gpt2" else {}
+        overrides: dict[str, TT | TTM | BTT | None] = {"*.wpe": None} if family == "gpt2" else {}
         if self.head != "share":
-            overrides["lm_head"] = make(self, self.head_rank) if self.head == "untie" else None
+            overrides["lm_head"] = self._linear(self.head_rank, _HEAD_RANKS) if self.head == "untie" else None
         return TensorizeConfig(
-            linear=make(self, self.rank),
-            embedding=TTM(order=self.embedding_order, rank=self.embedding_rank),
+            linear=self._linear(self.rank, _RANKS),
+            embedding=None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank),
             overrides=overrides,
             tied="share" if self.head == "share" else "untie",
         )
+
+    def _linear(self, rank: int | tuple[int, ...] | None, defaults: Mapping[Format, int]) -> TT | BTT:
+        rank = defaults[self.format] if rank is None else rank
+        if self.format == "tt":
+            return TT(order=self.order, rank=rank)
+        return BTT(rank=rank)  # type: ignore[arg-type]  # which refuses several ranks
 
 
 def dense_model(config: ModelConfig, vocab_size: int, context: int, separator: int) -> PreTrainedModel:
