@@ -22,7 +22,7 @@ from comera.nn.linear import TTLinear
 from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.generate import Sampling, open_writer
-from comera.recipes.lm.model import FORMATS, CompressConfig, ModelConfig
+from comera.recipes.lm.model import CompressConfig, Format, ModelConfig
 from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, narrow_width, next_token_loss, step_flops
 from comera.recipes.trained import open_trained
 from comera.report import compare, inspect
@@ -134,7 +134,7 @@ def test_two_steps_with_every_option(config: LMConfig, choice: str) -> None:
 
 
 def test_the_help_offers_what_these_tests_run() -> None:
-    assert set(FORMATS) == {"tt"}
+    assert set(get_args(Format)) == {"tt", "btt"}
     assert {f.name for f in fields(ModelConfig)} == {
         *("family", "hidden", "layers", "heads", "kv_heads", "ffn", "dropout", "max_positions", "tie")
     }
