@@ -7,6 +7,9 @@ R_A holds the components of input block A, and L_C those of output block C; bloc
 are in both. h has as many elements per row as there are components, about as many as x: it is cheaper to compute again
 than to keep.
 
+On a CPU a C++ kernel keeps tiles of h in the caches and moves nothing for the permutation (kernels/cpp/csrc/
+block_product.cpp); on a GPU a Triton kernel can keep parts of h in registers (kernels/triton_blocks.py).
+
 Shapes: B flattened batch, A/C input/output blocks, N/M features in an input/output block, K components in the order of
 (A, C), Q/S most components of an input/output block.
 """
@@ -19,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels import select
+from comera.kernels.cpp import block_product as cpp
 from comera.ops.chunking import pad_last
 from comera.ops.dtypes import without_autocast, working_dtype
 from comera.ops.linear import flatten_input
@@ -53,17 +58,83 @@ def btt_linear(
         if gates is not None:
             (d,) = gates
             r_NK = r_NK * d.masked_fill(d <= threshold, 0.0)
-        dtype = working_dtype(x_BI)
-        y_BO = block_product(pad_last(x_BI, spec.padded_shape[0]).to(dtype), r_NK.to(dtype), l_KM.to(dtype), spec)
-        y_BO = y_BO[:, : spec.out_features].to(x_BI.dtype)
-        y_BO = y_BO if bias is None else y_BO + bias
+        y_BO = block_product(x_BI, r_NK, l_KM, spec, bias)
     return y_BO.reshape(*input.shape[:-1], spec.out_features)
 
 
-def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec) -> Tensor:
-    """The product of a batch (B, A·N) with the weight of R (N, K) and L (K, M): (B, C·M)."""
+def block_product(
+    x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias: Tensor | None = None
+) -> Tensor:
+    """The product of a batch (B, in_features) with the weight of R (N, K) and L (K, M): (B, out_features), in x's dtype.
+
+    Features may end within a block: the rest of it is padding. R and L are cast to the `working_dtype` of x. Autocast must
+    be off. Differentiable twice.
+    """
+    dtype = working_dtype(x_BI)
+    met = [None if each is None else each.to(dtype) for each in (x_BI, r_NK, l_KM, bias)]
+    if select.block_product_backend(*met) == "torch":  # type: ignore[arg-type]
+        y_BO = _torch_product(*met, spec)  # type: ignore[arg-type]
+    else:
+        y_BO = _BlockProduct.apply(*met, spec)
+    return y_BO.to(x_BI.dtype)
+
+
+class _BlockProduct(torch.autograd.Function):
+    """The formulas at the top of the file, by a kernel; only the operands are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, spec: BTTSpec) -> Tensor:
+        ctx.spec, ctx.backend = spec, select.block_product_backend(x_BI, r_NK, l_KM, bias)
+        ctx.save_for_backward(x_BI, r_NK, l_KM, bias)
+        forward, _ = _BACKENDS[ctx.backend]
+        return forward(x_BI, r_NK, l_KM, bias, spec)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        with without_autocast(dy_BO):
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
+                wanted = [each for each in saved if each is not None and each.requires_grad]
+                y_BO = _torch_product(*saved, ctx.spec)
+                grads = iter(torch.autograd.grad(y_BO, wanted, dy_BO, create_graph=True))
+                made = [next(grads) if each is not None and each.requires_grad else None for each in saved]
+                return *made, None
+            _, backward = _BACKENDS[ctx.backend]
+            return *backward(dy_BO, *saved, ctx.spec, ctx.needs_input_grad), None
+
+
+def _cpp_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, spec: BTTSpec) -> Tensor:
+    return cpp.block_product(x_BI, r_NK, l_KM, bias, _ranks(spec), spec.out_features)
+
+
+def _cpp_backward(
+    dy_BO: Tensor,
+    x_BI: Tensor,
+    r_NK: Tensor,
+    l_KM: Tensor,
+    bias: Tensor | None,
+    spec: BTTSpec,
+    wants: Sequence[bool],
+) -> list[Tensor | None]:
+    wanted = wants[0], wants[1], wants[2] or wants[3]
+    made = iter(cpp.block_product_backward(x_BI, dy_BO, r_NK, l_KM, bias, _ranks(spec), *wanted))
+    dx_BI, dr_NK, dl_KM = (next(made) if each else None for each in wanted)
+    return [dx_BI, dr_NK, dl_KM, next(made, None)]
+
+
+_BACKENDS = {"cpp": (_cpp_product, _cpp_backward)}
+
+
+@lru_cache(maxsize=256)
+def _ranks(spec: BTTSpec) -> Tensor:
+    """The ranks of all blocks (A, C), as kernels read them."""
+    return torch.tensor(spec.rows_of_ranks, dtype=torch.int64, device="cpu")
+
+
+def _torch_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, spec: BTTSpec) -> Tensor:
+    """By batched products; blocks of different ranks are padded to equal ones."""
     (a, c), rank = spec.blocks, spec.block_ranks
-    x_ABN = x_BI.unflatten(1, (a, -1)).transpose(0, 1)
+    x_ABN = pad_last(x_BI, spec.padded_shape[0]).unflatten(1, (a, -1)).transpose(0, 1)
     if isinstance(rank, int):
         h_BACR = (x_ABN @ r_NK.unflatten(1, (a, c * rank)).transpose(0, 1)).transpose(0, 1).unflatten(2, (c, rank))
         h_CBS = h_BACR.permute(2, 0, 1, 3).flatten(2)
@@ -73,8 +144,9 @@ def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec) -> Te
         h_ABQ = x_ABN @ F.pad(r_NK, (0, 1))[:, first_AQ].movedim(0, 1)
         h_CBS = F.pad(h_ABQ.transpose(0, 1).flatten(1), (0, 1))[:, place_CS].transpose(0, 1)
         l_CSM = F.pad(l_KM, (0, 0, 0, 1))[second_CS]
-    y_CBM: Tensor = h_CBS @ l_CSM
-    return y_CBM.transpose(0, 1).flatten(1)
+    y_CBM = h_CBS @ l_CSM
+    y_BO: Tensor = y_CBM.transpose(0, 1).flatten(1)[:, : spec.out_features]
+    return y_BO if bias is None else y_BO + bias
 
 
 @lru_cache(maxsize=256)

@@ -4,18 +4,18 @@
 //     [dh_AC] = dy_C L_Cᵀ,          dx_A = dh_A R_Aᵀ,   ∂R_A = x_Aᵀ dh_A,   [∂bias_C; ∂L_C] = [1 h_AC]ᵀ dy_C
 //
 // Input block A and output block C have the components of all their pairs (A, C), so h has about as many elements as x or
-// y: it exists only as tiles of ROWS samples in the caches of a core, and the backward makes it again. A tile of h is
+// y: it exists only as tiles of some samples in the caches of a core, and the backward makes it again. A tile of h is
 // transposed: the samples of a component are contiguous, those of an input block in consecutive rows. So an output block
 // reads rows in some order, and the permutation between both products moves nothing: it is a table of where rows begin.
 // Tiles of x, and of dy in the backward, are transposed for that, R and L packed once a call, L in the order of output
 // blocks. Every input block has an odd number of rows, of three cache lines: those of an output block are otherwise
 // powers of two apart, and compete for a few lines of the first cache.
 //
-// Threads divide the samples, as many tiles at a time as there are threads, and then, for ∂R and ∂L from these tiles, the
-// blocks. So no sum depends on how many threads there are, and none is made in parts.
+// Threads divide the samples in the forward; in the backward they divide the blocks of as many tiles as there are threads.
+// So no sum depends on how many threads there are, and a thread's part of R, L and their gradients stays in its caches.
 //
 // Rejected: batched products with h and its permutation in memory (torch), which take two to five times as long; sums of
-// gradients for each thread, since their addition takes as long as the products of 50 samples.
+// gradients for each thread, which have to be added up; requesting the next block of x or y ahead, no gain.
 #include <algorithm>
 #include <vector>
 
@@ -25,7 +25,9 @@
 
 namespace {
 
-constexpr long ROWS = 48;  // samples of a tile: whole pairs of vectors, and whole groups of six and twelve rows
+// Samples of a tile: whole pairs of vectors, and whole groups of six and twelve rows. In the backward the sums of gradients
+// cross the second cache for every tile.
+constexpr long FORWARD_ROWS = 48, BACKWARD_ROWS = 96;
 
 // A weight from Python, all rows contiguous. Blocks may reach beyond the features; what is there is padding.
 struct Blocks {
@@ -36,6 +38,7 @@ struct Blocks {
 };
 
 struct Layout : Blocks {
+    long rows;  // samples of a tile
     long n, m;  // in_size and out_size padded to whole vectors
     long entries, tile_rows;  // rows of packed L; rows of a tile of h
     std::vector<long> first;  // of each input block: its first component
@@ -44,7 +47,7 @@ struct Layout : Blocks {
     std::vector<long> begin;  // of each row in packed L: the element of a tile of h at which its component begins
     std::vector<long> component;  // of each row in packed L: its component; -1 for a bias
 
-    explicit Layout(const Blocks& blocks) : Blocks(blocks), n(padded(in_size, W)), m(padded(out_size, W)) {
+    Layout(const Blocks& blocks, long rows) : Blocks(blocks), rows(rows), n(padded(in_size, W)), m(padded(out_size, W)) {
         entries = components + has_bias() * out_blocks;
         tile_rows = 1;  // the ones that meet a bias
         entry.assign(out_blocks + 1, 0);
@@ -61,7 +64,7 @@ struct Layout : Blocks {
         for (long a = 0, k = 0; a < in_blocks; ++a)
             for (long c = 0; c < out_blocks; ++c)
                 for (long q = 0; q < ranks[a * out_blocks + c]; ++q, ++k, ++next[c])
-                    begin[next[c]] = (row[a] + k - first[a]) * ROWS, component[next[c]] = k;
+                    begin[next[c]] = (row[a] + k - first[a]) * rows, component[next[c]] = k;
     }
     long has_bias() const { return bias != nullptr; }
     long in_width(long a) const { return std::clamp(features - a * in_size, 0l, in_size); }
@@ -89,10 +92,11 @@ void pack(const Layout& w, float* r, float* l) {
         }
 }
 
-// (samples, columns) with row stride `row`, transposed to (columns, ROWS), padded with zeros.
-void transpose_tile(const float* from, long row, long samples, long columns, float* to) {
-    if (samples < ROWS) std::fill_n(to, columns * ROWS, 0.0f);
-    transpose(samples, columns, from, row, to, ROWS);
+// (samples, columns) with row stride `row`, transposed to (columns, rows), padded with zeros to whole vectors.
+void transpose_tile(const float* from, long row, long samples, long columns, float* to, long rows) {
+    for (long j = 0; j < columns && samples % W; ++j)
+        std::fill(to + j * rows + samples, to + j * rows + padded(samples, W), 0.0f);
+    transpose(samples, columns, from, row, to, rows);
 }
 
 // `width` columns of (samples, columns) as (samples, to_row), padded with zeros.
@@ -101,6 +105,19 @@ void copy_tile(const float* from, long row, long samples, long width, float* to,
         long j = 0;
         for (; j + W <= width; j += W) store(to + j, load(from + j));
         std::fill(std::copy(from + j, from + width, to + j), to + to_row, 0.0f);
+    }
+}
+
+// sum (columns) = or += the sum of the rows of (rows, columns); four rows at once, as each addition waits for the one before.
+void add_rows(const float* from, long rows, long columns, float* sum, bool add) {
+    for (long j = 0; j < columns; j += W) {
+        const float* at = from + j;
+        Vec total = {};
+        long k = rows;
+        for (; k >= 4; k -= 4, at += 4 * columns)
+            total += (load(at) + load(at + columns)) + (load(at + 2 * columns) + load(at + 3 * columns));
+        for (; k > 0; --k, at += columns) total += load(at);
+        store(sum + j, add ? load(sum + j) + total : total);
     }
 }
 
@@ -115,29 +132,17 @@ void cut_product(long m, long width, long n, long depth, A a, const float* b, fl
 
 // Samples that a thread takes at a time: a tile, or the part of one that keeps all threads busy. No result depends on it.
 long part_of(long samples, long threads) {
-    long part = ROWS;
-    for (long smaller : {ROWS / 2, ROWS / 3, ROWS / 6})
+    long part = FORWARD_ROWS;
+    for (long smaller : {FORWARD_ROWS / 2, FORWARD_ROWS / 3, FORWARD_ROWS / 6})
         if (smaller % W == 0 && (samples + part - 1) / part < threads) part = smaller;
     return part;
 }
 
-// The tile of h of `samples` rows of x. x_tile: memory of in_size x ROWS.
-void project(const Layout& w, const float* r, const float* x, long samples, float* x_tile, float* h) {
-    for (long a = 0; a < w.in_blocks; ++a) {
-        transpose_tile(x + a * w.in_size, w.features, samples, w.in_width(a), x_tile);
-        product(w.rank_of(a), padded(samples, W), w.in_width(a), {r + w.first[a] * w.n, w.n, 1}, x_tile, ROWS,
-                h + w.row[a] * ROWS, ROWS, false);
-    }
-}
-
-// The tile of dh of `samples` rows of dy. dy_tile: memory of out_size x ROWS.
-void project_back(const Layout& w, const float* l, const float* dy, long samples, float* dy_tile, float* dh) {
-    for (long c = 0; c < w.out_blocks; ++c) {
-        const long e = w.entry[c] + w.has_bias();
-        transpose_tile(dy + c * w.out_size, w.out_features, samples, w.out_width(c), dy_tile);
-        product(w.entry[c + 1] - e, padded(samples, W), w.out_width(c), Matrix{l + e * w.m, w.m, 1}, dy_tile, ROWS,
-                Rows{dh, w.begin.data() + e}, false);
-    }
+// The rows of input block a in a tile of h, from `samples` rows of x. x_tile: memory of in_size x rows.
+void project(const Layout& w, long a, const float* r, const float* x, long samples, float* x_tile, float* h) {
+    transpose_tile(x + a * w.in_size, w.features, samples, w.in_width(a), x_tile, w.rows);
+    product(w.rank_of(a), padded(samples, W), w.in_width(a), {r + w.first[a] * w.n, w.n, 1}, x_tile, w.rows,
+            h + w.row[a] * w.rows, w.rows, false);
 }
 
 // The gradients of no samples.
@@ -160,22 +165,22 @@ extern "C" {
 // x (samples, features) -> y (samples, out_features).
 int block_product(long samples, const Blocks* blocks, const float* x, float* y, Threads threads) {
     return status([=, &workspace = threads_workspace] {
-        const Layout w(*blocks);
+        const Layout w(*blocks, FORWARD_ROWS);
         float *const r = shared_scratch.floats(w.packed_size()), *const l = r + w.components * w.n;
-        workspace.reserve(threads, (w.tile_rows + w.in_size + w.m) * ROWS);
+        workspace.reserve(threads, (w.tile_rows + w.in_size + w.m) * w.rows);
         const long part = part_of(samples, threads);
 #pragma omp parallel num_threads(threads)
         {
             pack(w, r, l);
 #pragma omp barrier
             Room room = {workspace.own()};
-            float* const h = room.take(w.tile_rows * ROWS);
-            float *const x_tile = room.take(w.in_size * ROWS), *const edge = room.take(w.m * ROWS);
-            std::fill_n(h, ROWS, 1.0f);
+            float* const h = room.take(w.tile_rows * w.rows);
+            float *const x_tile = room.take(w.in_size * w.rows), *const edge = room.take(w.m * w.rows);
+            std::fill_n(h, w.rows, 1.0f);
 #pragma omp for schedule(static)
             for (long s = 0; s < samples; s += part) {
                 const long some = std::min(part, samples - s);
-                project(w, r, x + s * w.features, some, x_tile, h);
+                for (long a = 0; a < w.in_blocks; ++a) project(w, a, r, x + s * w.features, some, x_tile, h);
                 for (long c = 0; c < w.out_blocks; ++c) {
                     const long e = w.entry[c];
                     cut_product(some, w.out_width(c), w.m, w.entry[c + 1] - e, Columns{h, w.begin.data() + e}, l + e * w.m,
@@ -191,56 +196,62 @@ EXPORT(block_product);
 int block_product_backward(long samples, const Blocks* blocks, const float* x, const float* dy, float* dx, float* dr,
                            float* dl, float* dbias, Threads threads) {
     return status([=, &workspace = threads_workspace] {
-        const Layout w(*blocks);
-        const long packed = w.packed_size(), tile = w.tile_rows * ROWS, bias = w.has_bias();
-        const long part = part_of(samples, threads), group = std::min<long>(threads, (samples + ROWS - 1) / ROWS) * ROWS;
+        const Layout w(*blocks, BACKWARD_ROWS);
+        const long packed = w.packed_size(), rows = BACKWARD_ROWS;
+        const long group = std::min<long>(threads, (samples + rows - 1) / rows) * rows;
         float* const r = shared_scratch.floats(2 * packed + 2 * group * w.tile_rows);
         float *const l = r + w.components * w.n, *const r_sum = r + packed, *const l_sum = l + packed;
         float *const h = r_sum + packed, *const dh = h + group * w.tile_rows;  // tiles of a group
-        const long n = std::max(w.n, w.m);
-        workspace.reserve(threads, n * ROWS);
+        const long bias = w.has_bias();
+        workspace.reserve(threads, rows * (std::max(w.in_size, w.out_size) + std::max(w.n, w.m)));
 #pragma omp parallel num_threads(threads)
         {
             pack(w, r, l);
-            float* const own = workspace.own();
+            float *const tile = workspace.own(), *const own = tile + rows * std::max(w.in_size, w.out_size);
             if (samples == 0) clear(w, dr, dl, dbias);
-#pragma omp for schedule(static)
-            for (long t = 0; t < group; t += ROWS) std::fill_n(h + t * w.tile_rows, ROWS, 1.0f);
+#pragma omp barrier
             for (long first = 0; first < samples; first += group) {
                 const long end = std::min(first + group, samples);
+                const bool last = end == samples;
 #pragma omp for schedule(static)
-                for (long s = first; s < end; s += part) {
-                    const long some = std::min(part, end - s), at = (s - first) / ROWS * tile + s % ROWS;
-                    if (dl || dbias) project(w, r, x + s * w.features, some, own, h + at);
-                    if (dx || dr) project_back(w, l, dy + s * w.out_features, some, own, dh + at);
-                    for (long a = 0; a < w.in_blocks && dx; ++a)
-                        cut_product(some, w.in_width(a), w.n, w.rank_of(a), Matrix{dh + at + w.row[a] * ROWS, 1, ROWS},
-                                    r + w.first[a] * w.n, dx + s * w.features + a * w.in_size, w.features, own);
-                }
-#pragma omp for schedule(static) nowait
-                for (long a = 0; a < w.in_blocks; ++a) {
-                    float* const sum = r_sum + w.first[a] * w.n;
-                    for (long s = first; s < end && dr; s += ROWS) {
-                        const long some = std::min(ROWS, end - s);
-                        copy_tile(x + s * w.features + a * w.in_size, w.features, some, w.in_width(a), own, w.n);
-                        product(w.rank_of(a), w.n, some, {dh + (s - first) / ROWS * tile + w.row[a] * ROWS, ROWS, 1}, own, w.n,
-                                sum, w.n, s > 0);
-                    }
-                    if (end == samples && dr) transpose(w.rank_of(a), w.in_size, sum, w.n, dr + w.first[a], w.components);
-                }
+                for (long a = 0; a < w.in_blocks; ++a)
+                    for (long s = first; s < end && dl; s += rows)
+                        project(w, a, r, x + s * w.features, std::min(rows, end - s), tile, h + (s - first) * w.tile_rows);
 #pragma omp for schedule(static)
                 for (long c = 0; c < w.out_blocks; ++c) {
-                    float* const sum = l_sum + w.entry[c] * w.m;
-                    for (long s = first; s < end && (dl || dbias); s += ROWS) {
-                        const long some = std::min(ROWS, end - s);
-                        copy_tile(dy + s * w.out_features + c * w.out_size, w.out_features, some, w.out_width(c), own, w.m);
-                        product(w.entry[c + 1] - w.entry[c], w.m, some,
-                                Rows{h + (s - first) / ROWS * tile, w.begin.data() + w.entry[c]}, own, w.m, Strided{sum, w.m}, s > 0);
+                    const long e = w.entry[c] + bias, count = w.entry[c + 1] - e, width = w.out_width(c);
+                    const long* const begin = w.begin.data() + e;
+                    float* const sum = l_sum + e * w.m;  // after that of the bias
+                    for (long s = first; s < end; s += rows) {
+                        const long some = std::min(rows, end - s), at = (s - first) * w.tile_rows;
+                        copy_tile(dy + s * w.out_features + c * w.out_size, w.out_features, some, width, own, w.m);
+                        if (dbias) add_rows(own, some, w.m, sum - w.m, s > 0);
+                        if (dl) product(count, w.m, some, Rows{h + at, begin}, own, w.m, Strided{sum, w.m}, s > 0);
+                        if (dx || dr) {
+                            transpose_tile(own, w.m, some, width, tile, rows);
+                            product(count, padded(some, W), width, Matrix{l + e * w.m, w.m, 1}, tile, rows, Rows{dh + at, begin},
+                                    false);
+                        }
                     }
-                    if (end < samples) continue;
-                    if (dbias) std::copy_n(sum, w.out_width(c), dbias + c * w.out_size);
-                    for (long e = w.entry[c] + bias; dl && e < w.entry[c + 1]; ++e)
-                        std::copy_n(l_sum + e * w.m, w.out_size, dl + w.component[e] * w.out_size);
+                    if (last && dbias) std::copy_n(sum - w.m, width, dbias + c * w.out_size);
+                    for (long k = 0; last && dl && k < count; ++k)
+                        std::copy_n(sum + k * w.m, w.out_size, dl + w.component[e + k] * w.out_size);
+                }
+#pragma omp for schedule(static)
+                for (long a = 0; a < w.in_blocks; ++a) {
+                    const long k = w.first[a], count = w.rank_of(a), width = w.in_width(a);
+                    float* const sum = r_sum + k * w.n;
+                    for (long s = first; s < end; s += rows) {
+                        const long some = std::min(rows, end - s), at = s * w.features + a * w.in_size;
+                        const float* const dh_a = dh + (s - first) * w.tile_rows + w.row[a] * rows;
+                        if (dx)
+                            cut_product(some, width, w.n, count, Matrix{dh_a, 1, rows}, r + k * w.n, dx + at, w.features, own);
+                        if (dr) {
+                            copy_tile(x + at, w.features, some, width, own, w.n);
+                            product(count, w.n, some, {dh_a, rows, 1}, own, w.n, sum, w.n, s > 0);
+                        }
+                    }
+                    if (last && dr) transpose(count, w.in_size, sum, w.n, dr + k, w.components);
                 }
             }
         }
