@@ -11,7 +11,7 @@ from comera.ops.linear import tt_linear
 from comera.ops.planner.plan import plan_linear, plan_projection
 from comera.ops.projection import ttm_linear
 from comera.tt.format import clip_ranks
-from comera.tt.spec import Spec, TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
 Modes = tuple[int, ...]
 
@@ -27,6 +27,13 @@ def ttm(row_modes: Modes, col_modes: Modes, rank: int, *, pad_rows: int = 0, pad
     sizes = [m * n for m, n in zip(row_modes, col_modes, strict=True)]
     shape = prod(row_modes) - pad_rows, prod(col_modes) - pad_cols
     return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
+
+
+def ragged(features: int, out_features: int, in_modes: Modes, out_modes: Modes, most: int) -> BTTSpec:
+    """A block tensor train whose blocks have ranks from 0 to `most`, in no order."""
+    (a, _), (c, _) = in_modes, out_modes
+    ranks = tuple(tuple((5 * i + 3 * j + i * j) % (most + 1) for j in range(c)) for i in range(a))
+    return BTTSpec(features, out_features, in_modes, out_modes, ranks)  # type: ignore[arg-type]
 
 
 def force(spec: Spec, choice: str | Sequence[int], batch: int = 8) -> Callable[..., Tensor]:

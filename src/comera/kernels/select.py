@@ -63,9 +63,7 @@ def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", 
     return "cpp" if fits and supports("low_rank", x_BI, *factors) else "torch"
 
 
-def block_product_backend(
-    x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None
-) -> Literal["cpp", "torch"]:
+def block_product_backend(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Literal["cpp", "torch"]:
     """Who multiplies a batch with a block tensor train of R (N, K) and L (K, M)."""
     operands = (x_BI, r_NK, l_KM) if bias is None else (x_BI, r_NK, l_KM, bias)
     return "cpp" if supports("block_product", *operands) else "torch"

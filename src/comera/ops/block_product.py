@@ -62,13 +62,10 @@ def btt_linear(
     return y_BO.reshape(*input.shape[:-1], spec.out_features)
 
 
-def block_product(
-    x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias: Tensor | None = None
-) -> Tensor:
-    """The product of a batch (B, in_features) with the weight of R (N, K) and L (K, M): (B, out_features), in x's dtype.
+def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias: Tensor | None = None) -> Tensor:
+    """y (B, out_features) of a batch (B, in_features) and the weight of R (N, K) and L (K, M), in x's dtype.
 
-    Features may end within a block: the rest of it is padding. R and L are cast to the `working_dtype` of x. Autocast must
-    be off. Differentiable twice.
+    R, L and bias are cast to the `working_dtype` of x. Autocast must be off. Differentiable twice.
     """
     dtype = working_dtype(x_BI)
     met = [None if each is None else each.to(dtype) for each in (x_BI, r_NK, l_KM, bias)]

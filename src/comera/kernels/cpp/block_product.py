@@ -12,9 +12,7 @@ from comera.kernels.cpp.library import address, call, check_shape, checked, floa
 from comera.kernels.cpp.memory import empty
 
 
-def _words(
-    x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, ranks_AC: Tensor, out_features: int
-) -> bytes:
+def _words(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, ranks_AC: Tensor, out_features: int) -> bytes:
     """The weight as block_product.cpp has it. Raises RuntimeError unless its tensors, as kernels read them, fit."""
     if ranks_AC.dim() != 2 or ranks_AC.dtype is not torch.int64 or not (ranks_AC.is_cpu and ranks_AC.is_contiguous()):
         came = f"{list(ranks_AC.shape)} of {ranks_AC.dtype} on {ranks_AC.device}"
@@ -43,16 +41,17 @@ def _checked(
     return floats("x", x_BI), floats("R", r_NK), floats("L", l_KM), checked("bias", bias, out_features)
 
 
-def _flops(x: Any, r: Any, l: Any, bias: Any, ranks: Any, out_features: int) -> int:  # noqa: E741
-    return int(2 * x[0] * r[1] * (r[0] + l[1]))
+def _flops(x: Any, r_NK: Any, l_KM: Any, bias: Any, ranks: Any, out_features: int) -> int:
+    return int(2 * x[0] * r_NK[1] * (r_NK[0] + l_KM[1]))
 
 
 @operation(_flops)
 def block_product(
     x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, ranks_AC: Tensor, out_features: int
 ) -> Tensor:
-    """y (B, O) from x (B, I), R (N, K), L (K, M) and the ranks of all blocks (A, C), int64, in whose order the components
-    are. I may be less than A·N and O less than C·M: the rest is padding.
+    """y (B, O) from x (B, I), R (N, K), L (K, M) and the ranks of all blocks (A, C), int64.
+
+    The components are in the order of the blocks. I may be less than A·N and O less than C·M: the rest is padding.
 
     Raises RuntimeError for shapes and ranks that do not fit each other, or are not on the CPU.
     """
@@ -63,11 +62,10 @@ def block_product(
     return y_BO
 
 
-def _backward_flops(
-    x: Any, dy: Any, r: Any, l: Any, bias: Any, ranks: Any, dx: bool, dr: bool, dl: bool  # noqa: E741
-) -> int:
+def _backward_flops(x: Any, dy: Any, r_NK: Any, l_KM: Any, bias: Any, ranks: Any, dx: bool, dr: bool, dl: bool) -> int:
     """h again and ∂L; dh, dx and ∂R."""
-    return int(2 * x[0] * r[1] * (r[0] * (dl + dx + dr) + l[1] * (dl + (dx or dr))))
+    (n, count), (_, m) = r_NK, l_KM
+    return int(2 * x[0] * count * (n * (dl + dx + dr) + m * (dl + (dx or dr))))
 
 
 @operation(_backward_flops)

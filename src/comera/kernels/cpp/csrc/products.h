@@ -1,9 +1,9 @@
 // Products of small matrices in the caches: c (m, n) = or += a (m, k) b (k, n).
 //
-// Rows of b and c are contiguous, n elements long, n a multiple of W; a has any strides, or rows or columns in any order,
-// and so has c. Six rows of c by two vectors stay in registers: 12 sums, two of which the processor can advance per cycle.
-// Each k loads two vectors of b and six single elements of a, so the loads keep up. Of an odd number of vectors the last
-// three go by four rows, 12 sums as well: six sums at a time would wait for each other.
+// Rows of b and c are contiguous, n elements long, n a multiple of W; a has any strides. Rows of c, and rows or columns of
+// a, may also begin anywhere. Six rows of c by two vectors stay in registers, or of a last odd vector twelve rows: 12 sums,
+// two of which the processor can advance per cycle. For six rows each k loads two vectors of b and six single elements of a,
+// so the loads keep up. An element of c is the same to the bit whatever the other rows and columns of its product.
 #pragma once
 
 #include "vectors.h"
@@ -42,18 +42,18 @@ __attribute__((always_inline)) static inline void tile(long depth, A a, const fl
     Vec sum[M][N] = {};
     for (long k = 0; k < depth; ++k) {
         Vec right[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int j = 0; j < N; ++j) right[j] = load(b + k * b_row + j * W);
 #pragma GCC unroll 12
         for (int i = 0; i < M; ++i) {
             const Vec left = splat(a(i, k));
-#pragma GCC unroll 4
-            for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
+#pragma GCC unroll 2
+            for (int j = 0; j < N; ++j) sum[i][j] = multiply_add(left, right[j], sum[i][j]);
         }
     }
 #pragma GCC unroll 12
     for (int i = 0; i < M; ++i)
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int j = 0; j < N; ++j) {
             float* const to = c.row(i) + column + j * W;
             store(to, add ? load(to) + sum[i][j] : sum[i][j]);  // added last: sums of short sums lose fewer digits than long ones
@@ -64,11 +64,12 @@ __attribute__((always_inline)) static inline void tile(long depth, A a, const fl
 template <int M, int N, class A, class C>
 __attribute__((noinline)) static void panel(long m, long depth, A a, const float* b, long b_row, C c, long column, bool add) {
     for (; m >= M; m -= M, a = a.below(M), c = c.below(M)) tile<M, N>(depth, a, b + column, b_row, c, column, add);
-    if constexpr (M == 12) panel<6, N>(m, depth, a, b, b_row, c, column, add);
-    else {
-    if (m == 1) tile<1, N>(depth, a, b + column, b_row, c, column, add);
-    if (m == 2) tile<2, N>(depth, a, b + column, b_row, c, column, add);
-    if (m == 3) tile<3, N>(depth, a, b + column, b_row, c, column, add);
+    if constexpr (M > 6) {
+        panel<6, N>(m, depth, a, b, b_row, c, column, add);
+    } else {
+        if (m == 1) tile<1, N>(depth, a, b + column, b_row, c, column, add);
+        if (m == 2) tile<2, N>(depth, a, b + column, b_row, c, column, add);
+        if (m == 3) tile<3, N>(depth, a, b + column, b_row, c, column, add);
         if (m == 4) tile<4, N>(depth, a, b + column, b_row, c, column, add);
         if (m == 5) tile<5, N>(depth, a, b + column, b_row, c, column, add);
     }
