@@ -7,8 +7,8 @@ R_A holds the components of input block A, and L_C those of output block C; bloc
 are in both. h has as many elements per row as there are components, about as many as x: it is cheaper to compute again
 than to keep.
 
-On a CPU a C++ kernel keeps tiles of h in the caches and moves nothing for the permutation (kernels/cpp/csrc/
-block_product.cpp); on a GPU a Triton kernel can keep parts of h in registers (kernels/triton_blocks.py).
+On a CPU a C++ kernel keeps tiles of h in the caches, and its permutation moves nothing (kernels/cpp/csrc/
+block_product.cpp). Triton kernels for GPUs address permuted components, too (kernels/triton_blocks.py).
 
 Shapes: B flattened batch, A/C input/output blocks, N/M features in an input/output block, K components in the order of
 (A, C), Q/S most components of an input/output block.
@@ -68,11 +68,11 @@ def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias:
     R, L and bias are cast to the `working_dtype` of x. Autocast must be off. Differentiable twice.
     """
     dtype = working_dtype(x_BI)
-    met = [None if each is None else each.to(dtype) for each in (x_BI, r_NK, l_KM, bias)]
-    if select.block_product_backend(*met) == "torch":  # type: ignore[arg-type]
-        y_BO = _torch_product(*met, spec)  # type: ignore[arg-type]
+    operands = [None if each is None else each.to(dtype) for each in (x_BI, r_NK, l_KM, bias)]
+    if select.block_product_backend(operands) == "torch":
+        y_BO = _torch_forward(spec, *operands)  # type: ignore[arg-type]
     else:
-        y_BO = _BlockProduct.apply(*met, spec)
+        y_BO = _BlockProduct.apply(spec, *operands)
     return y_BO.to(x_BI.dtype)
 
 
@@ -80,46 +80,70 @@ class _BlockProduct(torch.autograd.Function):
     """The formulas at the top of the file, by a kernel; only the operands are saved."""
 
     @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, spec: BTTSpec) -> Tensor:
-        ctx.spec, ctx.backend = spec, select.block_product_backend(x_BI, r_NK, l_KM, bias)
+    def forward(ctx: Any, spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.spec, ctx.backend = spec, select.block_product_backend((x_BI, r_NK, l_KM, bias))
         ctx.save_for_backward(x_BI, r_NK, l_KM, bias)
         forward, _ = _BACKENDS[ctx.backend]
-        return forward(x_BI, r_NK, l_KM, bias, spec)
+        return forward(spec, x_BI, r_NK, l_KM, bias)
 
     @staticmethod
     def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        operands, wants = ctx.saved_tensors, ctx.needs_input_grad[1:]
         with without_autocast(dy_BO):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
-                wanted = [each for each in saved if each is not None and each.requires_grad]
-                y_BO = _torch_product(*saved, ctx.spec)
-                grads = iter(torch.autograd.grad(y_BO, wanted, dy_BO, create_graph=True))
-                made = [next(grads) if each is not None and each.requires_grad else None for each in saved]
-                return *made, None
+                return None, *_differentiable(dy_BO, ctx.spec, operands, wants)
             _, backward = _BACKENDS[ctx.backend]
-            return *backward(dy_BO, *saved, ctx.spec, ctx.needs_input_grad), None
+            return None, *backward(ctx.spec, dy_BO, operands, wants)
 
 
-def _cpp_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, spec: BTTSpec) -> Tensor:
+Grads = Sequence[Tensor | None]  # of x, R, L and bias
+
+
+def _cpp_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
     return cpp.block_product(x_BI, r_NK, l_KM, bias, _ranks(spec), spec.out_features)
 
 
-def _cpp_backward(
-    dy_BO: Tensor,
-    x_BI: Tensor,
-    r_NK: Tensor,
-    l_KM: Tensor,
-    bias: Tensor | None,
-    spec: BTTSpec,
-    wants: Sequence[bool],
-) -> list[Tensor | None]:
+def _cpp_backward(spec: BTTSpec, dy_BO: Tensor, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
+    x_BI, *weight = operands
     wanted = wants[0], wants[1], wants[2] or wants[3]
-    made = iter(cpp.block_product_backward(x_BI, dy_BO, r_NK, l_KM, bias, _ranks(spec), *wanted))
+    made = iter(cpp.block_product_backward(x_BI, dy_BO, *weight, _ranks(spec), *wanted))
     dx_BI, dr_NK, dl_KM = (next(made) if each else None for each in wanted)
-    return [dx_BI, dr_NK, dl_KM, next(made, None)]
+    return dx_BI, dr_NK, dl_KM, next(made, None)
 
 
-_BACKENDS = {"cpp": (_cpp_product, _cpp_backward)}
+def _triton_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
+    from comera.kernels import triton_blocks as triton
+
+    inputs, outputs = _sides(spec, x_BI.device)
+    r_NK, l_KM = r_NK.contiguous(), l_KM.contiguous()
+    h_BK = triton.to_components(x_BI, r_NK, r_NK.stride()[::-1], inputs)
+    return triton.to_features(h_BK, l_KM, l_KM.stride(), outputs, bias)
+
+
+def _triton_backward(spec: BTTSpec, dy_BO: Tensor, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
+    from comera.kernels import triton_blocks as triton
+
+    (x_BI, r_NK, l_KM), (inputs, outputs) = (each.contiguous() for each in operands[:3]), _sides(spec, dy_BO.device)
+    of_r, of_l = r_NK.stride()[::-1], l_KM.stride()
+    dx_BI = dr_NK = dl_KM = None
+    if wants[0] or wants[1]:
+        dh_BK = triton.to_components(dy_BO, l_KM, of_l, outputs)
+        dx_BI = triton.to_features(dh_BK, r_NK, of_r, inputs) if wants[0] else None
+        dr_NK = triton.weight_gradient(x_BI, dh_BK, of_r, inputs, r_NK) if wants[1] else None
+    if wants[2]:
+        h_BK = triton.to_components(x_BI, r_NK, of_r, inputs)
+        dl_KM = triton.weight_gradient(dy_BO, h_BK, of_l, outputs, l_KM)
+    return dx_BI, dr_NK, dl_KM, dy_BO.sum(0) if wants[3] else None
+
+
+_BACKENDS = {"cpp": (_cpp_forward, _cpp_backward), "triton": (_triton_forward, _triton_backward)}
+
+
+def _differentiable(dy_BO: Tensor, spec: BTTSpec, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
+    """The gradients, which can be differentiated again."""
+    wanted = [each for each, wants_it in zip(operands, wants, strict=True) if wants_it]
+    grads = iter(torch.autograd.grad(_torch_forward(spec, *operands), wanted, dy_BO, create_graph=True))
+    return [next(grads) if wants_it else None for wants_it in wants]
 
 
 @lru_cache(maxsize=256)
@@ -128,7 +152,26 @@ def _ranks(spec: BTTSpec) -> Tensor:
     return torch.tensor(spec.rows_of_ranks, dtype=torch.int64, device="cpu")
 
 
-def _torch_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, spec: BTTSpec) -> Tensor:
+@lru_cache(maxsize=256)
+def _sides(spec: BTTSpec, device: torch.device) -> tuple[Any, Any]:
+    """Input and output blocks, with the tables of their components on the device, for the Triton kernels."""
+    from comera.kernels.triton_blocks import Side
+
+    rank_AC = _ranks(spec)
+    a, c = spec.blocks
+    block_K = torch.arange(a * c).repeat_interleave(rank_AC.flatten())
+    sides = []
+    for features, size, each, of_block_K in (
+        (spec.in_features, spec.sizes[0], rank_AC.sum(1), block_K // c),
+        (spec.out_features, spec.sizes[1], rank_AC.sum(0), block_K % c),
+    ):
+        component_K = of_block_K.sort(stable=True).indices.int()
+        start = F.pad(each.cumsum(0), (1, 0)).int()
+        sides.append(Side(features, size, int(each.max()), component_K.to(device), start.to(device)))
+    return sides[0], sides[1]
+
+
+def _torch_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
     """By batched products; blocks of different ranks are padded to equal ones."""
     (a, c), rank = spec.blocks, spec.block_ranks
     x_ABN = pad_last(x_BI, spec.padded_shape[0]).unflatten(1, (a, -1)).transpose(0, 1)

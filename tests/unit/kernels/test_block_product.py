@@ -141,8 +141,8 @@ def test_ranks_that_do_not_fit_are_refused(ranks, message):
 
 def test_used_for_float32_on_the_cpu(monkeypatch):
     given, _ = operands(SPECS[1], 1)
-    assert select.block_product_backend(*given[:4]) == "cpp"
-    assert select.block_product_backend(*given[:3], None) == "cpp"
-    assert select.block_product_backend(*(t.double() for t in given[:4])) == "torch"
+    assert select.block_product_backend(given[:4]) == "cpp"
+    assert select.block_product_backend([*given[:3], None]) == "cpp"
+    assert select.block_product_backend([t.double() for t in given[:4]]) == "torch"
     monkeypatch.setenv("COMERA_KERNELS", "low_rank")
-    assert select.block_product_backend(*given[:4]) == "torch"
+    assert select.block_product_backend(given[:4]) == "torch"
