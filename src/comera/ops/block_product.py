@@ -24,6 +24,7 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import block_product as cpp
+from comera.kernels.tracing import constant_when_traced
 from comera.ops.chunking import pad_last
 from comera.ops.dtypes import without_autocast, working_dtype
 from comera.ops.linear import flatten_input
@@ -189,8 +190,13 @@ def _torch_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias
     return y_BO if bias is None else y_BO + bias
 
 
-@lru_cache(maxsize=256)
+@constant_when_traced  # arithmetic on a spec: torch.compile has nothing to trace
 def _padded(spec: BTTSpec) -> tuple[Any, Any, Any]:
+    return _cached_padded(spec)
+
+
+@lru_cache(maxsize=256)
+def _cached_padded(spec: BTTSpec) -> tuple[Any, Any, Any]:
     """For blocks of different ranks: the components of each input block (A, Q), those of each output block (C, S), both
     padded with K, and where the latter are among the former (C, S), padded with A·Q."""
     (a, c), count, rows = spec.blocks, spec.ranks[1], spec.rows_of_ranks
