@@ -97,7 +97,8 @@ def measure(rows: int, features: int, out_features: int, rank: int, repeats: int
 
 def leaf(*shape: int) -> Tensor:
     """Weights of order one over the root of their first side, where gradients are wanted."""
-    return (torch.randn(shape) / shape[0] ** 0.5).requires_grad_()
+    weights: Tensor = torch.randn(shape) / shape[0] ** 0.5
+    return weights.requires_grad_()
 
 
 def with_backward(

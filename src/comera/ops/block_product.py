@@ -117,15 +117,15 @@ def _triton_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bia
 
     inputs, outputs = _sides(spec, x_BI.device)
     r_NK, l_KM = r_NK.contiguous(), l_KM.contiguous()
-    h_BK = triton.to_components(x_BI, r_NK, r_NK.stride()[::-1], inputs)
-    return triton.to_features(h_BK, l_KM, l_KM.stride(), outputs, bias)
+    h_BK = triton.to_components(x_BI, r_NK, (1, r_NK.shape[1]), inputs)
+    return triton.to_features(h_BK, l_KM, (l_KM.shape[1], 1), outputs, bias)
 
 
 def _triton_backward(spec: BTTSpec, dy_BO: Tensor, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
     from comera.kernels import triton_blocks as triton
 
     (x_BI, r_NK, l_KM), (inputs, outputs) = (each.contiguous() for each in operands[:3]), _sides(spec, dy_BO.device)
-    of_r, of_l = r_NK.stride()[::-1], l_KM.stride()
+    of_r, of_l = (1, r_NK.shape[1]), (l_KM.shape[1], 1)  # strides along components and features
     dx_BI = dr_NK = dl_KM = None
     if wants[0] or wants[1]:
         dh_BK = triton.to_components(dy_BO, l_KM, of_l, outputs)
