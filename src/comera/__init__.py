@@ -12,14 +12,13 @@ from comera._version import __version__ as __version__
 
 # public name -> module that defines it
 _HOMES = {
+    "BTT": "convert",
     "TT": "convert",
     "TTM": "convert",
     "ComeraError": "errors",
     "EarlyStage": "rank",
     "LateStage": "rank",
     "RankController": "rank",
-    "TTMSpec": "tt.spec",
-    "TTSpec": "tt.spec",
     "TensorizeConfig": "convert",
     "fuse_": "fusion",
     "load_pretrained": "pretrained",

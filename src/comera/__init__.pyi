@@ -8,6 +8,7 @@ from comera import rank as rank
 from comera import recompute as recompute
 from comera import tt as tt
 from comera._version import __version__ as __version__
+from comera.convert import BTT as BTT
 from comera.convert import TT as TT
 from comera.convert import TTM as TTM
 from comera.convert import TensorizeConfig as TensorizeConfig
@@ -24,5 +25,3 @@ from comera.rank import RankController as RankController
 from comera.rank import model_size as model_size
 from comera.rank import round_ as round_
 from comera.recompute.blocks import recompute_ as recompute_
-from comera.tt.spec import TTMSpec as TTMSpec
-from comera.tt.spec import TTSpec as TTSpec

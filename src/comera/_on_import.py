@@ -1,43 +1,49 @@
-"""Imports a module of ours once the program has imported a library, without importing the library.
+"""Acts once the program has imported a library, without importing the library.
 
-`import comera` uses it once: when a program imports the quantizers of transformers, as every `from_pretrained` does,
-`comera.integrations.transformers_formats` tells them how to load compressed models.
+`import comera` needs it twice: when a program imports the quantizers of transformers, as every `from_pretrained` does,
+`comera.integrations.transformers_formats` tells them how to load compressed models; and when it imports torch's counter
+of FLOPs, the kernels tell it theirs (`kernels/cpp/library.py`).
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
+def when_imported(library: str, act: Callable[[], object]) -> None:
+    """Call `act` once `library` has been imported: now, if it has been already."""
+    if library in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _Watch(library, act))
+
+
 def import_after(library: str, module: str) -> None:
-    """Import `module` once `library` has been imported: now, if it has been already.
+    """Import `module` once `library` has been imported.
 
     A version of the library that lacks what `module` needs goes on without it; a warning says so.
     """
-    if library in sys.modules:
-        _import(module)
-    else:
-        sys.meta_path.insert(0, _Watch(library, module))
 
+    def act() -> None:
+        try:
+            import_module(module)
+        except ImportError as error:
+            warnings.warn(f"{module} cannot be used ({error}): update the library that it is for", stacklevel=2)
 
-def _import(module: str) -> None:
-    try:
-        import_module(module)
-    except ImportError as error:
-        warnings.warn(f"{module} cannot be used ({error}): update the library that it is for", stacklevel=2)
+    when_imported(library, act)
 
 
 class _Watch(MetaPathFinder):
-    """Waits for one import: finds the library as it would be found otherwise, and adds ours to its execution."""
+    """Waits for one import: finds the library as it would be found otherwise, and adds `act` to its execution."""
 
-    def __init__(self, library: str, module: str) -> None:
-        self.library, self.module = library, module
+    def __init__(self, library: str, act: Callable[[], object]) -> None:
+        self.library, self.act = library, act
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -53,7 +59,7 @@ class _Watch(MetaPathFinder):
             def execute_both(library: ModuleType) -> None:
                 execute(library)
                 sys.meta_path.remove(self)
-                _import(self.module)
+                self.act()
 
             loader.exec_module = execute_both  # type: ignore[method-assign, assignment]
         return spec

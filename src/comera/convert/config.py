@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from comera.errors import ConversionError, SpecError, check_fields
-from comera.tt.shapes import tt_spec, ttm_spec
-from comera.tt.spec import TTMSpec, TTSpec
+from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,42 @@ class TT:
 
 
 @dataclass(frozen=True)
+class BTT:
+    """Block-tensor-train format for linear layers (docs/method.md §1; Qiu et al. 2024).
+
+    No parameter is shared between blocks of the weight. At equal parameters and cost it learns more per step than TT;
+    TT goes to much smaller sizes.
+
+    Args:
+        rank: of every block, one integer, clipped to what the blocks allow.
+        blocks: number of input and of output blocks. By default, about the square roots of the features.
+
+    Raises:
+        SpecError: values that fit no layer.
+
+    Example:
+        >>> import comera
+        >>> print(comera.BTT(rank=2).spec(768, 3072))
+        BTT 24·32 / 64·48 rank 2
+    """
+
+    rank: int = 1
+    blocks: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_integer(self.rank, 0):
+            raise SpecError(f"BTT needs rank to be an integer >= 0, got {self.rank!r}")
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+            if len(self.blocks) != 2 or not all(_is_integer(count, 1) for count in self.blocks):
+                raise SpecError(f"BTT needs blocks to be two integers >= 1 or None, got {self.blocks!r}")
+
+    def spec(self, in_features: int, out_features: int) -> BTTSpec:
+        """Blocks and ranks for a layer of these sizes. Raises SpecError if they do not fit."""
+        return btt_spec(in_features, out_features, rank=self.rank, blocks=self.blocks)
+
+
+@dataclass(frozen=True)
 class TTM:
     """Tensor-train-matrix format for embedding tables (docs/method.md §1; [CoMERA] eq. 4).
 
@@ -82,22 +118,25 @@ class TTM:
         return ttm_spec(num_embeddings, embedding_dim, order=order, rank=self.rank, row_modes=rows, col_modes=cols)
 
 
+def _is_integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) -> None:
     """Validate the fields that both formats have, and convert lists to tuples."""
 
-    def integer(value: object, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
     kind = type(format_).__name__
-    if not integer(format_.order, least_order):
+    if not _is_integer(format_.order, least_order):
         raise SpecError(f"{kind} needs an order of at least {least_order} (cores), got {format_.order!r}")
     for name in ("rank", left, right):
         value = getattr(format_, name)
         if isinstance(value, list | tuple):
             value = tuple(value)
             object.__setattr__(format_, name, value)
-        single = value is None if name != "rank" else integer(value, 0)
-        if not single and not (isinstance(value, tuple) and value and all(integer(v, name != "rank") for v in value)):
+        single = value is None if name != "rank" else _is_integer(value, 0)
+        if not single and not (
+            isinstance(value, tuple) and value and all(_is_integer(v, name != "rank") for v in value)
+        ):
             allowed = "an integer >= 0 or a tuple of them" if name == "rank" else "a tuple of positive integers or None"
             raise SpecError(f"{kind} needs {name} to be {allowed}, got {value!r}")
 
@@ -112,7 +151,7 @@ class TensorizeConfig:
             the layer dense. If several match, the last one wins, so put general patterns first.
         tied: what happens to layers that share one weight. "share": they share one tensor train (if an embedding is
             among them, its TTM); "untie": each gets its own.
-        init: "random" cores, or "decompose" the present weight (TT-SVD).
+        init: "random" cores, or "decompose" the present weight (TT-SVD; an SVD of each block).
         init_std: standard deviation of the materialized random weight. None takes that of the weight it replaces, or
             that of the layer's own initialization if the weight has none (meta device, constant).
         min_ratio: a layer stays dense unless dense parameters / stored parameters exceeds it.
@@ -132,9 +171,9 @@ class TensorizeConfig:
         16
     """
 
-    linear: TT | None = field(default_factory=TT)
+    linear: TT | BTT | None = field(default_factory=TT)
     embedding: TTM | None = field(default_factory=TTM)
-    overrides: Mapping[str, TT | TTM | None] = field(default_factory=dict, hash=False)
+    overrides: Mapping[str, TT | TTM | BTT | None] = field(default_factory=dict, hash=False)
     tied: Literal["share", "untie"] = "share"
     init: Literal["random", "decompose"] = "random"
     init_std: float | None = None
@@ -143,11 +182,11 @@ class TensorizeConfig:
 
     def __post_init__(self) -> None:
         entries = self.overrides.items() if isinstance(self.overrides, Mapping) else [(None, None)]
-        good = all(isinstance(key, str) and isinstance(value, TT | TTM | None) for key, value in entries)
+        good = all(isinstance(key, str) and isinstance(value, TT | TTM | BTT | None) for key, value in entries)
         checks = {
-            "linear": (isinstance(self.linear, TT | None), "a TT or None"),
+            "linear": (isinstance(self.linear, TT | BTT | None), "a TT, a BTT or None"),
             "embedding": (isinstance(self.embedding, TTM | None), "a TTM or None"),
-            "overrides": (good, "a mapping from name patterns to TT, TTM or None"),
+            "overrides": (good, "a mapping from name patterns to TT, BTT, TTM or None"),
             "tied": (self.tied in ("share", "untie"), "'share' or 'untie'"),
             "init": (self.init in ("random", "decompose"), "'random' or 'decompose'"),
             "init_std": (self.init_std is None or 0 < self.init_std < float("inf"), "a number > 0 or None"),

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from comera.convert.config import TT, TTM, TensorizeConfig
+from comera.convert.config import BTT, TT, TTM, TensorizeConfig
 from comera.convert.converter import Converter
 from comera.convert.registry import converters, refusal
 from comera.errors import ConversionError, SpecError
@@ -26,7 +26,7 @@ class Site:
     names: list[str]  # all that it is registered under
     layer: nn.Module
     converter: Converter
-    choice: TT | TTM | None  # the format chosen for it; None leaves it dense
+    choice: TT | TTM | BTT | None  # the format chosen for it; None leaves it dense
     explicit: bool  # whether an override chose the format
     refused: str | None  # why the layer itself cannot be converted
     note: str = ""  # for the report
@@ -76,11 +76,11 @@ def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> li
         site = Site(own, layer, converter, choice, bool(matches), refused, note=refused or "")
         if matches:
             site.choice = config.overrides[matches[-1]]
-            needed = TT if converter.table is None else TTM
+            needed, named = (TT | BTT, "TT, a BTT") if converter.table is None else (TTM, "TTM")
             if not isinstance(site.choice, needed | None):
                 raise ConversionError(
                     f"the override {matches[-1]!r} gives a {type(site.choice).__name__} to {site}, "
-                    f"which needs a {needed.__name__} or None: narrow the pattern or write a later one for this layer"
+                    f"which needs a {named} or None: narrow the pattern or write a later one for this layer"
                 )
         if site.choice is None and not refused:
             site.note = "left dense as configured"

@@ -9,9 +9,9 @@ from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.registry import converters
 from comera.convert.vocabulary import guard_resizing_
 from comera.nn.embedding import TTMEmbedding, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.tt.spec import TTSpec
+from comera.tt.spec import BTTSpec, TTMSpec
 
 # Hooks see calls, not parameters, so they move along. The dictionaries themselves move, so that handles keep working.
 _HOOKS = (
@@ -59,10 +59,11 @@ def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) 
             if isinstance(table, TTMEmbedding):
                 table.embed_scale = converter.embed_scale(layer)
             swaps[layer] = table
-        elif isinstance(tt.spec, TTSpec):
-            swaps[layer] = TTLinear(tt, False if bias is None else bias)
-        else:
+        elif isinstance(tt.spec, TTMSpec):
             swaps[layer] = TTMProjection(tt, False if bias is None else bias, padding.get(tt))
+        else:
+            kind = BTTLinear if isinstance(tt.spec, BTTSpec) else TTLinear
+            swaps[layer] = kind(tt, False if bias is None else bias)
         swaps[layer].dense_type = type(layer)
     _swap_(model, swaps)
 

@@ -18,7 +18,7 @@ from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import ConversionError, SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.decompose import tt_svd
-from comera.tt.spec import TTSpec
+from comera.tt.spec import TTMSpec
 
 
 def tensorize_(
@@ -135,7 +135,7 @@ def _make_train(
         return tt, None
     if weight.is_meta:
         raise ConversionError(f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'")
-    matrix = weight.t() if isinstance(group.spec, TTSpec) and not site.converter.in_first else weight
+    matrix = weight.t() if not isinstance(group.spec, TTMSpec) and not site.converter.in_first else weight
     try:
         result = tt_svd(matrix, group.spec)
     except SpecError as error:

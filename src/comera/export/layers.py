@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from comera.errors import ConversionError
 from comera.fusion.fuse import fuse_
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.ops.block_product import btt_linear
 from comera.ops.chunking import pad_last
 from comera.ops.dtypes import merge_dtype
 from comera.ops.planner.plan import plan_linear
@@ -29,7 +30,7 @@ from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize
-from comera.tt.spec import TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 
 def copy_with_own_trains(model: nn.Module) -> nn.Module:
@@ -105,6 +106,19 @@ class _Linear(nn.Module):
             plan = plan_linear(spec, x_BI.shape[0], input.element_size(), device=input.device.type)
             self.groups = plan.groups
         return contract_groups(x_BI, spec, cores, self.groups, self.bias).view(*input.shape[:-1], spec.out_features)
+
+
+class _Blocks(nn.Module):
+    """y = x W + bias, W a block tensor train."""
+
+    def __init__(self, layer: BTTLinear, cores: _Cores) -> None:
+        super().__init__()
+        self.tt, self.bias = cores, layer.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        spec = self.tt.spec
+        assert isinstance(spec, BTTSpec)
+        return btt_linear(input, spec, list(self.tt.cores), self.bias)
 
 
 class _Table(nn.Module):
@@ -189,6 +203,7 @@ class _Projection(_Table):
 
 _INFERENCE: dict[type[nn.Module], Callable[[Any, _Cores], nn.Module]] = {
     TTLinear: _Linear,
+    BTTLinear: _Blocks,
     TTMEmbedding: _Embedding,
     TTMEmbeddingBag: _Bag,
     TTMProjection: _Projection,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from comera.errors import ConversionError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
 
 __all__ = ["with_compressed"]
@@ -40,7 +40,9 @@ def with_compressed(config: LoraConfig) -> LoraConfig:
         >>> tuned.get_nb_trainable_parameters()[0]
         2560
     """
-    config._register_custom_module({TTLinear: _Linear, TTMProjection: _Linear, TTMEmbedding: _Embedding})
+    config._register_custom_module(
+        {TTLinear: _Linear, BTTLinear: _Linear, TTMProjection: _Linear, TTMEmbedding: _Embedding}
+    )
     return config
 
 

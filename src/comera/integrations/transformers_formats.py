@@ -32,7 +32,7 @@ from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.pretrained.folder import SavedTrain
 from comera.pretrained.transformers_folder import QUANT_METHOD, entries_of, read_entries, with_stored_ranks
-from comera.tt.spec import Spec, TTMSpec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
 __all__ = ["ComeraConfig", "ComeraQuantizer", "note_formats_"]
 
@@ -161,6 +161,9 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"expected a device for {meta[0]}, but device_map offloads it (one of {len(meta)} compressed layers), "
                 "and accelerate cannot fetch their cores: they are small, so give them a device"
             )
+        for tt in dict(named_trains(model)).values():
+            if isinstance(tt.spec, BTTSpec):  # the shapes of the parameters show the sum of its ranks alone
+                tt.spec = tt.spec.with_block_ranks(tt.get_buffer("block_ranks").flatten().tolist())
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             vars(model).pop(name, None)
         for module in model.modules():
@@ -234,9 +237,9 @@ def _check_fit(name: str, layer: nn.Module, spec: Spec, where: object) -> None:
     reason = "it is of no type that can be compressed" if converter is None else refusal(layer, converter)
     if converter is not None and reason is None:
         shape = converter.shape(layer)
-        turned = converter.table is None and isinstance(spec, TTMSpec)
+        transposed = converter.table is None and isinstance(spec, TTMSpec)
         fits = isinstance(spec, TTMSpec) if converter.table is not None else True
-        if not fits or spec.shape != (shape[::-1] if turned else shape):
+        if not fits or spec.shape != (shape[::-1] if transposed else shape):
             reason = f"its sizes are {shape[0]} and {shape[1]}"
     if reason is not None:
         raise CheckpointError(

@@ -1,7 +1,15 @@
 """Compressed layers: drop-ins for `nn.Linear`, `nn.Embedding` and `nn.EmbeddingBag`."""
 
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 
-__all__ = ["CompressedLayer", "TTLinear", "TTMEmbedding", "TTMEmbeddingBag", "TTMProjection", "TensorTrain"]
+__all__ = [
+    "BTTLinear",
+    "CompressedLayer",
+    "TTLinear",
+    "TTMEmbedding",
+    "TTMEmbeddingBag",
+    "TTMProjection",
+    "TensorTrain",
+]

@@ -1,21 +1,68 @@
-"""TTLinear: a linear layer whose weight is a tensor train."""
+"""TTLinear and BTTLinear: linear layers whose weight is a tensor train, or a block tensor train."""
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from comera.errors import SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.ops.block_product import btt_linear
 from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
-from comera.tt.spec import TTSpec
+from comera.tt.spec import BTTSpec, TTSpec
 
-__all__ = ["TTLinear"]
+__all__ = ["BTTLinear", "CompressedLinear", "TTLinear"]
 
 
-class TTLinear(CompressedLayer):
+class CompressedLinear(CompressedLayer):
+    """Base class of `TTLinear` and `BTTLinear`. spec_type: the format of its tensor train."""
+
+    dense_type: type[nn.Module] = nn.Linear
+    spec_type: ClassVar[type[TTSpec | BTTSpec]]
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        tt: TensorTrain | TTSpec | BTTSpec,
+        bias: bool | nn.Parameter = True,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(tt, self.spec_type):  # nn.Linear draws U(-1/sqrt(in), 1/sqrt(in)): std 1/sqrt(3 in)
+            tt = TensorTrain(tt, init_std=1 / math.sqrt(3 * tt.in_features), dtype=dtype, device=device)
+        if not isinstance(tt, TensorTrain) or not isinstance(tt.spec, self.spec_type):
+            kind, needed = type(self).__name__, self.spec_type.__name__
+            raise SpecError(f"{kind} needs a {needed} or a TensorTrain with one, got {getattr(tt, 'spec', tt)}")
+        self.tt = tt
+        self._add_bias(bias, tt.spec.out_features)
+
+    @property
+    def in_features(self) -> int:
+        """Size of the input's last axis."""
+        return self.tt.spec.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        """Size of the output's last axis."""
+        return self.tt.spec.shape[1]
+
+    @property
+    def _dense_shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    def _dense(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self.tt.dense(tensors).t().contiguous()
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class TTLinear(CompressedLinear):
     """Drop-in for `nn.Linear`: y = x W + bias with W a tensor train (docs/method.md §1).
 
     Args:
@@ -33,24 +80,7 @@ class TTLinear(CompressedLayer):
         torch.Size([7, 10])
     """
 
-    dense_type: type[nn.Module] = nn.Linear
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        tt: TensorTrain | TTSpec,
-        bias: bool | nn.Parameter = True,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        if isinstance(tt, TTSpec):  # nn.Linear draws U(-1/sqrt(in), 1/sqrt(in)): std 1/sqrt(3 in)
-            tt = TensorTrain(tt, init_std=1 / math.sqrt(3 * tt.in_features), dtype=dtype, device=device)
-        if not isinstance(tt, TensorTrain) or not isinstance(tt.spec, TTSpec):
-            raise SpecError(f"TTLinear needs a TTSpec or a TensorTrain with one, got {getattr(tt, 'spec', tt)}")
-        self.tt = tt
-        self._add_bias(bias, tt.spec.out_features)
+    spec_type = TTSpec
 
     @property
     def spec(self) -> TTSpec:
@@ -58,27 +88,39 @@ class TTLinear(CompressedLayer):
         assert isinstance(self.tt.spec, TTSpec)
         return self.tt.spec
 
-    @property
-    def in_features(self) -> int:
-        """Size of the input's last axis."""
-        return self.spec.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Size of the output's last axis."""
-        return self.spec.out_features
-
-    @property
-    def _dense_shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    def _dense(self, tensors: Sequence[Tensor]) -> Tensor:
-        return self.tt.dense(tensors).t().contiguous()
-
     def forward(self, input: Tensor, factors: LowRankFactors | None = None) -> Tensor:
         """y = x W + bias. factors: A and B of W where they are merged already, as `fuse_` arranges it."""
         cores, gates = self.tt.tensors
         return tt_linear(input, self.spec, cores, self.bias, gates=gates, threshold=self.tt.threshold, factors=factors)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+class BTTLinear(CompressedLinear):
+    """Drop-in for `nn.Linear`: y = x W + bias with W a block tensor train (docs/method.md §1).
+
+    Args:
+        tt: the block tensor train, or a BTTSpec from which one is made with the std that `nn.Linear` would have.
+        bias: as for `TTLinear`.
+
+    Input (..., in_features) -> output (..., out_features), in the input's dtype or autocast's.
+
+    Raises:
+        SpecError: for a tensor train of another format or a bias of another shape.
+
+    Example:
+        >>> layer = BTTLinear(BTTSpec(12, 10, in_modes=(3, 4), out_modes=(5, 2), block_ranks=1))
+        >>> layer(torch.randn(7, 12)).shape
+        torch.Size([7, 10])
+    """
+
+    spec_type = BTTSpec
+
+    @property
+    def spec(self) -> BTTSpec:
+        """Blocks and ranks of the weight."""
+        assert isinstance(self.tt.spec, BTTSpec)
+        return self.tt.spec
+
+    def forward(self, input: Tensor) -> Tensor:
+        """y = x W + bias."""
+        cores, gates = self.tt.tensors
+        return btt_linear(input, self.spec, cores, self.bias, gates=gates, threshold=self.tt.threshold)

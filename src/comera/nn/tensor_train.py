@@ -21,14 +21,14 @@ from comera.nn.weight import is_weight_of, lazy_weight
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
-from comera.tt.spec import Spec
+from comera.tt.spec import BTTSpec, Spec
 
 
 class TensorTrain(nn.Module):
     """Cores and gates of one compressed weight.
 
     Args:
-        spec: modes and ranks (TT or TTM).
+        spec: modes and ranks (TT, TTM or BTT).
         init_std: standard deviation of the materialized weight that `reset_parameters` draws.
         threshold: τ; a gate at or below it is pruned: it multiplies by exactly 0 and counts 0 (docs/method.md §2).
 
@@ -62,7 +62,14 @@ class TensorTrain(nn.Module):
         self.rank_params = _Gates([empty(rank, dtype=wide) for rank in spec.inner_ranks])
         for listed in (self.cores, self.rank_params):
             listed._parameters = _Parameters(listed._parameters)
+        self._note_blocks(device)
         self.reset_parameters(generator)
+
+    def _note_blocks(self, device: torch.device | str | None) -> None:
+        """Keep the ranks of a BTT's blocks in the state, where the shapes of the parameters do not show them."""
+        if isinstance(self.spec, BTTSpec):
+            ranks = torch.tensor(self.spec.rows_of_ranks, dtype=torch.int32, device=device)
+            self.register_buffer("block_ranks", ranks)
 
     @classmethod
     def from_tensors(
@@ -111,6 +118,7 @@ class TensorTrain(nn.Module):
         if came != want or len(cores) != len(self.cores):
             raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
         self.spec = spec
+        self._note_blocks(self.cores[0].device)
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
             parameter.grad = None
             if parameter.shape == value.shape:
@@ -124,18 +132,23 @@ class TensorTrain(nn.Module):
             parameter.data = data
         increment_version([*self.cores, *self.rank_params])  # an assignment to .data is not counted by itself
 
-    def spec_for(self, shapes: Mapping[str, Sequence[int]]) -> Spec | None:
+    def spec_for(self, shapes: Mapping[str, Sequence[int]], block_ranks: Tensor | None = None) -> Spec | None:
         """The spec of a state with these modes and any ranks; None for any other state.
 
-        shapes: name in `state_dict()` ("cores.0", "rank_params.0") -> shape in that state.
+        shapes: name in `state_dict()` ("cores.0", "rank_params.0") -> shape in that state. block_ranks: those of a BTT,
+        by default spread evenly.
         """
         gates = [shapes.get(f"rank_params.{k}", ()) for k in range(len(self.rank_params))]
         try:
-            spec = self.spec.with_ranks((1, *(rank for (rank,) in gates), 1))
+            spec: Spec = self.spec.with_ranks((1, *(rank for (rank,) in gates), 1))
+            if isinstance(spec, BTTSpec) and block_ranks is not None:
+                spec = spec.with_block_ranks(block_ranks.flatten().tolist())
         except ValueError:  # no vectors, or no ranks (SpecError)
             return None
         want = {f"cores.{k}": shape for k, shape in enumerate(spec.core_shapes)}
         want |= {f"rank_params.{k}": (rank,) for k, rank in enumerate(spec.inner_ranks)}
+        if isinstance(spec, BTTSpec):
+            want["block_ranks"] = spec.blocks
         return spec if {name: tuple(shape) for name, shape in shapes.items()} == want else None
 
     def resize_(self, spec: Spec) -> None:
@@ -145,8 +158,9 @@ class TensorTrain(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Ranks are state: `load_state_dict` takes those of the state, before it reaches the parameters."""
-        names = {f"{prefix}{name}": name for name, _ in self.named_parameters()}
-        spec = self.spec_for({names[key]: value.shape for key, value in state_dict.items() if key in names})
+        names = {f"{prefix}{name}": name for name in self.state_dict()}
+        shapes = {names[key]: value.shape for key, value in state_dict.items() if key in names}
+        spec = self.spec_for(shapes, state_dict.get(f"{prefix}block_ranks"))
         if spec is not None:
             self.resize_(spec)
         super()._load_from_state_dict(state_dict, prefix, *args)

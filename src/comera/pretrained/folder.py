@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from comera.errors import CheckpointError, SpecError
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.sharded import type_name
-from comera.tt.spec import Spec, spec_from_dict
+from comera.tt.spec import BTTSpec, Spec, spec_from_dict
 
 WEIGHTS, MANIFEST = "model.safetensors", "comera.json"
 FORMAT = 1
@@ -65,9 +65,11 @@ class SavedTrain:
         return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late}
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of its tensors in the file, for the train registered as `name`: cores first."""
+        """Names and shapes of its tensors in the file, for the train registered as `name`: cores, then gates."""
         cores = {f"{name}.cores.{k}": shape for k, shape in enumerate(self.spec.core_shapes)}
-        return cores | {f"{name}.rank_params.{k}": (rank,) for k, rank in enumerate(self.spec.inner_ranks)}
+        gates = {f"{name}.rank_params.{k}": (rank,) for k, rank in enumerate(self.spec.inner_ranks)}
+        blocks = {f"{name}.block_ranks": self.spec.blocks} if isinstance(self.spec, BTTSpec) else {}
+        return cores | gates | blocks
 
 
 def file_header(manifest: Mapping[str, Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from comera.pretrained.folder import SavedTrain, read_folder, train_names, trans
 from comera.pretrained.sharded import like, type_name
 from comera.pretrained.transformers_folder import read_transformers_folder
 from comera.rank.optimizer_state import reset_state_, unwrap
-from comera.tt.spec import Spec, TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
 
 def load_pretrained(
@@ -251,7 +251,8 @@ class _Plan:
         for placement in self.placements:
             saved, held = placement.saved, placement.in_place
             tensors = [self.stored[key].clone() for key in saved.shapes(placement.names[0])]
-            cores, gates = tensors[: saved.spec.order], tensors[saved.spec.order :]
+            order = saved.spec.order
+            cores, gates = tensors[:order], tensors[order : 2 * order - 1]
             if held is not None:
                 held.set_(saved.spec, cores, gates)  # the same Parameters, so that optimizers keep theirs
                 held.init_std, held.threshold, held.late_from = saved.init_std, saved.threshold, saved.late_from
@@ -305,7 +306,8 @@ def _misfit(layer: nn.Module, kind: str, spec: Spec) -> str | None:
     if converter.table is not None:
         allowed = {(converter.table.__name__, TTMSpec, (rows, cols))}
     else:
-        allowed = {("TTLinear", TTSpec, (rows, cols)), ("TTMProjection", TTMSpec, (cols, rows))}
+        linear = {("TTLinear", TTSpec, (rows, cols)), ("BTTLinear", BTTSpec, (rows, cols))}
+        allowed = {*linear, ("TTMProjection", TTMSpec, (cols, rows))}
     if (kind, type(spec), spec.shape) in allowed:
         return None
     return f"a tensor train for a {type(layer).__name__} {rows} -> {cols}"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from comera.errors import CheckpointError
 from comera.pretrained.folder import WEIGHTS, SavedTrain, train_names
+from comera.tt.spec import BTTSpec
 
 QUANT_METHOD = "comera"  # quant_method in config.json
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -31,7 +32,8 @@ def entries_of(model: nn.Module) -> list[dict[str, Any]]:
     """ "trains" of a model's config.json: its tensor trains, without their ranks."""
     entries = [SavedTrain.entry(tt, names) for tt, names in train_names(model).items()]
     for entry in entries:
-        del entry["spec"]["ranks"]
+        for ranks in ("ranks", "block_ranks"):
+            entry["spec"].pop(ranks, None)
     return entries
 
 
@@ -52,6 +54,8 @@ def read_entries(entries: Sequence[Mapping[str, Any]], where: object) -> list[Sa
 
 
 def _with_unit_ranks(spec: Mapping[str, Any]) -> dict[str, Any]:
+    if spec["format"] == "btt":
+        return {**spec, "block_ranks": 1}
     order = len(spec["row_modes"]) if "row_modes" in spec else len(spec["in_modes"]) + len(spec["out_modes"])
     return {**spec, "ranks": [1] * (order + 1)}
 
@@ -110,8 +114,11 @@ def read_transformers_folder(folder: Path) -> tuple[list[SavedTrain], dict[str, 
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
     found = [with_stored_ranks(saved, shapes, folder) for saved in read_entries(entries, folder)]
     trains = [saved for saved in found if saved is not None]
-    for saved in trains:
+    for k, saved in enumerate(trains):
         first = next(name for name in saved.names if f"{name}.cores.0" in tensors)
+        if isinstance(saved.spec, BTTSpec):  # whose shapes show the sum of the ranks alone
+            ranks = tensors[f"{first}.block_ranks"].flatten().tolist()
+            trains[k] = replace(saved, spec=saved.spec.with_block_ranks(ranks))
         for name in saved.names:
             for key, same in zip(saved.shapes(name), saved.shapes(first), strict=True):
                 tensors.setdefault(key, tensors[same])

@@ -13,6 +13,7 @@ different inner ranks of one train overlap. What remains of the budget is spent 
 Shapes: C trains of equal order, K inner ranks of each, R and S candidates for inner ranks k and k+1.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from math import exp, inf, log
@@ -41,7 +42,7 @@ def allocate(
 
     importances: for each train and inner rank, those of the gates that may stay, ascending; dropping the first m of
     them leaves rank len − m. multiple: ranks stay at multiples of it, or as they are. rounding: no rank exceeds what
-    its neighbors allow, r_k ≤ sizes · r_{k±1}, as SVD rounding leaves it.
+    its neighbors allow, r_k ≤ reach · r_{k±1}, as SVD rounding leaves it.
     """
     costs = [[_costs(gates, multiple) for gates in train] for train in importances]
     by_order: dict[int, list[int]] = {}
@@ -101,18 +102,19 @@ class _Group:
                 self.cost_KCR[k, c, : len(gates)] = torch.tensor(list(gates.values()), dtype=torch.float64)
                 self.rank_KCR[k, c, : len(gates)] = torch.tensor(list(gates), dtype=torch.float64)
         sizes_KC = torch.tensor([spec.sizes for spec in specs], dtype=torch.float64).T
+        reach_KC = torch.tensor([spec.reach for spec in specs], dtype=torch.float64).T
         self.first_C, self.last_C, inner_KC = sizes_KC[0], sizes_KC[-1], sizes_KC[1:-1]
         # Entries of the core between inner ranks k and k+1, and the pairs of their candidates that cannot meet.
         self.cores, self.barred = [], []
         for k in range(self.inner - 1):
             left_CR1, right_C1S = self.rank_KCR[k][:, :, None], self.rank_KCR[k + 1][:, None, :]
-            size_C11 = inner_KC[k][:, None, None]
-            self.cores.append(left_CR1 * size_C11 * right_C1S)
-            barred_CRS = (left_CR1 > size_C11 * right_C1S) | (right_C1S > size_C11 * left_CR1)
+            self.cores.append(left_CR1 * inner_KC[k][:, None, None] * right_C1S)
+            reach_C11 = reach_KC[k + 1][:, None, None]
+            barred_CRS = (left_CR1 > reach_C11 * right_C1S) | (right_C1S > reach_C11 * left_CR1)
             self.barred.append(barred_CRS if rounding else None)
         if rounding and self.inner:
-            self.cost_KCR[0][self.rank_KCR[0] > self.first_C[:, None]] = inf
-            self.cost_KCR[-1][self.rank_KCR[-1] > self.last_C[:, None]] = inf
+            self.cost_KCR[0][self.rank_KCR[0] > reach_KC[0][:, None]] = inf
+            self.cost_KCR[-1][self.rank_KCR[-1] > reach_KC[-1][:, None]] = inf
 
     def choose(self, price: float) -> list[list[int]]:
         """The ranks of least cost + price · size in each train; for an infinite price, the smallest ones."""
@@ -145,16 +147,18 @@ def _spend(
     rounding: bool,
 ) -> None:
     """Raise ranks, in place, as far as the `left` parameters allow; the best gain per parameter first."""
+    candidates = [[sorted(gates) for gates in train] for train in costs]
 
     def raised(c: int, k: int) -> tuple[float, int, int] | None:
         """(gain per parameter, parameters, rank) of the next candidate for an inner rank; None if it does not fit."""
         rank, spec = ranks[c][k], specs[c]
-        above = min((candidate for candidate in costs[c][k] if candidate > rank), default=None)
-        if above is None:
+        place = bisect_right(candidates[c][k], rank)
+        if place == len(candidates[c][k]):
             return None
+        above = candidates[c][k][place]
         before = ranks[c][k - 1] if k else 1
         after = ranks[c][k + 1] if k + 1 < len(ranks[c]) else 1
-        if rounding and above > min(before * spec.sizes[k], spec.sizes[k + 1] * after):
+        if rounding and above > min(before * spec.reach[k], spec.reach[k + 1] * after):
             return None
         added = (above - rank) * (before * spec.sizes[k] + spec.sizes[k + 1] * after + 1)
         return ((costs[c][k][rank] - costs[c][k][above]) / added, added, above) if added <= left else None

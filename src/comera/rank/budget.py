@@ -24,8 +24,10 @@ from comera.rank.optimizer_state import reset_state_
 from comera.rank.report import RankReport, RankRow
 from comera.rank.size import spec_size
 from comera.rank.target import check_multiple, target_of
+from comera.tt.blocks import component_index
 from comera.tt.decompose import Decomposition, round_cores, singular_values
 from comera.tt.dense import absorb
+from comera.tt.spec import BTTSpec, Spec
 
 
 @torch.no_grad()
@@ -125,12 +127,22 @@ def canonicalize_(
     with _one_thread():
         found = [(train, round_cores(train.spec, _effective_cores("a tensor train", train))) for train in trains]
     for train, canonical in found:
-        unpruned = [int(mask.sum()) for mask in train.unpruned()]
-        ranks = zip(canonical.spec.inner_ranks, unpruned, strict=True)
-        gates = [(torch.arange(rank) < count).double() for rank, count in ranks]
+        gates = _leading(canonical.spec, train.spec.keeping([mask.nonzero().flatten() for mask in train.unpruned()]))
         for each in (train, *copies.get(train, ())):
             each.set_(canonical.spec, canonical.cores, gates)
     reset_state_([p for train, _ in found for p in train.parameters()], optimizers)
+
+
+def _leading(spec: Spec, unpruned: Spec) -> list[Tensor]:
+    """Gates of a canonical train: ones for its first slices, as many as `unpruned` has, and zeros for the rest."""
+    if isinstance(spec, BTTSpec) and isinstance(unpruned, BTTSpec):
+        index_BP, count_B = component_index(spec), torch.tensor(unpruned.rows_of_ranks).flatten()
+        ones_BP = (torch.arange(index_BP.shape[1]) < count_B[:, None]).double()
+        return [ones_BP[index_BP < spec.ranks[1]]]
+    return [
+        (torch.arange(rank) < count).double()
+        for rank, count in zip(spec.inner_ranks, unpruned.inner_ranks, strict=True)
+    ]
 
 
 def _round(

@@ -89,7 +89,7 @@ class _PrunePlan:
             keep = [kept[:0] for kept in keep]
         self.name = name
         self.train, self.copies = train, copies
-        self.spec = train.spec.with_ranks((1, *(len(kept) for kept in keep), 1))
+        self.spec = train.spec.keeping(keep)
         boundary = train.cores[0].new_zeros(1, dtype=torch.long)
         self.cuts: dict[Tensor, Cut] = {}
         for each in (train, *copies):

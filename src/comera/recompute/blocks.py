@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from comera.errors import ConversionError
 from comera.kernels.tracing import transformed
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
 from comera.recompute.replay import contexts, policy
 
@@ -96,7 +96,7 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
         module.forward = _Recompute(module)
     changed = found if enabled else recomputing
     layers = _layers(changed.values())
-    specs = [layer.spec for layer in layers if isinstance(layer, TTLinear)]
+    specs = [layer.spec for layer in layers if isinstance(layer, TTLinear | BTTLinear)]
     hidden, low_rank = sum(spec.out_features for spec in specs), sum(spec.ranks[spec.split] for spec in specs)
     return RecomputeReport(tuple(changed), len(layers), hidden, low_rank, enabled)
 

@@ -11,7 +11,7 @@ from comera.pretrained import MANIFEST, WEIGHTS, read_manifest, tensor_headers
 from comera.report.run import RunData, read_run
 from comera.report.tables import Table, count, duration, join_ranks, megabytes, modes_of, number, times
 from comera.trainer.checkpoint import find_checkpoint
-from comera.tt.spec import Spec, TTSpec, spec_from_dict
+from comera.tt.spec import BTTSpec, Spec, TTSpec, spec_from_dict
 
 TOKENS = 1024  # batch size for which FLOPs are planned
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}  # other types hold ids, not parameters
@@ -137,6 +137,8 @@ def _train_row(names: Mapping[str, str], spec: Spec) -> _Row:
 def _flops(kind: str, spec: Spec) -> tuple[float, float]:
     """FLOPs per token, forward and backward, of a layer and of the dense layer that it replaces."""
     dense = 6.0 * spec.dense_numel  # 2 in·out forward, twice that backward
+    if isinstance(spec, BTTSpec):
+        return 6.0 * spec.numel, dense
     if isinstance(spec, TTSpec):
         return plan_linear(spec, TOKENS).flops / TOKENS, dense
     if kind == "TTMProjection":

@@ -1,5 +1,6 @@
 """Tables that print themselves as text, Markdown and HTML, and numbers formatted for people."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
@@ -114,4 +115,4 @@ def duration(seconds: float) -> str:
 
 def modes_of(spec: Spec) -> str:
     """Format and modes of a tensor train, such as TT 8·8 / 16·16."""
-    return str(spec).partition(" ranks ")[0]
+    return re.split(" ranks? ", str(spec))[0]

@@ -69,6 +69,11 @@ class Format(ABC):
         return rank_limits(self.sizes)
 
     @property
+    def reach(self) -> tuple[int, ...]:
+        """By what factor the rank on one side of each core can exceed that on its other side, after SVD rounding."""
+        return self.sizes
+
+    @property
     def numel(self) -> int:
         """Parameters in the cores: the size S of docs/method.md §2, the sum over k of r_{k-1} · modes_k · r_k."""
         return sum(r * n * s for r, n, s in zip(self.ranks[:-1], self.sizes, self.ranks[1:], strict=True))

@@ -242,8 +242,12 @@ class BTTSpec(Format):
         return (self.in_modes[1], self.out_modes[1])
 
     @property
+    def reach(self) -> tuple[int, ...]:
+        return (self.rank_limits[1],) * 2
+
+    @property
     def split(self) -> int:
-        """Number of input cores: `ranks[split]` components per input row are what the product goes through."""
+        """Number of input cores."""
         return 1
 
     @property

@@ -9,10 +9,6 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +16,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from comera._on_import import when_imported
 from comera.kernels.cpp import build
 
 # Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
@@ -150,29 +147,13 @@ def _register_flops(name: str) -> None:
     register(getattr(torch.ops.comera, name))(lambda *shapes, out_shape=None, **_: formula(*shapes))
 
 
-class _FlopCounterImport(MetaPathFinder):
-    """Registers the formulas once torch.utils.flop_counter is imported: importing it from here would import triton,
-    0.25 s for something that few need."""
-
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _FLOP_COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                for operation_name in _flop_formulas:
-                    _register_flops(operation_name)
-
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
+def _register_all_flops() -> None:
+    for name in _flop_formulas:
+        _register_flops(name)
 
 
-if _FLOP_COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _FlopCounterImport())
+# Importing the counter from here would import triton: 0.25 s for something that few need.
+when_imported(_FLOP_COUNTER, _register_all_flops)
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from comera.errors import ConfigError
-from comera.nn.linear import TTLinear
+from comera.nn.linear import CompressedLinear
 from comera.nn.tensor_train import CompressedLayer
 
 # Of a compressed table: the gradient of a core is a product of the other cores, and for millions of rows the published
@@ -63,9 +63,9 @@ class DLRM(nn.Module):
         """The published initialization, for compressed layers too: linear weights normal with std √(2/(in+out)), biases
         with √(1/out); tables uniform within ±√(1/rows), compressed ones with the same std or _LEAST_STD."""
         for layer in [*self.bottom, *self.top]:
-            if isinstance(layer, nn.Linear | TTLinear):
+            if isinstance(layer, nn.Linear | CompressedLinear):
                 std = sqrt(2 / (layer.in_features + layer.out_features))
-                if isinstance(layer, TTLinear):
+                if isinstance(layer, CompressedLinear):
                     _draw(layer, std)
                 else:
                     nn.init.normal_(layer.weight, std=std)
