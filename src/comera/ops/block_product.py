@@ -70,10 +70,11 @@ def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias:
     """
     dtype = working_dtype(x_BI)
     operands = [None if each is None else each.to(dtype) for each in (x_BI, r_NK, l_KM, bias)]
-    if select.block_product_backend(operands) == "torch":
+    backend = select.block_product_backend(operands)
+    if backend == "torch":
         y_BO = _torch_forward(spec, *operands)  # type: ignore[arg-type]
     else:
-        y_BO = _BlockProduct.apply(spec, *operands)
+        y_BO = _BlockProduct.apply(backend, spec, *operands)
     return y_BO.to(x_BI.dtype)
 
 
@@ -81,20 +82,20 @@ class _BlockProduct(torch.autograd.Function):
     """The formulas at the top of the file, by a kernel; only the operands are saved."""
 
     @staticmethod
-    def forward(ctx: Any, spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.spec, ctx.backend = spec, select.block_product_backend((x_BI, r_NK, l_KM, bias))
-        ctx.save_for_backward(x_BI, r_NK, l_KM, bias)
-        forward, _ = _BACKENDS[ctx.backend]
-        return forward(spec, x_BI, r_NK, l_KM, bias)
+    def forward(ctx: Any, backend: str, spec: BTTSpec, *operands: Tensor | None) -> Tensor:
+        ctx.backend, ctx.spec = backend, spec
+        ctx.save_for_backward(*operands)
+        forward, _ = _BACKENDS[backend]
+        return forward(spec, *operands)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
-        operands, wants = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        operands, wants = ctx.saved_tensors, ctx.needs_input_grad[2:]
         with without_autocast(dy_BO):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
-                return None, *_differentiable(dy_BO, ctx.spec, operands, wants)
+                return None, None, *_differentiable(dy_BO, ctx.spec, operands, wants)
             _, backward = _BACKENDS[ctx.backend]
-            return None, *backward(ctx.spec, dy_BO, operands, wants)
+            return None, None, *backward(ctx.spec, dy_BO, operands, wants)
 
 
 Grads = Sequence[Tensor | None]  # of x, R, L and bias

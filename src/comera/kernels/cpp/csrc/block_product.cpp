@@ -8,13 +8,13 @@
 // transposed: the samples of a component are contiguous, those of an input block in consecutive rows. So an output block
 // reads rows in some order, and the permutation between both products moves nothing: it is a table of where rows begin.
 // Tiles of x, and of dy in the backward, are transposed for that, R and L packed once a call, L in the order of output
-// blocks. Every input block has an odd number of rows, of three cache lines: those of an output block are otherwise
-// powers of two apart, and compete for a few lines of the first cache.
+// blocks. Every input block has an odd number of rows, of a few cache lines: those of an output block are otherwise powers
+// of two apart, and compete for a few lines of the first cache.
 //
 // Threads divide the samples in the forward; in the backward they divide the blocks of as many tiles as there are threads.
 // So no sum depends on how many threads there are, and a thread's part of R, L and their gradients stays in its caches.
 //
-// Rejected: batched products with h and its permutation in memory (torch), which take two to five times as long; sums of
+// Rejected: batched products with h and its permutation in memory (torch), which take three times as long or more; sums of
 // gradients for each thread, which have to be added up; requesting the next block of x or y ahead, no gain.
 #include <algorithm>
 #include <vector>
@@ -229,8 +229,8 @@ int block_product_backward(long samples, const Blocks* blocks, const float* x, c
                         if (dl) product(count, w.m, some, Rows{h + at, begin}, own, w.m, Strided{sum, w.m}, s > 0);
                         if (dx || dr) {
                             transpose_tile(own, w.m, some, width, tile, rows);
-                            product(count, padded(some, W), width, Matrix{l + e * w.m, w.m, 1}, tile, rows, Rows{dh + at, begin},
-                                    false);
+                            product(count, padded(some, W), width, Matrix{l + e * w.m, w.m, 1}, tile, rows,
+                                    Rows{dh + at, begin}, false);
                         }
                     }
                     if (last && dbias) std::copy_n(sum - w.m, width, dbias + c * w.out_size);

@@ -38,7 +38,8 @@ struct Strided {
 };
 
 template <int M, int N, class A, class C>
-__attribute__((always_inline)) static inline void tile(long depth, A a, const float* b, long b_row, C c, long column, bool add) {
+__attribute__((always_inline)) static inline void tile(long depth, A a, const float* b, long b_row, C c, long column,
+                                                       bool add) {
     Vec sum[M][N] = {};
     for (long k = 0; k < depth; ++k) {
         Vec right[N];
@@ -62,7 +63,8 @@ __attribute__((always_inline)) static inline void tile(long depth, A a, const fl
 
 // All rows of N vectors of c, M at a time.
 template <int M, int N, class A, class C>
-__attribute__((noinline)) static void panel(long m, long depth, A a, const float* b, long b_row, C c, long column, bool add) {
+__attribute__((noinline)) static void panel(long m, long depth, A a, const float* b, long b_row, C c, long column,
+                                            bool add) {
     for (; m >= M; m -= M, a = a.below(M), c = c.below(M)) tile<M, N>(depth, a, b + column, b_row, c, column, add);
     if constexpr (M > 6) {
         panel<6, N>(m, depth, a, b, b_row, c, column, add);
