@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from comera.tt.dense import materialize
-from comera.tt.spec import Spec, TTSpec
+from comera.tt.blocks import fold_blocks
+from comera.tt.dense import fold, materialize
+from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
 
 def operands(
     spec: Spec, lead: Sequence[int], *, bias: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> list[Tensor | None]:
-    """[x, bias or None, cores...] of a product with the weight (TT) or with its transpose (TTM), all with gradients."""
+    """[x, bias or None, cores...] of a product with the weight (of a TTM with its transpose), all with gradients."""
     generator = torch.Generator().manual_seed(seed)
-    features, outputs = spec.shape if isinstance(spec, TTSpec) else spec.shape[::-1]
+    features, outputs = spec.shape[::-1] if isinstance(spec, TTMSpec) else spec.shape
     shapes = [(*lead, features), (outputs,), *spec.core_shapes]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    tensors[2:] = [core / math.sqrt(max(1, core.shape[0])) for core in tensors[2:]]
+    if not isinstance(spec, BTTSpec):  # whose cores have all blocks
+        tensors[2:] = [core / math.sqrt(max(1, core.shape[0])) for core in tensors[2:]]
     leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
     return [leaves[0], leaves[1] if bias else None, *leaves[2:]]
 
@@ -28,8 +32,27 @@ def operands(
 def oracle(spec: Spec, x: Tensor, bias: Tensor | None, *cores: Tensor) -> Tensor:
     """The product with the dense weight."""
     weight = materialize(spec, cores)
-    y = x @ (weight if isinstance(spec, TTSpec) else weight.t())
+    y = x @ (weight.t() if isinstance(spec, TTMSpec) else weight)
     return y if bias is None else y + bias
+
+
+def padded_weight(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
+    """The dense weight with its padding, from cores that have absorbed the gates."""
+    return materialize(replace(spec, **_padded_features(spec)), cores)
+
+
+def unfoldings(spec: Spec, weight: Tensor) -> list[Tensor]:
+    """The matrix at each inner rank of a weight, whose best low-rank errors bound that of any cores. A BTT has one:
+    its blocks along a diagonal."""
+    full = replace(spec, **_padded_features(spec)) if tuple(weight.shape) == spec.padded_shape else spec
+    if isinstance(full, BTTSpec):
+        return [torch.block_diag(*fold_blocks(full, weight))]
+    tensor = fold(full, weight)
+    return [tensor.flatten(0, k).flatten(1) for k in range(spec.order - 1)]
+
+
+def _padded_features(spec: Spec) -> dict[str, Any]:
+    return dict(zip([field.name for field in fields(spec)][:2], spec.padded_shape, strict=True))
 
 
 def values_and_gradients(

@@ -7,6 +7,7 @@ from math import prod
 
 from torch import Tensor
 
+from comera.ops.block_product import btt_linear
 from comera.ops.linear import tt_linear
 from comera.ops.planner.plan import plan_linear, plan_projection
 from comera.ops.projection import ttm_linear
@@ -36,8 +37,18 @@ def ragged(features: int, out_features: int, in_modes: Modes, out_modes: Modes, 
     return BTTSpec(features, out_features, in_modes, out_modes, ranks)  # type: ignore[arg-type]
 
 
+def btt(in_modes: Modes, out_modes: Modes, rank: int | Sequence[int], *, pad_in: int = 0, pad_out: int = 0) -> BTTSpec:
+    """A block tensor train; `rank`: of every block, or of each, in the order of (input block, output block)."""
+    shape = prod(in_modes) - pad_in, prod(out_modes) - pad_out
+    spec = BTTSpec(*shape, in_modes, out_modes, rank if isinstance(rank, int) else 0)  # type: ignore[arg-type]
+    return spec if isinstance(rank, int) else spec.with_block_ranks(rank)
+
+
 def force(spec: Spec, choice: str | Sequence[int], batch: int = 8) -> Callable[..., Tensor]:
-    """The product of (x, bias, cores...) with a weight by one strategy, or by groups with these ends."""
+    """The product of (x, bias, cores...) with a weight by one strategy, or by groups with these ends; that of blocks
+    has one way."""
+    if isinstance(spec, BTTSpec):
+        return lambda x, bias, *cores: btt_linear(x, spec, cores, bias)
     if isinstance(spec, TTSpec):
         plan = plan_linear(spec, batch).using(choice)  # type: ignore[arg-type]
         return lambda x, bias, *cores: tt_linear(x, spec, cores, bias, plan=plan)

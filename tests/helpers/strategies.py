@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comera.tt.format import rank_limits
-from comera.tt.spec import Spec, TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
 # A busy machine makes single examples slow, and a property says nothing about time.
 settings.register_profile("comera", deadline=None)
@@ -47,9 +47,27 @@ def ttm_specs(
     return TTMSpec(draw(_features(rows)), draw(_features(cols)), rows, cols, draw(_ranks(sizes, min_rank, max_rank)))
 
 
-def specs(*, min_rank: int = 0, max_rank: int = 6) -> st.SearchStrategy[Spec]:
-    """A spec of either format."""
+@st.composite
+def btt_specs(draw: st.DrawFn, *, min_rank: int = 0, max_rank: int = 6) -> BTTSpec:
+    """Any BTTSpec: blocks of one feature, padding on both sides (of whole blocks too), equal ranks or one each, 0 among
+    them; `min_rank` of all blocks together."""
+    in_modes, out_modes = (draw(st.tuples(st.integers(1, 5), st.integers(1, 6))) for _ in range(2))
+    limit, blocks = min(in_modes[1], out_modes[1], max_rank), in_modes[0] * out_modes[0]
+    rank = st.integers(0, limit)
+    flat = draw(rank.map(lambda equal: [equal] * blocks) | st.lists(rank, min_size=blocks, max_size=blocks))
+    flat = flat if sum(flat) >= min_rank else [min_rank, *flat[1:]]
+    features = draw(_features(in_modes)), draw(_features(out_modes))
+    return BTTSpec(*features, in_modes, out_modes, 0).with_block_ranks(flat)
+
+
+def train_specs(*, min_rank: int = 0, max_rank: int = 6) -> st.SearchStrategy[TTSpec | TTMSpec]:
+    """A spec of either format whose cores are merged one after the other."""
     return tt_specs(min_rank=min_rank, max_rank=max_rank) | ttm_specs(min_rank=min_rank, max_rank=max_rank)
+
+
+def specs(*, min_rank: int = 0, max_rank: int = 6) -> st.SearchStrategy[Spec]:
+    """A spec of any format."""
+    return train_specs(min_rank=min_rank, max_rank=max_rank) | btt_specs(min_rank=min_rank, max_rank=max_rank)
 
 
 def random_cores(spec: Spec, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -6,15 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from comera.ops.block_product import btt_linear
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_lookup
 from comera.ops.merge import left_products, right_products
 from comera.ops.planner.plan import plan_linear, plan_lookup, plan_projection
 from comera.ops.planner.problem import batch_bucket
 from comera.ops.projection import merge_sides, ttm_linear
-from comera.tt.dense import materialize
+from comera.tt.dense import absorb, materialize
 
-from ..helpers.strategies import random_cores, tt_specs, ttm_specs
+from ..helpers.strategies import btt_specs, random_cores, tt_specs, ttm_specs
 
 LEADS = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -73,6 +74,18 @@ def test_ttm_linear_is_the_dense_product(spec, lead, choice, bias, contiguous, s
     exact = x @ materialize(spec, cores).t()
     leaves = [x, *cores, b] if bias else [x, *cores]
     assert_same(ttm_linear(x, spec, cores, b, plan=forced), exact if b is None else exact + b, leaves, seed)
+
+
+@given(spec=btt_specs(), lead=LEADS, bias=st.booleans(), contiguous=st.booleans(), seed=st.integers(0, 99))
+def test_btt_linear_is_the_dense_product(spec, lead, bias, contiguous, seed):
+    cores = [core.requires_grad_() for core in random_cores(spec, seed=seed)]
+    x = inputs((*lead, spec.in_features), contiguous=contiguous, seed=seed + 1)
+    b = inputs((spec.out_features,), contiguous=True, seed=seed + 2) if bias else None
+    gates = [torch.randn(rank, dtype=torch.float64, requires_grad=True) for rank in spec.inner_ranks]
+    exact = x @ materialize(spec, absorb(cores, [d.masked_fill(d <= 0.1, 0.0) for d in gates]))
+    leaves = [x, *cores, *gates, b] if bias else [x, *cores, *gates]
+    found = btt_linear(x, spec, cores, b, gates=gates, threshold=0.1)
+    assert_same(found, exact if b is None else exact + b, leaves, seed)
 
 
 @given(data=st.data(), spec=ttm_specs(), shape=LEADS, choice=st.integers(-1, 5), seed=st.integers(0, 99))

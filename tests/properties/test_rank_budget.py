@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.budget import round_
 from comera.rank.size import model_size
 from comera.rank.target import smallest_size
-from comera.tt.dense import merge
-from comera.tt.spec import Spec, TTSpec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
+from ..helpers.oracle import padded_weight, unfoldings
 from ..helpers.strategies import random_cores, specs
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -29,14 +29,17 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @st.composite
 def models(draw: st.DrawFn, *, pruned: bool = True) -> nn.ModuleList:
-    """One to three layers of either format, embeddings with a tied head; some gates may be pruned."""
+    """One to three layers of any format, embeddings with a tied head; some gates may be pruned."""
     layers: list[nn.Module] = []
     for seed, spec in enumerate(draw(st.lists(specs(), min_size=1, max_size=3))):
         entry = st.sampled_from([1.0, 0.4, 1.7] + pruned * [0.01, -0.3])
         gates = [draw(st.lists(entry, min_size=rank, max_size=rank)) for rank in spec.inner_ranks]
         rank_params = [torch.tensor(values, dtype=torch.float64) for values in gates]
         train = TensorTrain.from_tensors(spec, random_cores(spec, seed=seed), rank_params, init_std=1.0)
-        layers += [TTLinear(train)] if isinstance(spec, TTSpec) else [TTMEmbedding(train), TTMProjection(train)]
+        if isinstance(spec, TTMSpec):
+            layers += [TTMEmbedding(train), TTMProjection(train)]
+        else:
+            layers.append((BTTLinear if isinstance(spec, BTTSpec) else TTLinear)(train))
     return nn.ModuleList(layers)
 
 
@@ -48,18 +51,13 @@ def target_of(data: st.DataObject, model: nn.Module, multiple: int = 1) -> int:
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
-    """The weight of each tensor train with its padding, an axis per core."""
-    return [merge(train.effective_cores()).detach().reshape(train.spec.sizes) for _, train in named_trains(model)]
-
-
-def unfoldings(weight: Tensor) -> list[Tensor]:
-    """The matrix at each inner rank."""
-    return [weight.flatten(0, k).flatten(1) for k in range(weight.ndim - 1)]
+    """The weight of each tensor train with its padding."""
+    return [padded_weight(train.spec, train.effective_cores()).detach() for _, train in named_trains(model)]
 
 
 def usable(spec: Spec) -> tuple[int, ...]:
     """Ranks without what their neighbours cannot use."""
-    ranks, sizes = list(spec.ranks), spec.sizes
+    ranks, sizes = list(spec.ranks), spec.reach
     for _ in range(spec.order):
         for k in range(1, spec.order):
             ranks[k] = min(ranks[k], ranks[k - 1] * sizes[k - 1], sizes[k] * ranks[k + 1])
@@ -93,7 +91,7 @@ def test_the_target_is_met_and_the_errors_are_those_of_the_weights(model: nn.Mod
         # TT-SVD: no better than the best at one inner rank, no worse than the losses at all of them together
         tails = [
             float(torch.linalg.svdvals(matrix)[rank:].square().sum())
-            for matrix, rank in zip(unfoldings(weight), row.after, strict=True)
+            for matrix, rank in zip(unfoldings(train.spec, weight), row.after, strict=True)
         ]
         squared, slack = (row.error * norm) ** 2, 1e-9 * norm**2
         assert max(tails) - slack <= squared <= sum(tails) + slack
@@ -121,9 +119,9 @@ def test_what_is_left_over_is_too_little_for_any_rank(model: nn.ModuleList, data
     before = {name: train.spec for name, train in named_trains(model)}
     report = round_(model, target_of(data, model))
     for name, train in named_trains(model):
-        ranks, sizes = train.spec.ranks, train.spec.sizes
+        ranks, sizes, reach = train.spec.ranks, train.spec.sizes, train.spec.reach
         for k, (most, rank) in enumerate(zip(usable(before[name]), train.spec.inner_ranks, strict=True), start=1):
-            if 0 < rank < min(most, ranks[k - 1] * sizes[k - 1], sizes[k] * ranks[k + 1]):
+            if 0 < rank < min(most, ranks[k - 1] * reach[k - 1], reach[k] * ranks[k + 1]):
                 more = ranks[k - 1] * sizes[k - 1] + sizes[k] * ranks[k + 1] + 1
                 assert report.after + more > report.target
 

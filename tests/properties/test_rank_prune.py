@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from comera.nn.embedding import TTMEmbedding, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import named_trains
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage
 from comera.rank.size import SizeTable, unpruned_ranks, unpruned_size
-from comera.tt.spec import TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw-foreach": lambda groups: torch.optim.AdamW(groups, foreach=True),
@@ -28,25 +28,27 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": lambda groups: torch.optim.Adagrad(groups),
 }
 IDS = torch.tensor([[0, 3, 10, 3], [7, 1, 1, 9]])
-INNER_RANKS = [(3, 2), (3, 5, 2), (4,)]  # of the table, of the first and of the second linear layer
+INNER_RANKS = [(3, 2), (3, 5, 2), (4,), (6,)]  # of the table, of the first, second and third linear layer
+BLOCK_RANKS = ((2, 0), (1, 3))  # of the third
 
 
 class Net(nn.Module):
-    """A table that is used twice, as embedding and as head, around two linear layers and a norm."""
+    """A table that is used twice, as embedding and as head, around three linear layers and a norm."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        table, first, second = ((1, *inner, 1) for inner in INNER_RANKS)
+        table, first, second, _ = ((1, *inner, 1) for inner in INNER_RANKS)
         self.embedding = TTMEmbedding(TTMSpec(11, 6, (3, 2, 2), (2, 3, 1), table))
         self.first = TTLinear(TTSpec(6, 10, (3, 2), (5, 2), first))
         self.second = TTLinear(TTSpec(10, 6, (10,), (6,), second), bias=False)
+        self.third = BTTLinear(BTTSpec(6, 6, (2, 3), (2, 3), BLOCK_RANKS))
         self.norm = nn.LayerNorm(6)
         self.head = TTMProjection(self.embedding.tt)
         self.to(dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        logits: Tensor = self.head(self.norm(x + self.second(torch.tanh(self.first(x)))))
+        logits: Tensor = self.head(self.norm(x + self.third(self.second(torch.tanh(self.first(x))))))
         return logits
 
 
@@ -180,6 +182,8 @@ def test_the_function_is_unchanged_and_the_model_holds_what_was_unpruned(
     for name, train in named_trains(net):
         assert train.spec.numel == unpruned_size(train) == (sizes[name] if nonzero[name] else 0)
         assert all(mask.all() for mask in train.unpruned())
+        if isinstance(train.spec, BTTSpec):
+            assert train.block_ranks.tolist() == [list(row) for row in train.spec.rows_of_ranks]
     assert report.after == sum(p.numel() for _, train in named_trains(net) for p in train.parameters())
     assert report.changed == (report.after < report.before)
     assert not RankController(net).prune_().changed

@@ -1,24 +1,19 @@
 """S and Ŝ over random tensor trains: one formula, whether masked, pruned or counted in one table."""
 
-from math import prod
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.size import SizeTable, unpruned_ranks, unpruned_size
-from comera.tt.format import clip_ranks
-from comera.tt.spec import TTMSpec
+
+from ..helpers.strategies import specs
 
 
 @st.composite
 def trains(draw: st.DrawFn) -> TensorTrain:
-    """Tables of order 1 to 6 and ranks 0 to 5; gates on both sides of the threshold."""
-    modes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=6))
-    rows, cols = tuple(m for m, _ in modes), tuple(n for _, n in modes)
-    ranks = clip_ranks(draw(st.integers(0, 5)), [m * n for m, n in modes])
-    train = TensorTrain(TTMSpec(prod(rows), prod(cols), rows, cols, ranks), init_std=1.0, dtype=torch.float64)
+    """Any format, ranks 0 to 5; gates on both sides of the threshold."""
+    train = TensorTrain(draw(specs(max_rank=5)), init_std=1.0, dtype=torch.float64)
     with torch.no_grad():
         for d in train.rank_params:
             size = {"min_size": len(d), "max_size": len(d)}

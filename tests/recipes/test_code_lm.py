@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import BertForMaskedLM
 
-from comera.baselines import METHODS, Method
+from comera.baselines import COMMON_METHODS, Method
 from comera.errors import ConfigError, DataError
 from comera.fusion import merge_cache
 from comera.nn.embedding import TTMProjection
@@ -131,7 +131,7 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: CodeLMConfig, d
         assert task.tokens(came) == 4 * 32
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", COMMON_METHODS)
 def test_a_run_leaves_its_folder_and_resumes_to_its_summary(config: CodeLMConfig, method: Method) -> None:
     config = replace(config, method=method)
     summary = code_lm.run(config)
@@ -188,7 +188,7 @@ def test_a_run_does_not_resume_on_other_data_or_another_model(config: CodeLMConf
 
 def test_estimate_shows_all_methods_without_computing(config: CodeLMConfig) -> None:
     estimates = code_lm.estimate(code_lm.preset())
-    assert set(estimates) == set(METHODS)
+    assert set(estimates) == set(COMMON_METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 30
     assert estimates["dense"].flops / estimates["comera"].flops > 3
     model, _ = build_model(replace(config, method="dense"), config.data.vocab_size)
@@ -197,7 +197,7 @@ def test_estimate_shows_all_methods_without_computing(config: CodeLMConfig) -> N
 
 
 def test_presets_differ_by_method_in_learning_rates_alone() -> None:
-    comera, *others = [code_lm.preset(method).train for method in METHODS]
+    comera, *others = [code_lm.preset(method).train for method in COMMON_METHODS]
     rates = {"lr": 1.0, "core_lr": None, "rank_lr": None}
     assert comera.lr != code_lm.preset("dense").train.lr
     for other in others:
@@ -214,7 +214,7 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.block_size \(600\) must not be above model\.max_positions \(512\)"):
         CodeLMConfig(data=CodeDataConfig(block_size=600))
     with pytest.raises(
-        ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, got 'lora'"
+        ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, narrow, got 'lora'"
     ):
         CodeLMConfig(method="lora")  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from comera.baselines import METHODS, Method
+from comera.baselines import COMMON_METHODS, Method
 from comera.cli import options
 from comera.errors import ConfigError, DataError
 from comera.rank.objective import EarlyStage, LateStage
@@ -220,7 +220,7 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: MNLIConfig, dat
     assert task.steps_per_epoch == 3  # eight batches, three a step
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", COMMON_METHODS)
 def test_two_steps(config: MNLIConfig, data: MNLIData, method: Method) -> None:
     config = replace(config, method=method, late_targets=(), train=replace(config.train, steps=2))
     summary = mnli.run(config)
@@ -336,7 +336,7 @@ def test_training_learns_to_answer(config: MNLIConfig, capsys: pytest.CaptureFix
 
 def test_estimate_shows_all_methods_without_data(config: MNLIConfig) -> None:
     estimates = mnli.estimate(replace(mnli.preset(), data=MNLIDataConfig(path="on/the-hub")))
-    assert set(estimates) == set(METHODS)
+    assert set(estimates) == set(COMMON_METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 40
     assert estimates["dense"].flops / estimates["comera"].flops > 3
     model, _ = build_model(
@@ -350,7 +350,7 @@ def test_estimate_shows_all_methods_without_data(config: MNLIConfig) -> None:
 def test_configurations_that_do_not_fit_are_refused() -> None:
     train = mnli.preset().train
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"method": "lora"}, "method must be one of comera, dense, galore, lte, cola, tensorly, got 'lora'"),
+        ({"method": "lora"}, "method must be one of comera, dense, galore, lte, cola, tensorly, narrow, got 'lora'"),
         ({"preset": "best"}, "preset must be one of tuned, published, short, small, got 'best'"),
         ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
         ({"late_targets": (float("nan"),)}, "> 0 and < 1, got nan"),

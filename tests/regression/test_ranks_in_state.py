@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.fusion import fuse_
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim.param_groups import param_groups
 from comera.rank import prune_
 
-CONFIG = TensorizeConfig(TT(order=4, rank=6), TTM(order=2, rank=6))
+CONFIG = TensorizeConfig(TT(order=4, rank=6), TTM(order=2, rank=6), {"down": BTT(rank=2)})
 
 
 class Tied(nn.Module):

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from comera.distributed import rewrap_
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
-from comera.tt.spec import TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 from ..helpers.processes import in_processes
 
@@ -22,16 +22,17 @@ QUIET = EarlyStage(size_weight=0.0)
 
 
 class Small(nn.Module):
-    """A table and two layers whose ranks are all needed, so that the switch leaves every shape."""
+    """A table and three layers whose ranks are all needed, so that the switch leaves every shape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = TTMEmbedding(TTMSpec(12, 12, (3, 4), (3, 4), (1, 6, 1)))
         self.first = TTLinear(TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1)))
         self.second = TTLinear(TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1)))
+        self.third = BTTLinear(BTTSpec(12, 12, (3, 4), (4, 3), 2))
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = self.second(self.first(self.table(ids)))
+        hidden: Tensor = self.third(self.second(self.first(self.table(ids))))
         return hidden
 
 

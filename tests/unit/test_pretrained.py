@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import CompressedLinear, TTLinear
 from comera.nn.tensor_train import named_trains
 from comera.pretrained import load_pretrained, read_manifest, save_pretrained
 from comera.rank.prune import prune_
 
 SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
+BLOCKS = TensorizeConfig(linear=BTT(rank=2), embedding=TTM(order=2, rank=4))
 IDS = torch.tensor([[1, 2, 0], [59, 0, 3]])
 
 
@@ -73,10 +74,22 @@ def assert_same_state(model: nn.Module, want: dict[str, Tensor]) -> None:
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-@pytest.mark.parametrize("into", [None, SMALL, TensorizeConfig(TT(order=3, rank=2), TTM(order=3, rank=2))])
+@pytest.mark.parametrize(
+    ("config", "into"),
+    [
+        (SMALL, None),
+        (SMALL, SMALL),
+        (SMALL, TensorizeConfig(TT(order=3, rank=2), TTM(order=3, rank=2))),
+        (BLOCKS, None),
+        (BLOCKS, BLOCKS),
+        (BLOCKS, TensorizeConfig(BTT(rank=3), TTM(order=3, rank=2))),
+    ],
+)
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_compressed_model_comes_back(tmp_path: Path, into: TensorizeConfig | None, tied: bool) -> None:
-    model = trained(tied=tied)
+def test_a_compressed_model_comes_back(
+    tmp_path: Path, config: TensorizeConfig, into: TensorizeConfig | None, tied: bool
+) -> None:
+    model = trained(config, tied=tied)
     save_pretrained(model, tmp_path)
     other = fresh(tied, into)
     assert load_pretrained(other, tmp_path) is other
@@ -85,7 +98,7 @@ def test_a_compressed_model_comes_back(tmp_path: Path, into: TensorizeConfig | N
     assert [tt.spec for _, tt in named_trains(other)] == [tt.spec for _, tt in named_trains(model)]
     assert [tt.init_std for _, tt in named_trains(other)] == [tt.init_std for _, tt in named_trains(model)]
     assert (other.head.tt is other.embed.tt) == tied
-    assert isinstance(other.head, TTMProjection if tied else TTLinear)
+    assert isinstance(other.head, TTMProjection if tied else CompressedLinear)
     assert isinstance(other.embed, TTMEmbedding)
     assert other.embed.padding_idx == 0
 
@@ -109,10 +122,11 @@ def test_parameters_of_a_converted_model_stay_the_same_objects(tmp_path: Path) -
     assert all(after[name] is before[name] for name in before)
 
 
-def test_a_model_on_the_meta_device_gets_values_without_a_dense_weight(tmp_path: Path) -> None:
-    model = trained()
+@pytest.mark.parametrize("saved", [SMALL, BLOCKS])
+def test_a_model_on_the_meta_device_gets_values_without_a_dense_weight(tmp_path: Path, saved: TensorizeConfig) -> None:
+    model = trained(saved)
     save_pretrained(model, tmp_path)
-    for config in (None, SMALL):
+    for config in (None, saved):
         with torch.device("meta"):
             other = Net()
         if config:
@@ -182,7 +196,8 @@ def test_loaded_values_are_memory_of_their_own(tmp_path: Path) -> None:
     assert_same_state(load_pretrained(fresh(), tmp_path), state(model))
 
 
-def test_rank_zero_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [SMALL, BLOCKS])
+def test_rank_zero_comes_back(tmp_path: Path, config: TensorizeConfig) -> None:
     model = trained()
     with torch.no_grad():
         model.up.tt.rank_params[0].zero_()

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError
 from comera.pretrained import load_pretrained, read_manifest, save, save_pretrained
 from comera.pretrained.folder import checksum, file_header
@@ -109,6 +109,34 @@ def test_files_that_do_not_fit_are_refused(
     assert_refused(net(into, seed=2), saved, message)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, m: t["up.tt.block_ranks"].add_(1), "up.tt.block_ranks"),
+        (lambda t, m: t["up.tt.block_ranks"][0, :2].copy_(torch.tensor([-1, 3])), "up.tt.block_ranks"),
+        (lambda t, m: t["up.tt.block_ranks"][0, :2].copy_(torch.tensor([0, 2])), "up.tt.block_ranks"),
+        (
+            lambda t, m: t.pop("up.tt.block_ranks"),
+            r"up.tt.block_ranks: expected \(4, 8\) as the manifest says",
+        ),
+        (lambda t, m: m["trains"][1]["spec"].update(block_ranks=2), "up.tt.cores.0: expected .* as the manifest says"),
+        (lambda t, m: m["trains"][1]["spec"].update(block_ranks=[[1] * 8] * 3), "manifest is damaged"),
+        (lambda t, m: m["trains"][1]["spec"].update(block_ranks=99), "manifest is damaged"),
+        (lambda t, m: m["trains"][1].update(names={"up.tt": "TTLinear"}), "up: expected a tensor train for a .*Linear"),
+    ],
+)
+@pytest.mark.parametrize("into", [None, TensorizeConfig(BTT(), SMALL.embedding)])
+def test_ranks_of_blocks_that_do_not_fit_are_refused(
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor], dict[str, Any]], object],
+    message: str,
+    into: TensorizeConfig | None,
+) -> None:
+    save_pretrained(net(TensorizeConfig(BTT(), SMALL.embedding)), tmp_path)
+    rewrite(tmp_path, change)
+    assert_refused(net(into, seed=2), tmp_path, message)
+
+
 def sparse() -> Net:
     model = net(None)
     model.embed.sparse = True
@@ -121,6 +149,10 @@ def sparse() -> Net:
         (lambda: nn.Sequential(nn.Linear(2, 2)), r"embed \(TTMEmbedding\) is in the file only"),
         (lambda: net(None, width=48), "up: expected a tensor train for a Linear 32 -> 48, got TTLinear with TT"),
         (lambda: net(SMALL, width=48), "up: expected a tensor train for a TTLinear 32 x 48, got TTLinear with TT"),
+        (
+            lambda: net(TensorizeConfig(BTT(), SMALL.embedding)),
+            "up: expected a tensor train for a BTTLinear 32 x 64, got TTLinear with TT",
+        ),
         (sparse, "embed: expected a layer that can be converted .*sparse"),
         (
             lambda: net(TensorizeConfig(SMALL.linear, SMALL.embedding, tied="untie")),

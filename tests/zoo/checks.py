@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
 from comera.fusion import fuse_
 from comera.nn import CompressedLayer
@@ -23,11 +23,12 @@ from comera.optim import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
 from comera.rank import LateStage, RankController, model_size, round_
 from comera.recompute import recompute_
-from comera.tt.spec import TTSpec
+from comera.tt.spec import TTMSpec
 
 from .families import Family
 
 CONFIG = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
+BLOCKS = TensorizeConfig(linear=BTT(rank=1), embedding=TTM(order=2, rank=4))
 LEAST_SHARE = 0.8
 Results = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -41,7 +42,7 @@ def built(family: Family, *, compressed: bool = True, dtype: torch.dtype = torch
     if dtype == torch.float64:
         double_(model)
     if compressed:
-        tensorize_(model, CONFIG)
+        tensorize_(model, BLOCKS if family.blocks else CONFIG)
     return model
 
 
@@ -62,7 +63,7 @@ def dense_model(family: Family, model: nn.Module) -> nn.Module:
             layer = modules[path]
             if isinstance(layer, CompressedLayer) and leaf == "weight":
                 weight = layer.tt.dense()
-                if isinstance(layer.tt.spec, TTSpec) and not converters()[layer.dense_type].in_first:
+                if not isinstance(layer.tt.spec, TTMSpec) and not converters()[layer.dense_type].in_first:
                     weight = weight.t()
                 value.copy_(weight)
                 padding = getattr(layer, "padding_idx", None)
@@ -126,7 +127,7 @@ def noise(found: list[Tensor], exact: list[Tensor]) -> float:
 def conversion(family: Family) -> str:
     """The share of the parameters that are in compressed layers; every other one is in a row with its reason."""
     model = built(family, compressed=False)
-    report = tensorize_(model, CONFIG)
+    report = tensorize_(model, BLOCKS if family.blocks else CONFIG)
     counted = sum(row.dense + row.bias for row in report.rows), sum(row.stored + row.bias for row in report.rows)
     assert counted == (report.dense_total, report.total)
     assert all(row.note for row in report.rows if not row.compressed)

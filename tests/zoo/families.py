@@ -31,13 +31,14 @@ class Family:
     """build: -> a model of random weights without dropout. inputs: -> the keywords of a forward, for two samples.
 
     tied: whether table and head share a weight. generates: whether it has `generate` with a cache. shortfalls: by the
-    name of the check. needs: packages that may be missing.
+    name of the check. blocks: whether linear layers become block tensor trains. needs: packages that may be missing.
     """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Tensor]]
     tied: bool = False
+    blocks: bool = False
     generates: bool = False
     shortfalls: Mapping[str, Shortfall] = field(default_factory=dict)
     needs: tuple[str, ...] = ()

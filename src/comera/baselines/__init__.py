@@ -4,8 +4,10 @@ from comera.baselines.cola import CoLA, cola_
 from comera.baselines.common import Applied, Baseline
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE, lte_, merge_
+from comera.baselines.narrow import Narrow, widest
 from comera.baselines.registry import (
     BASELINES,
+    COMMON_METHODS,
     METHODS,
     BaselineConfig,
     Conversion,
@@ -20,6 +22,7 @@ from comera.baselines.tensorly import Tensorly, tensorly_
 
 __all__ = [
     "BASELINES",
+    "COMMON_METHODS",
     "LTE",
     "METHODS",
     "Applied",
@@ -29,6 +32,7 @@ __all__ = [
     "Conversion",
     "GaLore",
     "Method",
+    "Narrow",
     "Tensorly",
     "apply_method_",
     "check_method",
@@ -39,4 +43,5 @@ __all__ = [
     "merge_",
     "rates_by_method",
     "tensorly_",
+    "widest",
 ]

@@ -13,13 +13,16 @@ from comera.baselines.cola import CoLA
 from comera.baselines.common import Applied, Baseline
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE
+from comera.baselines.narrow import Narrow
 from comera.baselines.tensorly import Tensorly
 from comera.convert import TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError
 from comera.trainer.config import TrainConfig
 
-Method = Literal["comera", "dense", "galore", "lte", "cola", "tensorly"]
+Method = Literal["comera", "dense", "galore", "lte", "cola", "tensorly", "narrow"]
 METHODS: tuple[Method, ...] = get_args(Method)
+# Every recipe has these; narrow needs one that builds its model in any width, and can tell what a step costs.
+COMMON_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method != "narrow")
 BASELINES: tuple[Method, ...] = tuple(method for method in METHODS if method not in ("comera", "dense"))
 
 Conversion = TensorizeReport | Applied | None  # what a method returns of a model's conversion; None for dense
@@ -37,6 +40,8 @@ class BaselineConfig:
     """Low-rank layers with an activation between the factors (arXiv:2502.10940)."""
     tensorly: Tensorly = field(default_factory=Tensorly)
     """Tensor-train layers of fixed rank (tensorly-torch)."""
+    narrow: Narrow = field(default_factory=Narrow)
+    """A dense model of fewer channels that costs as much as the compressed one; recipe lm only."""
 
     def __getitem__(self, method: str) -> Baseline:
         """The settings of a baseline."""
@@ -55,10 +60,16 @@ def installed(method: Method) -> bool:
     return package is None or package.installed
 
 
-def check_method(method: str) -> None:
-    """Raise ConfigError for an unknown method, or one whose package is not installed; imports nothing."""
+def check_method(method: str, known: Sequence[Method] = COMMON_METHODS) -> None:
+    """Raise ConfigError for an unknown method, one that is not among `known`, those of the recipe, or one whose package
+    is not installed; imports nothing."""
     if method not in METHODS:
         raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method not in known:
+        raise ConfigError(
+            f"method {method} needs a recipe that offers it, this one has {', '.join(known)}: take one of these, or "
+            "the recipe lm, which has all"
+        )
     if method in BASELINES and (package := BaselineConfig()[method].package):
         package.check()
 

@@ -1,4 +1,4 @@
-"""The command line: comera train | compare | inspect | estimate | export | score.
+"""The command line: comera train | compare | inspect | estimate | export | generate | score.
 
 A command imports torch and the rooms only once its arguments are parsed, so help and typing errors answer at once.
 `options` makes the options of a recipe.
@@ -263,6 +263,41 @@ def _export(argv: list[str]) -> int:
     return 0
 
 
+def _generate(argv: list[str]) -> int:
+    """Continue a text with a trained lm run; the text streams as it is written."""
+    parser = argparse.ArgumentParser("comera generate", description=first_line(_generate))
+    where = "folder of a run (last checkpoint), of a checkpoint, or of an export as safetensors or dense"
+    parser.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT", help=where)
+    parser.add_argument("prompt", metavar="TEXT", help="the beginning of a document, such as 'def '")
+    options = (
+        ("max_new_tokens", int, 128, "tokens to write, at most; the context bounds them, too"),
+        ("temperature", float, 0.8, "divides the logits; 0 always takes the likeliest token"),
+        ("top_p", float, 0.95, "draw from the likeliest tokens that together have this probability"),
+        ("seed", int, 0, "of the draws: the same seed writes the same text"),
+    )
+    for name, kind, default, text in options:
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default})")
+    values = vars(parser.parse_args(argv))
+    path, prompt = values.pop("path"), values.pop("prompt")
+
+    from comera.recipes.lm.generate import Sampling, open_writer
+
+    sampling = Sampling(**values)
+    writer = open_writer(typed_path(path, "RUN"), saved_config)
+    started = False
+
+    def show(text: str) -> None:
+        nonlocal started
+        print(text if started else prompt + text, end="", flush=True)
+        started = True
+
+    ended = writer.write(prompt, sampling, show)
+    print("" if started else prompt)
+    if ended:
+        print(f"comera: {ended}", file=sys.stderr)
+    return 0
+
+
 def _score(argv: list[str]) -> int:
     """Score rows in Criteo's format with a trained dlrm run, using its compressed tables."""
     parser = argparse.ArgumentParser("comera score", description=first_line(_score))
@@ -292,6 +327,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "inspect": _inspect,
     "estimate": _estimate,
     "export": _export,
+    "generate": _generate,
     "score": _score,
 }
 

@@ -73,9 +73,10 @@ class BTT:
         if not _is_integer(self.rank, 0):
             raise SpecError(f"BTT needs rank to be an integer >= 0, got {self.rank!r}")
         if self.blocks is not None:
-            object.__setattr__(self, "blocks", tuple(self.blocks))
-            if len(self.blocks) != 2 or not all(_is_integer(count, 1) for count in self.blocks):
+            good = isinstance(self.blocks, list | tuple) and len(self.blocks) == 2
+            if not good or not all(_is_integer(count, 1) for count in self.blocks):
                 raise SpecError(f"BTT needs blocks to be two integers >= 1 or None, got {self.blocks!r}")
+            object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def spec(self, in_features: int, out_features: int) -> BTTSpec:
         """Blocks and ranks for a layer of these sizes. Raises SpecError if they do not fit."""

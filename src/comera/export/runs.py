@@ -24,9 +24,13 @@ def export_run(trained: Trained, target: str, out: Path, *, overwrite: bool = Fa
     if target == "safetensors":
         about = {"recipe": trained.recipe, "method": trained.config.method, "checkpoint": trained.checkpoint.name}
         metadata = {**about, **architecture.about}
-        return export_compressed(model, architecture.inputs, out, build, metadata=metadata, overwrite=overwrite)
+        return export_compressed(
+            model, architecture.inputs, out, build, metadata=metadata, files=architecture.files, overwrite=overwrite
+        )
     if target == "dense":
-        return export_dense(model, architecture.inputs, out, architecture.dense, overwrite=overwrite)
+        return export_dense(
+            model, architecture.inputs, out, architecture.dense, files=architecture.files, overwrite=overwrite
+        )
     if target == "program":
         return export_program(model, architecture.inputs, out, dynamic_shapes=architecture.dynamic, overwrite=overwrite)
     raise ConfigError(f"expected one of {', '.join(_TARGETS)} to export to, got {target!r}")

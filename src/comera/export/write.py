@@ -67,15 +67,16 @@ def export_compressed(
     build: Build,
     *,
     metadata: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Exported:
     """Write the compressed weights to `folder`, for `comera.load_pretrained`; does not change the model.
 
     Pruned slices are removed and the gates absorbed into the cores, so all gates are ones. example_inputs: arguments of
     forward to compare outputs with, positional or by name, batch first. build: called with the folder, returns a model
-    of the same architecture, dense or converted. metadata: JSON-compatible entries for the manifest. overwrite: replace
-    an earlier export. Raises ConfigError if something else is at `folder`, CheckpointError if the reloaded model
-    computes something else; nothing is written then.
+    of the same architecture, dense or converted. metadata: JSON-compatible entries for the manifest. files: further
+    files of the folder, text by name. overwrite: replace an earlier export. Raises ConfigError if something else is at
+    `folder`, CheckpointError if the reloaded model computes something else; nothing is written then.
     """
     _check_free(Path(folder), overwrite)
     small = copy_with_own_trains(model)
@@ -85,13 +86,20 @@ def export_compressed(
     with _beside(Path(folder)) as beside:
         save_pretrained(small, beside, metadata=metadata)
         _save_config(small, beside)
+        _save_files(files, beside)
         difference = _compare(model, load_pretrained(build(beside), beside).eval(), example_inputs, folder)
-        parameters = sum(tensor.numel() for tensor in load_file(beside / WEIGHTS).values())
+        parameters = _count(load_file(beside / WEIGHTS))
     return Exported(Path(folder), _size(Path(folder)), parameters, difference)
 
 
 def export_dense(
-    model: nn.Module, example_inputs: Inputs, folder: str | Path, build: Build, *, overwrite: bool = False
+    model: nn.Module,
+    example_inputs: Inputs,
+    folder: str | Path,
+    build: Build,
+    *,
+    files: Mapping[str, str] | None = None,
+    overwrite: bool = False,
 ) -> Exported:
     """Write the dense state dict to `folder`: model.safetensors and, for models of transformers, config.json.
 
@@ -108,6 +116,7 @@ def export_dense(
     with _beside(Path(folder)) as beside:
         replace_file(beside / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
         _save_config(dense, beside)
+        _save_files(files, beside)
         original = build(beside)
         try:
             original.load_state_dict(load_file(beside / WEIGHTS))
@@ -117,7 +126,7 @@ def export_dense(
                 f"({' '.join(str(error).split())[:200]}): export it to safetensors or to a program"
             ) from error
         difference = _compare(model, original.eval(), example_inputs, folder)
-    return Exported(Path(folder), _size(Path(folder)), sum(map(torch.numel, tensors.values())), difference)
+    return Exported(Path(folder), _size(Path(folder)), _count(tensors), difference)
 
 
 def export_program(
@@ -155,7 +164,7 @@ def export_program(
         beside.write_bytes(stored.getbuffer())
         loaded = torch.export.load(beside)
         difference = _compare(model, loaded.module(), example_inputs, path)
-        parameters = sum(tensor.numel() for tensor in loaded.state_dict.values())
+        parameters = _count(loaded.state_dict)
     arguments = ", ".join(f"{name}=..." for name in kwargs) or "..."
     call = f"torch.export.load({str(path)!r}).module()({arguments})"
     return Exported(Path(path), _size(Path(path)), parameters, difference, call)
@@ -228,6 +237,11 @@ def _save_config(model: nn.Module, folder: Path) -> None:
     config.to_json_file(folder / "config.json")
 
 
+def _save_files(files: Mapping[str, str] | None, folder: Path) -> None:
+    for name, text in (files or {}).items():
+        (folder / name).write_text(text, "utf-8")
+
+
 def _check_free(path: Path, overwrite: bool, *, folder: bool = True) -> None:
     """Raise ConfigError if anything is at `path`, or, with `overwrite`, anything but an earlier export."""
     kind = "folder" if folder else "file"
@@ -255,6 +269,11 @@ def _beside(path: Path, *, folder: bool = True) -> Iterator[Path]:
                 os.replace(beside, path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"expected a place that can be written to, got {path} ({error}): give another") from error
+
+
+def _count(tensors: Mapping[str, Tensor]) -> int:
+    """Parameters among them, without the integers of buffers (ids, ranks of blocks)."""
+    return sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
 
 
 def _size(path: Path) -> int:

@@ -30,7 +30,7 @@ from comera.convert.registry import converters, refusal
 from comera.convert.swap import compress_layers_, materialize_layers_, when_changed
 from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.pretrained.folder import SavedTrain
+from comera.pretrained.folder import SavedTrain, with_stored_blocks
 from comera.pretrained.transformers_folder import QUANT_METHOD, entries_of, read_entries, with_stored_ranks
 from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
@@ -161,9 +161,9 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"expected a device for {meta[0]}, but device_map offloads it (one of {len(meta)} compressed layers), "
                 "and accelerate cannot fetch their cores: they are small, so give them a device"
             )
-        for tt in dict(named_trains(model)).values():
-            if isinstance(tt.spec, BTTSpec):  # the shapes of the parameters show the sum of its ranks alone
-                tt.spec = tt.spec.with_block_ranks(tt.get_buffer("block_ranks").flatten().tolist())
+        for name, tt in named_trains(model):
+            if isinstance(tt.spec, BTTSpec):
+                tt.spec = with_stored_blocks(tt.spec, tt.get_buffer("block_ranks"), name, model.config.name_or_path)
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             vars(model).pop(name, None)
         for module in model.modules():

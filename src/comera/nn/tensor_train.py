@@ -62,10 +62,9 @@ class TensorTrain(nn.Module):
         self.rank_params = _Gates([empty(rank, dtype=wide) for rank in spec.inner_ranks])
         for listed in (self.cores, self.rank_params):
             listed._parameters = _Parameters(listed._parameters)
-        self._note_blocks(device)
         self.reset_parameters(generator)
 
-    def _note_blocks(self, device: torch.device | str | None) -> None:
+    def _note_blocks(self, device: torch.device) -> None:
         """Keep the ranks of a BTT's blocks in the state, where the shapes of the parameters do not show them."""
         if isinstance(self.spec, BTTSpec):
             ranks = torch.tensor(self.spec.rows_of_ranks, dtype=torch.int32, device=device)
@@ -102,6 +101,7 @@ class TensorTrain(nn.Module):
                 core.copy_(value)
         for d in self.rank_params:
             d.fill_(1.0)
+        self._note_blocks(device)  # `to_empty` has emptied them
 
     @torch.no_grad()
     def set_(self, spec: Spec, cores: Sequence[Tensor], rank_params: Sequence[Tensor] | None = None) -> None:
@@ -164,6 +164,16 @@ class TensorTrain(nn.Module):
         if spec is not None:
             self.resize_(spec)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        ranks = state_dict.get(f"{prefix}block_ranks")
+        if spec is None and isinstance(self.spec, BTTSpec) and ranks is not None and ranks.shape == self.spec.blocks:
+            *_, errors = args
+            rows, cols = ranks.shape
+            errors.append(
+                f"{prefix}block_ranks: expected {rows} x {cols} ranks from 0 to {self.spec.block_limit} whose sum is "
+                f"that of the cores and gates beside them, got a sum of {int(ranks.sum())}, from {int(ranks.min())} to "
+                f"{int(ranks.max())}: the state is damaged, or of a model with other blocks"
+            )
+            self._note_blocks(self.cores[0].device)
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:

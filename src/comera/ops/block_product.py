@@ -24,7 +24,6 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import block_product as cpp
-from comera.kernels.tracing import constant_when_traced
 from comera.ops.chunking import pad_last
 from comera.ops.dtypes import without_autocast, working_dtype
 from comera.ops.linear import flatten_input
@@ -182,7 +181,7 @@ def _torch_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias
         h_CBS = h_BACR.permute(2, 0, 1, 3).flatten(2)
         l_CSM = l_KM.unflatten(0, (a, c, rank)).transpose(0, 1).flatten(1, 2)
     else:
-        first_AQ, second_CS, place_CS = (torch.tensor(each, device=x_BI.device) for each in _padded(spec))
+        first_AQ, second_CS, place_CS = _padded(spec, x_BI.device)
         h_ABQ = x_ABN @ F.pad(r_NK, (0, 1))[:, first_AQ].movedim(0, 1)
         h_CBS = F.pad(h_ABQ.transpose(0, 1).flatten(1), (0, 1))[:, place_CS].transpose(0, 1)
         l_CSM = F.pad(l_KM, (0, 0, 0, 1))[second_CS]
@@ -191,30 +190,19 @@ def _torch_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias
     return y_BO if bias is None else y_BO + bias
 
 
-@constant_when_traced  # arithmetic on a spec: torch.compile has nothing to trace
-def _padded(spec: BTTSpec) -> tuple[Any, Any, Any]:
-    return _cached_padded(spec)
-
-
-@lru_cache(maxsize=256)
-def _cached_padded(spec: BTTSpec) -> tuple[Any, Any, Any]:
+def _padded(spec: BTTSpec, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """For blocks of different ranks: the components of each input block (A, Q), those of each output block (C, S), both
     padded with K, and where the latter are among the former (C, S), padded with A·Q."""
     (a, c), count, rows = spec.blocks, spec.ranks[1], spec.rows_of_ranks
-    first: list[list[int]] = [[] for _ in range(a)]
-    second: list[list[int]] = [[] for _ in range(c)]
-    components = iter(range(count))
-    for row, mine in zip(rows, first, strict=True):
-        for rank, theirs in zip(row, second, strict=True):
-            own = [next(components) for _ in range(rank)]
-            mine += own
-            theirs += own
-    most = max(map(len, first))
-    place = {k: row * most + at for row, mine in enumerate(first) for at, k in enumerate(mine)}
-    places = [[place[k] for k in theirs] for theirs in second]
-    return _fill(first, count), _fill(second, count), _fill(places, a * most)
-
-
-def _fill(rows: list[list[int]], value: int) -> list[list[int]]:
-    longest = max(map(len, rows))
-    return [row + [value] * (longest - len(row)) for row in rows]
+    rank_AC = torch.tensor(rows, device=device)
+    rank_A, rank_C = rank_AC.sum(1), rank_AC.sum(0)
+    place_Q = torch.arange(max(map(sum, rows)), device=device)
+    place_S = torch.arange(max(map(sum, zip(*rows, strict=True))), device=device)
+    block_K = torch.arange(a * c, device=device).repeat_interleave(rank_AC.flatten(), output_size=count)
+    sorted_K = (block_K % c).argsort(stable=True)  # the components by output block
+    first_AQ = (rank_A.cumsum(0) - rank_A)[:, None] + place_Q
+    nth_CS = (rank_C.cumsum(0) - rank_C)[:, None] + place_S
+    second_CS = F.pad(sorted_K, (0, 1), value=count)[nth_CS.where(place_S < rank_C[:, None], count)]
+    at_K = torch.arange(count, device=device) - first_AQ[:, 0][block_K // c] + block_K // c * len(place_Q)
+    place_CS = F.pad(at_K, (0, 1), value=a * len(place_Q))[second_CS]
+    return first_AQ.where(place_Q < rank_A[:, None], count), second_CS, place_CS

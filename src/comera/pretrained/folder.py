@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -64,12 +65,34 @@ class SavedTrain:
         constants = {"init_std": train.init_std, "threshold": train.threshold}
         return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late}
 
+    @property
+    def block_ranks(self) -> list[list[int]] | None:
+        """The tensor of this name in the file: the rank of each block of a BTT."""
+        return [list(row) for row in self.spec.rows_of_ranks] if isinstance(self.spec, BTTSpec) else None
+
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in the file, for the train registered as `name`: cores, then gates."""
         cores = {f"{name}.cores.{k}": shape for k, shape in enumerate(self.spec.core_shapes)}
         gates = {f"{name}.rank_params.{k}": (rank,) for k, rank in enumerate(self.spec.inner_ranks)}
         blocks = {f"{name}.block_ranks": self.spec.blocks} if isinstance(self.spec, BTTSpec) else {}
         return cores | gates | blocks
+
+
+def with_stored_blocks(spec: BTTSpec, ranks_AC: Tensor, name: str, where: object) -> BTTSpec:
+    """The spec with the stored ranks of its blocks, of which the shapes of cores and gates show the sum alone.
+
+    Raises CheckpointError, naming `where`, for ranks that do not fit the blocks and the cores of `spec`.
+    """
+    rows, cols = spec.blocks
+    with suppress(SpecError):
+        found = spec.with_block_ranks(ranks_AC.flatten().tolist())
+        if found.ranks == spec.ranks:
+            return found
+    raise CheckpointError(
+        f"{where}: expected {name}.block_ranks to hold {rows} x {cols} ranks from 0 to {spec.block_limit}, "
+        f"{spec.ranks[1]} in all as the cores have, got {int(ranks_AC.sum())} in all, from {int(ranks_AC.min())} to "
+        f"{int(ranks_AC.max())}: the weights are damaged, take another copy"
+    )
 
 
 def file_header(manifest: Mapping[str, Any]) -> dict[str, str]:

@@ -180,6 +180,8 @@ class _Plan:
                 if value is None or value.shape != shape:
                     got = "nothing" if value is None else str(tuple(value.shape))
                     self.problems.append(f"{key}: expected {shape} as the manifest says, got {got}")
+                elif key.endswith(".block_ranks") and value.tolist() != saved.block_ranks:
+                    self.problems.append(f"{key}: expected the ranks that the manifest says, got others")
             if module is None:
                 self.unmatched.append(f"{path} ({kind}) is in the file only")
                 continue

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError
-from comera.pretrained.folder import WEIGHTS, SavedTrain, train_names
+from comera.pretrained.folder import WEIGHTS, SavedTrain, train_names, with_stored_blocks
 from comera.tt.spec import BTTSpec
 
 QUANT_METHOD = "comera"  # quant_method in config.json
@@ -117,8 +117,8 @@ def read_transformers_folder(folder: Path) -> tuple[list[SavedTrain], dict[str, 
     for k, saved in enumerate(trains):
         first = next(name for name in saved.names if f"{name}.cores.0" in tensors)
         if isinstance(saved.spec, BTTSpec):  # whose shapes show the sum of the ranks alone
-            ranks = tensors[f"{first}.block_ranks"].flatten().tolist()
-            trains[k] = replace(saved, spec=saved.spec.with_block_ranks(ranks))
+            spec = with_stored_blocks(saved.spec, tensors[f"{first}.block_ranks"], first, folder)
+            trains[k] = replace(saved, spec=spec)
         for name in saved.names:
             for key, same in zip(saved.shapes(name), saved.shapes(first), strict=True):
                 tensors.setdefault(key, tensors[same])

@@ -24,7 +24,7 @@ from comera.rank.optimizer_state import reset_state_
 from comera.rank.report import RankReport, RankRow
 from comera.rank.size import spec_size
 from comera.rank.target import check_multiple, target_of
-from comera.tt.blocks import component_index
+from comera.tt.blocks import component_mask, ranks_of_blocks
 from comera.tt.decompose import Decomposition, round_cores, singular_values
 from comera.tt.dense import absorb
 from comera.tt.spec import BTTSpec, Spec
@@ -136,9 +136,10 @@ def canonicalize_(
 def _leading(spec: Spec, unpruned: Spec) -> list[Tensor]:
     """Gates of a canonical train: ones for its first slices, as many as `unpruned` has, and zeros for the rest."""
     if isinstance(spec, BTTSpec) and isinstance(unpruned, BTTSpec):
-        index_BP, count_B = component_index(spec), torch.tensor(unpruned.rows_of_ranks).flatten()
-        ones_BP = (torch.arange(index_BP.shape[1]) < count_B[:, None]).double()
-        return [ones_BP[index_BP < spec.ranks[1]]]
+        cpu = torch.device("cpu")
+        own_BP, count_B = component_mask(spec, cpu), ranks_of_blocks(unpruned, cpu)
+        ones_BP = own_BP.cumsum(1) <= count_B[:, None]
+        return [ones_BP[own_BP].double()]
     return [
         (torch.arange(rank) < count).double()
         for rank, count in zip(spec.inner_ranks, unpruned.inner_ranks, strict=True)

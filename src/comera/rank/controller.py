@@ -51,6 +51,7 @@ from comera.rank.step_rule import HookArgs, adjust_gradients_, parameters_of, ru
 from comera.rank.target import late_target
 
 _EARLY, _LATE = EarlyStage(), LateStage()
+_AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
 _ZERO_EVERY = 20  # steps between two rounds of zeroing gates: about as far as the importances look back
 
 
@@ -304,7 +305,8 @@ class RankController:
         """Begin the late stage, at these `sizes` of the tensor trains, towards `target` parameters."""
         state = self._state
         state.target_size, state.switch_size, state.switch_step = target, sum(sizes), state.steps
-        state.target_loss = self._mean_loss() if self.late.target_loss is None else self.late.target_loss
+        default = _AUTHORS_LOSS if self.late.shrink == "gate_mean" else self._mean_loss()
+        state.target_loss = default if self.late.target_loss is None else self.late.target_loss
         copies = trains_of_copies(self.model, self.copies)
         for train, size in zip(self._trains, sizes, strict=True):
             for each in (train, *copies[train]):
@@ -319,7 +321,7 @@ class RankController:
     def _weighs_losses(self) -> bool:
         """Whether decisions read the mean loss, so that processes must share it."""
         late = self.late
-        return late.target_size is not None and (late.shrink == "surrogate" or late.target_loss is not None)
+        return late.target_size is not None and (late.shrink != "sensitivity" or late.target_loss is not None)
 
     def _by_sensitivity(self) -> bool:
         """Whether this is a late stage that measures importances."""
@@ -348,21 +350,27 @@ class RankController:
             return 1.0, 0.0
         loss = self._losses.mean
         if loss is None or state.target_loss is None:
-            raise RankError(f"expected a finite loss for shrink='surrogate', but {self._no_loss()}")
+            raise RankError(f"expected a finite loss for shrink={self.late.shrink!r}, but {self._no_loss()}")
         device = loss.device
+        surrogates = [table.surrogate().detach().to(device) for table in tables]
         return late_scales(
             self.late,
             loss=loss,
             target_loss=state.target_loss,
             size=torch.stack([table.size().to(device) for table in tables]).sum(),
             target_size=state.target_size,
-            surrogate=torch.stack([table.surrogate().detach().to(device) for table in tables]).sum(),
+            surrogate=None if self.late.shrink == "gate_mean" else torch.stack(surrogates).sum(),
         )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
         def adjust() -> None:
             self._losses.end_step(sum_ if self._weighs_losses() else None)
-            adjust_gradients_(optimizer, self._scales(), self._current_tables(), self._cores, self.early.ridge)
+            c_loss, c_size = self._scales()
+            tables, slopes = self._current_tables(), SizeTable.surrogate_grads
+            if self.stage == "late" and self.late.shrink == "gate_mean":
+                counts = [table.unpruned_gates().to(self._cores[0].device) for table in tables]
+                c_size, slopes = c_size / torch.stack(counts).sum().clamp_min(1), SizeTable.gate_grads
+            adjust_gradients_(optimizer, (c_loss, c_size), tables, self._cores, self.early.ridge, slopes)
 
         return run_before_step(adjust, args, kwargs)
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from comera.errors import ConfigError, check_fields
 
+Shrink = Literal["sensitivity", "surrogate", "gate_mean"]
 Scales = tuple[float | Tensor, float | Tensor]
 
 
@@ -75,21 +76,23 @@ class LateStage:
 
     target_loss: float | None = None
     """L0, the loss to hold: the size does not fall while the loss is relatively further from its target. None: by
-    sensitivity, the size never waits; by surrogate, the mean loss of the last steps before the stage."""
+    sensitivity, the size never waits; by surrogate, the mean loss of the last steps before the stage; by gate_mean, 0.8
+    as in the authors' code."""
 
-    shrink: Literal["sensitivity", "surrogate"] = "sensitivity"
+    shrink: Shrink = "sensitivity"
     """How the ranks fall. sensitivity: the gates of least importance to the loss are zeroed along a falling budget.
-    surrogate: as published, the optimizer moves all gates down the gradient of the size's ℓ1 surrogate."""
+    surrogate: as published, the optimizer moves all gates down the gradient of the size's ℓ1 surrogate. gate_mean: as
+    in the authors' code, down the gradient of the mean of the unpruned gates, which is not rescaled by the loss."""
 
     steps: int | None = None
     """sensitivity: steps over which the budget falls to S0, after which training goes on at the final size. None: half
     as many as the early stage took."""
 
     loss_weight: float = 0.1
-    """ρ_L, surrogate: weight of the loss while the size is further from its target."""
+    """ρ_L, surrogate and gate_mean: weight of the loss while the size is further from its target."""
 
     size_weight: float = 0.01
-    """ρ_S, surrogate: weight of the size while the loss is further from its target."""
+    """ρ_S, surrogate and gate_mean: weight of the size while the loss is further from its target."""
 
     start_step: int | None = None
     """Step after which the late stage starts."""
@@ -113,7 +116,7 @@ class LateStage:
         checks = _weight_checks(self, "loss_weight", "size_weight") | {
             "target_size": (positive, "above 0, such as 0.2, 350000 or '1.5MB'"),
             "target_loss": (self.target_loss is None or isfinite(self.target_loss), "a finite number"),
-            "shrink": (self.shrink in ("sensitivity", "surrogate"), "'sensitivity' or 'surrogate'"),
+            "shrink": (self.shrink in get_args(Shrink), f"one of {', '.join(get_args(Shrink))}"),
             "steps": (self.steps is None or self.steps >= 0, ">= 0, where 0 cuts to the target at once"),
         }
         for name in ("start_step", "start_epoch", "plateau"):
@@ -139,7 +142,7 @@ def early_scales(stage: EarlyStage, surrogate_0: float) -> Scales:
 
 
 def late_scales(
-    stage: LateStage, *, loss: Tensor, target_loss: float, size: Tensor, target_size: int, surrogate: Tensor
+    stage: LateStage, *, loss: Tensor, target_loss: float, size: Tensor, target_size: int, surrogate: Tensor | None
 ) -> Scales:
     """(c_L, c_S) for the larger relative gap, in units in which the loss keeps its own gradient.
 
@@ -147,8 +150,8 @@ def late_scales(
     Size behind:                            (ρ_L,       (1 + ρ_S) · L/Ŝ)
     Size met, S ≤ S0 (beyond [CoMERA]):     (1 + ρ_L,   0)
 
-    loss, size, surrogate: scalars on one device; a loss that is not positive weighs by its absolute value. Does not
-    synchronize.
+    loss, size, surrogate: scalars on one device; a loss that is not positive weighs by its absolute value. A surrogate
+    of None leaves out the factor L/Ŝ. Does not synchronize.
     """
     scale = loss.abs()
     tiny = torch.finfo(scale.dtype).tiny
@@ -158,7 +161,8 @@ def late_scales(
     met = size <= target_size
     c_loss = torch.where(loss_behind | met, 1 + stage.loss_weight, stage.loss_weight)
     weight = torch.where(loss_behind, stage.size_weight, 1 + stage.size_weight)
-    c_size = torch.where(met, 0.0, weight * scale / surrogate.clamp_min(tiny))
+    unit = 1.0 if surrogate is None else scale / surrogate.clamp_min(tiny)
+    c_size = torch.where(met, 0.0, weight * unit)
     return c_loss, c_size
 
 

@@ -50,7 +50,7 @@ class SizeTable:
     """Index tables over tensor trains of one device, dtype and threshold (`size_tables` groups those of a model), so
     that Ŝ and ∂Ŝ/∂d of a whole model take a handful of operations.
 
-    Building the table copies a few indices to the device; `size`, `surrogate` and `surrogate_grads` never synchronize.
+    Building the table copies a few indices to the device; nothing else synchronizes.
     A table holds for the ranks of the moment: build a new one when `fits` returns False.
 
     Shapes: C cores, K gate vectors (one per inner rank), E gates of all vectors concatenated, R largest inner rank.
@@ -108,6 +108,16 @@ class SizeTable:
         to_left_C = self._sizes_C * norms[self._right_C]
         slope_K = (to_right_C[self._core_before_K] + to_left_C[self._core_after_K]) * scale
         return list((gates_E[:-1].sign() * slope_K[self._vector_E]).split(self._ranks)) if self._ranks else []
+
+    @torch.no_grad()
+    def gate_grads(self, scale: float | Tensor = 1.0) -> list[Tensor]:
+        """scale · ∂(Σ ‖d‖_1)/∂d for each of `rank_params`; exactly zero for pruned gates."""
+        return list((self._gates()[:-1].sign() * scale).split(self._ranks)) if self._ranks else []
+
+    @torch.no_grad()
+    def unpruned_gates(self) -> Tensor:
+        """How many gates are not pruned; a scalar on the device."""
+        return (self._gates() != 0).sum()
 
     def _gates(self) -> Tensor:
         """All gates concatenated, pruned ones zero (by the comparison that the layers make), then a zero: (E + 1,)."""

@@ -15,9 +15,17 @@ HookArgs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @torch.no_grad()
 def adjust_gradients_(
-    optimizer: Optimizer, scales: Scales, tables: Iterable[SizeTable], cores: Iterable[Tensor], ridge: float
+    optimizer: Optimizer,
+    scales: Scales,
+    tables: Iterable[SizeTable],
+    cores: Iterable[Tensor],
+    ridge: float,
+    slopes: Callable[[SizeTable, float | Tensor], list[Tensor]] = SizeTable.surrogate_grads,
 ) -> None:
-    """Apply the rule of the controller to the gradients of `optimizer`'s parameters; does not synchronize."""
+    """Apply the rule of the controller to the gradients of `optimizer`'s parameters; does not synchronize.
+
+    slopes: c_S times the gradient of the size by each gate of a table.
+    """
     held = parameters_of(optimizer, with_gradient=True)
     c_loss, c_size = scales
     # Fused optimizers under a GradScaler unscale inside their kernel, so match the scale of their gradients.
@@ -28,7 +36,7 @@ def adjust_gradients_(
     if held and not (isinstance(c_loss, float) and c_loss == 1):
         torch._foreach_mul_([_local(p.grad) for p in held], c_loss)
     for table in tables:
-        grads = zip(table.rank_params, table.surrogate_grads(c_size), strict=True)
+        grads = zip(table.rank_params, slopes(table, c_size), strict=True)
         pairs = [(d.grad, grad) for d, grad in grads if d in held]
         if pairs:
             torch._foreach_add_([grad for grad, _ in pairs], [grad for _, grad in pairs])

@@ -1,21 +1,13 @@
 """The transformer of the recipes code-lm and mnli: a stock Hugging Face BERT with post-norm encoders, GELU and learned
-positions; its sizes, its formats, and how to rebuild it."""
+positions; its sizes and its formats."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from transformers import BertConfig
 
 from comera.convert import TT, TTM
-from comera.errors import CheckpointError, ConfigError, check_fields
-from comera.pretrained import read_manifest, tensor_headers
-from comera.recipes.interface import Architecture
-
-_ROWS, _TOKENS = 4, 64  # of an example batch
+from comera.errors import ConfigError, check_fields
 
 
 @dataclass(frozen=True)
@@ -79,45 +71,3 @@ class BertFormats:
     def embedding(self) -> TTM:
         """The format of the token embedding."""
         return TTM(order=self.embedding_order, rank=self.embedding_rank)
-
-
-def check_length(field: str, length: int, model: ModelConfig) -> None:
-    """Raise ConfigError if sequences are longer than the model can read."""
-    if length > model.max_positions:
-        raise ConfigError(
-            f"{field} ({length}) must not be above model.max_positions ({model.max_positions}): "
-            "lower the one or raise the other"
-        )
-
-
-def bert_architecture(
-    model_class: Any, build: Callable[[], nn.Module], inputs: dict[str, Tensor], model: ModelConfig, **sizes: int
-) -> Architecture:
-    """How to rebuild a BERT. model_class: of transformers, for the dense model. build: makes the method's model.
-    inputs: an example batch (B, T) by argument of forward; both dimensions are dynamic. sizes: those that the data
-    decides."""
-    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=model.max_positions)
-    dynamic = {name: {0: batch, 1: length} for name in inputs}
-    about = {**sizes, "model": asdict(model)}
-
-    def dense(folder: Path) -> nn.Module:
-        model: nn.Module = model_class(model_class.config_class.from_pretrained(folder))
-        return model
-
-    return Architecture(build, dense, inputs, dynamic, about)
-
-
-def example_ids(vocab_size: int, longest: int) -> Tensor:
-    """Token ids of an example batch (B, T)."""
-    return torch.randint(vocab_size, (_ROWS, min(_TOKENS, longest)), generator=torch.Generator().manual_seed(0))
-
-
-def stored_rows(checkpoint: Path, layer: str) -> int:
-    """Rows of a layer's weight in a checkpoint, compressed or dense. Raises CheckpointError if there is none."""
-    for entry in read_manifest(checkpoint)["trains"]:
-        if f"{layer}.tt" in entry["names"]:
-            return int(entry["spec"]["num_embeddings"])
-    try:
-        return tensor_headers(checkpoint)[f"{layer}.weight"][0][0]
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint}: expected the weight of {layer}, found none ({error})") from error

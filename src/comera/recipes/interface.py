@@ -1,7 +1,7 @@
 """What a recipe's module offers to the command line, to export and to reports."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,13 +18,15 @@ from comera.trainer.metrics import Summary
 class Architecture:
     """How to rebuild a recipe's model. build: makes the method's model. dense: makes the original, dense model, as
     described by the config.json of a folder if there is one. inputs: an example batch by argument of forward. dynamic:
-    its dynamic shapes, for torch.export. about: sizes of the model, JSON-ready."""
+    its dynamic shapes, for torch.export. about: sizes of the model, JSON-ready. files: further files of an exported
+    folder, text by name."""
 
     build: Callable[[], nn.Module]
     dense: Callable[[Path], nn.Module]
     inputs: dict[str, Tensor]
     dynamic: dict[str, dict[int, Any]]
     about: dict[str, Any]
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 class Recipe(Protocol):

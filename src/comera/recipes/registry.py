@@ -16,6 +16,7 @@ class RecipeEntry(NamedTuple):
 
 
 RECIPES = {
+    "lm": RecipeEntry("comera.recipes.lm.recipe", "pre-train a causal language model on text or code"),
     "code-lm": RecipeEntry("comera.recipes.code_lm.recipe", "pre-train a BERT-style transformer on source code"),
     "mnli": RecipeEntry("comera.recipes.mnli.recipe", "train a transformer from scratch for language inference"),
     "dlrm": RecipeEntry("comera.recipes.dlrm.recipe", "train DLRM to predict clicks on ads"),

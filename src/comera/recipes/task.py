@@ -1,6 +1,6 @@
 """What the recipes share: tasks with a sequence of batches and all that decides what a run learns, and estimates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.baselines import METHODS, Applied, Conversion, Method, installed
+from comera.baselines import COMMON_METHODS, Applied, Conversion, Method, installed
 from comera.recipes.paths import typed_path
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
@@ -61,11 +61,12 @@ def runs_folder(out: str | None, recipe: str, method: str) -> Path:
 
 def estimates_by_method(
     build: Callable[[Method], tuple[nn.Module, Conversion, Callable[[], Tensor]]],
+    methods: Sequence[Method] = COMMON_METHODS,
 ) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step for every installed method. build: makes a method's model, the report of its
-    conversion, and a closure that returns the loss; it is called on the meta device."""
+    conversion, and a closure that returns the loss; it is called on the meta device. methods: those of the recipe."""
     estimates: dict[str, MemoryEstimate] = {}
-    for method in filter(installed, METHODS):
+    for method in filter(installed, methods):
         with torch.device("meta"):
             model, report, loss = build(method)
             estimate = report.estimate(model, loss) if isinstance(report, Applied) else estimate_step(model, loss)

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from comera.report.run import RunData
 from comera.report.style import BLUE, INK, MUTED, ORANGE, TEAL, label_ends, size_axes
-from comera.report.tables import MEGA, number
+from comera.report.tables import MEGA, label, number
 
 _DASHES = (0, (4, 3))
 # from nearly transparent to full teal: the page shows through, so one picture serves light and dark
@@ -79,7 +79,7 @@ def pareto(run: RunData) -> Figure | None:
     name = names[0] if names else "held-out loss"
     values = [point.metrics.get(name, np.nan) if names else point.loss for _, point in points]
     figure = Figure(figsize=(4.8, 3.1))
-    axes = size_axes(figure, title="Size and quality", xlabel="model, MB", ylabel=name)
+    axes = size_axes(figure, title="Size and quality", xlabel="model, MB", ylabel=label(name))
     x = [size for size, _ in points]
     axes.plot(x, values, color=TEAL, alpha=0.5, marker="o", markersize=3)
     axes.plot(x[-1], values[-1], color=TEAL, marker="o", markersize=7)

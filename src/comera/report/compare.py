@@ -11,7 +11,7 @@ from comera.errors import DataError
 from comera.files import replace_file
 from comera.report.html import page, section
 from comera.report.run import RunData, read_run
-from comera.report.tables import Table, count, duration, join_ranks, megabytes, metric, number, times
+from comera.report.tables import Table, count, duration, join_ranks, label, megabytes, metric, number, times
 from comera.trainer.metrics import Summary
 
 
@@ -29,6 +29,9 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     data = {name: read_run(folder) for name, folder in runs.items()}
     summaries = _summaries(data)
     tables = {"Results": _results(data, summaries)}
+    for name, values in {name: values for run in data.values() for name, values in run.references.items()}.items():
+        cells = tuple(metric(name, value) for value in values.values())
+        tables[f"For comparison, {label(name)}"] = Table(tuple(values), "r" * len(values), (cells,))
     block, ranks = _ranks_of_a_block(data)
     if ranks:
         tables[f"Ranks of {block}"] = ranks
@@ -97,7 +100,7 @@ def _results(runs: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> T
 
 
 def _header(name: str) -> str:
-    return f"{name} %" if name == "accuracy" else name
+    return f"{name} %" if name == "accuracy" else label(name)
 
 
 def _ranks_of_a_block(runs: Mapping[str, RunData]) -> tuple[str, Table | None]:

@@ -10,7 +10,18 @@ from comera._version import __version__
 from comera.convert.report import fold
 from comera.files import replace_file
 from comera.report.run import RunData, read_run
-from comera.report.tables import Table, count, duration, join_ranks, megabytes, metric, modes_of, number, times
+from comera.report.tables import (
+    Table,
+    count,
+    duration,
+    join_ranks,
+    label,
+    megabytes,
+    metric,
+    modes_of,
+    number,
+    times,
+)
 
 _FOOTER = f"Made by comera {__version__}. 1 MB = 2<sup>20</sup> bytes."
 
@@ -65,7 +76,7 @@ def _headline(run: RunData) -> dict[str, tuple[str, str]]:
         remark = "best so far" if best.step == evals[-1].step else f"best {best.loss:.3f} at step {best.step:,}"
         results["Held-out loss"] = (f"{evals[-1].loss:.3f}", remark)
         for name, value in evals[-1].metrics.items():
-            results[f"Held-out {name}"] = (metric(name, value, " %"), "at the last evaluation")
+            results[f"Held-out {label(name)}"] = (metric(name, value, " %"), "at the last evaluation")
     for name, value in run.test.items():
         results[f"Test {name}"] = (metric(name, value, " %"), "of the final model")
     if train:

@@ -1,6 +1,6 @@
 """The figures of one run (loss over steps and time, size over steps, ranks per layer), and of a comparison."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from comera.report.adaptation import objectives, pareto, ranks_over_time, smooth
 from comera.report.run import Point, RunData
 from comera.report.style import BLUE, GREY, METHOD_COLORS, MUTED, ORANGE, OTHERS, TEAL, Plots, label_ends, size_axes
-from comera.report.tables import MEGA, count, number, time_unit
+from comera.report.tables import MEGA, count, label, number, time_unit
 
 _SMALL = (4.8, 3.1)  # inches: half a page wide, or a phone
 
@@ -58,6 +58,43 @@ def _loss(run: RunData, title: str, unit: str, at: Callable[[Point], float]) -> 
     _mark_prunes(axes, np.array([*map(at, run.prunes)]))
     _widen(axes, ends)
     return figure
+
+
+def metric_over_time(run: RunData) -> Figure | None:
+    """The held-out metric over training time. Dashed lines: what simple models reach on the same held-out data."""
+    return metrics_of_runs({run.method: run})
+
+
+def metrics_of_runs(runs: Mapping[str, RunData]) -> Figure | None:
+    """The held-out metric of every run over training time. Dashed lines: what simple models reach on the same held-out
+    data.
+    """
+    references = {metric: values for run in runs.values() for metric, values in run.references.items()}
+    metric = next(iter(references), "")
+    curves = {
+        name: [(point.time, point.metrics[metric]) for point in run.evals if metric in point.metrics]
+        for name, run in runs.items()
+    }
+    if not any(curves.values()):
+        return None
+    unit, seconds = time_unit(max(time for points in curves.values() for time, _ in points))
+    title = f"Held-out {label(metric)}"
+    figure = Figure(figsize=_SMALL if len(runs) == 1 else (8, 3))
+    axes = figure.add_subplot(title=title, xlabel=f"training time, {unit}", ylabel=label(metric))
+    ends = [(value, f"{name} {number(value)}", MUTED) for name, value in references[metric].items()]
+    for value, _, color in ends:
+        axes.axhline(value, color=color, linewidth=0.9, linestyle=(0, (4, 3)))
+    for (name, points), color in zip(curves.items(), colors_of(runs).values(), strict=True):
+        axes.plot([time / seconds for time, _ in points], [y for _, y in points], color=color, marker="o", markersize=3)
+        ends += [(points[-1][1], f"{name} {number(points[-1][1])}", color)] if points else []
+    _widen(axes, ends)
+    return figure
+
+
+def colors_of(runs: Iterable[str]) -> dict[str, str]:
+    """A color for each run, by its name."""
+    others = cycle(OTHERS)
+    return {name: METHOD_COLORS.get(name) or next(others) for name in runs}
 
 
 def thin(x: np.ndarray, y: np.ndarray, bins: int = 300) -> tuple[np.ndarray, np.ndarray]:
@@ -123,6 +160,7 @@ def size_over_steps(run: RunData) -> Figure | None:
 PLOTS: Plots[RunData] = {
     "loss_steps": ("Loss over steps", loss_over_steps),
     "loss_time": ("Loss over training time", loss_over_time),
+    "metric_time": ("Held-out metric over training time", metric_over_time),
     "size_steps": ("Size over steps", size_over_steps),
     "ranks": ("Ranks per layer", ranks_over_time),
     "objectives": ("The two objectives", objectives),
@@ -137,9 +175,7 @@ def compare_runs(runs: Mapping[str, RunData]) -> Figure:
     figure = Figure(figsize=(8, 3))
     grid = figure.add_gridspec(2, 2, width_ratios=(5, 3))
     losses, sizes, amounts = (figure.add_subplot(cell) for cell in (grid[:, 0], grid[0, 1], grid[1, 1]))
-    others = cycle(OTHERS)
-    colors = {name: METHOD_COLORS.get(name) or next(others) for name in runs}
-
+    colors = colors_of(runs)
     longest = max([point.time for run in runs.values() for point in run.evals], default=0.0)
     unit, seconds = time_unit(longest)
     losses.set(title="Held-out loss", xlabel=f"training time, {unit}")
@@ -161,7 +197,9 @@ def compare_runs(runs: Mapping[str, RunData]) -> Figure:
 
 
 def pareto_of_runs(runs: Mapping[str, RunData]) -> Figure | None:
-    """Model size against held-out quality, one point per run. Up and to the left is better."""
+    """Model size against held-out quality, one point per run. Left is better: smaller. So is up for a share of correct
+    answers, and down for a loss or nats per byte.
+    """
     summaries = {run: data.summary for run, data in runs.items() if data.summary}
     name = next((name for summary in summaries.values() for name in summary.metrics), "")
     points = {
@@ -170,7 +208,7 @@ def pareto_of_runs(runs: Mapping[str, RunData]) -> Figure | None:
     if len({size for size, _, _ in points.values()}) < 2:
         return None
     figure = Figure(figsize=(8, 3))
-    axes = size_axes(figure, title=f"Size and {name}", xlabel="model size, MB", ylabel=name)
+    axes = size_axes(figure, title=f"Size and {label(name)}", xlabel="model size, MB", ylabel=label(name))
     for run, (size, value, method) in points.items():
         axes.plot(size, value, marker="o", color=METHOD_COLORS.get(method, ORANGE), linestyle="")
         axes.annotate(run, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
@@ -179,10 +217,10 @@ def pareto_of_runs(runs: Mapping[str, RunData]) -> Figure | None:
 
 
 def _bars(
-    axes: Axes, title: str, colors: Mapping[str, str], values: Sequence[float], label: Callable[[float], str]
+    axes: Axes, title: str, colors: Mapping[str, str], values: Sequence[float], shown: Callable[[float], str]
 ) -> None:
     bars = axes.barh(range(len(values)), values, color=list(colors.values()), height=0.62)
-    axes.bar_label(bars, [label(value) for value in values], padding=4)
+    axes.bar_label(bars, [shown(value) for value in values], padding=4)
     axes.set_title(title)
     axes.set_yticks(range(len(values)), list(colors))
     axes.invert_yaxis()
@@ -194,5 +232,6 @@ def _bars(
 
 PLOTS_OF_RUNS: Plots[Mapping[str, RunData]] = {
     "compare": ("Held-out loss over time, size, data seen", compare_runs),
+    "metric": ("Held-out metric over time", metrics_of_runs),
     "pareto": ("Size and held-out quality of every run", pareto_of_runs),
 }

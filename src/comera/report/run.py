@@ -103,8 +103,8 @@ def _points_of(kind: type[P]) -> cached_property[tuple[P, ...]]:
 class RunData:
     """The contents of a run folder. layers: of the conversion, empty for a dense run; summary: None before the end.
 
-    memory: estimated bytes of a training step by method and part; test: metrics on test data; both empty for recipes
-    without them.
+    memory: estimated bytes of a training step by method and part; test: metrics on test data; references: values to
+    hold the held-out metrics against, by metric and label; all empty for recipes without them.
     """
 
     folder: Path
@@ -115,6 +115,7 @@ class RunData:
     summary: Summary | None
     memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     test: Mapping[str, float] = field(default_factory=dict)
+    references: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     train = _points_of(TrainPoint)
     evals = _points_of(EvalPoint)
@@ -147,7 +148,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read config.yaml, metrics.jsonl, layers.json, summary.json, memory.json and test.json, those that exist.
+    """Read config.yaml, metrics.jsonl and the JSON files of a run, those that exist.
 
     Skips a torn last line of the metrics, which a killed run leaves.
     Raises DataError for a folder that is missing, malformed or not a run.
@@ -176,7 +177,8 @@ def read_run(folder: Path) -> RunData:
     layers = _read_layers(folder / "layers.json")
     memory = _read_mapping(folder / "memory.json", _floats)
     test = _read_mapping(folder / "test.json", _float)
-    return RunData(folder, config_text, settings, points, layers, summary, memory, test)
+    references = _read_mapping(folder / "references.json", _floats)
+    return RunData(folder, config_text, settings, points, layers, summary, memory, test, references)
 
 
 def _read_mapping(path: Path, cast: Callable[[Any], T]) -> dict[str, T]:

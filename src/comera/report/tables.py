@@ -90,8 +90,15 @@ def times(value: float | None) -> str:
     return shown if shown == "–" else f"{shown}×"
 
 
+def label(name: str) -> str:
+    """The name of a metric for people, such as nats per byte."""
+    return name.replace("_per_", " per ")
+
+
 def metric(name: str, value: float | None, percent: str = "") -> str:
-    """A metric; accuracy in percent, followed by the sign `percent`."""
+    """A metric; accuracy in percent, followed by the sign `percent`; nats per byte in thousandths, as a loss."""
+    if value is not None and name == "nats_per_byte":
+        return f"{value:.3f}"
     return f"{100 * value:.1f}{percent}" if value is not None and name == "accuracy" else number(value)
 
 

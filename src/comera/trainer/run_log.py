@@ -55,7 +55,12 @@ class RunLogger:
             settings = {"train": asdict(config)} if self._resolved is None else dict(self._resolved)
             settings = json.loads(json.dumps(settings, default=str))  # YAML takes built-in types only
             replace_file(out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-            replace_file(out / "layers.json", to_json([*self._state.task.report_rows], indent=1) + "\n")
+            task = self._state.task
+            replace_file(out / "layers.json", to_json([*task.report_rows], indent=1) + "\n")
+            if task.references:
+                replace_file(out / "references.json", to_json(task.references, indent=1) + "\n")
+            for name, text in task.files.items():
+                replace_file(out / name, text)
         stack.enter_context(self._display)
 
     def __exit__(self, *raised: object) -> None:

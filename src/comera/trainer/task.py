@@ -25,6 +25,8 @@ class Task(ABC):
         dense_total: parameters of the dense original, for the compression ratios. None: counted from the model.
         identity: JSON-ready values besides the TrainConfig that decide what is learned, such as a hash of the data. A
             run resumes only under the same ones.
+        files: further files of the run's folder, text by name, such as a tokenizer.
+        references: values to hold the metrics against in reports, by metric and label.
         steps_per_epoch: steps per pass over the training data. None: the data has no end.
         counted: the unit that `tokens` counts, for display.
     """
@@ -35,6 +37,8 @@ class Task(ABC):
     report_rows: Sequence[Mapping[str, Any]] = ()
     dense_total: int | None = None
     identity: Mapping[str, Any] = {}
+    files: Mapping[str, str] = {}
+    references: Mapping[str, Mapping[str, float]] = {}
     steps_per_epoch: int | None = None
     counted: str = "tokens"
 

@@ -8,7 +8,6 @@ components of all blocks in that order, P largest rank of a block.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import prod, sqrt
 
 import torch
@@ -18,17 +17,21 @@ from torch import Tensor
 from comera.tt.spec import BTTSpec
 
 
-@lru_cache(maxsize=64)
-def component_index(spec: BTTSpec) -> Tensor:
-    """Where the components of each block are: (B, P), K where a block has fewer than P."""
-    rank_B = torch.tensor(spec.rows_of_ranks).flatten()
-    first_B, place_P = rank_B.cumsum(0) - rank_B, torch.arange(int(rank_B.max()))
-    return torch.where(place_P < rank_B[:, None], first_B[:, None] + place_P, spec.ranks[1])
+def ranks_of_blocks(spec: BTTSpec, device: torch.device) -> Tensor:
+    """(B,)"""
+    return torch.tensor(spec.rows_of_ranks, device=device).flatten()
+
+
+def component_mask(spec: BTTSpec, device: torch.device) -> Tensor:
+    """Which of P places in each block has a component: (B, P); True once for each component, in their order."""
+    place_P = torch.arange(max(map(max, spec.rows_of_ranks)), device=device)
+    return place_P < ranks_of_blocks(spec, device)[:, None]
 
 
 def group(spec: BTTSpec, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Both cores block by block, R (B, N, P) and L (B, P, M), with zeros where a block has fewer than P components."""
-    index_BP = component_index(spec).to(cores[0].device)
+    own_BP = component_mask(spec, cores[0].device)
+    index_BP = torch.where(own_BP, own_BP.flatten().cumsum(0).view_as(own_BP) - 1, spec.ranks[1])
     r_NK, l_KM = F.pad(cores[0].flatten(0, 1), (0, 1)), F.pad(cores[1].flatten(1), (0, 0, 0, 1))
     return r_NK[:, index_BP].movedim(0, 1), l_KM[index_BP]
 
@@ -55,13 +58,13 @@ def fold_blocks(spec: BTTSpec, weight: Tensor) -> Tensor:
 def random_cores(spec: BTTSpec, std: float, draw: Callable[..., Tensor]) -> list[Tensor]:
     """Gaussian cores whose weight has the root mean square `std`: components of unit variance for inputs of unit
     variance (R: 1/sqrt(N)), and in L what is left."""
-    rank_BP = (component_index(spec) < spec.ranks[1]).sum(1, keepdim=True).clamp_min(1).sqrt()
     cores = [draw(*shape) for shape in spec.core_shapes]
+    own_BP = component_mask(spec, cores[0].device)
     r_BNP, l_BPM = group(spec, cores)
-    r_BNP, l_BPM = r_BNP / sqrt(spec.sizes[0]), l_BPM / rank_BP.unsqueeze(-1)
+    r_BNP, l_BPM = r_BNP / sqrt(spec.sizes[0]), l_BPM / own_BP.sum(1).clamp_min(1).sqrt()[:, None, None]
     square = ((r_BNP.mT @ r_BNP) * (l_BPM @ l_BPM.mT)).sum(dtype=torch.float64)
     scale = std * sqrt(prod(spec.padded_shape)) / float(square.sqrt()) if square else 0.0
-    return ungroup(r_BNP, l_BPM * scale, component_index(spec) < spec.ranks[1])
+    return ungroup(r_BNP, l_BPM * scale, own_BP)
 
 
 def block_svd(weight: Tensor, spec: BTTSpec, delta: float | None) -> tuple[BTTSpec, list[Tensor]]:
@@ -70,7 +73,7 @@ def block_svd(weight: Tensor, spec: BTTSpec, delta: float | None) -> tuple[BTTSp
     delta: Frobenius norm that may be dropped beyond what these ranks drop; None drops nothing more.
     """
     u_BNP, s_BP, vh_BPM = torch.linalg.svd(fold_blocks(spec, weight), full_matrices=False)
-    caps_B1 = torch.tensor(spec.rows_of_ranks, device=weight.device).flatten()[:, None]
+    caps_B1 = ranks_of_blocks(spec, weight.device)[:, None]
     kept_BP = torch.arange(s_BP.shape[1], device=weight.device) < caps_B1
     if delta is not None:
         kept_BP &= _largest(s_BP, _count_above(s_BP, delta))
@@ -80,23 +83,24 @@ def block_svd(weight: Tensor, spec: BTTSpec, delta: float | None) -> tuple[BTTSp
 def block_singular_values(spec: BTTSpec, cores: Sequence[Tensor]) -> Tensor:
     """Those of all blocks, K in descending order, from cores that have absorbed the gates."""
     _, s_BP, _ = _svd_of_cores(spec, cores)
-    return s_BP[component_index(spec) < spec.ranks[1]].sort(descending=True).values
+    return s_BP[component_mask(spec, s_BP.device)].sort(descending=True).values
 
 
 def round_blocks(
-    spec: BTTSpec, cores: Sequence[Tensor], caps: BTTSpec, count: int, delta: float | None
+    spec: BTTSpec, cores: Sequence[Tensor], caps: BTTSpec, count: int, rel_delta: float | None
 ) -> tuple[BTTSpec, list[Tensor], float]:
-    """Spec, cores and the Frobenius norm of what is dropped when the `count` largest singular values stay, in no block
-    more than the ranks of `caps`. delta: as for `block_svd`."""
+    """Spec, cores and the relative Frobenius norm of what is dropped when the `count` largest singular values stay, in
+    no block more than the ranks of `caps`. rel_delta: as delta for `block_svd`, relative to the norm of the weight."""
     u_BNP, s_BP, vh_BPM = _svd_of_cores(spec, cores)
-    place_P, device = torch.arange(s_BP.shape[1]), s_BP.device
-    own_B, caps_B = (torch.tensor(each.rows_of_ranks).flatten() for each in (spec, caps))
-    kept_BP = (place_P < torch.minimum(own_B, caps_B)[:, None]).to(device)
-    if delta is not None:
+    device, norm = s_BP.device, float(s_BP.norm())
+    least_B = torch.minimum(ranks_of_blocks(spec, device), ranks_of_blocks(caps, device))
+    kept_BP = torch.arange(s_BP.shape[1], device=device) < least_B[:, None]
+    if rel_delta is not None:
+        delta = rel_delta * norm
         count = min(count, _count_above(s_BP, delta))
     kept_BP &= _largest(torch.where(kept_BP, s_BP, -1.0), count)
     dropped = float(s_BP[~kept_BP].norm())
-    return *_cut(spec, u_BNP, s_BP, vh_BPM, kept_BP), dropped
+    return *_cut(spec, u_BNP, s_BP, vh_BPM, kept_BP), dropped / norm if norm else 0.0
 
 
 def _svd_of_cores(spec: BTTSpec, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

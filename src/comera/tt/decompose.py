@@ -138,9 +138,8 @@ def _round_blocks(
     """`round_cores`: one integer caps the rank of every block, all three ranks the number of components."""
     caps = spec.with_ranks(ranks) if isinstance(ranks, int) else spec
     count = caps.ranks[1] if ranks is None or isinstance(ranks, int) else spec.with_ranks(ranks).ranks[1]
-    norm = float(block_singular_values(spec, cores).norm())
-    spec, found, dropped = round_blocks(spec, cores, caps, count, _delta(rel_error, norm, spec.order))
-    return Decomposition(spec, _finish(spec, found, cores[0].dtype), dropped / norm if norm else 0.0)
+    spec, found, error = round_blocks(spec, cores, caps, count, _delta(rel_error, 1.0, spec.order))
+    return Decomposition(spec, _finish(spec, found, cores[0].dtype), error)
 
 
 def _right_orthogonal(cores: Sequence[Tensor]) -> list[Tensor]:

@@ -181,6 +181,8 @@ def btt_spec(in_features: int, out_features: int, *, rank: int = 1, blocks: tupl
         raise SpecError(f"expected features >= 1, got {in_features} and {out_features}")
     if blocks is not None and (len(blocks) != 2 or min(blocks) < 1):
         raise SpecError(f"blocks must be the numbers of input and output blocks, two integers >= 1, got {blocks}")
+    if blocks is not None and (blocks[0] > in_features or blocks[1] > out_features):
+        raise SpecError(f"expected at most one block per feature of {in_features} and {out_features}, got {blocks}")
     a, c = blocks or (_near_root(in_features)[0], _near_root(out_features)[1])
     modes = (a, -(-in_features // a)), (c, -(-out_features // c))
     if rank < 0:

@@ -280,7 +280,7 @@ class BTTSpec(Format):
         return self.with_block_ranks(flat)
 
     def keeping(self, kept: Sequence[Tensor]) -> Self:
-        flat = torch.tensor(self.rows_of_ranks).flatten()
+        flat = torch.tensor(self.rows_of_ranks, device="cpu").flatten()
         owner = torch.repeat_interleave(flat)[kept[0].cpu()]
         return self.with_block_ranks(torch.bincount(owner, minlength=len(flat)).tolist())
 

@@ -2,7 +2,15 @@
 
 from dataclasses import fields
 
-from comera.baselines import BASELINES, METHODS, BaselineConfig, has_own_layers, installed, rates_by_method
+from comera.baselines import (
+    BASELINES,
+    COMMON_METHODS,
+    METHODS,
+    BaselineConfig,
+    has_own_layers,
+    installed,
+    rates_by_method,
+)
 from comera.trainer.config import TrainConfig
 
 
@@ -13,7 +21,8 @@ def test_every_method_is_listed_once_and_every_baseline_has_settings() -> None:
     for method in BASELINES:
         package = BaselineConfig()[method].package
         assert package is None or package.method == method
-    assert all(installed(method) for method in ("comera", "dense", "lte", "cola"))
+    assert all(installed(method) for method in ("comera", "dense", "lte", "cola", "narrow"))
+    assert (*COMMON_METHODS, "narrow") == METHODS
 
 
 def test_rates_follow_from_those_of_comera_and_dense() -> None:
@@ -27,6 +36,7 @@ def test_rates_follow_from_those_of_comera_and_dense() -> None:
         "lte": (1e-4, 1e-5),
         "cola": (1e-4, 5e-4),
         "tensorly": (3e-4, 1.5e-3),
+        "narrow": (1e-4, 1e-4),
     }
     assert {rates[method].steps for method in BASELINES} == {7}
 

@@ -13,7 +13,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from comera.baselines import BASELINES, LTE, BaselineConfig, CoLA, GaLore, Method, Tensorly, check_method
+from comera.baselines import (
+    BASELINES,
+    LTE,
+    METHODS,
+    BaselineConfig,
+    CoLA,
+    GaLore,
+    Method,
+    Narrow,
+    Tensorly,
+    check_method,
+    widest,
+)
 from comera.cli import main as cli
 from comera.errors import ConfigError
 from comera.recipes.task import estimates_by_method, follow
@@ -31,6 +43,7 @@ SETTINGS = BaselineConfig(
     cola=CoLA(rank=3),
     tensorly=Tensorly(order=4, rank=3),
 )
+CONVERSIONS = [method for method in BASELINES if method != "narrow"]  # which needs a recipe: tests/recipes/test_lm.py
 CONFIG = TrainConfig(
     steps=12, batch_size=6, lr=1e-2, core_lr=5e-3, eval_every=5, save_every=100, progress=False, device="cpu", threads=1
 )
@@ -70,7 +83,7 @@ def end_state(run: Path) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for file in files for name, value in file.items()}
 
 
-@pytest.mark.parametrize("method", BASELINES)
+@pytest.mark.parametrize("method", CONVERSIONS)
 def test_a_stopped_run_resumes_to_the_bit(method: str, tmp_path: Path) -> None:
     config = replace(CONFIG, save_every=1)
     whole = fit(Toy(method), config, tmp_path / "whole")
@@ -83,7 +96,7 @@ def test_a_stopped_run_resumes_to_the_bit(method: str, tmp_path: Path) -> None:
     assert whole.method == method
 
 
-@pytest.mark.parametrize("method", BASELINES)
+@pytest.mark.parametrize("method", CONVERSIONS)
 def test_training_learns(method: str, tmp_path: Path) -> None:
     task = Toy(method)
     task.model.eval()
@@ -155,7 +168,24 @@ def test_a_method_without_its_package_is_refused_before_anything_runs(
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, got 'x'"):
+    with pytest.raises(
+        ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, narrow, got 'x'"
+    ):
         check_method("x")
+    with pytest.raises(ConfigError, match=r"method narrow needs a recipe that offers it, this one has comera, dense"):
+        check_method("narrow")
     for method in BASELINES:
-        check_method(method)
+        check_method(method, METHODS)
+
+
+def test_narrow_is_no_conversion() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="builds its model narrower, got a finished Linear"):
+        SETTINGS["narrow"].apply_(model)
+    with pytest.raises(ConfigError, match=r"narrow\.hidden must be an integer >= 1 or nothing, got 0"):
+        Narrow(hidden=0)
+
+
+@pytest.mark.parametrize(("limit", "width"), [(0, 8), (6 * 64, 8), (6 * 16**2 - 1, 8), (6 * 16**2, 16), (10**6, 408)])
+def test_widest_is_the_last_width_within_the_limit(limit: int, width: int) -> None:
+    assert widest(limit, lambda width: 6 * width**2) == width

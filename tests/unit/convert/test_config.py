@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from comera.convert import TT, TTM, TensorizeConfig
+from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import ConversionError, SpecError
 
 
@@ -19,7 +19,13 @@ from comera.errors import ConversionError, SpecError
         (lambda: TT(rank=()), SpecError, r"got \(\)"),
         (lambda: TT(in_modes=(4, 0)), SpecError, "in_modes to be a tuple of positive integers or None"),
         (lambda: TTM(col_modes="8·8"), SpecError, "col_modes to be"),
-        (lambda: TensorizeConfig(linear=TTM()), ConversionError, "linear must be a TT or None"),
+        (lambda: BTT(rank=(1, 2)), SpecError, r"BTT needs rank to be an integer >= 0, got \(1, 2\)"),
+        (lambda: BTT(rank=True), SpecError, "got True"),
+        (lambda: BTT(blocks=4), SpecError, "blocks to be two integers >= 1 or None, got 4"),
+        (lambda: BTT(blocks=(4, 0)), SpecError, "blocks to be two integers"),
+        (lambda: BTT(blocks=(4, 4, 4)), SpecError, "blocks to be two integers"),
+        (lambda: TensorizeConfig(embedding=BTT()), ConversionError, "embedding must be a TTM or None"),
+        (lambda: TensorizeConfig(linear=TTM()), ConversionError, "linear must be a TT, a BTT or None"),
         (lambda: TensorizeConfig(embedding=TT()), ConversionError, "embedding must be a TTM or None"),
         (lambda: TensorizeConfig(overrides={"a": 3}), ConversionError, "overrides must be a mapping"),
         (lambda: TensorizeConfig(overrides=[("a", None)]), ConversionError, "overrides must be a mapping"),
@@ -49,3 +55,8 @@ def test_given_modes_determine_the_order() -> None:
     assert TT(in_modes=(4, 4), out_modes=(16,)).spec(16, 16).order == 3
     assert TTM(row_modes=(4, 4), rank=3).spec(16, 16).order == 2
     assert TT(order=5, in_modes=(4, 4)).spec(16, 64).split == 2
+
+
+def test_blocks_may_be_a_list() -> None:
+    assert BTT(blocks=[2, 4]) == BTT(blocks=(2, 4))  # type: ignore[arg-type]
+    assert hash(BTT(blocks=[2, 4])) == hash(BTT(blocks=(2, 4)))  # type: ignore[arg-type]

@@ -13,14 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from comera import TT, TTM, TensorizeConfig, load_pretrained, tensorize_
+from comera import BTT, TT, TTM, TensorizeConfig, load_pretrained, tensorize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
 from comera.export import export_compressed, export_dense, export_program, serving_copy, write
 from comera.fusion import fuse_
-from comera.nn import TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
+from comera.nn import BTTLinear, TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
+from comera.nn.linear import CompressedLinear
 from comera.nn.tensor_train import named_trains
 from comera.tt.shapes import tt_spec, ttm_spec
 
+from ...helpers.specs import btt
 from ...helpers.without_comera import run_without_comera
 
 
@@ -28,17 +30,20 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(30, 64), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 3))
 
 
+FORMATS = pytest.mark.parametrize("model", [TT(order=4, rank=6), BTT(rank=2)], ids=["tt", "btt"], indirect=True)
+
+
 @pytest.fixture
-def model() -> nn.Sequential:
+def model(request: pytest.FixtureRequest) -> nn.Sequential:
     """A compressed MLP in training mode, with some slices pruned and no gate at one."""
     torch.manual_seed(0)
     made = mlp()
-    tensorize_(made, TensorizeConfig(linear=TT(order=4, rank=6)))
+    tensorize_(made, TensorizeConfig(linear=getattr(request, "param", TT(order=4, rank=6))))
     with torch.no_grad():
         for _, tt in named_trains(made):
             for d in tt.rank_params:
                 d.uniform_(0.5, 1.5)
-            tt.rank_params[1][::2] = 1e-3
+            tt.rank_params[tt.spec.order // 2 - 1][::2] = 1e-3
     return made
 
 
@@ -74,10 +79,12 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@FORMATS
 def test_a_program_of_an_mlp_runs_without_this_library(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+    specs = [train.spec for _, train in named_trains(model)]
     written = export_program(model, (x,), tmp_path / "mlp.pt2")
     assert model.training
-    assert model[0].tt.spec.ranks[2] == 6  # the model is unchanged
+    assert [train.spec for _, train in named_trains(model)] == specs  # the model is unchanged
     assert written.parameters < sum(p.numel() for p in model.parameters())
     assert written.difference < 1e-5
     assert "differ from the model's by at most" in str(written)
@@ -114,11 +121,21 @@ def test_inference_layers_match_the_layers(dtype: torch.dtype, order: int) -> No
     table, head = TTMEmbedding(spec, padding_idx=3, dtype=dtype), TTMProjection(spec, padding_idx=3, dtype=dtype)
     nn.init.normal_(head.bias)
     linear = TTLinear(tt_spec(12, 35, order=max(2, order), rank=4), dtype=dtype)
+    blocks = BTTLinear(btt((3, 4), (5, 7), [order, 0, 3, 1, 4] * 3), dtype=dtype)
     ids = torch.tensor([[0, 3, 49], [7, 7, 1]])
     x = torch.randn(4, 2, 12, dtype=dtype)
     allowed = {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 1e-2)  # half precision: 40 dB
     with torch.no_grad():
-        for layer, inputs in [(table, ids), (table, ids[:, :0]), (head, x), (linear, x), (linear, x[:0])]:
+        cases = [
+            (table, ids),
+            (table, ids[:, :0]),
+            (head, x),
+            (linear, x),
+            (linear, x[:0]),
+            (blocks, x),
+            (blocks, x[:0]),
+        ]
+        for layer, inputs in cases:
             outputs, wanted = serving_copy(nn.Sequential(layer))(inputs), layer(inputs)
             assert (outputs.shape, outputs.dtype) == (wanted.shape, dtype)
             assert (outputs - wanted).double().norm() <= allowed * wanted.double().norm()
@@ -183,27 +200,32 @@ def test_tied_inference_layers_share_their_cores(tmp_path: Path) -> None:
     assert untied.cls.predictions.decoder.tt is not untied.bert.embeddings.word_embeddings.tt
 
 
+@FORMATS
 def test_compressed_weights_are_pruned_and_load_into_the_dense_model(
     model: nn.Sequential, x: Tensor, tmp_path: Path
 ) -> None:
+    specs = [train.spec for _, train in named_trains(model)]
     written = export_compressed(model, (x,), tmp_path / "mlp", lambda folder: mlp(), metadata={"made": "here"})
     loaded = load_pretrained(mlp(), tmp_path / "mlp").eval()
     close(loaded(x), model.eval()(x))
     for _, tt in named_trains(loaded):
-        assert tt.spec.ranks[2] == 3
         assert all(bool((d == 1).all()) for d in tt.rank_params)
+    for (_, tt), before in zip(named_trains(loaded), specs, strict=True):
+        k = before.order // 2
+        assert tt.spec.ranks[k] == before.ranks[k] // 2
     assert written.parameters == sum(p.numel() for p in loaded.parameters())
     assert written.bytes == sum(file.stat().st_size for file in (tmp_path / "mlp").iterdir())
     assert json.loads((tmp_path / "mlp" / "comera.json").read_text())["metadata"] == {"made": "here"}
-    assert model[0].tt.spec.ranks[2] == 6
+    assert [train.spec for _, train in named_trains(model)] == specs
 
 
+@FORMATS
 def test_dense_weights_have_the_original_names(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
     export_dense(model, (x,), tmp_path / "mlp", lambda folder: mlp())
     plain = mlp().eval()
     plain.load_state_dict(load_file(tmp_path / "mlp" / "model.safetensors"))
     close(plain(x), model.eval()(x))
-    assert isinstance(model[0], TTLinear)
+    assert isinstance(model[0], CompressedLinear)
     assert leftovers(tmp_path) == ["mlp"]
 
 

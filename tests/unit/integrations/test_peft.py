@@ -1,5 +1,6 @@
 """LoRA beside compressed layers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError
 from comera.fusion import fuse_
 from comera.integrations.peft import with_compressed
 
 CONFIG = TensorizeConfig(TT(order=4, rank=6), TTM(order=2, rank=6))
+BLOCKS = replace(CONFIG, linear=BTT())
 IDS = torch.arange(60).view(6, 10)
 
 
@@ -32,15 +34,15 @@ class Small(nn.Module):
         return found
 
 
-def build() -> Small:
+def build(config: TensorizeConfig = CONFIG) -> Small:
     torch.manual_seed(0)
     model = Small()
-    tensorize_(model, CONFIG)
+    tensorize_(model, config)
     return model
 
 
-def tuned(*targets: str, steps: int = 5) -> PeftModel:
-    model = get_peft_model(build(), with_compressed(LoraConfig(r=4, target_modules=list(targets))))
+def tuned(*targets: str, steps: int = 5, config: TensorizeConfig = CONFIG) -> PeftModel:
+    model = get_peft_model(build(config), with_compressed(LoraConfig(r=4, target_modules=list(targets))))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -50,17 +52,20 @@ def tuned(*targets: str, steps: int = 5) -> PeftModel:
 
 
 @pytest.mark.parametrize("targets", [("up", "down"), ("table",), ("head",), ("table", "up")])
-def test_adapters_train_beside_compressed_layers_and_load_again(targets: tuple[str, ...], tmp_path: Path) -> None:
-    base = build()(IDS)
-    torch.testing.assert_close(tuned(*targets, steps=0)(IDS), base)
-    model = tuned(*targets)
+@pytest.mark.parametrize("formats", [CONFIG, BLOCKS], ids=["tt", "btt"])
+def test_adapters_train_beside_compressed_layers_and_load_again(
+    targets: tuple[str, ...], formats: TensorizeConfig, tmp_path: Path
+) -> None:
+    base = build(formats)(IDS)
+    torch.testing.assert_close(tuned(*targets, steps=0, config=formats)(IDS), base)
+    model = tuned(*targets, config=formats)
     out = model(IDS)
     assert (out - base).abs().max() > 0.01
     with model.disable_adapter():
         torch.testing.assert_close(model(IDS), base)
     model.save_pretrained(tmp_path)
     config = with_compressed(LoraConfig.from_pretrained(tmp_path))
-    torch.testing.assert_close(PeftModel.from_pretrained(build(), tmp_path, config=config)(IDS), out)
+    torch.testing.assert_close(PeftModel.from_pretrained(build(formats), tmp_path, config=config)(IDS), out)
 
 
 def test_an_adapter_is_merged_into_the_dense_weight_or_not_at_all() -> None:

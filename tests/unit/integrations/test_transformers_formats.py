@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -39,6 +40,7 @@ from comera.nn.tensor_train import named_trains
 logging.disable_progress_bar()
 
 SMALL = comera.TensorizeConfig(comera.TT(order=4, rank=6), comera.TTM(order=3, rank=6))
+BLOCKS = comera.TensorizeConfig(comera.BTT(rank=2), comera.TTM(order=3, rank=6))
 IDS = torch.arange(2, 18).reshape(2, 8)
 
 
@@ -47,11 +49,11 @@ def bert(**options: Any) -> BertForMaskedLM:
     return BertForMaskedLM(BertConfig(vocab_size=512, max_position_embeddings=32, **sizes, **options)).eval()
 
 
-def compressed_bert() -> BertForMaskedLM:
+def compressed_bert(config: comera.TensorizeConfig = SMALL) -> BertForMaskedLM:
     """Compressed, with gates of some layers pruned and cut, so that its ranks are not those of the conversion."""
     torch.manual_seed(0)
     model = bert()
-    comera.tensorize_(model, SMALL)
+    comera.tensorize_(model, config)
     with torch.no_grad():
         for _, train in list(named_trains(model))[::2]:
             for gates in train.rank_params:
@@ -92,9 +94,10 @@ def logits(model: nn.Module) -> torch.Tensor:
     ],
     ids=["bert", "llama-tied", "llama", "gpt2", "t5"],
 )
-def test_from_pretrained_gives_back_what_was_saved(model: Any, auto: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [SMALL, BLOCKS], ids=["tt", "btt"])
+def test_from_pretrained_gives_back_what_was_saved(model: Any, auto: Any, config: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(model)
-    comera.tensorize_(model, SMALL)
+    comera.tensorize_(model, config)
     model.save_pretrained(tmp_path)
     loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
@@ -104,10 +107,12 @@ def test_from_pretrained_gives_back_what_was_saved(model: Any, auto: Any, tmp_pa
     assert {name: p.shape for name, p in loaded.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
 
-def test_the_ranks_are_those_of_the_stored_tensors(tmp_path: Path) -> None:
-    model = compressed_bert()
+@pytest.mark.parametrize("config", [SMALL, BLOCKS], ids=["tt", "btt"])
+def test_the_ranks_are_those_of_the_stored_tensors(config: Any, tmp_path: Path) -> None:
+    model = compressed_bert(config)
     model.save_pretrained(tmp_path)
-    assert "ranks" not in json.loads((tmp_path / "config.json").read_text())["quantization_config"]["trains"][0]["spec"]
+    trains = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["trains"]
+    assert not any({"ranks", "block_ranks"} & train["spec"].keys() for train in trains)
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert [tt.spec for _, tt in named_trains(loaded)] == [tt.spec for _, tt in named_trains(model)]
     assert torch.equal(logits(loaded), logits(model))
@@ -283,6 +288,29 @@ def test_another_class_of_model_than_the_saved_one(tmp_path: Path) -> None:
         CheckpointError, match=r"expected a layer at bert\.\S+ that TT .* got a Linear: its sizes are 64"
     ):
         AutoModelForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("load", ["from_pretrained", "load_pretrained"])
+@pytest.mark.parametrize("damage", ["sum", "negative", "missing", "shape"])
+def test_damaged_ranks_of_blocks_are_refused(damage: str, load: str, tmp_path: Path) -> None:
+    compressed_bert(BLOCKS).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("block_ranks"))
+    if damage == "sum":
+        tensors[name][0, 0] += 1
+    elif damage == "negative":
+        tensors[name][0, :2] += torch.tensor([-9, 9], dtype=torch.int32)
+    elif damage == "shape":
+        tensors[name] = tensors[name].flatten()
+    else:
+        del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    calls = {
+        "from_pretrained": lambda: BertForMaskedLM.from_pretrained(tmp_path),
+        "load_pretrained": lambda: comera.load_pretrained(bert(), tmp_path),
+    }
+    with pytest.raises(CheckpointError, match=r"tt.block_ranks to hold|expected cores and gates of bert.encoder"):
+        calls[load]()
 
 
 @pytest.mark.parametrize(

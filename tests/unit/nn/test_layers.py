@@ -10,23 +10,28 @@ from torch import nn
 
 from comera.errors import IdError, SpecError
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.tt.spec import TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 F64 = torch.float64
 TT_SPEC = TTSpec(12, 10, (4, 3), (2, 5), (1, 3, 4, 2, 1))
 TTM_SPEC = TTMSpec(11, 5, (4, 3), (2, 3), (1, 4, 1))
+BTT_SPEC = BTTSpec(12, 10, (3, 4), (2, 5), ((2, 0), (1, 4), (0, 1)))
+LINEAR = pytest.mark.parametrize(("kind", "spec"), [(TTLinear, TT_SPEC), (BTTLinear, BTT_SPEC)], ids=["tt", "btt"])
 
 
 def exact(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
+@LINEAR
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(12,), (0, 12), (1, 12), (2, 3, 12)])
-def test_linear_equals_dense(shape: tuple[int, ...], bias: bool) -> None:
-    layer = TTLinear(TT_SPEC, bias, dtype=F64)
+def test_linear_equals_dense(
+    kind: type[CompressedLinear], spec: TTSpec | BTTSpec, shape: tuple[int, ...], bias: bool
+) -> None:
+    layer = kind(spec, bias, dtype=F64)
     if layer.bias is not None:
         nn.init.normal_(layer.bias)
     x = torch.randn(shape, dtype=F64)
@@ -101,15 +106,28 @@ def test_gradients_of_a_tied_pair_equal_those_of_the_materialised_weight() -> No
         exact(a, b)
 
 
-def test_a_given_bias_is_kept_as_the_same_object() -> None:
+@LINEAR
+def test_a_given_bias_is_kept_as_the_same_object(kind: type[CompressedLinear], spec: TTSpec | BTTSpec) -> None:
     bias = nn.Parameter(torch.ones(10))
-    assert TTLinear(TT_SPEC, bias).bias is bias
+    assert kind(spec, bias).bias is bias
+
+
+def test_layers_that_share_blocks_get_the_gradient_of_both() -> None:
+    layer = BTTLinear(BTT_SPEC, dtype=F64)
+    tied, x = BTTLinear(layer.tt, bias=False), torch.randn(3, 12, dtype=F64)
+    got = torch.autograd.grad((layer(x) * tied(x)).sum(), layer.tt.cores)
+    want = torch.autograd.grad((F.linear(x, layer.weight, layer.bias) * F.linear(x, tied.weight)).sum(), layer.tt.cores)
+    exact(torch.cat([g.flatten() for g in got]), torch.cat([g.flatten() for g in want]))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: TTLinear(TTM_SPEC), "TTLinear needs a TTSpec"),
+        (lambda: TTLinear(BTT_SPEC), "TTLinear needs a TTSpec"),
+        (lambda: BTTLinear(TensorTrain(TT_SPEC, init_std=1.0)), "BTTLinear needs a BTTSpec"),
+        (lambda: TTMEmbedding(BTT_SPEC), "TTMEmbedding needs a TTMSpec"),
+        (lambda: BTTLinear(BTT_SPEC, nn.Parameter(torch.zeros(9))), r"a bias of shape \(10,\).*got \(9,\)"),
         (lambda: TTMEmbedding(TT_SPEC), "TTMEmbedding needs a TTMSpec"),
         (lambda: TTMProjection(TensorTrain(TT_SPEC, init_std=1.0)), "TTMProjection needs a TTMSpec"),
         (lambda: TTLinear(TT_SPEC, nn.Parameter(torch.zeros(9))), r"a bias of shape \(10,\).*got \(9,\)"),
@@ -121,7 +139,10 @@ def test_wrong_arguments_are_refused(make: Callable[[], nn.Module], message: str
         make()
 
 
-@pytest.mark.parametrize("layer", [TTLinear(TT_SPEC), TTMEmbedding(TTM_SPEC, 3), TTMProjection(TTM_SPEC, False, 3)])
+@pytest.mark.parametrize(
+    "layer",
+    [TTLinear(TT_SPEC), BTTLinear(BTT_SPEC), TTMEmbedding(TTM_SPEC, 3), TTMProjection(TTM_SPEC, False, 3)],
+)
 def test_rank_zero_gives_the_constant_bias(layer: CompressedLayer) -> None:
     spec = layer.tt.spec.with_ranks(0)
     layer.tt.set_(spec, [torch.zeros(shape) for shape in spec.core_shapes])
@@ -132,12 +153,17 @@ def test_rank_zero_gives_the_constant_bias(layer: CompressedLayer) -> None:
 def test_default_std_is_that_of_the_dense_layers() -> None:
     big = TTSpec(64, 64, (8, 8), (8, 8), (1, 8, 32, 8, 1))
     assert TTLinear(big).weight.std().item() == pytest.approx(1 / (3 * 64) ** 0.5, rel=0.02)
+    assert BTTLinear(BTTSpec(64, 64, (8, 8), (8, 8), 2)).weight.std().item() == pytest.approx(
+        1 / (3 * 64) ** 0.5, rel=0.02
+    )
     table = TTMSpec(64, 64, (8, 8), (8, 8), (1, 64, 1))
     assert TTMEmbedding(table).weight.std().item() == pytest.approx(1.0, rel=0.02)
 
 
 def test_layers_print_their_sizes_and_their_chain() -> None:
     assert "in_features=12, out_features=10, bias=True" in repr(TTLinear(TT_SPEC))
+    assert "in_features=12, out_features=10, bias=True" in repr(BTTLinear(BTT_SPEC))
+    assert "BTT 3·4 / 2·5 ranks 0 to 4, mean 1.33, 80 of 120 elements" in repr(BTTLinear(BTT_SPEC))
     assert "11, 5, padding_idx=3" in repr(TTMEmbedding(TTM_SPEC, 3))
     assert "out_features=11, bias=False, padding_idx=3" in repr(TTMProjection(TTM_SPEC, False, 3))
     assert "11, 5, padding_idx=3, mode='mean', include_last_offset=True" in repr(

@@ -1,30 +1,36 @@
 """TensorTrain: parameters, pure masking, replacing its numbers, the meta device."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
 
 from comera.errors import SpecError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, CompressedLinear, TTLinear
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.tt.dense import absorb, materialize
-from comera.tt.spec import TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
 TT_SPEC = TTSpec(12, 10, (4, 3), (2, 5), (1, 3, 4, 2, 1))
 TTM_SPEC = TTMSpec(11, 6, (4, 3), (2, 3), (1, 4, 1))
+BTT_SPEC = BTTSpec(12, 10, (3, 4), (2, 5), ((2, 0), (1, 4), (0, 1)))
+ALL = pytest.mark.parametrize("spec", [TT_SPEC, TTM_SPEC, BTT_SPEC], ids=str)
 
 
-def train(spec: TTSpec | TTMSpec = TT_SPEC, **options: object) -> TensorTrain:
+def train(spec: Spec = TT_SPEC, **options: object) -> TensorTrain:
     return TensorTrain(spec, init_std=0.5, dtype=torch.float64, **options)
 
 
-def test_parameters_are_cores_and_rank_parameters_of_the_spec() -> None:
-    tt = train()
-    assert [tuple(core.shape) for core in tt.cores] == list(TT_SPEC.core_shapes)
-    assert [d.tolist() for d in tt.rank_params] == [[1.0] * r for r in TT_SPEC.inner_ranks]
+@ALL
+def test_parameters_are_cores_and_rank_parameters_of_the_spec(spec: Spec) -> None:
+    tt = train(spec)
+    assert [tuple(core.shape) for core in tt.cores] == list(spec.core_shapes)
+    assert [d.tolist() for d in tt.rank_params] == [[1.0] * r for r in spec.inner_ranks]
+    assert [*dict(tt.named_buffers())] == ["block_ranks"] * isinstance(spec, BTTSpec)
     assert all(p.dtype == torch.float64 and p.requires_grad for p in tt.parameters())
 
 
@@ -33,15 +39,16 @@ def test_the_same_generator_draws_the_same_cores() -> None:
     assert all(torch.equal(x, y) for x, y in zip(a.cores, b.cores, strict=True))
 
 
-def test_inactive_slices_are_exactly_zero_and_nothing_is_written() -> None:
-    tt = train()
+@ALL
+def test_inactive_slices_are_exactly_zero_and_nothing_is_written(spec: Spec) -> None:
+    tt, k = train(spec), spec.order // 2 - 1
     with torch.no_grad():
-        tt.rank_params[1].copy_(torch.tensor([0.5, 1e-2, -3.0, 2.0]))  # the threshold itself is inactive
+        tt.rank_params[k][:4].copy_(torch.tensor([0.5, 1e-2, -3.0, 2.0]))  # the threshold itself is inactive
     before = copy.deepcopy(tt.state_dict())
     kept = [d.clone() for d in tt.rank_params]
-    kept[1][1:3] = 0
-    assert tt.unpruned()[1].tolist() == [True, False, False, True]
-    assert torch.equal(tt.dense(), materialize(TT_SPEC, absorb(list(tt.cores), kept)))
+    kept[k][1:3] = 0
+    assert tt.unpruned()[k].tolist()[:4] == [True, False, False, True]
+    assert torch.equal(tt.dense(), materialize(spec, absorb(list(tt.cores), kept)))
     assert all(torch.equal(value, tt.state_dict()[key]) for key, value in before.items())
 
 
@@ -55,10 +62,11 @@ def test_inactive_rank_parameters_get_no_gradient() -> None:
     assert (grad != 0).tolist() == [True, False, True]
 
 
-def test_set_keeps_parameter_objects_and_copies() -> None:
-    tt = train()
+@ALL
+def test_set_keeps_parameter_objects_and_copies(spec: Spec) -> None:
+    tt = train(spec)
     objects = list(tt.parameters())
-    smaller = TT_SPEC.with_ranks(1)
+    smaller = spec.with_ranks(1)
     cores = [torch.randn(shape) for shape in smaller.core_shapes]
     tt.dense().sum().backward()
     tt.set_(smaller, cores, [torch.full((r,), 2.0) for r in smaller.inner_ranks])
@@ -79,21 +87,35 @@ def test_set_refuses_other_shapes_and_orders() -> None:
     assert tt.spec == TT_SPEC
 
 
-def test_from_numbers_draws_nothing() -> None:
-    cores = [torch.randn(shape, dtype=torch.float64) for shape in TT_SPEC.core_shapes]
+@ALL
+def test_from_numbers_draws_nothing(spec: Spec) -> None:
+    cores = [torch.randn(shape, dtype=torch.float64) for shape in spec.core_shapes]
     state = torch.get_rng_state()
-    tt = TensorTrain.from_tensors(TT_SPEC, cores, init_std=0.1, threshold=0.2)
+    tt = TensorTrain.from_tensors(spec, cores, init_std=0.1, threshold=0.2)
     assert torch.equal(torch.get_rng_state(), state)
-    torch.testing.assert_close(tt.dense(), materialize(TT_SPEC, cores), rtol=1e-12, atol=0)
+    torch.testing.assert_close(tt.dense(), materialize(spec, cores), rtol=1e-12, atol=0)
     assert (tt.init_std, tt.threshold, tt.cores[0].device.type) == (0.1, 0.2, "cpu")
     assert tt.cores[0].data_ptr() != cores[0].data_ptr()
 
 
-def test_meta_then_to_empty_then_reset_gives_the_wanted_std() -> None:
-    spec = TTSpec(64, 64, (8, 8), (8, 8), (1, 8, 16, 8, 1))
-    layer = TTLinear(TensorTrain(spec, init_std=0.3, device="meta"))
-    assert all(p.is_meta for p in layer.parameters())
-    layer.to_empty(device="cpu").reset_parameters()
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        (TTLinear, TTSpec(64, 64, (8, 8), (8, 8), (1, 8, 16, 8, 1))),
+        (BTTLinear, BTTSpec(64, 64, (2, 32), (2, 32), ((3, 9), (0, 5)))),
+    ],
+    ids=str,
+)
+def test_meta_then_to_empty_then_reset_gives_the_wanted_std(kind: type[CompressedLinear], spec: Spec) -> None:
+    layer = kind(TensorTrain(spec, init_std=0.3, device="meta"))
+    assert all(p.is_meta for p in [*layer.parameters(), *layer.buffers()])
+    for _ in range(2):
+        layer.to_empty(device="cpu")
+        for buffer in layer.buffers():
+            buffer.fill_(77)
+        layer.reset_parameters()
+    if isinstance(spec, BTTSpec):
+        assert layer.tt.block_ranks.tolist() == [list(row) for row in spec.rows_of_ranks]
     assert layer.bias is not None
     assert layer.bias.abs().max() == 0
     assert layer.weight.std().item() == pytest.approx(0.3, rel=0.02)
@@ -103,3 +125,66 @@ def test_named_trains_gives_a_shared_chain_once() -> None:
     embedding = TTMEmbedding(TTM_SPEC)
     model = nn.ModuleDict({"embed": embedding, "lin": TTLinear(TT_SPEC), "head": TTMProjection(embedding.tt)})
     assert [name for name, _ in named_trains(model)] == ["embed.tt", "lin.tt"]
+
+
+def test_copies_and_pickles_hold_the_ranks_of_their_blocks() -> None:
+    layer, x = BTTLinear(BTT_SPEC), torch.randn(3, 12)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), layer(x))
+        other.tt.set_(BTT_SPEC.with_ranks(1), [torch.zeros(s) for s in BTT_SPEC.with_ranks(1).core_shapes])
+        assert other.tt.block_ranks.unique().tolist() == [1]
+    assert layer.tt.block_ranks.tolist() == [[2, 0], [1, 4], [0, 1]]
+    assert layer.to(torch.bfloat16).tt.block_ranks.dtype == torch.int32
+    assert layer.to("meta").tt.block_ranks.is_meta
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "ranks", [[0, 0, 1, 0, 0, 0], [1, 1, 2, 2, 1, 1], [4, 4, 0, 0, 0, 0], [0] * 6, [4] * 6], ids=str
+)
+def test_the_ranks_of_blocks_are_state(ranks: list[int], assign: bool) -> None:
+    source, layer = BTTLinear(BTT_SPEC.with_block_ranks(ranks)), BTTLinear(BTT_SPEC)
+    layer.load_state_dict(source.state_dict(), assign=assign)
+    assert layer.spec == source.spec
+    x = torch.randn(3, 12)
+    assert torch.equal(layer(x), source(x))
+    assert torch.equal(layer.tt.block_ranks, source.tt.block_ranks)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("damage", [[3, 0, 1, 4, 0, 1], [-1, 3, 1, 4, 0, 1], [0, 2, 0, 5, 0, 1]], ids=str)
+def test_damaged_ranks_of_blocks_are_refused(damage: list[int], assign: bool) -> None:
+    layer = BTTLinear(BTT_SPEC)
+    state = {**layer.state_dict(), "tt.block_ranks": torch.tensor(damage, dtype=torch.int32).view(3, 2)}
+    with pytest.raises(RuntimeError, match=r"tt.block_ranks: expected 3 x 2 ranks from 0 to 4 whose sum is that"):
+        layer.load_state_dict(state, assign=assign)
+    assert layer.spec == BTT_SPEC
+    assert layer.tt.block_ranks.tolist() == [[2, 0], [1, 4], [0, 1]]
+    assert state["tt.block_ranks"].flatten().tolist() == damage
+
+
+def test_a_state_without_the_ranks_of_blocks_is_refused() -> None:
+    layer = BTTLinear(BTT_SPEC)
+    state = layer.state_dict()
+    del state["tt.block_ranks"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "tt.block_ranks"'):
+        layer.load_state_dict(state)
+    assert layer.spec == BTT_SPEC
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # torch's own, in jvp
+def test_functional_calls_and_transforms_of_blocks() -> None:
+    layer, x = BTTLinear(BTT_SPEC, dtype=torch.float64), torch.randn(4, 12, dtype=torch.float64)
+    parameters = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = functional_call(layer, parameters, (x,)).square().sum()
+        return value
+
+    per_sample = vmap(grad(loss), (None, 0))(parameters, x)
+    for k in range(4):
+        torch.testing.assert_close({n: g[k] for n, g in per_sample.items()}, grad(loss)(parameters, x[k]))
+    models = {name: torch.stack([p, 2 * p]) for name, p in parameters.items()}
+    both = vmap(loss, (0, None))(models, x)
+    torch.testing.assert_close(both[0], loss(parameters, x))
+    assert jvp(layer, (x,), (x,))[1].shape == (4, 10)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
+from comera.nn.linear import BTTLinear
 from comera.ops.block_product import btt_linear
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_bag, ttm_lookup
 from comera.ops.planner.plan import plan_linear, plan_lookup, plan_projection
 from comera.ops.projection import ttm_linear
-from comera.tt.shapes import btt_spec
 from comera.tt.spec import TTMSpec, TTSpec
 
-from ...helpers.specs import ragged
+from ...helpers.specs import btt
 
 # torch.compile itself instantiates torch.autograd.Function for its own bookkeeping and warns about it
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -56,13 +56,15 @@ def test_tt_linear(strategy):
     )
 
 
-@pytest.mark.parametrize("spec", [btt_spec(23, 22, rank=2), ragged(23, 22, (4, 6), (5, 5), 3)], ids=str)
+@pytest.mark.parametrize("spec", [btt((4, 6), (5, 5), 2, pad_in=1, pad_out=3), btt((4, 6), (2, 11), [3, 0, 1, 2] * 2)])
 def test_btt_linear(spec):
     module = Chain(btt_linear, spec, bias=torch.randn(22))
-    x = torch.randn(2, 7, 23, requires_grad=True)
+    x = torch.randn(2, 7, spec.in_features, requires_grad=True)
     torch.testing.assert_close(
         values_and_gradients(compiled(module), x), values_and_gradients(module, x), rtol=1e-4, atol=1e-4
     )
+    layer = BTTLinear(spec)
+    torch.testing.assert_close(compiled(lambda: layer.weight * 2)(), layer.weight * 2)
 
 
 @pytest.mark.parametrize("strategy", ["two_parts", "dense"])

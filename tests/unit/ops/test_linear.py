@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from comera.errors import SpecError
+from comera.ops.block_product import btt_linear
 from comera.ops.linear import tt_linear
 from comera.ops.planner.plan import plan_linear
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec
 
 from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
-from ...helpers.specs import force, tt
+from ...helpers.specs import btt, force, tt
 
 STRATEGIES = ["low_rank", "sequential", "dense"]
 
@@ -27,8 +28,20 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+BLOCKS = [
+    btt((1, 4), (1, 5), 3),
+    btt((3, 4), (5, 2), 2, pad_in=5, pad_out=3),
+    btt((2, 3), (3, 4), [2, 0, 3, 1, 0, 0], pad_in=1),
+    btt((3, 1), (1, 4), [0, 1, 1]),
+    btt((2, 3), (3, 4), 0),
+]
+EVERY = [*((spec, strategy) for spec in SPECS for strategy in STRATEGIES), *((spec, "blocks") for spec in BLOCKS)]
+# one of each for the tests of precisions
+WAYS = [*((tt((6, 8, 4), (4, 8, 6), 20), strategy) for strategy in STRATEGIES)]
+WAYS += [(btt((12, 16), (16, 12), 3), "blocks"), (btt((12, 16), (16, 12), [3, 1, 0, 4] * 48), "blocks")]
+
+
+@pytest.mark.parametrize(("spec", "strategy"), EVERY, ids=str)
 @pytest.mark.parametrize("lead", [(), (1,), (7,), (0,), (2, 3), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_agrees_with_the_dense_oracle(spec, strategy, lead, bias):
@@ -38,8 +51,7 @@ def test_agrees_with_the_dense_oracle(spec, strategy, lead, bias):
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(("spec", "strategy"), EVERY, ids=str)
 def test_first_and_second_derivatives_pass_gradcheck(spec, strategy):
     tensors = operands(spec, (2,))
     assert torch.autograd.gradcheck(force(spec, strategy), tensors, fast_mode=True)
@@ -51,9 +63,12 @@ def test_full_gradcheck_of_the_halves(spec):
     assert torch.autograd.gradcheck(force(spec, "low_rank"), operands(spec, (3,)))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_float32_agrees_to_four_digits(strategy):
-    spec = tt((12, 8, 8), (8, 8, 12), 30)
+@pytest.mark.parametrize(
+    ("spec", "strategy"),
+    [*((tt((12, 8, 8), (8, 8, 12), 30), strategy) for strategy in STRATEGIES), (btt((24, 32), (32, 24), 2), "blocks")],
+    ids=str,
+)
+def test_float32_agrees_to_four_digits(spec, strategy):
     single = operands(spec, (64,), dtype=torch.float32)
     double = [t.detach().double().requires_grad_() for t in single]
     dy = torch.randn(64, 768, generator=torch.Generator().manual_seed(1))
@@ -63,10 +78,9 @@ def test_float32_agrees_to_four_digits(strategy):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * b.detach().abs().mean().item())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("spec", "strategy"), WAYS, ids=str)
 @pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 45), (torch.float16, 63)])
-def test_low_precision_keeps_the_signal(strategy, dtype, decibels):
-    spec = tt((6, 8, 4), (4, 8, 6), 20)
+def test_low_precision_keeps_the_signal(spec, strategy, dtype, decibels):
     low = operands(spec, (64,), dtype=dtype)
     double = [t.detach().double().requires_grad_() for t in low]
     dy = torch.randn(64, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -85,10 +99,9 @@ def test_merging_of_half_precision_cores_runs_in_float32():
     assert signal_to_noise(found, exact) > signal_to_noise(merged_in_bfloat16, exact) + 3
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("spec", "strategy"), WAYS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_touches_only_the_products_with_the_batch(strategy, dtype):
-    spec = tt((6, 8, 4), (4, 8, 6), 20)
+def test_autocast_touches_only_the_products_with_the_batch(spec, strategy, dtype):
     tensors = operands(spec, (2, 16), dtype=torch.float32)
     linear = torch.nn.Linear(192, 192)
     with torch.autocast("cpu", dtype=dtype):
@@ -128,10 +141,11 @@ def test_float64_is_left_alone_by_autocast():
     torch.testing.assert_close(y, oracle(spec, *tensors), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("spec", "strategy"), [(SPECS[3], strategy) for strategy in STRATEGIES] + [(spec, "blocks") for spec in BLOCKS[1:3]]
+)
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
-def test_non_contiguous_input_and_gradient(strategy, layout):
-    spec = SPECS[3]
+def test_non_contiguous_input_and_gradient(spec, strategy, layout):
     x, bias, *cores = operands(spec, (6,))
     x = x.detach()
     view = {
@@ -207,3 +221,16 @@ def test_wrong_cores_bias_and_dtype_are_named():
         tt_linear(x, spec, cores, bias[:1])
     with pytest.raises(TypeError, match=r"dtype of the cores, torch.float64, got torch.float32"):
         tt_linear(x.float(), spec, cores, bias)
+
+
+def test_wrong_operands_of_blocks_are_named():
+    spec = BLOCKS[1]
+    x, bias, *cores = operands(spec, (2,))
+    with pytest.raises(SpecError, match=r"last dimension is 7 for BTT 3·4 / 5·2 rank 2, got shape \(2, 6\)"):
+        btt_linear(x[:, :6], spec, cores, bias)
+    with pytest.raises(SpecError, match=r"expected 2 cores of shapes \(\(1, 4, 30\), \(30, 2, 1\)\)"):
+        btt_linear(x, spec, cores[:1], bias)
+    with pytest.raises(SpecError, match=r"bias of shape \(7,\) .* got \(1,\)"):
+        btt_linear(x, spec, cores, bias[:1])
+    with pytest.raises(TypeError, match=r"dtype of the cores, torch.float64, got torch.float32"):
+        btt_linear(x.float(), spec, cores, bias)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import named_trains
 from comera.rank.budget import canonicalize_
 from comera.rank.controller import RankController
 from comera.rank.importance import STATE, zero_gates_
@@ -132,7 +133,7 @@ def test_what_cannot_begin_is_refused() -> None:
         controller.start_late()
 
 
-@pytest.mark.parametrize("shrink", ["sensitivity", "surrogate"])
+@pytest.mark.parametrize("shrink", ["sensitivity", "surrogate", "gate_mean"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum", "adagrad"])
 def test_the_target_is_met(shrink: Any, kind: str) -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.5, shrink=shrink, steps=60), kind)
@@ -256,7 +257,31 @@ def test_by_surrogate_the_hook_scales_the_loss_and_adds_the_size() -> None:
             torch.testing.assert_close(p.grad, before[name] * c_loss + extra)
 
 
-@pytest.mark.parametrize("shrink", ["sensitivity", "surrogate"])
+@pytest.mark.parametrize(("behind", "c_loss", "c_size"), [("loss", 1.1, 0.01), ("size", 0.1, 1.01)])
+def test_by_gate_mean_every_unpruned_gate_gets_its_share_of_a_constant(
+    behind: str, c_loss: float, c_size: float
+) -> None:
+    # loss - 0.8 decides: a large one is behind any size
+    model, controller, optimizer = begun(LateStage(target_size=0.5, shrink="gate_mean"), "sgd")
+    controller.start_late()
+    assert controller.target_loss == 0.8
+    with torch.no_grad():
+        model.needed.tt.rank_params[1][0] = 0.005  # pruned
+    optimizer.zero_grad()
+    model(torch.arange(12)).square().mean().backward()
+    for _ in range(1000):
+        controller.observe(torch.tensor(1e6 if behind == "loss" else 1e-3))
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gates = [d for _, tt in named_trains(model) for d in tt.rank_params]
+    share = c_size / sum(int((d > 0.01).sum()) for d in gates)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        if name in before:
+            unpruned = (p.detach() + 0.0 > 0.01) if "rank_params" in name else torch.zeros_like(p)
+            torch.testing.assert_close(p.grad, before[name] * c_loss + share * unpruned)
+
+
+@pytest.mark.parametrize("shrink", ["sensitivity", "surrogate", "gate_mean"])
 def test_a_resumed_late_stage_goes_on_to_the_bit(shrink: Any) -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.4, shrink=shrink, steps=60))
     controller.start_late()

@@ -72,7 +72,7 @@ def test_early_weights_out_of_range_are_refused(field: str, value: float) -> Non
         ({"target_size": 0.2, "start_epoch": -1}, "start_epoch must be above 0"),
         ({"target_size": 0.2, "plateau": 0}, "plateau must be above 0"),
         ({"plateau": 3}, "has a start but no target_size"),
-        ({"shrink": "lasso"}, "shrink must be 'sensitivity' or 'surrogate', got 'lasso'"),
+        ({"shrink": "lasso"}, "shrink must be one of sensitivity, surrogate, gate_mean, got 'lasso'"),
         ({"steps": -1}, "steps must be >= 0"),
     ],
 )

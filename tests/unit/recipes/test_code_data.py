@@ -283,7 +283,7 @@ def test_endless_words_are_left_out_of_the_tokenizers_training(
     write_sources(tmp_path / "src", 8)
     seen: list[str] = []
     train = code.train_tokenizer
-    monkeypatch.setattr(code, "train_tokenizer", lambda texts, size: train(seen_in(texts, seen), size))
+    monkeypatch.setattr(code, "train_tokenizer", lambda texts, *rest: train(seen_in(texts, seen), *rest))
     fields = {"path": str(tmp_path / "src"), "vocab_size": 290, "cache": str(tmp_path / "cache")}
     assert prepare(CodeDataConfig(**fields)).manifest["long_words"] == 0
     assert "not trained" not in capsys.readouterr().err

@@ -26,11 +26,12 @@ from transformers import (
 )
 
 import comera
-from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ComeraError, ConversionError
 from comera.fusion.fuse import fuse_
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
+from comera.rank.budget import round_
 from comera.recompute import blocks as recompute
 from comera.recompute.blocks import find_blocks, recompute_
 from comera.tt.spec import TTSpec
@@ -38,6 +39,7 @@ from comera.tt.spec import TTSpec
 from ...helpers.live import Live, assert_same
 
 SMALL = TensorizeConfig(linear=TT(order=4, rank=6), embedding=TTM(order=2, rank=4))
+BLOCKS = TensorizeConfig(linear=BTT(rank=2), embedding=TTM(order=2, rank=4))
 VOCABULARY, WIDTH, BATCH, LENGTH = 64, 64, 4, 24
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -101,10 +103,10 @@ def vit() -> nn.Module:
 MODELS: list[Callable[[], nn.Module]] = [Plain, bert, llama, gpt2, t5, vit]
 
 
-def made(make: Callable[[], nn.Module]) -> nn.Module:
+def made(make: Callable[[], nn.Module], config: TensorizeConfig = SMALL) -> nn.Module:
     torch.manual_seed(0)
     model = make()
-    tensorize_(model, SMALL)
+    tensorize_(model, config)
     return model.train()
 
 
@@ -130,12 +132,17 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "random": torch.rand(3), **grads}
 
 
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("fused", [False, True])
+WAYS = [(make, fused, SMALL) for fused in (False, True) for make in MODELS]
+WAYS += [(make, fused, BLOCKS) for make, fused in ((Plain, False), (bert, True), (llama, False))]
+
+
+@pytest.mark.parametrize(("make", "fused", "config"), WAYS)
 def test_losses_gradients_and_random_numbers_are_those_without_to_the_bit(
-    make: Callable[[], nn.Module], fused: bool
+    make: Callable[[], nn.Module], fused: bool, config: TensorizeConfig
 ) -> None:
-    model = made(make)
+    model = made(make, config)
+    if config is BLOCKS:
+        round_(model, 0.7)  # blocks of different ranks
     if fused:
         fuse_(model)
     before = trained(model)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError, DataError
 from comera.nn.tensor_train import named_trains
 from comera.ops.planner.plan import plan_linear
 from comera.pretrained import read_manifest, save_pretrained
 from comera.pretrained.folder import file_header
+from comera.rank.prune import prune_
 from comera.rank.size import model_size
 from comera.report import inspect
 from comera.report.inspect import TOKENS
@@ -35,9 +36,9 @@ class Net(nn.Module):
         self.register_buffer("frequencies", torch.ones(16), persistent=False)
 
 
-def compressed() -> Net:
+def compressed(linear: TT | BTT = TT(order=4, rank=12)) -> Net:  # noqa: B008
     model = Net()
-    tensorize_(model, TensorizeConfig(linear=TT(order=4, rank=12), embedding=TTM(order=3, rank=12)))
+    tensorize_(model, TensorizeConfig(linear=linear, embedding=TTM(order=3, rank=12)))
     return model
 
 
@@ -143,3 +144,16 @@ def test_a_folder_of_several_runs_names_them(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(CheckpointError, match=r"with several \(early, late-0.2\): choose one, such as .*early"):
         inspect(tmp_path)
+
+
+def test_blocks(tmp_path: Path) -> None:
+    model = compressed(BTT(rank=2))
+    up, down = (dict(named_trains(model))[name] for name in ("up.tt", "down.tt"))
+    with torch.no_grad():
+        up.rank_params[0][:9] = 0
+    prune_(model)
+    save_pretrained(model, tmp_path)
+    table = rows(inspect(tmp_path))
+    assert table["up"][:3] == ["BTTLinear", "BTT 8·8 / 16·16", str(up.spec.ranks[1])]
+    assert table["up"][3] == f"{up.spec.numel + up.spec.rank_numel:,}"
+    assert table["down"][6:] == [f"{6 * down.spec.numel / 1e3:.1f}", f"{6 * 64 * 256 / 1e3:.1f}"]

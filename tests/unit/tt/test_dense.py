@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from comera.tt.dense import absorb, frobenius_norm, materialize
-from comera.tt.spec import TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 
 def test_gates_multiply_between_cores():
@@ -19,6 +19,16 @@ def test_rows_of_a_table_are_found_by_mixed_radix_digits():
     assert weight.shape == (5, 4)
     row_4 = torch.einsum("ar,rb->ab", first[0, 1], second[:, 1, :, 0])  # 4 = 1·3 + 1
     torch.testing.assert_close(weight[4], row_4.flatten())
+
+
+def test_components_of_a_block_train_belong_to_one_block():
+    spec = BTTSpec(3, 4, (2, 2), (2, 2), ((0, 2), (1, 0)))
+    right, left = torch.randn(1, 2, 3), torch.randn(3, 2, 1)
+    d = torch.tensor([2.0, -0.5, 3.0])
+    weight = torch.zeros(4, 4)
+    weight[:2, 2:] = right[0, :, :2] @ torch.diag(d[:2]) @ left[:2, :, 0]
+    weight[2:, :2] = 3 * right[0, :, 2:] @ left[2:, :, 0]
+    torch.testing.assert_close(materialize(spec, absorb([right, left], [d])), weight[:3])
 
 
 @pytest.mark.parametrize("ranks", [(1, 0, 1, 1), (1, 2, 0, 1), (1, 0, 0, 1)])

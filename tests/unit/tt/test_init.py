@@ -6,7 +6,9 @@ import torch
 from comera.errors import SpecError
 from comera.tt.dense import materialize
 from comera.tt.init import init_cores
-from comera.tt.shapes import tt_spec, ttm_spec
+from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
+
+from ...helpers.specs import btt
 
 
 def seeded(seed):
@@ -26,6 +28,20 @@ def spread(norms):
 def test_a_linear_weight_has_the_target_std(shape, order):
     for seed in range(3):
         assert float(materialized(tt_spec(*shape, order=order), 0.02, seed).std()) == pytest.approx(0.02, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "spec", [btt_spec(768, 3072), btt_spec(97, 61, rank=3), btt((6, 8), (4, 12), [2, 0, 1, 5] * 6)]
+)
+def test_blocks_have_the_target_std_and_components_of_unit_variance(spec):
+    first, _ = init_cores(spec, 0.02, generator=seeded(0))
+    assert float(materialized(spec, 0.02).square().mean().sqrt()) == pytest.approx(0.02, rel=0.03)  # but for padding
+    assert float(first.std()) == pytest.approx(spec.sizes[0] ** -0.5, rel=0.1)
+
+
+def test_blocks_of_other_ranks_have_equal_norms():
+    norms = torch.stack(materialized(btt((4, 64), (2, 64), [1, 4] * 4)).split(64, 1)).norm(dim=(1, 2))
+    assert float(norms.max() / norms.min()) < 1.2
 
 
 @pytest.mark.parametrize("order", range(1, 7))
@@ -76,7 +92,16 @@ def test_without_a_generator_the_global_seed_decides():
     assert all(torch.equal(a, b) for a, b in zip(first, init_cores(spec, 1.0), strict=True))
 
 
-@pytest.mark.parametrize("spec", [tt_spec(64, 64, rank=0), ttm_spec(100, 16, order=3, rank=0), tt_spec(8, 8, order=2)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        tt_spec(64, 64, rank=0),
+        ttm_spec(100, 16, order=3, rank=0),
+        btt_spec(9, 7, rank=0),
+        tt_spec(8, 8, order=2),
+        btt_spec(9, 7),
+    ],
+)
 def test_rank_zero_and_std_zero_give_a_weight_of_zeros_without_a_warning(spec):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

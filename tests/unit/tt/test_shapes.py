@@ -3,7 +3,7 @@ from math import prod
 import pytest
 
 from comera.errors import SpecError
-from comera.tt.shapes import balanced_modes, tt_spec, ttm_spec
+from comera.tt.shapes import balanced_modes, btt_spec, tt_spec, ttm_spec
 from comera.tt.spec import TTMSpec
 
 
@@ -182,3 +182,50 @@ def test_given_ttm_modes_are_kept_and_the_other_side_completed():
 def test_ttm_requests_that_do_not_fit_are_refused(options, message):
     with pytest.raises(SpecError, match=message):
         ttm_spec(100, 64, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "modes"),
+    [
+        ((768, 3072), ((24, 32), (64, 48))),
+        ((1, 1), ((1, 1), (1, 1))),
+        ((2, 3), ((1, 2), (3, 1))),
+        ((7, 7), ((1, 7), (7, 1))),
+        ((97, 61), ((9, 11), (9, 7))),  # primes are padded
+        ((50_257, 768), ((224, 225), (32, 24))),
+        ((39_999_983, 2), ((6324, 6326), (2, 1))),
+    ],
+)
+def test_blocks_are_about_as_many_as_features_in_each(shape, modes):
+    spec = btt_spec(*shape)
+    assert (spec.in_modes, spec.out_modes) == modes
+    assert all(padded < 2 * features for padded, features in zip(spec.padded_shape, spec.shape, strict=True))
+
+
+def test_blocks_of_any_features_are_near_square_with_little_padding():
+    for features in (*range(1, 400), 8191, 10_131_227):
+        (a, b), padded = btt_spec(features, features).in_modes, btt_spec(features, features).padded_shape[0]
+        assert a <= b <= 4 * a + 9
+        assert features <= padded < features + b
+
+
+def test_given_blocks_are_kept_and_ranks_clipped():
+    spec = btt_spec(768, 3072, rank=99, blocks=(7, 3))
+    assert (spec.in_modes, spec.out_modes, spec.block_ranks) == ((7, 110), (3, 1024), 99)
+    assert btt_spec(768, 3072, rank=99).block_ranks == 32
+    assert btt_spec(3, 4, blocks=(3, 4)).sizes == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("features", "options", "message"),
+    [
+        ((0, 8), {}, "features >= 1, got 0 and 8"),
+        ((8, 8), {"rank": -1}, "rank must be >= 0"),
+        ((8, 8), {"blocks": (0, 2)}, r"two integers >= 1, got \(0, 2\)"),
+        ((8, 8), {"blocks": (2,)}, "two integers >= 1"),
+        ((8, 8), {"blocks": (9, 2)}, r"at most one block per feature.*got \(9, 2\)"),
+    ],
+)
+def test_btt_requests_that_do_not_fit_are_refused(features, options, message):
+    with pytest.raises(SpecError, match=message):
+        btt_spec(*features, **options)

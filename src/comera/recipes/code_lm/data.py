@@ -7,48 +7,45 @@ files' contents and the settings. Batches are pure functions of their place in t
 ones.
 B batch, T block size, P masked positions, V vocabulary."""
 
-import hashlib
 import json
-import os
-import re
-import stat
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from comera.errors import DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
+from comera.recipes.corpus import (
+    SUFFIXES,
+    Source,
+    as_text,
+    find_files,
+    id_dtype,
+    open_tokens,
+    permutation,
+    place,
+    read,
+    report_long_words,
+    sample_texts,
+    train_rows,
+    train_tokenizer,
+    write_tokens,
+)
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 START, PAD, END, UNKNOWN, MASK = range(len(SPECIAL_TOKENS))
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE starts with the 256 bytes
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
-LONGEST_WORD = 256  # characters; training a byte-pair encoding takes time in proportion to its longest words
-_KINDS = (r"[^\W\d_]", r"\d", r"[^\w\s]", "_", r"\s")  # of characters that make a word
-LONG_WORD = re.compile("|".join(rf"{kind}{{{LONGEST_WORD + 1}}}" for kind in _KINDS))
-ENCODE_BYTES = 1_000_000  # source text per call of the tokenizer
 HELD_OUT_SEED = 0x5EED  # the same held-out masks for every method and every training seed
-
-# fmt: off
-SUFFIXES = (
-    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".cs", ".go",
-    ".rs", ".swift", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml",
-    ".ex", ".exs", ".erl", ".clj", ".sh", ".sql",
-)
-# fmt: on
 
 
 @dataclass(frozen=True)
@@ -96,14 +93,6 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
-class Source(NamedTuple):
-    """A source file: its path relative to the root, and the size and digest of its contents."""
-
-    path: str
-    size: int
-    digest: str
-
-
 class CodeData:
     """Prepared source code: training and held-out blocks, memory-mapped, and their tokenizer. train, held_out: (blocks,
     T) arrays of token ids. manifest: where they come from."""
@@ -122,7 +111,7 @@ class CodeData:
                 f"tokens from {self.manifest[part]['files']} files: "
                 "give a folder with more code or a smaller data.block_size"
             )
-        flat = np.memmap(self.folder / f"{part}.bin", dtype=self.manifest["dtype"], mode="r", shape=(tokens,))
+        flat = open_tokens(self.folder / f"{part}.bin", self.manifest["dtype"], tokens)
         return flat[: tokens // width * width].reshape(-1, width)
 
     @property
@@ -139,9 +128,7 @@ class CodeData:
 
     def train_batch(self, index: int, size: int, seed: int) -> Batch:
         """The `index`-th batch of `size` blocks; each epoch permutes all blocks anew and draws new masks."""
-        places = np.arange(index * size, (index + 1) * size)
-        epochs, offsets = np.divmod(places, len(self.train))
-        rows = [_permutation(len(self.train), seed, int(e))[o] for e, o in zip(epochs, offsets, strict=True)]
+        rows = train_rows(len(self.train), index, size, seed)
         count = max(1, round(self.config.mask_share * size * self.config.block_size))
         return self._mask(self.train[rows], count, np.random.default_rng([seed, 1, index]))
 
@@ -150,7 +137,7 @@ class CodeData:
         fill the last batch are dropped, so the mean over batches is the mean over blocks. Blocks and masks depend on
         the data alone, not on the seed, the method or the batch size."""
         width = self.config.block_size
-        order = _permutation(len(self.held_out), HELD_OUT_SEED, 0)
+        order = permutation(len(self.held_out), HELD_OUT_SEED, 0)
         count = max(1, round(self.config.mask_share * width))
         for first in range(0, max(1, len(order) - size + 1), size):
             masked = [
@@ -173,11 +160,6 @@ class CodeData:
         return Batch(*(torch.from_numpy(a) for a in (ids.reshape(blocks.shape), positions, labels)))
 
 
-@lru_cache(maxsize=4)
-def _permutation(length: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng([seed, 0, epoch]).permutation(length)
-
-
 def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
     """Read, tokenize and cache the source code that `config` names; a second call with the same files opens the cache.
     One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for a
@@ -195,103 +177,26 @@ def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
 
 
 def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
-    """The source files below `root`, sorted by path, and how many were skipped, by reason. Skipped: hidden folders,
-    folders of installed packages, pipes and devices, and files that are unreadable, empty, not UTF-8 or copies of
-    another one (a held-out copy would have been seen in training)."""
+    """The source files below `root`, sorted by path, and how many were skipped, by reason (see `find_files`)."""
     if not root.is_dir():
         state = "is a file" if root.exists() else "does not exist"
         raise DataError(f"expected a folder of source code, got {root}, which {state}: check data.path")
-    skipped = {"no_file": 0, "unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0}
-    chosen: dict[str, Source] = {}
-    left = float("inf") if config.max_bytes is None else config.max_bytes
-    # in a random but fixed order, so that max_bytes takes a random subset
-    for path in sorted(_walk(root, config.suffixes), key=lambda p: _place("subset", p)):
-        try:
-            status = (root / path).stat()
-            if not stat.S_ISREG(status.st_mode):
-                skipped["no_file"] += 1
-                continue
-            if status.st_size > left:
-                continue
-            content = (root / path).read_bytes()
-            content.decode("utf-8")
-        except OSError:
-            skipped["unreadable"] += 1
-            continue
-        except UnicodeDecodeError:
-            skipped["not_utf8"] += 1
-            continue
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        if not content or digest in chosen:
-            skipped["repeated" if content else "empty"] += 1
-            continue
-        chosen[digest] = Source(path, len(content), digest)
-        left -= len(content)
-    if len(chosen) < 2:
+    sources, skipped = find_files(root, config.suffixes, config.max_bytes)
+    if len(sources) < 2:
         raise DataError(
-            f"expected at least two source files in {root}, one to train on and one to hold out, got {len(chosen)} "
+            f"expected at least two source files in {root}, one to train on and one to hold out, got {len(sources)} "
             f"(skipped: {skipped}): check data.path, data.suffixes ({' '.join(config.suffixes)}) "
             f"and data.max_bytes ({config.max_bytes})"
         )
-    return sorted(chosen.values()), skipped
+    return sources, skipped
 
 
 def split_sources(sources: Sequence[Source], share: float) -> tuple[list[Source], list[Source]]:
     """Training and held-out files, by a hash of the path: a file keeps its side when others come and go."""
-    places = {s: _place("held-out", s.path) for s in sources}
+    places = {s: place("held-out", s.path) for s in sources}
     first, last = min(places, key=places.__getitem__), max(places, key=places.__getitem__)  # at least one on each side
     held_out = {s for s in sources if s != last and (places[s] < share or s == first)}
     return [s for s in sources if s not in held_out], [s for s in sources if s in held_out]
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer (as in GPT-2 and RoBERTa) of at most `vocab_size` tokens, special ones first."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Paths of the source files, relative to `root`, with forward slashes."""
-    for folder, below, files in os.walk(root):
-        below[:] = [name for name in below if name not in SKIPPED_FOLDERS and not name.startswith(".")]
-        for name in files:
-            if name.endswith(suffixes):
-                yield (Path(folder) / name).relative_to(root).as_posix()
-
-
-def _place(purpose: str, path: str) -> float:
-    """A pseudorandom number in [0, 1] that depends on the path alone."""
-    digest = hashlib.blake2b(os.fsencode(path), digest_size=8, person=purpose.encode()).digest()
-    return int.from_bytes(digest, "big") / 2**64
-
-
-def _read(root: Path, source: Source) -> str:
-    content = (root / source.path).read_bytes()
-    if hashlib.blake2b(content, digest_size=16).hexdigest() != source.digest:
-        raise DataError(f"{root / source.path} changed while it was being read: run again")
-    return content.decode("utf-8")
-
-
-def _sample(root: Path, sources: Sequence[Source], limit: int, left_out: list[Source]) -> Iterator[str]:
-    """Text of a random but fixed subset of the files, of about `limit` bytes; files with long words are left out."""
-    for source in sorted(sources, key=lambda s: _place("tokenizer", s.path)):
-        if limit <= 0:
-            return
-        text = _read(root, source)[:limit]
-        if LONG_WORD.search(text):
-            left_out.append(source)
-            continue
-        yield text
-        limit -= source.size
 
 
 def _write(
@@ -304,24 +209,23 @@ def _write(
 ) -> None:
     with Progress(quiet) as progress:
         progress.start("training the tokenizer", None)
-        left_out: list[Source] = []
-        sample = _sample(root, parts["train"], config.tokenizer_bytes, left_out)
-        tokenizer = train_tokenizer(sample, config.vocab_size)
+        left_out: list[str] = []
+        # a random but fixed subset of the files
+        texts = ((s.path, read(root, s)) for s in sorted(parts["train"], key=lambda s: place("tokenizer", s.path)))
+        sample = sample_texts(texts, config.tokenizer_bytes, left_out)
+        tokenizer = train_tokenizer(sample, config.vocab_size, SPECIAL_TOKENS)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
-        dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+        dtype = id_dtype(tokenizer.get_vocab_size())
         manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": tokenizer.get_vocab_size(), "dtype": dtype.name}
+
+        def encode(texts: list[str]) -> Iterator[np.ndarray[Any, Any]]:
+            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                yield np.array([START, *encoding.ids, END], dtype)
+
         progress.start("tokenizing the source code", sum(s.size for part in parts.values() for s in part))
         for part, sources in parts.items():
-            tokens = 0
-            with open(folder / f"{part}.bin", "wb") as out:
-                for chunk in _chunks(sources):
-                    texts = [_read(root, source) for source in chunk]
-                    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-                        ids = np.array([START, *encoding.ids, END], dtype)
-                        ids.tofile(out)
-                        tokens += len(ids)
-                    progress.add(sum(source.size for source in chunk))
+            tokens = write_tokens(folder / f"{part}.bin", (read(root, s) for s in sources), encode, progress)
             manifest[part] = {"files": len(sources), "bytes": sum(s.size for s in sources), "tokens": tokens}
     manifest["skipped"], manifest["long_words"] = skipped, len(left_out)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -332,18 +236,7 @@ def _write(
             f"{held_out['files']:,} ({held_out['tokens']:,}) held out",
             file=sys.stderr,
         )
-        if some := [f"{count:,} {reason}" for reason, count in skipped.items() if count]:
-            print(f"source code: skipped files: {', '.join(some)}", file=sys.stderr)
+        if some := as_text(skipped):
+            print(f"source code: skipped files: {some}", file=sys.stderr)
         if left_out:
-            print(
-                f"source code: the tokenizer was not trained on {len(left_out):,} files with words of more than "
-                f"{LONGEST_WORD} characters, such as {left_out[0].path}",
-                file=sys.stderr,
-            )
-
-
-def _chunks(sources: Sequence[Source]) -> Iterator[list[Source]]:
-    """Groups of consecutive files of about ENCODE_BYTES: bounds memory, and keeps all cores busy."""
-    ends = accumulate(source.size for source in sources)
-    for _, chunk in groupby(zip(sources, ends, strict=True), lambda file: file[1] // ENCODE_BYTES):
-        yield [source for source, _ in chunk]
+            print(f"source code: {report_long_words(left_out)}", file=sys.stderr)

@@ -18,7 +18,8 @@ from transformers import BertForMaskedLM
 
 from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, check_method, rates_by_method
 from comera.convert import TT, TTM, TensorizeConfig
-from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
+from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
+from comera.recipes.bert import BertFormats, ModelConfig
 from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
 from comera.recipes.interface import Architecture
 from comera.recipes.stages import is_main, log, resolved
@@ -91,7 +92,7 @@ class CodeLMConfig:
 
     def __post_init__(self) -> None:
         check_method(self.method)
-        check_length("data.block_size", self.data.block_size, self.model)
+        check_length("data.block_size", self.data.block_size, self.model.max_positions)
 
     @property
     def folder(self) -> Path:
@@ -185,10 +186,11 @@ def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
 def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     vocab_size = stored_rows(checkpoint, "bert.embeddings.word_embeddings")
-    return bert_architecture(
+    return transformers_architecture(
         BertForMaskedLM,
         lambda: build_model(config, vocab_size)[0],
         {"input_ids": example_ids(vocab_size, config.data.block_size)},
         config.model,
+        longest=config.model.max_positions,
         vocab_size=vocab_size,
     )

@@ -19,7 +19,8 @@ from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, 
 from comera.convert import TensorizeConfig
 from comera.errors import ConfigError
 from comera.rank.objective import EarlyStage, LateStage
-from comera.recipes.bert import BertFormats, ModelConfig, bert_architecture, check_length, example_ids, stored_rows
+from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
+from comera.recipes.bert import BertFormats, ModelConfig
 from comera.recipes.interface import Architecture
 from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare
 from comera.recipes.mnli.pairs import PairBatch
@@ -117,7 +118,7 @@ class MNLIConfig:
         if self.preset not in PRESETS:
             raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         check_stages(self)
-        check_length("data.max_length", self.data.max_length, self.model)
+        check_length("data.max_length", self.data.max_length, self.model.max_positions)
 
     @property
     def folder(self) -> Path:
@@ -249,11 +250,12 @@ def architecture(config: MNLIConfig, identity: Mapping[str, Any], checkpoint: Pa
     segments_BT, mask_BT = torch.zeros_like(ids_BT), torch.ones_like(ids_BT)
     segments_BT[:, middle:] = 1
     mask_BT[1::2, middle + 1 :] = 0  # every other pair is shorter
-    return bert_architecture(
+    return transformers_architecture(
         BertForSequenceClassification,
         lambda: build_model(config, vocab_size, labels)[0],
         {"input_ids": ids_BT, "token_type_ids": segments_BT, "attention_mask": mask_BT},
         config.model,
+        longest=config.model.max_positions,
         vocab_size=vocab_size,
         labels=labels,
     )

@@ -1,0 +1,213 @@
+"""The frontier: what a language model learns for what it costs, compressed, dense of any width, and by other methods.
+
+Every case trains the recipe lm for the same wall-clock time on a quiet machine, and is read in nats per held-out byte.
+The baseline is the best of the dense models of all widths: narrower ones take more steps, wider ones hold more. All run
+with fused kernels and fused AdamW. The held-out text has two halves: rates are chosen on one, figures are read from the
+other. Rates are tuned alike: the same number of base rates for each case, at a fifth of the budget.
+
+    python benchmarks/frontier.py costs                       parameters and FLOPs of every case; trains nothing
+    python benchmarks/frontier.py tune  --budget 600          every case at every rate, a fifth of the budget each
+    python benchmarks/frontier.py final --budget 600 --seeds 3 --cases dense-192 btt2-384
+    options: --text code|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES
+
+Rows are written one by one to results/frontier.csv, and runs that it has already are not repeated, so a campaign can be
+stopped and continued. A run whose commit has changed since is repeated with --again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import RESULTS, about, update
+
+from comera.baselines import Method
+from comera.recipes.lm.data import Batch, LMDataConfig, prepare
+from comera.recipes.lm.model import CompressConfig, ModelConfig
+from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, step_flops
+from comera.recipes.lm.tokenizer import BYTES
+from comera.trainer.config import TrainConfig
+from comera.trainer.loop import fit
+
+KEY = ("part", "text", "vocab", "budget", "case", "lr", "seed")
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+BLOCK, ROWS, LAYERS, HEAD = 256, 4, 4, 64
+TUNING = 5  # times shorter than the run that is tuned
+EVALUATIONS, HELD_OUT = 8, 64  # during a run; batches of each
+
+
+class Case(NamedTuple):
+    """A model: its method and width, and the formats of its layers."""
+
+    method: Method
+    hidden: int
+    layers: int = LAYERS
+    compress: CompressConfig | None = None
+
+
+def cases() -> dict[str, Case]:
+    """All cases by name."""
+    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (64, 128, 192, 256, 384, 512)}
+    found |= {f"dense-{hidden}-{layers}": Case("dense", hidden, layers) for hidden in (128, 256) for layers in (2, 8)}
+    for hidden in (256, 384, 512, 768, 1024):
+        for rank in (1, 2, 4):
+            compress = CompressConfig(format="btt", rank=rank, head_rank=rank)
+            found[f"btt{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
+    for hidden in (384, 768):
+        for order, rank in ((2, 32), (2, 64), (4, 64), (6, 30), (6, 64)):
+            compress = CompressConfig(format="tt", order=order, rank=rank, head_rank=rank)
+            found[f"tt{order}r{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
+    others: tuple[Method, ...] = ("cola", "galore", "lte")
+    return found | {f"{method}-{hidden}": Case(method, hidden) for method in others for hidden in (192, 384)}
+
+
+class Half(LMTask):
+    """The recipe, evaluated on every other held-out batch. half: 0 to choose by, 1 to read figures from."""
+
+    half = 0
+
+    def eval_batches(self) -> Iterator[Batch]:
+        return (batch for k, batch in enumerate(super().eval_batches()) if k % 2 == self.half)
+
+
+def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int, seconds: float) -> LMConfig:
+    """A run of the recipe."""
+    path = None if options.text == "code" else options.prose
+    data = LMDataConfig(path=path, vocab_size=options.vocab, block_size=BLOCK, cache=options.cache)
+    # bytes have a small table; of larger vocabularies it is most of a small model
+    compress, heads = case.compress or CompressConfig(), max(1, case.hidden // HEAD)
+    if options.vocab == BYTES:
+        compress = replace(compress, head="dense", embedding="dense")
+    model = ModelConfig(hidden=case.hidden, layers=case.layers, heads=heads, tie=options.vocab > BYTES)
+    train = TrainConfig(
+        max_seconds=seconds,
+        lr=lr,
+        seed=seed,
+        batch_size=ROWS,
+        betas=(0.9, 0.95),
+        eval_every=0,
+        eval_batches=HELD_OUT,
+        save_every=0,
+        progress=False,
+        device="cpu",
+    )
+    return LMConfig(method=case.method, data=data, model=model, compress=compress, train=train)
+
+
+def run(config: LMConfig, half: int) -> dict[str, float]:
+    """Train in this process, a fresh one; the figures of the run."""
+    data = prepare(config.data, quiet=True)
+    task = Half(config, data)
+    task.half = half
+    with tempfile.TemporaryDirectory() as folder:
+        summary = fit(task, config.train, Path(folder))
+    tokens = config.train.batch_size * config.data.block_size
+    return {
+        "nats_per_byte": summary.metrics[METRIC],
+        "steps": summary.steps,
+        "seconds": summary.time,
+        "parameters": summary.parameters,
+        "model_mb": summary.size_bytes / 1e6,
+        "mflops_token": step_flops(config, data.vocab_size) / tokens / 1e6,
+        "peak_mb": summary.peak_memory / 1e6,
+    }
+
+
+def measured() -> list[dict[str, str]]:
+    path = RESULTS / "frontier.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def main() -> None:
+    known = cases()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("costs", "tune", "final", "one"))
+    parser.add_argument("--text", choices=("code", "prose"), default="code")
+    parser.add_argument("--prose", help="file or folder of text for --text prose")
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--budget", type=float, default=600, help="seconds of training")
+    parser.add_argument("--cases", nargs="+", default=list(known), metavar="NAME")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--cache", help="folder for prepared text")
+    parser.add_argument("--again", action="store_true", help="repeat runs that the results hold already")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.text == "prose" and not options.prose:
+        parser.error("--text prose needs --prose, a file or folder of text")
+    if unknown := set(options.cases) - set(known):
+        parser.error(f"unknown cases {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    if options.part == "one":
+        wanted = json.loads(options.run)
+        settings = (wanted[name] for name in ("lr", "seed", "seconds"))
+        print(json.dumps(run(configuration(options, known[wanted["case"]], *settings), wanted["half"])))
+    elif options.part == "costs":
+        costs(options, known)
+    else:
+        for row in campaign(options, known):
+            print(" ".join(f"{row[name]:>9}" for name in (*KEY, "nats_per_byte", "steps", "peak_mb")), flush=True)
+            update("frontier", [row], KEY)
+
+
+def costs(options: argparse.Namespace, known: dict[str, Case]) -> None:
+    """Write what each case stores and computes, before any of them has run."""
+    rows = []
+    for name in options.cases:
+        config = configuration(options, known[name], 1e-3, 0, 1)
+        model, _ = build_model(config, options.vocab)
+        parameters = sum(p.numel() for p in model.parameters())
+        flops = step_flops(config, options.vocab) / (ROWS * BLOCK)
+        row = {"vocab": options.vocab, "case": name, "parameters": parameters, "mflops_token": f"{flops / 1e6:.3g}"}
+        rows.append({**row, "flops_per_parameter": f"{flops / parameters:.3g}", **about()})
+        print(row, flush=True)
+    update("frontier_costs", rows, ("vocab", "case"))
+
+
+def campaign(options: argparse.Namespace, known: dict[str, Case]) -> Iterator[dict[str, Any]]:
+    """The runs that are missing, one after the other, each in a process of its own."""
+    done = {tuple(row[name] for name in KEY) for row in measured()}
+    for name in options.cases:
+        if options.part == "tune":
+            wanted = [(lr, 0, options.budget / TUNING, 0) for lr in options.rates]
+        else:
+            wanted = [(best_rate(options, name), seed, options.budget, 1) for seed in range(options.seeds)]
+        for lr, seed, seconds, half in wanted:
+            place = (options.part, options.text, options.vocab, f"{options.budget:g}", name, f"{lr:g}", seed)
+            if tuple(map(str, place)) in done and not options.again:
+                continue
+            settings = {"case": name, "lr": lr, "seed": seed, "seconds": seconds, "half": half}
+            command = [sys.executable, __file__, "one", "--text", options.text, "--vocab", str(options.vocab)]
+            command += ["--prose", options.prose] if options.prose else []
+            command += ["--cache", options.cache] if options.cache else []
+            command += ["--run", json.dumps(settings)]
+            child = subprocess.run(command, capture_output=True, text=True, check=False)
+            if child.returncode:
+                print(f"{place}: {child.stderr.strip()[-500:]}", file=sys.stderr)
+                continue
+            figures = json.loads(child.stdout.strip().splitlines()[-1])
+            shown = {figure: f"{value:.5g}" for figure, value in figures.items()}
+            yield {**dict(zip(KEY, place, strict=True)), **shown, **about()}
+
+
+def best_rate(options: argparse.Namespace, name: str) -> float:
+    """The rate that was tuned for a case."""
+    case = (options.text, str(options.vocab), f"{options.budget:g}", name)
+    tuned = [row for row in measured() if row["part"] == "tune" and tuple(row[key] for key in KEY[1:5]) == case]
+    if not tuned:
+        raise SystemExit(f"{name} has no tuned rate for this text, vocabulary and budget: run the part tune first")
+    return float(min(tuned, key=lambda row: float(row["nats_per_byte"]))["lr"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+"""Causal language models: `recipe` trains, `data` prepares the tokens, `generate` writes text."""
+
+__all__ = ["data", "generate", "recipe"]

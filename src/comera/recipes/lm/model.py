@@ -1,0 +1,177 @@
+"""Stock causal language models of transformers, built from sizes: the family of Llama or of GPT-2."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from transformers import (
+    AttentionInterface,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from comera.convert import BTT, TT, TTM, TensorizeConfig
+from comera.errors import ConfigError, check_fields
+
+Family = Literal["llama", "gpt2"]
+CLASSES: dict[Family, type[PreTrainedModel]] = {"llama": LlamaForCausalLM, "gpt2": GPT2LMHeadModel}
+# torch's fused attention, causal by its own flag: no mask is made, none is checked, and steps do not synchronize.
+_ATTENTION = "comera_causal"
+AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the transformer."""
+
+    family: Family = "llama"
+    """llama: RMSNorm, SwiGLU, rotary positions; gpt2: LayerNorm, GELU, learned positions."""
+    hidden: int = 256
+    """Width of the model."""
+    layers: int = 6
+    """Number of blocks."""
+    heads: int = 4
+    """Attention heads per block."""
+    kv_heads: int | None = None
+    """Heads of keys and values, each shared by several queries' heads; llama only. Default: heads."""
+    ffn: int | None = None
+    """Width of the feed-forward layers. Default: 8/3 hidden, rounded up to a multiple of 16, for llama; 4 hidden for
+    gpt2."""
+    dropout: float = 0.0
+    """Dropout of attention, and for gpt2 also of hidden states."""
+    max_positions: int | None = None
+    """Longest text that the model reads, in tokens. Default: data.block_size, as it sees no longer one in training."""
+    tie: bool = True
+    """Output head and token embedding share their weight."""
+
+    def __post_init__(self) -> None:
+        if self.family not in ("llama", "gpt2"):
+            raise ConfigError(f"model.family must be one of llama, gpt2, got {self.family!r}")
+        names = ("hidden", "layers", "heads", "kv_heads", "ffn", "max_positions")
+        sizes = {name: getattr(self, name) for name in names}
+        valid = {name: (size is None or size >= 1, "at least 1") for name, size in sizes.items()}
+        check_fields(self, "model.", valid)
+        check_fields(self, "model.", {"dropout": (0 <= self.dropout < 1, "in [0, 1)")})
+        if self.hidden % self.heads:
+            raise ConfigError(f"model.hidden must be a multiple of model.heads, got {self.hidden} and {self.heads}")
+        if self.family == "llama" and self.hidden // self.heads % 2:
+            raise ConfigError(f"model.heads: expected heads of even size, got {self.hidden} / {self.heads}: change one")
+        if self.kv_heads and self.family == "gpt2":
+            raise ConfigError("model.kv_heads: gpt2 has as many as heads: leave it out, or take model.family llama")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ConfigError(f"model.heads must be a multiple of model.kv_heads, got {self.heads} and {self.kv_heads}")
+
+    def feed_forward(self) -> int:
+        """Width of the feed-forward layers."""
+        usual = 4 * self.hidden if self.family == "gpt2" else -(-8 * self.hidden // 48) * 16
+        return self.ffn or usual
+
+    def narrowed(self, hidden: int) -> "ModelConfig":
+        """The same family and depth, `hidden` wide: heads of about the same size, other widths in proportion."""
+        even = 2 if self.family == "llama" else 1
+        size = self.hidden / self.heads
+        heads = min(
+            (n for n in range(1, hidden + 1) if hidden % n == 0 and hidden // n % even == 0),
+            key=lambda n: max(hidden / n / size, size * n / hidden),
+        )
+        share = hidden / self.hidden
+        fewer = (self.kv_heads or 0) * share
+        kv_heads = self.kv_heads and max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, fewer))
+        ffn = self.ffn and max(16, round(self.ffn * share / 16) * 16)
+        return replace(self, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
+
+    def transformers(self, vocab_size: int, context: int, separator: int) -> PretrainedConfig:
+        """The configuration of transformers. context: the longest text, in tokens. separator: the token between
+        documents."""
+        tokens: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": separator, "eos_token_id": separator}
+        shared = {**tokens, "tie_word_embeddings": self.tie, "use_cache": False}  # but for `generate`, which asks
+        if self.family == "gpt2":
+            return GPT2Config(
+                n_positions=context,
+                n_embd=self.hidden,
+                n_layer=self.layers,
+                n_head=self.heads,
+                n_inner=self.feed_forward(),
+                resid_pdrop=self.dropout,
+                embd_pdrop=self.dropout,
+                attn_pdrop=self.dropout,
+                **shared,
+            )
+        return LlamaConfig(
+            max_position_embeddings=context,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads,
+            intermediate_size=self.feed_forward(),
+            attention_dropout=self.dropout,
+            **shared,
+        )
+
+
+Format = Literal["tt", "btt"]
+_RANKS: dict[Format, int] = {"tt": 30, "btt": 2}
+_HEAD_RANKS: dict[Format, int] = {"tt": 64, "btt": 2}
+
+
+@dataclass(frozen=True)
+class CompressConfig:
+    """Formats of the compressed layers; only the method comera uses them."""
+
+    format: Format = "btt"
+    """Format of linear layers. btt, a block tensor train, learns most for what it costs; tt, a tensor train, goes to
+    much smaller sizes."""
+    order: int = 6
+    """Cores in the tensor train of a linear layer; tt only."""
+    rank: int | tuple[int, ...] | None = None
+    """Initial rank of linear layers: one value, clipped where the modes or blocks allow less, or for tt all order + 1,
+    ones at both ends. Default: 30 for tt, 2 for btt."""
+    embedding: Literal["ttm", "dense"] = "ttm"
+    """Format of the token embedding; a small table, such as one of bytes, is better left dense."""
+    embedding_order: int = 4
+    """Cores in the TT-matrix of the token embedding."""
+    embedding_rank: int | tuple[int, ...] = 32
+    """Initial TT-rank of the token embedding."""
+    head: Literal["share", "untie", "dense"] = "untie"
+    """Output head: share the embedding's cores, untie it in the format of linear layers, or as a dense weight."""
+    head_rank: int | tuple[int, ...] | None = None
+    """Initial rank of an output head of its own. Default: 64 for tt, 2 for btt."""
+
+    def __post_init__(self) -> None:
+        formats = get_args(Format)
+        checks = {
+            "format": (self.format in formats, f"one of {', '.join(formats)}"),
+            "embedding": (self.embedding in ("ttm", "dense"), "ttm or dense"),
+        }
+        check_fields(self, "compress.", checks)
+        self.tensorize("llama")  # refuses what no layer can have
+
+    def tensorize(self, family: Family) -> TensorizeConfig:
+        """The conversion; learned positions stay dense."""
+        overrides: dict[str, TT | TTM | BTT | None] = {"*.wpe": None} if family == "gpt2" else {}
+        if self.head != "share":
+            overrides["lm_head"] = self._linear(self.head_rank, _HEAD_RANKS) if self.head == "untie" else None
+        return TensorizeConfig(
+            linear=self._linear(self.rank, _RANKS),
+            embedding=None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank),
+            overrides=overrides,
+            tied="share" if self.head == "share" else "untie",
+        )
+
+    def _linear(self, rank: int | tuple[int, ...] | None, defaults: Mapping[Format, int]) -> TT | BTT:
+        rank = defaults[self.format] if rank is None else rank
+        if self.format == "tt":
+            return TT(order=self.order, rank=rank)
+        return BTT(rank=rank)  # type: ignore[arg-type]  # which refuses several ranks
+
+
+def dense_model(config: ModelConfig, vocab_size: int, context: int, separator: int) -> PreTrainedModel:
+    """A stock model with fresh weights, for texts without padding."""
+    about = config.transformers(vocab_size, context, separator)
+    about._attn_implementation = _ATTENTION
+    return CLASSES[config.family](about)

@@ -1,0 +1,241 @@
+"""Pre-trains a causal language model from scratch on text or code: compressed, dense, narrow or by another baseline.
+
+Next-token prediction on packed blocks, in the family of Llama or GPT-2. Held-out losses are also given in nats per
+byte, which does not depend on the vocabulary, beside those of byte n-grams.
+B batch, T block size, V vocabulary."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from comera.baselines import (
+    METHODS,
+    BaselineConfig,
+    Conversion,
+    Method,
+    apply_method_,
+    check_method,
+    rates_by_method,
+    widest,
+)
+from comera.errors import ConfigError
+from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
+from comera.recipes.interface import Architecture
+from comera.recipes.lm.data import Batch, LMData, LMDataConfig, prepare
+from comera.recipes.lm.model import CLASSES, CompressConfig, ModelConfig, dense_model
+from comera.recipes.lm.tokenizer import run_files, stored_files
+from comera.recipes.stages import is_main, log, resolved
+from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
+from comera.trainer.config import TrainConfig
+from comera.trainer.loop import fit
+from comera.trainer.memory import MemoryEstimate
+from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.metrics import Summary
+
+NAME = "lm"
+METRIC = "nats_per_byte"
+_WITHOUT_LINEAR: tuple[Method, ...] = ("comera", "dense", "narrow")  # methods for models whose layers are no nn.Linear
+_WIDTH = "baselines.narrow.hidden"
+
+_TRAIN = TrainConfig(
+    steps=10_000,
+    batch_size=16,
+    lr=3e-4,
+    core_lr=1.5e-3,
+    betas=(0.9, 0.95),
+    warmup=0.05,
+    prune_every=500,
+    eval_batches=16,
+)
+PRESETS = rates_by_method(_TRAIN, replace(_TRAIN, lr=3e-3, core_lr=None))
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """Pre-training of a causal language model on text or code."""
+
+    method: Method = "comera"
+    """comera: compressed, with adaptive ranks; dense: the uncompressed model; narrow: a dense model of fewer channels
+    that costs as much as the compressed one; the others: baselines for comparison."""
+    out: str | None = None
+    """Folder of the run; default: runs/lm-METHOD."""
+    data: LMDataConfig = field(default_factory=LMDataConfig)
+    """Text, tokenizer and blocks."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Sizes of the transformer."""
+    compress: CompressConfig = field(default_factory=CompressConfig)
+    """Formats of the compressed layers."""
+    baselines: BaselineConfig = field(default_factory=BaselineConfig)
+    """Settings of the other methods."""
+    train: TrainConfig = field(default_factory=lambda: _TRAIN)
+    """Length, optimizer, rank adaptation and outputs."""
+
+    def __post_init__(self) -> None:
+        check_method(self.method, METHODS)
+        check_length("data.block_size", self.data.block_size, self.context)
+        if self.model.family == "gpt2" and self.method not in _WITHOUT_LINEAR:
+            raise ConfigError(
+                f"method {self.method} converts nn.Linear, of which gpt2 has none: take model.family llama, or a "
+                f"method out of {', '.join(_WITHOUT_LINEAR)}"
+            )
+        if self.compress.head == "share" and not self.model.tie:
+            raise ConfigError("compress.head share needs a tied head: set model.tie, or take another compress.head")
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return runs_folder(self.out, NAME, self.method)
+
+    @property
+    def context(self) -> int:
+        """The longest text that the model reads, in tokens."""
+        return self.model.max_positions or self.data.block_size
+
+
+def preset(method: Method = "comera") -> LMConfig:
+    """The defaults for a method; methods differ in their learning rates."""
+    return LMConfig(method=method, train=PRESETS[method])
+
+
+def build_model(config: LMConfig, vocab_size: int, separator: int = 0) -> tuple[PreTrainedModel, Conversion]:
+    """A stock model of transformers, seeded by train.seed and converted by the method, and the report of that."""
+    narrow = config.method == "narrow"
+    sizes = config.model.narrowed(narrow_width(config, vocab_size)) if narrow else config.model
+    torch.manual_seed(config.train.seed)
+    model = dense_model(sizes, vocab_size, config.context, separator)
+    if narrow:
+        return model, None
+    return model, apply_method_(model, config.method, config.compress.tensorize(config.model.family), config.baselines)
+
+
+def narrow_width(config: LMConfig, vocab_size: int) -> int:
+    """The width of the method narrow: as set by hand, or the widest whose training step needs no more FLOPs than that
+    of the compressed model, on the same batch."""
+    if config.baselines.narrow.hidden is not None:
+        return config.baselines.narrow.hidden
+    limit = step_flops(replace(config, method="comera"), vocab_size)
+
+    def flops(width: int) -> int:
+        return step_flops(replace(config, method="dense", model=config.model.narrowed(width)), vocab_size)
+
+    return widest(limit, flops)
+
+
+def step_flops(config: LMConfig, vocab_size: int) -> int:
+    """FLOPs of a training step, forward and backward, counted on the meta device."""
+    with torch.device("meta"):
+        model, _ = build_model(config, vocab_size)
+        return estimate_step(model, partial(next_token_loss, model, _meta_batch(config))).flops
+
+
+def _meta_batch(config: LMConfig) -> Batch:
+    rows, width = config.train.batch_size, config.data.block_size
+    return Batch(*(torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (rows, width), (rows,)]))
+
+
+def token_losses(model: Any, batch: Batch) -> Tensor:
+    """Cross-entropy of every next token, in nats, (B, T)."""
+    logits_BTV = model(input_ids=batch.input_ids).logits
+    return F.cross_entropy(logits_BTV.flatten(0, 1), batch.labels.flatten(), reduction="none").view_as(batch.labels)
+
+
+def next_token_loss(model: Any, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the next token, in nats."""
+    return token_losses(model, batch).mean()
+
+
+class LMTask(RecipeTask):
+    """Next-token prediction, as a task for `comera.trainer.loop.fit`."""
+
+    name = NAME
+    config: LMConfig
+    data: LMData
+
+    def __init__(self, config: LMConfig, data: LMData) -> None:
+        model, report = build_model(config, data.vocab_size, data.separator)
+        identity = {"data.block_size": config.data.block_size, "data.separator": data.separator}
+        identity |= config.baselines.identity(config.method)
+        if config.method == "narrow":
+            identity[_WIDTH] = model.config.hidden_size
+        super().__init__(config, data, model, report, **identity)
+        if config.method == "narrow":
+            with torch.device("meta"):
+                whole = dense_model(config.model, data.vocab_size, config.context, data.separator)
+            self.dense_total = sum(p.numel() for p in whole.parameters())
+        self.files = run_files(data.tokenizer, data.separator, config.context)
+        self.references = {METRIC: data.ngram_losses(config.train.batch_size, config.train.eval_batches)}
+
+    def eval_batches(self) -> Iterator[Batch]:
+        """Held-out blocks, in batches of the training size."""
+        return self.data.held_out_batches(self.config.train.batch_size)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return next_token_loss(model, batch)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], float, Tensor]:
+        """Mean loss per token; its weight; and per row the nats and the bytes of its labels, (B, 2)."""
+        nats_BT = token_losses(model, batch)
+        rows_B2 = torch.stack([nats_BT.double().sum(1), batch.sizes.double()], 1)
+        return {"loss": nats_BT.mean()}, self.weight(batch), rows_B2
+
+    def evaluate_rows(self, rows: Tensor) -> Mapping[str, float]:
+        nats, sizes = rows.sum(0).tolist()
+        return {METRIC: nats / sizes}
+
+    def tokens(self, batch: Batch) -> int:
+        return batch.labels.numel()
+
+
+def run(config: LMConfig, *, resume: bool = False) -> Summary:
+    """Prepare the data, build the model and train it into `config.folder`; raises what `prepare` and `fit` raise."""
+    main = is_main(config.train)
+    data = prepare(config.data, quiet=not main)
+    task = LMTask(config, data)
+    reached = ", ".join(f"{name} {loss:.4f}" for name, loss in task.references[METRIC].items())
+    log(main, NAME, f"held-out nats per byte from frequencies alone: {reached}")
+    if config.method == "narrow":
+        width = task.identity[_WIDTH]
+        log(main, NAME, f"narrow: dense and {width} wide instead of {config.model.hidden}")
+    return fit(task, config.train, config.folder, resume=resume, resolved=resolved(config))
+
+
+def runs(config: LMConfig) -> dict[str, Path]:
+    """The folder of the only run, by its method."""
+    return {config.method: config.folder}
+
+
+def estimate(config: LMConfig) -> dict[str, MemoryEstimate]:
+    """Memory and FLOPs of a training step for every installed method, on the meta device: nothing is allocated or
+    computed. The vocabulary is the one asked for; a small text can give fewer tokens."""
+    vocab_size = config.data.expected_vocabulary()
+
+    def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
+        model, report = build_model(replace(config, method=method), vocab_size)
+        return model, report, partial(next_token_loss, model, _meta_batch(config))
+
+    return estimates_by_method(build, METHODS if config.model.family == "llama" else _WITHOUT_LINEAR)
+
+
+def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
+    """How to rebuild the model of a run."""
+    embedding = "transformer.wte" if config.model.family == "gpt2" else "model.embed_tokens"
+    vocab_size, separator = stored_rows(checkpoint, embedding), int(identity["data.separator"])
+    if config.method == "narrow":  # as chosen when the run started
+        narrow = replace(config.baselines.narrow, hidden=identity[_WIDTH])
+        config = replace(config, baselines=replace(config.baselines, narrow=narrow))
+    return transformers_architecture(
+        CLASSES[config.model.family],
+        lambda: build_model(config, vocab_size, separator)[0],
+        {"input_ids": example_ids(vocab_size, config.data.block_size)},
+        config.model,
+        longest=config.context,
+        files=stored_files(checkpoint.parents[1]),
+        vocab_size=vocab_size,
+    )

@@ -1,0 +1,131 @@
+"""Byte-level tokenizers: each token stands for bytes, so that losses are comparable per byte, whatever the vocabulary.
+
+Documents are joined by the byte 0, which the tokenizer's separator stands for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from comera.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = 256  # a vocabulary of this size is that of plain bytes: token ids are byte values
+FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # of known tokenizers
+SEPARATOR_BYTE = b"\0"
+
+
+def _byte_characters() -> dict[str, int]:
+    """The printable character by which byte-level vocabularies write each byte (as in GPT-2) -> the byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tokenizer of plain bytes; byte 0 separates documents."""
+    tokenizer = Tokenizer(models.BPE(vocab=dict(_BYTE_OF), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def read_tokenizer(path: Path, option: str = "data.tokenizer") -> Tokenizer:
+    """A tokenizer from tokenizer.json, or from a folder that holds one; special tokens in a text are ordinary text.
+    option: what named the path, for errors. Raises ConfigError for none, and for one that is not byte-level."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{option}: expected {FILE} or a folder with one, got {path} ({error.strerror})") from None
+    except Exception as error:  # the library raises no narrower type
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{option}: expected {FILE} of a tokenizer, got {file} ({reason})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    if '"ByteLevel"' not in json.dumps(json.loads(tokenizer.to_str())["decoder"]):
+        raise ConfigError(
+            f"{option}: expected a byte-level tokenizer, as of GPT-2, Llama 3 and Qwen, got {file} with another "
+            "decoder: its tokens stand for no certain bytes, and losses per byte could not be compared"
+        )
+    return tokenizer
+
+
+def size_of(tokenizer: Tokenizer) -> int:
+    """Rows that a table for all token ids needs."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes that each token stands for, by id; special tokens, which no text holds, stand for their name, and ids
+    without a token for nothing."""
+    added = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    table = [b""] * size_of(tokenizer)
+    for token, id in tokenizer.get_vocab().items():
+        known = id not in added and all(character in _BYTE_OF for character in token)
+        table[id] = bytes(map(_BYTE_OF.__getitem__, token)) if known else token.encode()
+    return table
+
+
+def separator_of(tokenizer: Tokenizer) -> int:
+    """The id of the token between documents: <|endoftext|> or what a tokenizer has in its place; for plain bytes 0.
+    Raises ConfigError if there is none."""
+    if size_of(tokenizer) == BYTES:
+        return 0
+    ids = [tokenizer.token_to_id(name) for name in _SEPARATORS]
+    found = next((id for id in ids if id is not None), None)
+    if found is None:
+        raise ConfigError(
+            f"data.tokenizer: expected a token between documents, one of {' '.join(_SEPARATORS)}, got a tokenizer "
+            "without: add one to it"
+        )
+    return found
+
+
+class ByteTable:
+    """From token ids to bytes, in numpy. lengths: bytes of each token, (V,) int64. The separator counts as one byte."""
+
+    def __init__(self, tokenizer: Tokenizer, separator: int) -> None:
+        table = token_bytes(tokenizer)
+        table[separator] = SEPARATOR_BYTE
+        self.lengths = np.array([len(token) for token in table], np.int64)
+        self._starts = np.cumsum(self.lengths) - self.lengths
+        self._pool = np.frombuffer(b"".join(table), np.uint8)
+
+    def bytes_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes that a row of tokens stands for, uint8."""
+        ids = ids.astype(np.int64).reshape(-1)
+        lengths = self.lengths[ids]
+        ends = np.cumsum(lengths)
+        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+        found: np.ndarray[Any, np.dtype[np.uint8]] = self._pool[np.repeat(self._starts[ids], lengths) + within]
+        return found
+
+
+def run_files(tokenizer: Tokenizer, separator: int, longest: int) -> dict[str, str]:
+    """The files by which transformers' AutoTokenizer and `comera generate` read a tokenizer. longest: tokens of a
+    text."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
+    if size_of(tokenizer) != BYTES:
+        name = tokenizer.id_to_token(separator)
+        settings |= {"bos_token": name, "eos_token": name}
+    settings |= {"clean_up_tokenization_spaces": False}
+    return {FILE: tokenizer.to_str(pretty=True), SETTINGS: json.dumps(settings, indent=2) + "\n"}
+
+
+def stored_files(folder: Path) -> dict[str, str]:
+    """Those files of a run's folder; raises ConfigError if they are missing."""
+    try:
+        return {name: (folder / name).read_text("utf-8") for name in (FILE, SETTINGS)}
+    except OSError as error:
+        raise ConfigError(
+            f"expected the run's tokenizer in {error.filename}, got none ({error.strerror}): put it back, it "
+            "was written when the run started and is in every export of it"
+        ) from None

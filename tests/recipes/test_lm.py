@@ -1,0 +1,306 @@
+"""The causal language model end to end, small: its loss, its methods, and runs of a few steps with every option."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from comera.baselines import METHODS, BaselineConfig, CoLA, GaLore, Method, Narrow, installed
+from comera.cli.options import saved_config
+from comera.errors import ConfigError, DataError
+from comera.export.runs import export_run
+from comera.nn.embedding import TTMProjection
+from comera.nn.linear import TTLinear
+from comera.recipes.lm import recipe as lm
+from comera.recipes.lm.data import LMData, LMDataConfig, prepare
+from comera.recipes.lm.generate import Sampling, open_writer
+from comera.recipes.lm.model import FORMATS, CompressConfig, ModelConfig
+from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, narrow_width, next_token_loss, step_flops
+from comera.recipes.trained import open_trained
+from comera.report import compare, inspect
+from comera.report.run import read_run
+from comera.trainer.checkpoint import checkpoints
+from comera.trainer.config import TrainConfig
+
+SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
+TINY = ModelConfig(hidden=64, layers=2, heads=4)
+RANKS = CompressConfig(format="tt", order=4, rank=6, embedding_order=3, embedding_rank=8, head_rank=6)
+
+
+@pytest.fixture(scope="module")
+def data_config(tmp_path_factory: pytest.TempPathFactory) -> LMDataConfig:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return LMDataConfig(path=SOURCES, vocab_size=400, block_size=32, held_out=0.2, cache=cache)
+
+
+@pytest.fixture(scope="module")
+def data(data_config: LMDataConfig) -> LMData:
+    return prepare(data_config, quiet=True)
+
+
+@pytest.fixture
+def config(data_config: LMDataConfig, tmp_path: Path) -> LMConfig:
+    train = TrainConfig(steps=2, batch_size=4, lr=1e-3, eval_every=1, eval_batches=2, progress=False, device="cpu")
+    baselines = BaselineConfig(galore=GaLore(rank=4), cola=CoLA(rank=4))
+    return LMConfig(
+        out=str(tmp_path / "run"), data=data_config, model=TINY, compress=RANKS, train=train, baselines=baselines
+    )
+
+
+def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [
+        r for line in (folder / "metrics.jsonl").read_text().splitlines() if (r := json.loads(line))["kind"] == kind
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", ["comera", "dense"])
+def test_loss_is_that_of_the_stock_model_with_its_mask(
+    config: LMConfig, data: LMData, method: Method, family: Any
+) -> None:
+    config = replace(config, method=method, model=replace(TINY, family=family, tie=method == "comera"))
+    model: Any = build_model(config, data.vocab_size)[0].double().eval()
+    batch = data.train_batch(0, 4, seed=0)
+    ours = next_token_loss(model, batch)
+    with torch.no_grad():
+        model.set_attn_implementation("sdpa")  # transformers' own, which makes masks
+        logits = model(batch.input_ids).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=0)
+    changed = batch.input_ids.clone()
+    changed[:, 20:] = 7  # what comes later decides nothing
+    torch.testing.assert_close(model(changed).logits[:, :20], logits[:, :20], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if installed(method)])
+def test_a_run_leaves_its_folder_exports_and_resumes_to_its_summary(config: LMConfig, method: Method) -> None:
+    config = replace(config, method=method)
+    summary = lm.run(config)
+    assert (summary.method, summary.recipe, summary.steps, summary.tokens) == (method, "lm", 2, 2 * 4 * 32)
+    assert set(summary.metrics) == {METRIC}
+    assert bool(json.loads((config.folder / "layers.json").read_text())) == (method not in ("dense", "narrow"))
+    assert lm.run(config, resume=True) == summary
+    trained = open_trained(config.folder, saved_config)
+    out = config.folder.parent / "export"
+    assert export_run(trained, "safetensors", out).difference < 1e-4
+    assert (
+        AutoTokenizer.from_pretrained(out)("def é(").input_ids
+        == AutoTokenizer.from_pretrained(config.folder)("def é(").input_ids
+    )
+    shown = inspect(config.folder)
+    assert f"lm, {method}: 2 steps" in shown
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "family": {"model": replace(TINY, family="gpt2", dropout=0.1)},
+    "family untied": {"model": replace(TINY, family="gpt2", tie=False)},
+    "kv_heads": {"model": replace(TINY, kv_heads=2, ffn=96)},
+    "untied": {"model": replace(TINY, tie=False, max_positions=40, dropout=0.1)},
+    "blocks": {"compress": CompressConfig(format="btt", rank=1, embedding="dense")},
+    "dense head": {"compress": replace(RANKS, head="dense")},
+    "shared head": {"compress": replace(RANKS, head="share")},
+    "ranks": {"compress": replace(RANKS, rank=(1, 4, 5, 4, 1), head_rank=(1, 5, 6, 5, 1), embedding_rank=(1, 3, 4, 1))},
+    "narrow by hand": {"method": "narrow", "baselines": BaselineConfig(narrow=Narrow(hidden=24))},
+    "recompute": {"train": {"recompute": True, "accumulation": 2}},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_two_steps_with_every_option(config: LMConfig, choice: str) -> None:
+    changes = dict(CHOICES[choice])
+    if isinstance(changes.get("train"), dict):
+        changes["train"] = replace(config.train, **changes["train"])
+    config = replace(config, **changes)
+    summary = lm.run(config)
+    assert (summary.steps, summary.stopped) == (2, "steps")
+    writer = open_writer(config.folder, saved_config)
+    assert writer.context == (40 if choice == "untied" else 32)
+    pieces: list[str] = []
+    writer.write("def ", Sampling(max_new_tokens=4), pieces.append)
+    out = config.folder.parent / "dense"
+    assert export_run(open_trained(config.folder, saved_config), "dense", out).difference < 1e-4
+    assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == 400
+    again: list[str] = []
+    open_writer(out, saved_config).write("def ", Sampling(max_new_tokens=4), again.append)
+    assert again == pieces
+
+
+def test_the_help_offers_what_these_tests_run() -> None:
+    assert set(FORMATS) == {"tt"}
+    assert {f.name for f in fields(ModelConfig)} == {
+        *("family", "hidden", "layers", "heads", "kv_heads", "ffn", "dropout", "max_positions", "tie")
+    }
+    assert set(get_args(Method)) == set(METHODS)
+
+
+@pytest.mark.parametrize("method", ["comera", "narrow"])
+def test_a_stopped_run_resumes_to_the_bit(
+    config: LMConfig, method: Method, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train = replace(config.train, steps=6, save_every=2, threads=1)
+    config = replace(config, method=method, model=replace(TINY, dropout=0.1), train=train)
+    whole = lm.run(replace(config, out=str(tmp_path / "whole")))
+    batch = LMTask.train_batch
+
+    def stop(self: LMTask, step: int, *place: int) -> Any:
+        if step == 3:
+            raise KeyboardInterrupt
+        return batch(self, step, *place)
+
+    monkeypatch.setattr(LMTask, "train_batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        lm.run(config)
+    monkeypatch.setattr(LMTask, "train_batch", batch)
+    again = lm.run(config, resume=True)
+    assert (again.held_out_loss, again.metrics) == (whole.held_out_loss, whole.metrics)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        one, two = (load_file(checkpoints(folder)[-1] / name) for folder in (config.folder, tmp_path / "whole"))
+        assert all(torch.equal(one[key], two[key]) for key in one | two)
+
+
+def test_nats_per_byte_are_all_nats_over_all_bytes(config: LMConfig, data: LMData) -> None:
+    summary = lm.run(config)
+    model: Any = open_trained(config.folder, saved_config).model
+    nats = size = 0.0
+    with torch.no_grad():
+        for batch in list(data.held_out_batches(4))[:2]:
+            logits = model(batch.input_ids).logits.double()
+            nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item() * 128
+            size += sum(len(data.bytes.bytes_of(row.numpy())) for row in batch.labels)
+    assert summary.metrics[METRIC] == pytest.approx(nats / size, rel=1e-5)
+    assert summary.held_out_loss == pytest.approx(nats / 256, rel=1e-5)
+
+
+def test_a_narrow_model_costs_as_much_as_the_compressed_one_and_a_wider_one_more(config: LMConfig) -> None:
+    one = replace(TINY, layers=1)
+    for model in (replace(one, hidden=128, kv_heads=2, ffn=320), replace(one, family="gpt2")):
+        each = replace(config, model=model, compress=replace(RANKS, rank=8))
+        limit, width = step_flops(each, 400), narrow_width(each, 400)
+
+        def flops(width: int, each: LMConfig = each) -> int:
+            return step_flops(replace(each, method="dense", model=each.model.narrowed(width)), 400)
+
+        assert flops(width) <= limit < flops(width + 8)
+        assert 8 < width < model.hidden
+        by_hand = replace(each, method="narrow", baselines=BaselineConfig(narrow=Narrow(hidden=width)))
+        narrow, _ = build_model(by_hand, 400)
+        assert narrow.config.hidden_size == width
+        assert narrow.config.num_hidden_layers == model.layers
+        assert width / narrow.config.num_attention_heads == pytest.approx(model.hidden / model.heads, rel=0.5)
+
+
+def test_a_narrow_run_says_its_width_keeps_it_and_has_a_ratio(
+    config: LMConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, method="narrow", model=replace(TINY, kv_heads=2))
+    summary = lm.run(config)
+    width = narrow_width(config, 400)
+    assert f"narrow: dense and {width} wide instead of 64" in capsys.readouterr().err
+    assert summary.ratio is not None
+    assert summary.ratio > 1
+    (checkpoint,) = checkpoints(config.folder)[-1:]
+    assert f'"baselines.narrow.hidden": {width}' in (checkpoint / "trainer.json").read_text()
+    other = replace(config, baselines=replace(config.baselines, narrow=Narrow(hidden=8)))
+    (config.folder / "summary.json").unlink()
+    with pytest.raises(ConfigError, match=rf"baselines\.narrow\.hidden: expected {width}, got 8"):
+        lm.run(other, resume=True)
+
+
+def test_ngrams_are_shown_stored_and_drawn(config: LMConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {}
+    for method in ("comera", "dense"):
+        runs[method] = (each := replace(config, method=method, out=f"{config.out}-{method}")).folder
+        lm.run(each)
+    assert "held-out nats per byte from frequencies alone: unigrams " in capsys.readouterr().err
+    (references,) = read_run(runs["dense"]).references.values()
+    assert math.log(256) > references["unigrams"] > references["bigrams"] > references["trigrams"] > 0
+    text = compare(runs, Path(str(config.out)))
+    assert "nats per byte" in text.splitlines()[0]
+    assert f"{references['trigrams']:.3f}" in text.partition("For comparison, nats per byte")[2]
+    assert (Path(str(config.out)) / "metric.png").stat().st_size > 10_000
+    page = (Path(str(config.out)) / "compare.html").read_text()
+    assert page.count("trigrams") >= 2  # in the figure and in the table
+
+
+def test_every_kind_of_head_trains_all_parameters(config: LMConfig, data: LMData) -> None:
+    kinds: dict[Any, type] = {"share": TTMProjection, "untie": TTLinear, "dense": torch.nn.Linear}
+    for head, kind in kinds.items():
+        model: Any = build_model(replace(config, compress=replace(RANKS, head=head)), data.vocab_size)[0]
+        assert type(model.lm_head) is kind
+        next_token_loss(model, data.train_batch(0, 4, seed=0)).backward()
+        assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_training_learns_about_held_out_code(config: LMConfig, data: LMData) -> None:
+    train = replace(config.train, steps=60, batch_size=16, lr=1e-2, eval_every=0, eval_batches=0)
+    summary = lm.run(replace(config, model=replace(TINY, layers=1), train=train))
+    assert summary.metrics[METRIC] < data.ngram_losses(16)["unigrams"] - 0.3
+
+
+def test_a_run_does_not_resume_on_other_data_or_another_model(config: LMConfig) -> None:
+    lm.run(config)
+    (config.folder / "summary.json").unlink()  # as if it had been killed before it ended
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("data.block_size", {"data": replace(config.data, block_size=16)}),
+        ("data.prepared", {"data": replace(config.data, vocab_size=390)}),
+        ("model.dropout", {"model": replace(config.model, dropout=0.1)}),
+        ("compress.rank", {"compress": replace(config.compress, rank=5)}),
+    ]
+    for name, change in changes:
+        with pytest.raises(ConfigError, match=rf"{name}: expected"):
+            lm.run(replace(config, **change), resume=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_estimate_shows_all_methods_without_computing(config: LMConfig, family: Any) -> None:
+    estimates = lm.estimate(replace(config, model=replace(TINY, family=family)))
+    every = ["comera", "dense", *(["galore", "lte", "cola", "tensorly"] if family == "llama" else []), "narrow"]
+    assert list(estimates) == [method for method in every if installed(method)]  # type: ignore[arg-type]
+    assert estimates["narrow"].flops <= estimates["comera"].flops < estimates["dense"].flops
+
+
+def test_presets_differ_by_method_in_learning_rates_alone() -> None:
+    comera, *others = [lm.preset(method).train for method in METHODS if installed(method)]
+    rates = {"lr": 1.0, "core_lr": None}
+    assert all(replace(comera, **rates) == replace(other, **rates) for other in others)
+    assert lm.preset("narrow").train.lr == lm.preset("dense").train.lr == 3e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"hidden": 64, "heads": 5}}, r"multiple of model\.heads, got 64 and 5"),
+        ({"model": {"layers": 0}}, r"model\.layers must be at least 1"),
+        ({"model": {"kv_heads": 0}}, r"model\.kv_heads must be at least 1"),
+        ({"model": {"hidden": 12, "heads": 4}}, r"heads of even size, got 12 / 4"),
+        ({"model": {"heads": 4, "kv_heads": 3}}, r"multiple of model\.kv_heads, got 4 and 3"),
+        ({"model": {"family": "gpt2", "kv_heads": 2}}, r"gpt2 has as many as heads"),
+        ({"model": {"family": "bert"}}, r"model\.family must be one of llama, gpt2, got 'bert'"),
+        ({"model": {"dropout": 1.0}}, r"model\.dropout must be in \[0, 1\)"),
+        ({"model": {"max_positions": 100}}, r"data\.block_size \(256\) must not be above model\.max_positions \(100\)"),
+        ({"model": {"tie": False}, "compress": {"head": "share"}}, r"share needs a tied head"),
+        ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, btt, got 'ttx'"),
+        ({"method": "cola", "model": {"family": "gpt2"}}, "method cola converts nn.Linear, of which gpt2 has none"),
+        ({"method": "lora"}, "method must be one of comera, dense, .*narrow, got 'lora'"),
+        ({"train": {"steps": 1, "lr": 0.0}}, r"train\.lr must be a number > 0, got 0\.0"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    kinds = {"model": ModelConfig, "compress": CompressConfig, "train": TrainConfig}
+    with pytest.raises(ConfigError, match=message):
+        LMConfig(**{name: kinds[name](**value) if name in kinds else value for name, value in change.items()})
+
+
+def test_a_folder_without_text_stops_before_anything_is_written(config: LMConfig, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="at least two documents"):
+        lm.run(replace(config, data=replace(config.data, path=str(tmp_path / "empty"))))
+    assert not config.folder.exists()

@@ -1,0 +1,328 @@
+"""Text of every kind → one stream of tokens → blocks: what is read, split and skipped, and that all of it repeats."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from comera.errors import ConfigError, DataError
+from comera.recipes.corpus import train_tokenizer
+from comera.recipes.lm.data import LMData, LMDataConfig, prepare
+from comera.recipes.lm.ngrams import NAMES, ngram_losses
+from comera.recipes.lm.sources import LARGE_FILE
+from comera.recipes.lm.tokenizer import END_OF_TEXT, byte_tokenizer, run_files, separator_of, token_bytes
+
+TEXTS = [f"Document {i}: é, 漢字 and 🙂.\n" + f"def f_{i}(x):\n    return x + {i}\n" * 9 for i in range(30)]
+
+
+def config(tmp_path: Path, path: Path, **fields: Any) -> LMDataConfig:
+    settings = {"vocab_size": 290, "block_size": 16, "held_out": 0.2, "cache": str(tmp_path / "cache"), **fields}
+    return LMDataConfig(path=str(path), **settings)
+
+
+def folder(tmp_path: Path) -> Path:
+    for i, text in enumerate(TEXTS):
+        file = tmp_path / "folder" / f"{i % 3}" / f"{i}{('.txt', '.md', '.py')[i % 3]}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path / "folder"
+
+
+def jsonl(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": 1, "text": text}) + "\n" for text in TEXTS))
+    return tmp_path / "rows.jsonl"
+
+
+def jsonl_gz(tmp_path: Path) -> Path:
+    (tmp_path / "packed").mkdir()
+    content = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS)
+    (tmp_path / "packed" / "rows.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    return tmp_path / "packed"
+
+
+class Rows(list):  # type: ignore[type-arg]
+    """What the recipe uses of `datasets.Dataset`."""
+
+    _fingerprint = "f00d"
+
+
+def saved_dataset(tmp_path: Path) -> Path:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    return tmp_path / "saved"
+
+
+def hub(tmp_path: Path) -> Path:
+    return Path("someone/some-texts")
+
+
+def documents(data: LMData) -> list[str]:
+    whole = b"".join(data.bytes.bytes_of(np.array(part)).tobytes() for part in (data.train, data.held_out))
+    return whole.decode().split("\0")[:-1]
+
+
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows({"text": text} for text in TEXTS)
+    library = SimpleNamespace(load_from_disk=lambda path: rows, load_dataset=lambda name, subset: {"train": rows})
+    monkeypatch.setitem(sys.modules, "datasets", library)
+
+
+@pytest.mark.parametrize("kind", [folder, jsonl, jsonl_gz, saved_dataset, hub])
+@pytest.mark.usefixtures("datasets")
+def test_every_kind_of_data_gives_all_its_documents(kind: Callable[[Path], Path], tmp_path: Path) -> None:
+    data = prepare(config(tmp_path, kind(tmp_path)), quiet=True)
+    assert sorted(documents(data)) == sorted(TEXTS)
+    assert data.vocab_size == 290
+    for part in ("train", "held_out"):
+        assert data.manifest[part]["documents"] >= 1
+    assert data.manifest["held_out"]["documents"] < 15
+
+
+def test_one_large_file_is_read_as_passages_and_a_part_of_it_held_out(tmp_path: Path) -> None:
+    lines = [f"line {i} of a long text\n" for i in range(LARGE_FILE // 18)]
+    (tmp_path / "long.txt").write_text("".join(lines))
+    data = prepare(config(tmp_path, tmp_path / "long.txt", vocab_size=256), quiet=True)
+    assert sorted("".join(documents(data)).splitlines()) == sorted(line.rstrip("\n") for line in lines)
+    share = data.manifest["held_out"]["bytes"] / sum(map(len, lines))
+    assert 0.02 < share < 0.6
+    (tmp_path / "short.txt").write_text("short\n" * 50)
+    with pytest.raises(DataError, match=r"two documents, .* got 1 .*data\.held_out_path"):
+        prepare(config(tmp_path, tmp_path / "short.txt"), quiet=True)
+    apart = config(tmp_path, tmp_path / "long.txt", held_out_path=str(tmp_path / "short.txt"), vocab_size=256)
+    data = prepare(apart, quiet=True)
+    assert data.manifest["held_out"] == {"documents": 1, "bytes": 300, "tokens": 301}
+
+
+def test_every_token_but_the_first_is_predicted_once_by_what_is_before_it(tmp_path: Path) -> None:
+    data = prepare(config(tmp_path, folder(tmp_path)), quiet=True)
+    batches = list(data.held_out_batches(3))
+    ids, labels = torch.cat([b.input_ids for b in batches]), torch.cat([b.labels for b in batches])
+    assert torch.equal(ids[:, 1:], labels[:, :-1])
+    assert ids.shape == (data.blocks(data.held_out), 16)
+    flat = np.array(data.held_out).astype(np.int64)
+    expected = [flat[i * 16 : i * 16 + 17].tolist() for i in range(len(ids))]
+    assert sorted(torch.cat([ids, labels[:, -1:]], 1).tolist()) == sorted(expected)
+    for batch in batches:  # each row's bytes, counted by the tokenizer itself
+        for row, size in zip(batch.labels, batch.sizes.tolist(), strict=True):
+            assert len(data.bytes.bytes_of(row.numpy())) == size
+    text = data.bytes.bytes_of(flat).tobytes().decode().rstrip("\0")
+    assert text.replace("\0", "") == data.tokenizer.decode(flat.tolist())
+
+
+def test_batches_are_functions_of_index_and_seed_and_epochs_see_every_block_once(tmp_path: Path) -> None:
+    data = prepare(config(tmp_path, folder(tmp_path)), quiet=True)
+    for ours, again in zip(data.train_batch(5, 4, seed=3), data.train_batch(5, 4, seed=3), strict=True):
+        assert torch.equal(ours, again)
+    assert not torch.equal(data.train_batch(5, 4, seed=3).labels, data.train_batch(5, 4, seed=4).labels)
+    blocks = data.blocks(data.train)
+    seen = [bytes(data.train_batch(i, 1, seed=0).labels.numpy()) for i in range(2 * blocks)]
+    assert sorted(seen[:blocks]) == sorted(seen[blocks:])
+    assert seen[:blocks] != seen[blocks:]
+
+
+def test_plain_bytes_are_their_own_ids(tmp_path: Path) -> None:
+    data = prepare(config(tmp_path, folder(tmp_path), vocab_size=256), quiet=True)
+    assert (data.vocab_size, data.separator) == (256, 0)
+    assert data.bytes.lengths.tolist() == [1] * 256
+    assert np.array(data.train).tobytes()[::2].decode() == data.bytes.bytes_of(np.array(data.train)).tobytes().decode()
+    assert token_bytes(byte_tokenizer()) == [bytes([i]) for i in range(256)]
+
+
+def test_a_tokenizer_given_is_used_as_it_is(tmp_path: Path) -> None:
+    given = train_tokenizer(TEXTS[:5], 300, ["</s>", "<pad>"])
+    (tmp_path / "given").mkdir()
+    given.save(str(tmp_path / "given" / "tokenizer.json"))
+    for path in (tmp_path / "given", tmp_path / "given" / "tokenizer.json"):
+        settings = config(tmp_path, folder(tmp_path), vocab_size=None, tokenizer=str(path))
+        assert settings.expected_vocabulary() == 300
+        data = prepare(settings, quiet=True)
+        assert (data.vocab_size, data.separator) == (300, 0)
+        assert data.tokenizer.get_vocab() == given.get_vocab()
+        assert sorted(documents(data)) == sorted(TEXTS)
+    assert prepare(replace(settings, vocab_size=300), quiet=True).folder == data.folder
+    with pytest.raises(ConfigError, match=r"expected the 300 tokens of .*, got 290: leave data\.vocab_size out"):
+        prepare(replace(settings, vocab_size=290), quiet=True)
+
+
+def test_a_tokenizer_that_does_not_stand_for_the_bytes_is_refused(tmp_path: Path) -> None:
+    def settings(tokenizer: Tokenizer) -> LMDataConfig:
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        return config(tmp_path, folder(tmp_path), vocab_size=None, tokenizer=str(tmp_path / "tokenizer.json"))
+
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    lower = train_tokenizer(TEXTS, 300, [END_OF_TEXT])
+    lower.normalizer = normalizers.Replace("Document", "D")
+    for tokenizer, message in (
+        (words, "a byte-level tokenizer, as of GPT-2"),
+        (train_tokenizer(TEXTS, 300, ["<x>"]), "a token between documents"),
+        (lower, "exactly the bytes of a text, got others for 'Document"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare(settings(tokenizer), quiet=True)
+    for path, message in ((tmp_path / "none", "No such file"), (jsonl(tmp_path), r"expected tokenizer\.json of a")):
+        with pytest.raises(ConfigError, match=message):
+            prepare(config(tmp_path, folder(tmp_path), vocab_size=None, tokenizer=str(path)), quiet=True)
+    cache = tmp_path / "cache"
+    assert not cache.exists() or all(p.suffix == ".lock" for p in cache.iterdir())
+
+
+def test_what_is_no_text_is_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = folder(tmp_path)
+    (root / "latin.txt").write_bytes(b"caf\xe9")
+    (root / "empty.md").touch()
+    (root / "copy.txt").write_text(TEXTS[0])
+    (root / "broken.jsonl.gz").write_bytes(b"no gzip")
+    (root / "image.png").write_bytes(b"\x89PNG")
+    (root / "rows.jsonl").write_text('{"text": "one more \\ud800"}\n\n{"text": ""}\n{"text": "a good row"}\n')
+    data = prepare(config(tmp_path, root))
+    said = capsys.readouterr().err
+    assert "skipped files: 1 unreadable, 1 not_utf8, 1 empty, 1 repeated, 1 rows not_utf8, 1 rows empty" in said
+    assert sorted(documents(data)) == sorted([*TEXTS, "a good row"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("no json\n", r"rows\.jsonl, line 1: expected a JSON object.*got 'no json'"),
+        ('{"text": "a"}\n[1]\n', "line 2: expected a JSON object"),
+        ('{"content": "a"}\n', r"a text in the field 'text', got one with 'content': set data\.text_field"),
+    ],
+)
+def test_malformed_rows_are_errors(rows: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(rows)
+    with pytest.raises(DataError, match=message):
+        prepare(config(tmp_path, tmp_path / "rows.jsonl"), quiet=True)
+
+
+def test_no_text_no_folder_and_no_library_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "image.png").write_bytes(b"\x89PNG")
+    with pytest.raises(DataError, match=r"two documents.*got 0 \(skipped: none\): check data\.path, data\.suffixes"):
+        prepare(config(tmp_path, tmp_path / "bare"), quiet=True)
+    with pytest.raises(DataError, match=r"nowhere, which does not exist: check data\.path"):
+        prepare(config(tmp_path, tmp_path / "nowhere"), quiet=True)
+    with pytest.raises(
+        ConfigError, match=r"some-texts does not exist; the hub's data sets need `pip install datasets`"
+    ):
+        prepare(config(tmp_path, hub(tmp_path)), quiet=True)
+    with pytest.raises(ConfigError, match=r"a folder of the library datasets, which needs `pip install datasets`"):
+        prepare(config(tmp_path, saved_dataset(tmp_path)), quiet=True)
+    for path in (tmp_path / "a", tmp_path / "b"):
+        path.mkdir()
+        (path / "tiny.txt").write_text(path.name)
+    with pytest.raises(DataError, match=r"more than one block of 16 tokens in the train part, got 2 .*block_size"):
+        prepare(config(tmp_path, tmp_path / "a", held_out_path=str(tmp_path / "b"), vocab_size=256), quiet=True)
+
+
+def test_the_hub_says_what_it_did_not_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, subset: str | None) -> Any:
+        raise FileNotFoundError(f"Dataset '{name}' does not exist")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    with pytest.raises(DataError, match=r"data\.path: expected a file, a folder or a data set .*does not exist"):
+        prepare(config(tmp_path, hub(tmp_path)), quiet=True)
+    splits = SimpleNamespace(load_dataset=lambda name, subset: {"test": Rows()})
+    monkeypatch.setitem(sys.modules, "datasets", splits)
+    with pytest.raises(DataError, match=r"a data set with the split train, got .* with test"):
+        prepare(config(tmp_path, hub(tmp_path)), quiet=True)
+
+
+def test_the_cache_is_used_and_a_change_gives_another(tmp_path: Path) -> None:
+    settings = config(tmp_path, folder(tmp_path))
+    first = prepare(settings, quiet=True)
+    stamp = (first.folder / "train.bin").stat().st_mtime_ns
+    assert prepare(replace(settings, block_size=8), quiet=True).folder == first.folder
+    assert (first.folder / "train.bin").stat().st_mtime_ns == stamp
+    changes: list[dict[str, Any]] = [{"vocab_size": 280}, {"held_out": 0.3}, {"max_bytes": 4000}, {"vocab_size": 256}]
+    others = {prepare(replace(settings, **change), quiet=True).folder for change in changes}
+    assert len(others | {first.folder}) == 5
+    part = prepare(replace(settings, max_bytes=4000), quiet=True)
+    assert set(documents(part)) < set(TEXTS)
+    assert sum(part.manifest[name]["bytes"] for name in ("train", "held_out")) < 8000
+
+
+def test_a_document_keeps_its_side_when_others_go(tmp_path: Path) -> None:
+    def sides(texts: list[str]) -> tuple[set[str], set[str]]:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        data = prepare(config(tmp_path, tmp_path / "rows.jsonl", vocab_size=256, held_out=0.4), quiet=True)
+        train, held_out = (data.bytes.bytes_of(np.array(p)).tobytes().decode() for p in (data.train, data.held_out))
+        return set(train.split("\0")), set(held_out.split("\0"))
+
+    train, held_out = sides(TEXTS)
+    fewer_train, fewer_held_out = sides(TEXTS[::2])
+    assert fewer_train <= train
+    assert fewer_held_out <= held_out
+
+
+def test_ngrams_are_those_of_the_formula(tmp_path: Path) -> None:
+    train, blocks = b"abracadabra, abracadabra and abba", [b"abra and ba", b"xabba", b"a"]
+    counts = [Counter(train[i : i + n] for i in range(len(train) - n + 1)) for n in (1, 2, 3)]
+
+    def p(history: bytes, w: int) -> float:
+        lower = p(history[1:], w) if history else 1 / 256
+        after = {gram[-1]: count for gram, count in counts[len(history)].items() if gram[:-1] == history}
+        if not after:
+            return lower
+        return (after.get(w, 0) + len(after) * lower) / (sum(after.values()) + len(after))
+
+    given = [1, 2, 0]
+    found = ngram_losses(
+        np.frombuffer(train, np.uint8),
+        np.frombuffer(b"".join(blocks), np.uint8),
+        np.array([len(b) for b in blocks]),
+        np.array(given),
+    )
+    for order, name in enumerate(NAMES):
+        scored = [
+            (b[max(0, i - order) : i], b[i]) for b, g in zip(blocks, given, strict=True) for i in range(g, len(b))
+        ]
+        expected = sum(-math.log(p(*pair)) for pair in scored) / len(scored)
+        assert found[name] == pytest.approx(expected, rel=1e-12)
+
+
+def test_ngrams_score_the_bytes_of_the_held_out_batches(tmp_path: Path) -> None:
+    data = prepare(config(tmp_path, folder(tmp_path), vocab_size=256), quiet=True)
+    whole, part = data.ngram_losses(2), data.ngram_losses(2, batches=1)
+    assert whole != part
+    assert data.ngram_losses(2 * data.blocks(data.held_out)) == pytest.approx(whole)
+    assert whole["unigrams"] > whole["bigrams"] > whole["trigrams"] > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 255),
+        ("held_out", 0.0),
+        ("held_out", 1.0),
+        ("block_size", 1),
+        ("max_bytes", 0),
+        ("tokenizer_bytes", 0),
+        ("suffixes", ()),
+    ],
+)
+def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{field} must be .*, got"):
+        LMDataConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_files_of_the_run_name_the_separator_unless_it_is_a_byte() -> None:
+    trained = train_tokenizer(TEXTS, 300, [END_OF_TEXT])
+    settings = json.loads(run_files(trained, separator_of(trained), 64)["tokenizer_config.json"])
+    assert (settings["eos_token"], settings["model_max_length"]) == (END_OF_TEXT, 64)
+    assert "eos_token" not in json.loads(run_files(byte_tokenizer(), 0, 64)["tokenizer_config.json"])
