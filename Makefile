@@ -61,6 +61,7 @@ bench: install
 	@$(BIN)/python benchmarks/shrunk_step.py --repeats 7
 	@$(BIN)/python benchmarks/lookup.py --seconds 1
 	@$(BIN)/python benchmarks/layer.py --seconds 1
+	@$(BIN)/python benchmarks/block_product.py --repeats 10
 	@$(BIN)/python benchmarks/peers.py
 	@$(BIN)/python benchmarks/page.py
 

@@ -20,13 +20,17 @@ import torch
 from common import about, in_turns, update
 from torch import Tensor
 
+from comera.tt.shapes import btt_spec
+from comera.tt.spec import BTTSpec
+
 # rows of x, in, out, rank
 PRODUCTS = [
     (rows, *layer) for rows in (128, 4096, 16384) for layer in ((768, 768, 30), (768, 3072, 30), (3072, 768, 30))
 ]
+BLOCKS = [(rows, *layer) for rows in (128, 4096, 16384) for layer in ((768, 768, 1), (768, 3072, 2), (3072, 768, 2))]
 # rows and columns of the left factor, rank, rows and columns of the right factor, ids
 TABLES = [(320, 16, 30, 100, 48, 4096), (320, 16, 30, 100, 48, 16384), (3163, 8, 32, 3163, 8, 100_000)]
-TINY_PRODUCTS, TINY_TABLES = [(33, 12, 20, 3)], [(6, 4, 3, 5, 4, 40)]
+TINY_PRODUCTS, TINY_BLOCKS, TINY_TABLES = [(33, 12, 20, 3)], [(33, 12, 20, 2)], [(6, 4, 3, 5, 4, 40)]
 
 Side = Callable[[], object]
 Case = tuple[str, str, str, Side, Side]
@@ -41,6 +45,7 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 def cases(device: str, dry: bool) -> Iterator[Case]:
     """Kernel, dtype, description, the run with the kernel, the run with torch."""
     from comera.kernels import select
+    from comera.ops.block_product import block_product
     from comera.ops.lookup_rows import pair_sums
     from comera.ops.lookup_triton import triton_rows
     from comera.ops.low_rank import LowRankFactors, low_rank
@@ -58,6 +63,28 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
             yield "low_rank", str(dtype)[6:], case, gradients(product_by_triton, operands), gradients(product, operands)
+        for batch, features, out_features, rank in TINY_BLOCKS if dry else BLOCKS:
+            spec = btt_spec(features, out_features, rank=rank)
+            (n, m), components = spec.sizes, spec.ranks[1]
+            shapes = ((batch, features), (n, components), (components, m), (out_features,))
+            operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+
+            def blocks(x: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor, spec: BTTSpec = spec) -> Tensor:
+                return block_product(x, r_NK, l_KM, spec, bias)
+
+            def blocks_by_triton(*operands: Tensor, blocks: Callable[..., Tensor] = blocks) -> Tensor:
+                with patch.object(select, "block_product_backend", lambda *_: "triton"):
+                    y: Tensor = blocks(*operands)
+                return y
+
+            case = f"{batch} x {features} -> {out_features}, rank {rank}"
+            yield (
+                "block_product",
+                str(dtype)[6:],
+                case,
+                gradients(blocks_by_triton, operands),
+                gradients(blocks, operands),
+            )
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if dry else TABLES:
         ids = torch.randint(0, rows_l * rows_r, (count,), device=device)
         each = torch.arange(count, device=device)

@@ -24,8 +24,9 @@ needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="no C++ co
 
 LIMITED = """
 import resource, sys, torch
-from comera.kernels.cpp import attention, low_rank, merge, mlp
-from tests.helpers.odd_operands import attention_operands, call_all, low_rank_operands, merge_operands, mlp_operands
+from comera.kernels.cpp import attention, block_product, low_rank, merge, mlp
+from tests.helpers.odd_operands import *
+from tests.helpers.odd_operands import call_all
 torch.manual_seed(0)
 torch.set_num_threads(2)
 call_all()  # threads and their small memory are there
@@ -34,6 +35,9 @@ calls = {
     "mlp": (mlp.mlp_backward, (*mlp_operands(2048, 512, 2048, 512, (200, 200), 200), "gelu", True)),
     "attention": (
         attention.attention, (*attention_operands(2, 4, 2, 2048, 2048, 64, 64)[:3], None, None, 0.0, 1.0, False)
+    ),
+    "block_product": (
+        block_product.block_product_backward, (*block_product_operands(2048, (32, 32, 64, 48), 8), True, True, True)
     ),
     "merge": (merge.merge, (*merge_operands((4, 2, 2048, 2048, 64, 32, 32, 64, 1, 64, 128, 64, 1)), 0.0)),
 }
@@ -67,6 +71,11 @@ for k in range(int(sys.argv[1])):
     torch.set_num_threads(rng.randrange(1, 4))
     operands = low_rank_operands(size(150), size(120), size(140), size(40), rng.randrange(2))
     low_rank.low_rank_backward(*operands, True, True, True)
+    blocks = (size(6), size(40), size(6), size(40))
+    cut = (size(50), size(50))
+    operands = x, dy, *weight = block_product_operands(size(250), blocks, size(4), cut, rng.randrange(2))
+    block_product.block_product(x, *weight, dy.shape[1])
+    block_product.block_product_backward(*operands, *(rng.random() < 0.7 for _ in range(3)))
     ranks = [size(20) for _ in range(rng.randrange(1, 3))]
     operands = mlp_operands(size(90), size(60), size(120), size(60), ranks, size(30), rng.randrange(2))
     mlp.mlp_backward(*operands, rng.choice(mlp.ACTIVATIONS), True)
@@ -105,14 +114,14 @@ def _python(code: str, *arguments: str, **environment: str) -> subprocess.Comple
 @pytest.mark.parametrize("limits", [12, pytest.param(160, marks=pytest.mark.faults)])
 def test_scratch_memory_that_cannot_be_had_is_an_error(limits: int, record_property: Record) -> None:
     wrong = []
-    kernels = ("low_rank", "mlp", "attention", "merge")
+    kernels = ("low_rank", "mlp", "attention", "merge", "block_product")
     for name in kernels if limits > 12 else kernels[:2]:
         run = _python(LIMITED, name, str(limits))
         if run.returncode != 0:
             wrong.append(f"{name}: status {run.returncode} {run.stderr[-300:]}")
         elif int(run.stdout) == 0:
             wrong.append(f"{name}: always had enough")
-    settle(record_property, "no memory for a kernel", limits * (4 if limits > 12 else 2), wrong)
+    settle(record_property, "no memory for a kernel", limits * (5 if limits > 12 else 2), wrong)
 
 
 @pytest.mark.faults

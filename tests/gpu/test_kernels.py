@@ -5,15 +5,19 @@ import torch
 
 from comera.kernels import select
 from comera.ops import low_rank as products
+from comera.ops.block_product import block_product, btt_linear
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_lookup
 from comera.ops.lookup_triton import triton_rows
 from comera.ops.planner.plan import plan_linear, plan_lookup
+from comera.tt.blocks import materialize_blocks
 from comera.tt.dense import materialize
 from comera.tt.format import clip_ranks
+from comera.tt.shapes import btt_spec
 from comera.tt.spec import TTMSpec, TTSpec
 
 from ..helpers.oracle import signal_to_noise as decibels
+from ..helpers.specs import ragged
 
 pytestmark = pytest.mark.gpu
 
@@ -71,6 +75,27 @@ def test_low_rank(shape, dtype, device, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("spec", [btt_spec(768, 3072, rank=2), ragged(66, 133, (6, 11), (7, 19), 4)], ids=str)
+def test_block_product(spec, dtype, device, monkeypatch):
+    monkeypatch.setattr(select, "block_product_backend", lambda *_: "triton")
+    (n, m), count = spec.sizes, spec.ranks[1]
+    tensors = [
+        draw(1000, spec.in_features, dtype=dtype, device=device),
+        draw(n, count, dtype=dtype, device=device, scale=n**-0.5, seed=1),
+        draw(count, m, dtype=dtype, device=device, seed=2),
+        draw(spec.out_features, dtype=dtype, device=device, seed=3),
+    ]
+
+    def found(x, r_NK, l_KM, bias):
+        return block_product(x, r_NK, l_KM, spec, bias)
+
+    def exact(x, r_NK, l_KM, bias):
+        return x @ materialize_blocks(spec, [r_NK[None], l_KM[..., None]]) + bias
+
+    assert worst(found, exact, tensors, dtype) > LOWEST[dtype] - 4  # h and dh are rounded as well
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
 @pytest.mark.parametrize("table", TABLES, ids=str)
 def test_lookup_rows(table, dtype, device):
     rows_l, cols_l, rank, rows_r, cols_r, count = table
@@ -88,24 +113,30 @@ def test_lookup_rows(table, dtype, device):
 
 def test_layers_take_them_when_asked(device, monkeypatch):
     linear = TTSpec(768, 768, (12, 8, 8), (8, 8, 12), clip_ranks(30, (12, 8, 8, 8, 8, 12)))
+    blocks = btt_spec(768, 768)
     table = TTMSpec(30522, 768, (16, 20, 10, 10), (4, 4, 8, 6), clip_ranks(30, (64, 80, 80, 60)))
     cores, rows_cores = (
         [draw(*s, dtype=torch.float32, device=device, scale=s[0] ** -0.5) for s in spec.core_shapes]
         for spec in (linear, table)
     )
+    blocks_cores = [draw(*s, dtype=torch.float32, device=device) for s in blocks.core_shapes]
     x = draw(512, 768, dtype=torch.float32, device=device)
     ids = torch.arange(0, 30000, 7, device=device)
-    from comera.kernels import triton  # where it is installed
+    from comera.kernels import triton, triton_blocks  # where it is installed
 
     calls = []
-    for name in select.TRITON:
-        kernel = getattr(triton, name)
-        monkeypatch.setattr(triton, name, lambda *t, name=name, kernel=kernel: calls.append(name) or kernel(*t))
-    for setting, expected in (("all", list(select.TRITON)), ("none", [])):
+    of_blocks = ((triton_blocks, name) for name in ("to_components", "to_features"))
+    launchers = (triton, "low_rank"), *of_blocks, (triton, "lookup_rows")
+    for room, name in launchers:
+        kernel = getattr(room, name)
+        monkeypatch.setattr(room, name, lambda *t, name=name, kernel=kernel: calls.append(name) or kernel(*t))
+    for setting, expected in (("all", [name for _, name in launchers]), ("none", [])):
         monkeypatch.setenv("COMERA_KERNELS", setting)
         calls.clear()
         y = tt_linear(x, linear, cores, plan=plan_linear(linear, 512).using("low_rank"))
+        z = btt_linear(x, blocks, blocks_cores)
         rows = ttm_lookup(ids, table, rows_cores, plan=plan_lookup(table, 4096).using((2, 4)))
         assert calls == expected
         assert decibels(y, x.double() @ materialize(linear, [c.double() for c in cores])) > 110
+        assert decibels(z, x.double() @ materialize_blocks(blocks, [c.double() for c in blocks_cores])) > 110
         assert decibels(rows, materialize(table, [c.double() for c in rows_cores])[ids]) > 110

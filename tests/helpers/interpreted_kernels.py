@@ -8,9 +8,14 @@ import torch
 
 from comera.kernels import select, triton
 from comera.ops import low_rank as products
+from comera.ops.block_product import block_product
 from comera.ops.lookup_triton import triton_rows
+from comera.tt.blocks import materialize_blocks
+from comera.tt.shapes import btt_spec
+from comera.tt.spec import BTTSpec
 
 from .oracle import signal_to_noise as decibels
+from .specs import ragged
 
 # (batch, in, out, rank): single entries, odd ones, one more and one less than a block, several blocks
 SHAPES = [(1, 1, 1, 1), (5, 7, 11, 3), (64, 32, 64, 16), (65, 33, 129, 30), (63, 100, 65, 1), (130, 48, 200, 64)]
@@ -38,7 +43,8 @@ def oracle(x, a, b, bias=None):
 
 @pytest.fixture(autouse=True)
 def on_the_cpu_too(monkeypatch):
-    monkeypatch.setattr(select, "low_rank_backend", lambda *_: "triton")
+    for name in ("low_rank", "block_product"):
+        monkeypatch.setattr(select, f"{name}_backend", lambda *_: "triton")
 
 
 def low_rank(x, a, b, bias=None):
@@ -113,6 +119,53 @@ def test_second_derivatives_and_several_weights_at_once():
     found = twice(lambda: torch.cat(products.low_rank(x, *pair), 1))
     exact = twice(lambda: torch.cat([oracle(x, a, b), oracle(x, a, b, bias)], 1))
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+BLOCKS = [
+    (btt_spec(12, 20, rank=2), 65),
+    (btt_spec(40, 70, blocks=(1, 1), rank=33), 5),
+    (BTTSpec(1, 1, (1, 1), (1, 1), 1), 1),
+    (BTTSpec(8, 9, (5, 7), (9, 8), 2), 7),  # blocks beyond the features
+    (ragged(66, 133, (6, 11), (7, 19), 4), 130),
+    (BTTSpec(24, 24, (3, 8), (3, 8), ((0, 2, 8), (0, 0, 0), (0, 5, 1))), 70),
+]
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize(("spec", "batch"), BLOCKS, ids=str)
+def test_block_product_and_all_gradients(spec, batch, dtype):
+    (n, m), count = spec.sizes, spec.ranks[1]
+    x, bias = draw(batch, spec.in_features, dtype=dtype), draw(spec.out_features, dtype=dtype, seed=3)
+    tensors = [x, draw(n, count, dtype=dtype, seed=1), draw(count, m, dtype=dtype, seed=2), bias]
+
+    def exact_product(x, r_NK, l_KM, bias):
+        return x @ materialize_blocks(spec, [r_NK[None], l_KM[..., None]]) + bias
+
+    found = values_and_gradients(lambda x, r_NK, l_KM, b: block_product(x, r_NK, l_KM, spec, b), tensors, dtype)
+    exact = values_and_gradients(exact_product, doubles(tensors), dtype)
+    assert [t.dtype for t in found] == [dtype] * 5
+    assert min(decibels(a, b) for a, b in zip(found, exact, strict=True)) > LOWEST[dtype] - 4
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_only_the_wanted_gradients_of_blocks_are_made(wanted):
+    spec, batch = BLOCKS[4]
+    (n, m), count = spec.sizes, spec.ranks[1]
+    tensors = [draw(batch, 66), draw(n, count), draw(count, m), draw(133)]
+    expected = torch.autograd.grad(block_product(*tensors[:3], spec, tensors[3]).sum(), tensors)
+    for k, tensor in enumerate(tensors):
+        tensor.requires_grad_(k == wanted)
+    block_product(*tensors[:3], spec, tensors[3]).sum().backward()
+    assert [t.grad is not None for t in tensors] == [k == wanted for k in range(4)]
+    assert torch.equal(tensors[wanted].grad, expected[wanted])
+
+
+def test_blocks_of_an_empty_batch():
+    spec, _ = BLOCKS[0]
+    tensors = [draw(0, 12), draw(spec.sizes[0], spec.ranks[1]), draw(spec.ranks[1], spec.sizes[1])]
+    found = values_and_gradients(lambda *t: block_product(*t, spec), tensors, torch.float32)
+    assert found[0].shape == (0, 20)
+    assert not any(t.any() for t in found)
 
 
 # (rows of L, columns of L, rank, rows of R, columns of R, ids)

@@ -2,7 +2,7 @@
 
 import torch
 
-from comera.kernels.cpp import adamw, attention, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import adamw, attention, block_product, gradients, low_rank, merge, mlp, residual_norm
 
 LAYOUT = (3, 1, 5, 6, 6, 3, 2, 1, 4, 2, 1)  # order, split, features, modes, ranks
 
@@ -11,6 +11,18 @@ def low_rank_operands(batch=5, features=7, out=9, rank=3, bias=1):
     """x, P, dy, A and b as low_rank_backward takes them."""
     x, a, b = torch.randn(batch, features), [torch.randn(rank, features)], [torch.randn(rank + bias, out)]
     return x, low_rank.low_rank(x, a, b)[0], [torch.randn(batch, out)], a, b
+
+
+def block_product_operands(batch=5, sizes=(3, 4, 5, 7), ranks=2, cut=(0, 0), bias=True):
+    """x, dy, R, L, bias and ranks as block_product_backward takes them.
+
+    sizes: A, N, C, M; ranks: the largest of a block; cut: features of padding.
+    """
+    a, n, c, m = sizes
+    of_blocks = torch.randint(ranks + 1, (a, c))
+    count, features, out = int(of_blocks.sum()), max(0, a * n - cut[0]), max(0, c * m - cut[1])
+    x, dy, r_NK, l_KM = (torch.randn(s) for s in ((batch, features), (batch, out), (n, count), (count, m)))
+    return x, dy, r_NK, l_KM, torch.randn(out) if bias else None, of_blocks
 
 
 def mlp_operands(batch=5, features=7, hidden=50, out=9, ranks=(3, 2), rank=4, bias=1):
@@ -45,6 +57,21 @@ def call_all():
             operands = low_rank_operands(*sizes, bias)
             low_rank.low_rank_backward(*operands, True, True, True)
             low_rank.low_rank_output(operands[1], [sizes[3]], operands[4])
+    for batch in (0, 1, 40, 201):
+        for sizes in (
+            (3, 4, 5, 7),
+            (1, 1, 1, 1),
+            (4, 17, 3, 33),
+            (2, 0, 3, 5),
+            (3, 4, 2, 0),
+            (2, 16, 3, 24),
+            (0, 3, 2, 4),
+        ):
+            for cut in ((0, 0), (2, 3), (11, 9)):
+                operands = block_product_operands(batch, sizes, batch % 3, cut, bias=batch != 40)
+                block_product.block_product_backward(*operands, True, True, True)
+                x, dy, *weight = operands
+                block_product.block_product(x, *weight, dy.shape[1])
     for sizes in ((5, 7, 50, 9, (3, 2), 4), (1, 1, 1, 1, (1,), 1), (0, 3, 9, 4, (2,), 3), (67, 20, 97, 33, (0, 9), 0)):
         for activation in mlp.ACTIVATIONS:
             mlp.mlp_backward(*mlp_operands(*sizes, bias=1), activation, True)

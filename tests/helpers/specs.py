@@ -30,6 +30,13 @@ def ttm(row_modes: Modes, col_modes: Modes, rank: int, *, pad_rows: int = 0, pad
     return TTMSpec(*shape, row_modes, col_modes, clip_ranks(rank, sizes))
 
 
+def ragged(features: int, out_features: int, in_modes: Modes, out_modes: Modes, most: int) -> BTTSpec:
+    """A block tensor train whose blocks have ranks from 0 to `most`, in no order."""
+    (a, _), (c, _) = in_modes, out_modes
+    ranks = tuple(tuple((5 * i + 3 * j + i * j) % (most + 1) for j in range(c)) for i in range(a))
+    return BTTSpec(features, out_features, in_modes, out_modes, ranks)  # type: ignore[arg-type]
+
+
 def btt(in_modes: Modes, out_modes: Modes, rank: int | Sequence[int], *, pad_in: int = 0, pad_out: int = 0) -> BTTSpec:
     """A block tensor train; `rank`: of every block, or of each, in the order of (input block, output block)."""
     shape = prod(in_modes) - pad_in, prod(out_modes) - pad_out

@@ -21,8 +21,8 @@ from comera.kernels.cpp import build
 from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
 from comera.kernels.tracing import traced
 
-TRITON = ("low_rank", "lookup_rows")
-CPP = ("low_rank", "mlp", "attention", "residual_norm", "merge", "gradients", "adamw", "memory")
+TRITON = ("low_rank", "block_product", "lookup_rows")
+CPP = ("low_rank", "block_product", "mlp", "attention", "residual_norm", "merge", "gradients", "adamw", "memory")
 NAMES = tuple(dict.fromkeys((*TRITON, *CPP)))
 
 # The C++ low-rank products beside torch's, forward and backward together, 768 features, two cores of an AMD EPYC 7003:
@@ -61,6 +61,16 @@ def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", 
         return "triton" if fits and one_dtype and triton_enabled("low_rank", x_BI.device) else "torch"
     fits = x_BI.shape[0] >= LOW_RANK_LEAST_ROWS and most_rank <= LOW_RANK_MOST_RANK
     return "cpp" if fits and supports("low_rank", x_BI, *factors) else "torch"
+
+
+def block_product_backend(operands: Sequence[Tensor | None]) -> Literal["cpp", "triton", "torch"]:
+    """Who multiplies a batch with a block tensor train. operands: x (B, I), R (N, K), L (K, M), bias or None."""
+    tensors = [each for each in operands if each is not None]
+    x_BI, r_NK = tensors[:2]
+    if x_BI.device.type == "cuda":
+        fits = r_NK.shape[1] > 0 and all(each.dtype == x_BI.dtype != torch.float64 for each in tensors)
+        return "triton" if fits and triton_enabled("block_product", x_BI.device) else "torch"
+    return "cpp" if supports("block_product", *tensors) else "torch"
 
 
 def mlp_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "torch"]:

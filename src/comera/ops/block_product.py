@@ -7,16 +7,23 @@ R_A holds the components of input block A, and L_C those of output block C; bloc
 are in both. h has as many elements per row as there are components, about as many as x: it is cheaper to compute again
 than to keep.
 
+On a CPU a C++ kernel keeps tiles of h in the caches, and its permutation moves nothing (kernels/cpp/csrc/
+block_product.cpp). Triton kernels for GPUs address permuted components, too (kernels/triton_blocks.py).
+
 Shapes: B flattened batch, A/C input/output blocks, N/M features in an input/output block, K components in the order of
 (A, C), Q/S most components of an input/output block.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels import select
+from comera.kernels.cpp import block_product as cpp
 from comera.ops.chunking import pad_last
 from comera.ops.dtypes import without_autocast, working_dtype
 from comera.ops.linear import flatten_input
@@ -51,17 +58,124 @@ def btt_linear(
         if gates is not None:
             (d,) = gates
             r_NK = r_NK * d.masked_fill(d <= threshold, 0.0)
-        dtype = working_dtype(x_BI)
-        y_BO = block_product(pad_last(x_BI, spec.padded_shape[0]).to(dtype), r_NK.to(dtype), l_KM.to(dtype), spec)
-        y_BO = y_BO[:, : spec.out_features].to(x_BI.dtype)
-        y_BO = y_BO if bias is None else y_BO + bias
+        y_BO = block_product(x_BI, r_NK, l_KM, spec, bias)
     return y_BO.reshape(*input.shape[:-1], spec.out_features)
 
 
-def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec) -> Tensor:
-    """The product of a batch (B, A·N) with the weight of R (N, K) and L (K, M): (B, C·M)."""
+def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias: Tensor | None = None) -> Tensor:
+    """y (B, out_features) of a batch (B, in_features) and the weight of R (N, K) and L (K, M), in x's dtype.
+
+    R, L and bias are cast to the `working_dtype` of x. Autocast must be off. Differentiable twice.
+    """
+    dtype = working_dtype(x_BI)
+    operands = [None if each is None else each.to(dtype) for each in (x_BI, r_NK, l_KM, bias)]
+    backend = select.block_product_backend(operands)
+    if backend == "torch":
+        y_BO = _torch_forward(spec, *operands)  # type: ignore[arg-type]
+    else:
+        y_BO = _BlockProduct.apply(backend, spec, *operands)
+    return y_BO.to(x_BI.dtype)
+
+
+class _BlockProduct(torch.autograd.Function):
+    """The formulas at the top of the file, by a kernel; only the operands are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: str, spec: BTTSpec, *operands: Tensor | None) -> Tensor:
+        ctx.backend, ctx.spec = backend, spec
+        ctx.save_for_backward(*operands)
+        forward, _ = _BACKENDS[backend]
+        return forward(spec, *operands)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
+        operands, wants = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        with without_autocast(dy_BO):
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
+                return None, None, *_differentiable(dy_BO, ctx.spec, operands, wants)
+            _, backward = _BACKENDS[ctx.backend]
+            return None, None, *backward(ctx.spec, dy_BO, operands, wants)
+
+
+Grads = Sequence[Tensor | None]  # of x, R, L and bias
+
+
+def _cpp_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
+    return cpp.block_product(x_BI, r_NK, l_KM, bias, _ranks(spec), spec.out_features)
+
+
+def _cpp_backward(spec: BTTSpec, dy_BO: Tensor, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
+    x_BI, *weight = operands
+    wanted = wants[0], wants[1], wants[2] or wants[3]
+    made = iter(cpp.block_product_backward(x_BI, dy_BO, *weight, _ranks(spec), *wanted))
+    dx_BI, dr_NK, dl_KM = (next(made) if each else None for each in wanted)
+    return dx_BI, dr_NK, dl_KM, next(made, None)
+
+
+def _triton_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
+    from comera.kernels import triton_blocks as triton
+
+    inputs, outputs = _sides(spec, x_BI.device)
+    r_NK, l_KM = r_NK.contiguous(), l_KM.contiguous()
+    h_BK = triton.to_components(x_BI, r_NK, (1, r_NK.shape[1]), inputs)
+    return triton.to_features(h_BK, l_KM, (l_KM.shape[1], 1), outputs, bias)
+
+
+def _triton_backward(spec: BTTSpec, dy_BO: Tensor, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
+    from comera.kernels import triton_blocks as triton
+
+    (x_BI, r_NK, l_KM), (inputs, outputs) = (each.contiguous() for each in operands[:3]), _sides(spec, dy_BO.device)
+    of_r, of_l = (1, r_NK.shape[1]), (l_KM.shape[1], 1)  # strides along components and features
+    dx_BI = dr_NK = dl_KM = None
+    if wants[0] or wants[1]:
+        dh_BK = triton.to_components(dy_BO, l_KM, of_l, outputs)
+        dx_BI = triton.to_features(dh_BK, r_NK, of_r, inputs) if wants[0] else None
+        dr_NK = triton.weight_gradient(x_BI, dh_BK, of_r, inputs, r_NK) if wants[1] else None
+    if wants[2]:
+        h_BK = triton.to_components(x_BI, r_NK, of_r, inputs)
+        dl_KM = triton.weight_gradient(dy_BO, h_BK, of_l, outputs, l_KM)
+    return dx_BI, dr_NK, dl_KM, dy_BO.sum(0) if wants[3] else None
+
+
+_BACKENDS = {"cpp": (_cpp_forward, _cpp_backward), "triton": (_triton_forward, _triton_backward)}
+
+
+def _differentiable(dy_BO: Tensor, spec: BTTSpec, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
+    """The gradients, which can be differentiated again."""
+    wanted = [each for each, wants_it in zip(operands, wants, strict=True) if wants_it]
+    grads = iter(torch.autograd.grad(_torch_forward(spec, *operands), wanted, dy_BO, create_graph=True))
+    return [next(grads) if wants_it else None for wants_it in wants]
+
+
+@lru_cache(maxsize=256)
+def _ranks(spec: BTTSpec) -> Tensor:
+    """The ranks of all blocks (A, C), as kernels read them."""
+    return torch.tensor(spec.rows_of_ranks, dtype=torch.int64, device="cpu")
+
+
+@lru_cache(maxsize=256)
+def _sides(spec: BTTSpec, device: torch.device) -> tuple[Any, Any]:
+    """Input and output blocks, with the tables of their components on the device, for the Triton kernels."""
+    from comera.kernels.triton_blocks import Side
+
+    rank_AC = _ranks(spec)
+    a, c = spec.blocks
+    block_K = torch.arange(a * c).repeat_interleave(rank_AC.flatten())
+    sides = []
+    for features, size, each, of_block_K in (
+        (spec.in_features, spec.sizes[0], rank_AC.sum(1), block_K // c),
+        (spec.out_features, spec.sizes[1], rank_AC.sum(0), block_K % c),
+    ):
+        component_K = of_block_K.sort(stable=True).indices.int()
+        start = F.pad(each.cumsum(0), (1, 0)).int()
+        sides.append(Side(features, size, int(each.max()), component_K.to(device), start.to(device)))
+    return sides[0], sides[1]
+
+
+def _torch_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
+    """By batched products; blocks of different ranks are padded to equal ones."""
     (a, c), rank = spec.blocks, spec.block_ranks
-    x_ABN = x_BI.unflatten(1, (a, -1)).transpose(0, 1)
+    x_ABN = pad_last(x_BI, spec.padded_shape[0]).unflatten(1, (a, -1)).transpose(0, 1)
     if isinstance(rank, int):
         h_BACR = (x_ABN @ r_NK.unflatten(1, (a, c * rank)).transpose(0, 1)).transpose(0, 1).unflatten(2, (c, rank))
         h_CBS = h_BACR.permute(2, 0, 1, 3).flatten(2)
@@ -71,8 +185,9 @@ def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec) -> Te
         h_ABQ = x_ABN @ F.pad(r_NK, (0, 1))[:, first_AQ].movedim(0, 1)
         h_CBS = F.pad(h_ABQ.transpose(0, 1).flatten(1), (0, 1))[:, place_CS].transpose(0, 1)
         l_CSM = F.pad(l_KM, (0, 0, 0, 1))[second_CS]
-    y_CBM: Tensor = h_CBS @ l_CSM
-    return y_CBM.transpose(0, 1).flatten(1)
+    y_CBM = h_CBS @ l_CSM
+    y_BO: Tensor = y_CBM.transpose(0, 1).flatten(1)[:, : spec.out_features]
+    return y_BO if bias is None else y_BO + bias
 
 
 def _padded(spec: BTTSpec, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,9 +13,10 @@ from comera.kernels.cpp import build
 from comera.kernels.cpp.library import operation
 from comera.ops import mlp as mlp_room
 from comera.ops.attention import attention
+from comera.ops.block_product import block_product
 from comera.ops.low_rank import low_rank, pairs
 from comera.ops.merge import merge
-from comera.tt.shapes import tt_spec
+from comera.tt.shapes import btt_spec, tt_spec
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 
@@ -56,6 +57,14 @@ def projecting():
 def attending():
     q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
     return attention(q, k, v, dropout=0.1)
+
+
+def multiplying_blocks():
+    torch.manual_seed(0)
+    spec = btt_spec(24, 30, rank=2)
+    shapes = (20, 24), (spec.sizes[0], spec.ranks[1]), (spec.ranks[1], spec.sizes[1]), (30,)
+    x, r_NK, l_KM, bias = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    return block_product(x, r_NK, l_KM, spec, bias)
 
 
 class Names(TorchDispatchMode):
@@ -106,6 +115,20 @@ def test_calls_go_through_the_dispatcher_only_while_something_sees_them():
 @pytest.mark.parametrize("run", [projecting, mlp, attending])
 def test_as_many_as_torchs(run, monkeypatch):
     assert counted(run, "low_rank,mlp,attention", monkeypatch) == counted(run, "none", monkeypatch) > 0
+
+
+def test_the_backward_of_block_products_makes_the_first_product_again(monkeypatch):
+    ours, torchs = (counted(multiplying_blocks, setting, monkeypatch) for setting in ("block_product", "none"))
+    spec = btt_spec(24, 30, rank=2)
+    assert ours - torchs == 2 * 20 * spec.ranks[1] * spec.sizes[0]
+    assert torchs == 6 * 20 * spec.ranks[1] * sum(spec.sizes)
+
+
+def test_modes_see_block_products():
+    with Names() as names:
+        multiplying_blocks().sum().backward()
+    kernels = [name for name in names.seen if "comera" in name]
+    assert kernels == ["comera.block_product.default", "comera.block_product_backward.default"]
 
 
 def test_merging_makes_its_partial_products_twice(monkeypatch):

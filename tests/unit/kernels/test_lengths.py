@@ -7,13 +7,20 @@ import pytest
 import torch
 
 from comera.kernels import select
-from comera.kernels.cpp import adamw, attention, build, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import adamw, attention, block_product, build, gradients, low_rank, merge, mlp, residual_norm
 from comera.kernels.cpp.library import call
 
-from ...helpers.odd_operands import attention_operands, low_rank_operands, merge_operands, mlp_operands
+from ...helpers.odd_operands import (
+    attention_operands,
+    block_product_operands,
+    low_rank_operands,
+    merge_operands,
+    mlp_operands,
+)
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
 SEED = torch.tensor(5)
+WANTED = (True, True, True)
 
 
 def longer(tensor):
@@ -64,6 +71,24 @@ def test_wrong_factors_of_the_forward_are_refused(change):
     for given in ([x, [change(longer(a))], [b]], [x, [shorter(a)], [b]], [change(x.t()).t(), [a], [b.double()]]):
         with pytest.raises(RuntimeError, match="expected"):
             low_rank.low_rank(*given)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_block_product_are_refused(change):
+    torch.manual_seed(0)
+    x, dy, r, *rest = block_product_operands()
+    operands = [dy, *rest]
+    assert_all_refused(
+        lambda dy, *rest: block_product.block_product_backward(x, dy, r, *rest, *WANTED), operands, change
+    )
+    assert_all_refused(lambda *rest: block_product.block_product(x, r, *rest, dy.shape[1]), rest, change)
+    if change is not shorter:  # features of x that are missing are padding
+        assert_all_refused(lambda x: block_product.block_product_backward(x, dy, r, *rest, *WANTED), [x], change)
+    if change is not longer:  # and so are features that an input block has beyond those of x
+        assert_all_refused(lambda r: block_product.block_product(x, r, *rest, dy.shape[1]), [r], change)
+    for outputs in (dy.shape[1] + 1, dy.shape[1] - 1):
+        with pytest.raises(RuntimeError, match="expected"):
+            block_product.block_product(x, r, *rest, outputs)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
@@ -215,7 +240,7 @@ def test_gradients_with_the_negative_bit_have_the_right_sign():
 
 SCRATCH = """
 import resource, torch
-from comera.kernels.cpp import attention, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import attention, block_product, low_rank, merge, mlp, residual_norm
 torch.set_num_threads(1)
 n = 2**22
 x, p, one = torch.zeros(n, 1), torch.zeros(n, 16), torch.ones(1, 1)
@@ -224,7 +249,9 @@ row = torch.zeros(1)
 keys = torch.zeros(1, 1, 1, 64).expand(1, 1, n, 64)
 layout = (2, 1, 2**18, 2, 2**18, 2, 1, 16, 1)
 cores = [torch.zeros(1, 2**18, 16), torch.zeros(16, 2, 1), torch.ones(16)]
+wide, narrow, ranks = torch.zeros(8, 2**21), torch.zeros(2**21, 8), torch.full((1, 1), 2**21)
 calls = {
+    "block_product": (180, lambda: block_product.block_product(one.repeat(1, 8), wide, narrow, None, ranks, 8)),
     "low_rank_backward": (120, lambda: low_rank.low_rank_backward(x, p, [x], [one], [one], True, True, True)),
     "mlp_backward": (100, lambda: mlp.mlp_backward(x, p, p, x, [one] * 2, [one] * 2, "gelu", True)),
     "attention": (500, lambda: attention.attention(keys[:, :, :1], keys, keys, None, None, 0.0, 1.0, False)),
@@ -251,7 +278,7 @@ assert float(low_rank.low_rank(one, [one], [one])[1]) == 1.0
 def test_a_lack_of_scratch_memory_is_an_error():
     run = subprocess.run([sys.executable, "-c", SCRATCH], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    expected = ["low_rank_backward", "mlp_backward", "attention", "merge", "residual_norm_backward"]
+    expected = ["block_product", "low_rank_backward", "mlp_backward", "attention", "merge", "residual_norm_backward"]
     assert run.stdout.split() == expected
 
 

@@ -66,7 +66,7 @@ def test_on_where_it_was_measured_to_be_faster(monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("all", {"low_rank", "lookup_rows"}),
+        ("all", {"low_rank", "block_product", "lookup_rows"}),
         ("none", set()),
         ("lookup_rows", {"lookup_rows"}),
         ("lookup_rows,low_rank", {"low_rank", "lookup_rows"}),
@@ -80,7 +80,7 @@ def test_the_environment_overrules_the_measurement(setting, expected, monkeypatc
 
 def test_an_unknown_kernel_in_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("COMERA_KERNELS", "lookup_rows,columns")
-    with pytest.raises(ConfigError, match=r"some of low_rank, lookup_rows, .*; got 'lookup_rows,columns'"):
+    with pytest.raises(ConfigError, match=r"some of low_rank, block_product, .*; got 'lookup_rows,columns'"):
         select.asked("lookup_rows")
 
 
@@ -94,6 +94,7 @@ def test_off_without_triton(monkeypatch):
 def test_never_used_on_a_cpu(monkeypatch):
     monkeypatch.setenv("COMERA_KERNELS", "all")
     assert select.low_rank_backend(torch.zeros(4, 6), [torch.zeros(2, 6), torch.zeros(2, 5)]) != "triton"
+    assert select.block_product_backend([torch.zeros(4, 6), torch.zeros(3, 8), torch.zeros(8, 2), None]) != "triton"
     assert select.lookup_rows_backend(torch.zeros(4, 6, 2), torch.zeros(3, 2, 5)) == "torch"
 
 

@@ -25,6 +25,8 @@ SIGNATURES = {
     "adamw": "l p p w3 p d d d d d t",
     "attention": "w7 w4 p l f f i p t",
     "attention_backward": "w7 w4 p l f f i p t",
+    "block_product": "l w11 p p t",
+    "block_product_backward": "l w11 p p p p p p t",
     "clip": "l p p d p t",
     "dropout": "l p p i f p t",
     "low_rank": "l l p l w9 l t",

@@ -1,8 +1,9 @@
 // Products of small matrices in the caches: c (m, n) = or += a (m, k) b (k, n).
 //
-// Rows of b and c are contiguous, n elements long, n a multiple of W; a has any strides. Six rows of c by two vectors stay
-// in registers: 12 sums, two of which the processor can advance per cycle. Each k loads two vectors of b and six single
-// elements of a, so the loads keep up.
+// Rows of b and c are contiguous, n elements long, n a multiple of W; a has any strides. Rows of c, and rows or columns of
+// a, may also begin anywhere. Six rows of c by two vectors stay in registers, or of a last odd vector twelve rows: 12 sums,
+// two of which the processor can advance per cycle. For six rows each k loads two vectors of b and six single elements of a,
+// so the loads keep up. An element of c is the same to the bit whatever the other rows and columns of its product.
 #pragma once
 
 #include "vectors.h"
@@ -10,48 +11,82 @@
 struct Matrix {
     const float* at;
     long row, column;  // strides
+    float operator()(long i, long k) const { return at[i * row + k * column]; }
+    Matrix below(long i) const { return {at + i * row, row, column}; }
 };
 
-template <int M, int N>
-__attribute__((always_inline)) static inline void tile(long depth, Matrix a, const float* b, long b_row, float* c, long c_row, bool add) {
+// Columns, or rows, that begin at the elements `starts` of `at`, in any order; along the other axis they are contiguous.
+struct Columns {
+    const float* at;
+    const long* starts;
+    float operator()(long i, long k) const { return at[starts[k] + i]; }
+    Columns below(long i) const { return {at + i, starts}; }
+};
+struct Rows {
+    float* at;
+    const long* starts;
+    float operator()(long i, long k) const { return at[starts[i] + k]; }
+    float* row(long i) const { return at + starts[i]; }
+    Rows below(long i) const { return {at, starts + i}; }
+};
+
+struct Strided {
+    float* at;
+    long stride;
+    float* row(long i) const { return at + i * stride; }
+    Strided below(long i) const { return {at + i * stride, stride}; }
+};
+
+template <int M, int N, class A, class C>
+__attribute__((always_inline)) static inline void tile(long depth, A a, const float* b, long b_row, C c, long column,
+                                                       bool add) {
     Vec sum[M][N] = {};
     for (long k = 0; k < depth; ++k) {
         Vec right[N];
 #pragma GCC unroll 2
         for (int j = 0; j < N; ++j) right[j] = load(b + k * b_row + j * W);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int i = 0; i < M; ++i) {
-            const Vec left = splat(a.at[i * a.row + k * a.column]);
+            const Vec left = splat(a(i, k));
 #pragma GCC unroll 2
-            for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
+            for (int j = 0; j < N; ++j) sum[i][j] = multiply_add(left, right[j], sum[i][j]);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 2
         for (int j = 0; j < N; ++j) {
-            float* const to = c + i * c_row + j * W;
+            float* const to = c.row(i) + column + j * W;
             store(to, add ? load(to) + sum[i][j] : sum[i][j]);  // added last: sums of short sums lose fewer digits than long ones
         }
 }
 
-template <int M>
-__attribute__((noinline)) static void rows(long n, long depth, Matrix a, const float* b, long b_row, float* c, long c_row, bool add) {
+// All rows of N vectors of c, M at a time.
+template <int M, int N, class A, class C>
+__attribute__((noinline)) static void panel(long m, long depth, A a, const float* b, long b_row, C c, long column,
+                                            bool add) {
+    for (; m >= M; m -= M, a = a.below(M), c = c.below(M)) tile<M, N>(depth, a, b + column, b_row, c, column, add);
+    if constexpr (M > 6) {
+        panel<6, N>(m, depth, a, b, b_row, c, column, add);
+    } else {
+        if (m == 1) tile<1, N>(depth, a, b + column, b_row, c, column, add);
+        if (m == 2) tile<2, N>(depth, a, b + column, b_row, c, column, add);
+        if (m == 3) tile<3, N>(depth, a, b + column, b_row, c, column, add);
+        if (m == 4) tile<4, N>(depth, a, b + column, b_row, c, column, add);
+        if (m == 5) tile<5, N>(depth, a, b + column, b_row, c, column, add);
+    }
+}
+
+template <class A, class C>
+static inline void product(long m, long n, long depth, A a, const float* b, long b_row, C c, bool add) {
     long j = 0;
-    for (; j + 2 * W <= n; j += 2 * W) tile<M, 2>(depth, a, b + j, b_row, c + j, c_row, add);
-    for (; j < n; j += W) tile<M, 1>(depth, a, b + j, b_row, c + j, c_row, add);
+    for (; j + 2 * W <= n; j += 2 * W) panel<6, 2>(m, depth, a, b, b_row, c, j, add);
+    if (j < n) panel<12, 1>(m, depth, a, b, b_row, c, j, add);
 }
 
 static inline void product(long m, long n, long depth, Matrix a, const float* b, long b_row, float* c, long c_row,
                            bool add) {
-    for (; m >= 6; m -= 6, a.at += 6 * a.row, c += 6 * c_row) rows<6>(n, depth, a, b, b_row, c, c_row, add);
-    switch (m) {
-        case 5: rows<5>(n, depth, a, b, b_row, c, c_row, add); break;
-        case 4: rows<4>(n, depth, a, b, b_row, c, c_row, add); break;
-        case 3: rows<3>(n, depth, a, b, b_row, c, c_row, add); break;
-        case 2: rows<2>(n, depth, a, b, b_row, c, c_row, add); break;
-        case 1: rows<1>(n, depth, a, b, b_row, c, c_row, add); break;
-    }
+    product(m, n, depth, a, b, b_row, Strided{c, c_row}, add);
 }
 
 static inline long padded(long n, long to) { return (n + to - 1) / to * to; }

@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <cstring>
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
@@ -22,6 +25,17 @@ static inline Vec load(const float* from) {
 }
 static inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
 static inline Vec splat(float x) { return x - Vec{}; }  // not x + 0, which the compiler must keep because of -0
+// x y + sum, rounded once where the processor can. Written x * y + sum, a compiler fuses the two in some loops and not in
+// others, so that a result would depend on which loop its row falls into.
+static inline Vec multiply_add(Vec x, Vec y, Vec sum) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#else
+    return x * y + sum;
+#endif
+}
 // NaN where x is NaN
 static inline Vec smaller(Vec x, Vec y) { return y < x ? y : x; }
 static inline Vec larger(Vec x, Vec y) { return y > x ? y : x; }

@@ -1,0 +1,148 @@
+"""The product with block tensor trains against the dense weight in float64, and where it is used."""
+
+import pytest
+import torch
+
+from comera.kernels import select
+from comera.kernels.cpp import build
+from comera.kernels.cpp.block_product import block_product, block_product_backward
+from comera.tt.blocks import materialize_blocks
+from comera.tt.shapes import btt_spec
+from comera.tt.spec import BTTSpec
+
+from ...helpers.specs import ragged
+
+pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+
+SPECS = [
+    btt_spec(768, 768),
+    btt_spec(100, 300, rank=2),
+    btt_spec(50, 70, rank=3, blocks=(1, 1)),
+    BTTSpec(1, 1, (1, 1), (1, 1), 1),
+    BTTSpec(9, 11, (9, 1), (11, 1), 1),
+    BTTSpec(35, 1, (5, 7), (1, 1), 1),
+    BTTSpec(1, 39, (1, 1), (3, 13), 1),
+    BTTSpec(30, 61, (5, 7), (9, 8), 2),  # the last blocks end within their features
+    BTTSpec(8, 9, (5, 7), (9, 8), 2),  # and some begin beyond them
+    BTTSpec(20, 30, (4, 5), (5, 6), 0),
+    ragged(66, 133, (6, 11), (7, 19), 4),
+    ragged(96, 64, (4, 24), (8, 8), 3),
+    BTTSpec(24, 24, (3, 8), (3, 8), ((0, 2, 8), (0, 0, 0), (0, 5, 1))),  # an input and an output block without rank
+]
+BATCHES = (0, 1, 7, 65, 200)
+
+
+def operands(spec, batch, bias=True):
+    """x, R, L, bias and ranks as the kernel takes them, and dy."""
+    torch.manual_seed(batch)
+    (_, n), (_, m), count = spec.in_modes, spec.out_modes, spec.ranks[1]
+    x, r_NK, l_KM = torch.randn(batch, spec.in_features), torch.randn(n, count), torch.randn(count, m)
+    b = torch.randn(spec.out_features) if bias else None
+    return [x, r_NK, l_KM, b, torch.tensor(spec.rows_of_ranks)], torch.randn(batch, spec.out_features)
+
+
+def run(given, dy):
+    """y, then the gradients of x, R, L and bias."""
+    return [block_product(*given, dy.shape[1]), *block_product_backward(given[0], dy, *given[1:], True, True, True)]
+
+
+def reference(spec, given, dy):
+    leaves = [t.double().requires_grad_() for t in given[:4] if t is not None]
+    x, r_NK, l_KM, *bias = leaves
+    y = x @ materialize_blocks(spec, [r_NK[None], l_KM[..., None]])
+    y = y + bias[0] if bias else y
+    return [y, *torch.autograd.grad(y, leaves, dy.double())]
+
+
+def assert_near(found, expected):
+    """To 2e-6 of the largest element, or of 10 where 200 products cancel out: sums of up to 768 float32 products."""
+    assert found.shape == expected.shape
+    largest = max(10.0, float(expected.detach().abs().max())) if expected.numel() else 0.0
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * largest)
+
+
+def assert_all_equal(found, expected):
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_values_and_gradients(spec, batch):
+    for bias in (True, False):
+        given, dy = operands(spec, batch, bias)
+        found, expected = run(given, dy), reference(spec, given, dy)
+        assert len(found) == len(expected) == 4 + bias
+        for one, other in zip(found, expected, strict=True):
+            assert_near(one, other)
+
+
+def test_many_tiles():
+    given, dy = operands(SPECS[10], 1000)
+    for one, other in zip(run(given, dy), reference(SPECS[10], given, dy), strict=True):
+        assert_near(one, other)
+
+
+def test_only_what_is_asked_for():
+    given, dy = operands(SPECS[1], 70)
+    _, dx, dr, *rest = run(given, dy)
+    for wants in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (0, 0, 0)):
+        found = block_product_backward(given[0], dy, *given[1:], *map(bool, wants))
+        assert_all_equal(found, [dx] * wants[0] + [dr] * wants[1] + rest * wants[2])
+
+
+def test_operands_need_not_be_contiguous():
+    given, dy = operands(SPECS[1], 70)
+    strided = [None if t is None else t.t().contiguous().t() for t in given[:3]] + given[3:]
+    assert not strided[0].is_contiguous()
+    assert_all_equal(run(strided, dy.t().contiguous().t()), run(given, dy))
+
+
+@pytest.mark.parametrize("batch", [1, 5, 25, 40, 97, 500])
+def test_the_same_to_the_bit_for_any_number_of_threads(batch):
+    given, dy = operands(SPECS[10], batch)
+    before, made = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 5, 40):
+            torch.set_num_threads(threads)
+            made.append(run(given, dy))
+    finally:
+        torch.set_num_threads(before)
+    for each in made[1:]:
+        assert_all_equal(each, made[0])
+
+
+def test_nan_and_inf_stay_in_their_row():
+    given, dy = operands(SPECS[10], 70)
+    given[0][3, 5], given[0][7, 0] = float("inf"), float("nan")
+    y = block_product(*given, dy.shape[1])
+    assert (~y.isfinite()).any(1).nonzero().flatten().tolist() == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[2, 1], [1, 1]], "sum 6"),
+        ([[7, 0], [0, -1]], ">= 0"),
+        ([[2**62, 2**62], [2**62, 2**62 + 6]], "sum 6"),  # whose sum is 6 in 64 bits
+        ([2, 1, 1, 2], "expected contiguous ranks"),
+        ([[2.0, 1.0], [1.0, 2.0]], "int64"),
+        ([[6]], "at most"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(ranks, message):
+    given, dy = operands(BTTSpec(6, 8, (2, 3), (2, 4), ((2, 1), (1, 2))), 3)
+    given[4] = torch.tensor(ranks)
+    with pytest.raises(RuntimeError, match=message):
+        block_product(*given, dy.shape[1])
+    with pytest.raises(RuntimeError, match=message):
+        block_product_backward(given[0], dy, *given[1:], True, True, True)
+
+
+def test_used_for_float32_on_the_cpu(monkeypatch):
+    given, _ = operands(SPECS[1], 1)
+    assert select.block_product_backend(given[:4]) == "cpp"
+    assert select.block_product_backend([*given[:3], None]) == "cpp"
+    assert select.block_product_backend([t.double() for t in given[:4]]) == "torch"
+    monkeypatch.setenv("COMERA_KERNELS", "low_rank")
+    assert select.block_product_backend(given[:4]) == "torch"
