@@ -47,7 +47,7 @@ from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.state import RankState
-from comera.rank.step_rule import HookArgs, adjust_gradients_, parameters_of, run_before_step
+from comera.rank.step_rule import SIZE_GRADIENTS, HookArgs, adjust_gradients_, parameters_of, run_before_step
 from comera.rank.target import late_target
 
 _EARLY, _LATE = EarlyStage(), LateStage()
@@ -345,32 +345,27 @@ class RankController:
         state, tables = self._state, self._current_tables()
         assert state.surrogate_0 is not None
         if state.target_size is None:
-            return early_scales(self.early, state.surrogate_0)
+            return early_scales(self.early, 1.0 if self.late.shrink == "gate_mean" else state.surrogate_0)
         if self._by_sensitivity():
             return 1.0, 0.0
         loss = self._losses.mean
         if loss is None or state.target_loss is None:
             raise RankError(f"expected a finite loss for shrink={self.late.shrink!r}, but {self._no_loss()}")
-        device = loss.device
-        surrogates = [table.surrogate().detach().to(device) for table in tables]
+        device, by_gates = loss.device, self.late.shrink == "gate_mean"
         return late_scales(
             self.late,
             loss=loss,
             target_loss=state.target_loss,
             size=torch.stack([table.size().to(device) for table in tables]).sum(),
             target_size=state.target_size,
-            surrogate=None if self.late.shrink == "gate_mean" else torch.stack(surrogates).sum(),
+            surrogate=None if by_gates else torch.stack([t.surrogate().detach().to(device) for t in tables]).sum(),
         )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
         def adjust() -> None:
             self._losses.end_step(sum_ if self._weighs_losses() else None)
-            c_loss, c_size = self._scales()
-            tables, slopes = self._current_tables(), SizeTable.surrogate_grads
-            if self.stage == "late" and self.late.shrink == "gate_mean":
-                counts = [table.unpruned_gates().to(self._cores[0].device) for table in tables]
-                c_size, slopes = c_size / torch.stack(counts).sum().clamp_min(1), SizeTable.gate_grads
-            adjust_gradients_(optimizer, (c_loss, c_size), tables, self._cores, self.early.ridge, slopes)
+            tables, gradient = self._current_tables(), SIZE_GRADIENTS[self.late.shrink]
+            adjust_gradients_(optimizer, self._scales(), tables, gradient, self._cores, self.early.ridge)
 
         return run_before_step(adjust, args, kwargs)
 

@@ -82,7 +82,7 @@ class LateStage:
     shrink: Shrink = "sensitivity"
     """How the ranks fall. sensitivity: the gates of least importance to the loss are zeroed along a falling budget.
     surrogate: as published, the optimizer moves all gates down the gradient of the size's ℓ1 surrogate. gate_mean: as
-    in the authors' code, down the gradient of the mean of the unpruned gates, which is not rescaled by the loss."""
+    in the authors' code, and in both stages, down that of the mean of the unpruned gates, not rescaled by the loss."""
 
     steps: int | None = None
     """sensitivity: steps over which the budget falls to S0, after which training goes on at the final size. None: half
