@@ -12,7 +12,7 @@ Its rate η_k is such that each term is 1/K of what the dense rate η allows a d
 TT: input cores are (r_{k-1}·n_k × r_k), output cores (r_{k-1} × m_k·r_k). BTT: R is block-diagonal with blocks (b ×
 components of the input block), L with blocks (components of the output block × d): the largest of them counts. TTM,
 where a row is looked up: the slice of an id's digit, (r_{k-1} × n_k·r_k), and for the dense rate one row.
-See docs/method.md §9.
+Source: the bound, to first order in the steps; the norms are those of the cores as they are. docs/method.md §9.
 """
 
 from collections.abc import Sequence

@@ -20,6 +20,7 @@ _EVAL_STEPS = 100  # between evaluations, without eval_every and epochs
 
 # Names under which earlier versions stored fields, in config.yaml and in the identities of checkpoints: present names.
 _RENAMED = {"clip": "max_grad_norm"}
+_ALWAYS = {"lr", "core_lr", "table_lr", "rank_lr"}  # in every stored configuration; a user's file has some of them
 
 # field: (smallest value, whether that value itself is allowed)
 _BOUNDS: dict[str, tuple[float, bool]] = {
@@ -31,8 +32,12 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
 
 
 def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a stored configuration or identity, which an earlier version may have written, by present names."""
-    return {_RENAMED.get(name, name): value for name, value in stored.items()}
+    """The fields of a stored configuration or identity, which an earlier version may have written, by present names.
+
+    Versions that stored a whole configuration without `rates` had flat ones.
+    """
+    before = {"rates": "flat"} if set(stored) >= _ALWAYS else {}
+    return before | {_RENAMED.get(name, name): value for name, value in stored.items()}
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,13 @@ class TrainConfig:
 
     lr: float = 1e-3
     """Peak learning rate of the dense parameters."""
+    rates: Literal["spectral", "flat"] = "spectral"
+    """How the rates of cores follow from lr where none is given. spectral: a core moves its weight as far as lr moves a
+    dense one, for AdamW; flat: they are lr."""
     core_lr: float | None = None
-    """Peak learning rate of the cores. Default: lr."""
+    """Peak learning rate of the cores of linear layers. Default: as `rates` says."""
     table_lr: float | None = None
-    """Peak learning rate of the cores of embedding tables. Default: core_lr."""
+    """Peak learning rate of the cores of embedding tables. Default: core_lr; without that, as `rates` says."""
     rank_lr: float | None = None
     """Peak learning rate of the gates (rank parameters). Default: lr."""
 

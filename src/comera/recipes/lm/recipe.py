@@ -47,14 +47,13 @@ _WIDTH = "baselines.narrow.hidden"
 _TRAIN = TrainConfig(
     steps=10_000,
     batch_size=16,
-    lr=3e-4,
-    core_lr=1.5e-3,
+    lr=3e-3,
     betas=(0.9, 0.95),
     warmup=0.05,
     prune_every=500,
     eval_batches=16,
 )
-PRESETS = rates_by_method(_TRAIN, replace(_TRAIN, lr=3e-3, core_lr=None))
+PRESETS = rates_by_method(_TRAIN, _TRAIN)
 
 
 @dataclass(frozen=True)

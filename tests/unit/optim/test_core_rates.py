@@ -1,0 +1,92 @@
+"""The rates of cores: each moves the weight as far, in spectral norm, as the dense rate would."""
+
+from math import prod, sqrt
+
+import pytest
+import torch
+
+from comera.nn.tensor_train import TensorTrain
+from comera.optim import param_groups
+from comera.optim.core_rates import RARE, core_rates
+from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
+from comera.tt.spec import BTTSpec, Spec, TTSpec
+
+LINEAR = [
+    tt_spec(48, 64, order=2, rank=6),
+    tt_spec(64, 48, order=6, rank=9),
+    tt_spec(97, 61, order=5, rank=4),
+    btt_spec(48, 64, rank=1),
+    btt_spec(64, 48, rank=3),
+    BTTSpec(12, 10, (3, 4), (2, 5), ((1, 4), (2, 3), (0, 1))),
+]
+
+
+def made(spec: Spec, std: float = 0.1) -> TensorTrain:
+    generator = torch.Generator().manual_seed(0)
+    return TensorTrain(spec, init_std=std, generator=generator, dtype=torch.float64)
+
+
+def moved(train: TensorTrain, k: int, step: float) -> float:
+    """Spectral norm of the change of the weight when all entries of a core move by `step` up."""
+    before = train.dense().detach()
+    cores = [core.detach().clone() for core in train.cores]
+    cores[k] += step
+    return float(torch.linalg.matrix_norm(train.dense([*cores, *train.rank_params]).detach() - before, 2))
+
+
+@pytest.mark.parametrize("spec", LINEAR, ids=str)
+def test_the_steps_of_all_cores_together_move_the_weight_no_further_than_a_dense_step(spec: Spec) -> None:
+    train, step = made(spec), 1e-3
+    rates = core_rates(train)
+    dense = step * sqrt(prod(spec.shape))  # of a matrix whose entries all move by the step
+    each = [moved(train, k, step * rate) for k, rate in enumerate(rates)]
+    assert all(0 < found <= dense / spec.order * (1 + 1e-2) for found in each)  # rates have three digits
+
+
+@pytest.mark.parametrize("spec", LINEAR[:2] + LINEAR[3:5], ids=str)
+def test_the_bound_is_one_for_the_product_and_not_for_the_scale_of_a_core(spec: Spec) -> None:
+    train = made(spec)
+    rates = core_rates(train)
+    with torch.no_grad():  # the same weight, with its scale elsewhere
+        train.cores[0].mul_(4)
+        train.cores[1].div_(4)
+    again = core_rates(train)
+    assert again[0] == pytest.approx(4 * rates[0], rel=1e-2)
+    assert again[1] == pytest.approx(rates[1] / 4, rel=1e-2)
+
+
+@pytest.mark.parametrize("spec", LINEAR[:5], ids=str)
+def test_a_weight_of_half_the_size_moves_as_far(spec: Spec) -> None:
+    small, large = core_rates(made(spec, 0.05)), core_rates(made(spec, 0.1))
+    if isinstance(spec, TTSpec):  # all cores are smaller by the same factor: each makes up for the others
+        factors = [2 ** (1 - 1 / spec.order)] * spec.order
+    else:  # only L is smaller: R makes up for it
+        factors = [2.0, 1.0]
+    assert small == pytest.approx([rate * factor for rate, factor in zip(large, factors, strict=True)], rel=1e-2)
+
+
+def test_a_row_of_a_table_moves_no_further_than_that_of_a_rare_token() -> None:
+    spec = ttm_spec(60, 24, order=3, rank=5)
+    train, step = made(spec), 1e-3
+    before = train.dense()
+    for k, rate in enumerate(core_rates(train)):
+        cores = [core.detach().clone() for core in train.cores]
+        cores[k] += step * rate
+        change = (train.dense([*cores, *train.rank_params]) - before).detach().norm(dim=1).max()
+        assert 0 < float(change) <= RARE * step * sqrt(24) / 3 * (1 + 1e-2)
+
+
+@pytest.mark.parametrize("spec", [tt_spec(48, 64, order=4, rank=0), btt_spec(48, 64, rank=0)], ids=str)
+def test_there_is_nothing_to_measure_in_an_empty_train_or_on_the_meta_device(spec: Spec) -> None:
+    assert core_rates(made(spec)) == [1.0] * spec.order
+    full = spec.with_ranks(2)
+    assert core_rates(TensorTrain(full, init_std=0.1, device="meta")) == [1.0] * spec.order
+
+
+def test_groups_take_them_unless_rates_are_given() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.tt = made(LINEAR[0])
+    expected = sorted({1e-3 * rate for rate in core_rates(made(LINEAR[0]))})
+    found = sorted({g["lr"] for g in param_groups(model, lr=1e-3) if g["name"] == "cores"})
+    assert found == pytest.approx(expected)
+    assert {g["lr"] for g in param_groups(model, lr=1e-3, core_lr=2e-3) if g["name"] == "cores"} == {2e-3}
