@@ -240,7 +240,7 @@ def test_every_kind_of_head_trains_all_parameters(config: LMConfig, data: LMData
 
 
 def test_training_learns_about_held_out_code(config: LMConfig, data: LMData) -> None:
-    train = replace(config.train, steps=60, batch_size=16, lr=1e-2, eval_every=0, eval_batches=0)
+    train = replace(config.train, steps=60, batch_size=16, lr=2e-2, eval_every=0, eval_batches=0)
     summary = lm.run(replace(config, model=replace(TINY, layers=1), train=train))
     assert summary.metrics[METRIC] < data.ngram_losses(16)["unigrams"] - 0.3
 

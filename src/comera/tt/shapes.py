@@ -7,7 +7,7 @@ balanced (a prime number of features), features are padded, at a price: padding 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from math import isfinite, isqrt, prod
+from math import ceil, floor, isfinite, isqrt, prod, sqrt
 from typing import NamedTuple
 
 from comera.errors import SpecError
@@ -21,6 +21,8 @@ TTM_ORDERS = range(1, 9)
 # A padded product must be this much cheaper than an exact one (as a fraction, so that prices stay integers): padding
 # makes the merged factors slices, whose rows are not aligned.
 _PADDED, _EXACT = 11, 10
+
+_VECTOR, _MOST_PADDED = 8, 1.05  # of blocks
 
 
 class _Choice(NamedTuple):
@@ -167,8 +169,9 @@ def ttm_spec(
 def btt_spec(in_features: int, out_features: int, *, rank: int = 1, blocks: tuple[int, int] | None = None) -> BTTSpec:
     """A BTTSpec with about as many blocks as features in each.
 
-    blocks: number of input and of output blocks. By default a is the divisor of the input features nearest below their
-    square root, and c that of the output features nearest above theirs; where no divisor is near, features are padded.
+    blocks: number of input and of output blocks. By default there are about as many as features in each, fewer of the
+    input and more of the output, and the features of a block fill whole vectors of 8, if that takes 5 % of padding or
+    less; else the number of blocks is the divisor nearest to the square root.
     rank: of every block, clipped to what they allow.
     Raises SpecError for blocks, rank and features that do not fit together.
 
@@ -183,11 +186,23 @@ def btt_spec(in_features: int, out_features: int, *, rank: int = 1, blocks: tupl
         raise SpecError(f"blocks must be the numbers of input and output blocks, two integers >= 1, got {blocks}")
     if blocks is not None and (blocks[0] > in_features or blocks[1] > out_features):
         raise SpecError(f"expected at most one block per feature of {in_features} and {out_features}, got {blocks}")
-    a, c = blocks or (_near_root(in_features)[0], _near_root(out_features)[1])
-    modes = (a, -(-in_features // a)), (c, -(-out_features // c))
+    modes = _blocks(in_features, above=True), _blocks(out_features, above=False)
+    if blocks is not None:
+        modes = (blocks[0], -(-in_features // blocks[0])), (blocks[1], -(-out_features // blocks[1]))
     if rank < 0:
         raise SpecError(f"rank must be >= 0, got {rank}")
     return BTTSpec(in_features, out_features, *modes, min(rank, modes[0][1], modes[1][1]))
+
+
+def _blocks(features: int, *, above: bool) -> tuple[int, int]:
+    """Number of blocks, and features in each: whole vectors, as many as the square root or more (`above`) or fewer."""
+    root = sqrt(features)
+    size = (ceil(root / _VECTOR) if above else floor(root / _VECTOR)) * _VECTOR
+    count = -(-features // max(1, size))
+    if size and count * size <= _MOST_PADDED * features:
+        return count, size
+    small, large = _near_root(features)
+    return (small, large) if above else (large, small)
 
 
 def _near_root(features: int) -> tuple[int, int]:

@@ -1,9 +1,12 @@
 """Stock causal language models of transformers, built from sizes: the family of Llama or of GPT-2."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import torch
+from torch import nn
 from transformers import (
     AttentionInterface,
     GPT2Config,
@@ -14,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.pytorch_utils import Conv1D
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import ConfigError, check_fields
@@ -23,6 +27,7 @@ CLASSES: dict[Family, type[PreTrainedModel]] = {"llama": LlamaForCausalLM, "gpt2
 # torch's fused attention, causal by its own flag: no mask is made, none is checked, and steps do not synchronize.
 _ATTENTION = "comera_causal"
 AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+_INTO_RESIDUAL = ("o_proj", "down_proj", "c_proj")  # layers that end a branch
 
 
 @dataclass(frozen=True)
@@ -170,8 +175,30 @@ class CompressConfig:
         return BTT(rank=rank)  # type: ignore[arg-type]  # which refuses several ranks
 
 
+@torch.no_grad()
+def _initialize_(model: nn.Module, config: ModelConfig) -> None:
+    """Weights for a model of any width, where transformers has the same std for all (docs/method.md §9)."""
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.ndim != 2:
+            continue
+        if isinstance(layer, nn.Embedding):  # rows of norm 1 where they are the head's, too
+            std = 1 / math.sqrt(config.hidden) if config.tie else 1.0
+        elif name == "lm_head":
+            if config.tie:
+                continue
+            std = 1 / config.hidden  # nearly even logits
+        else:
+            std = 1 / math.sqrt(weight.shape[0] if isinstance(layer, Conv1D) else weight.shape[1])
+            if name.endswith(_INTO_RESIDUAL):
+                std /= math.sqrt(2 * config.layers)
+        weight.normal_(std=std)
+
+
 def dense_model(config: ModelConfig, vocab_size: int, context: int, separator: int) -> PreTrainedModel:
     """A stock model with fresh weights, for texts without padding."""
     about = config.transformers(vocab_size, context, separator)
     about._attn_implementation = _ATTENTION
-    return CLASSES[config.family](about)
+    model = CLASSES[config.family](about)
+    _initialize_(model, config)
+    return model
