@@ -16,7 +16,7 @@ SEEDS ?= 3
 .PHONY: help install demo test zoo faults check bench bench-dlrm frontier gpu format clean
 
 help:
-	@echo "make demo    train the code model dense and compressed for the same time and compare them (8 minutes)"
+	@echo "make demo    train a language model of code dense, narrow and compressed for the same time and compare them (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make zoo     check every family of models, write docs/zoo.md (30 minutes)"
 	@echo "make faults  kill, damage, interrupt and starve everything, write docs/faults.md (8 minutes)"
@@ -41,9 +41,14 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@touch $@
 
 demo: install
-	@$(BIN)/comera compare code-lm --methods dense,comera \
-		--data.max_bytes 8000000 --train.batch_size 4 --train.eval_every 40 --train.eval_batches 16 \
+	@$(BIN)/comera compare lm --methods dense,narrow,comera \
+		--data.vocab_size 1024 --data.block_size 128 --model.hidden 384 --model.layers 4 --model.heads 6 \
+		--compress.embedding dense --compress.head dense \
+		--train.batch_size 8 --train.eval_every 100 --train.eval_batches 16 \
 		--seconds $(SECONDS_EACH) --out $(DEMO_OUT)
+	@echo "three lines that the compressed model completes:"
+	@for prompt in "def read(self, " "    for name in " "import os"; do \
+		$(BIN)/comera generate $(DEMO_OUT)/comera "$$prompt" --max_new_tokens 40 --temperature 0.5; echo "--"; done
 
 test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2

@@ -55,9 +55,9 @@ class Case(NamedTuple):
 
 def cases() -> dict[str, Case]:
     """All cases by name."""
-    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (64, 128, 192, 256, 384, 512)}
+    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (64, 96, 128, 192, 256, 384, 512)}
     found |= {f"dense-{hidden}-{layers}": Case("dense", hidden, layers) for hidden in (128, 256) for layers in (2, 8)}
-    for hidden in (256, 384, 512, 768, 1024):
+    for hidden in (128, 192, 256, 384, 512, 768, 1024):
         for rank in (1, 2, 4):
             compress = CompressConfig(format="btt", rank=rank, head_rank=rank)
             found[f"btt{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
