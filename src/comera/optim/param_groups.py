@@ -1,6 +1,7 @@
 """Parameter groups for any torch optimizer, with a learning rate for each role of a parameter."""
 
 from math import isfinite
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -14,11 +15,15 @@ _NAMES = ("cores", "tables", "ranks", "dense", "dense_no_decay")
 
 
 class _Role(NamedTuple):
-    """What the members of a group have in common."""
+    """What the members of a group have in common.
+
+    core: the last part of its layer's name, the size of its weight and its number, of a core whose rate follows from
+    the dense one. These stay when ranks fall and values change, so that an optimizer made anew can load its state.
+    """
 
     name: str
-    lr: float
     weight_decay: float
+    core: tuple[object, ...] = ()
 
 
 def param_groups(
@@ -41,9 +46,10 @@ def param_groups(
     | "dense_no_decay" | biases and norms                               | `lr`                       | never   |
 
     One rate is enough: give the one that the dense model would have. A core gets the rate at which it moves its weight
-    as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`), so each shape of core has a
-    rate and a group of its own. A parameter's group follows from the module that owns it, not from its name. Each
-    trainable parameter is in exactly one group, even if it is tied. Empty groups are omitted.
+    as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`). Cores of layers of the same
+    size and the same name in their blocks ("q_proj") share the mean of their rates, and a group. Which group a
+    parameter is in does not change when ranks fall, so an optimizer made anew can load its state. Each trainable
+    parameter is in exactly one group, even if it is tied. Empty groups are omitted.
 
     Weight decay acts once per weight: W is a product of its cores, so each of n trainable cores gets 1/n of it. Gates
     are never decayed, because the size objective alone pulls them down.
@@ -83,26 +89,32 @@ def param_groups(
     given = {"cores": core_lr, "tables": core_lr if table_lr is None else table_lr}
 
     roles: dict[nn.Parameter, _Role] = {}
-    for _, train in named_trains(model):
+    found: dict[_Role, list[float]] = {}
+    for path, train in named_trains(model):
         share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
         name = "tables" if isinstance(train.spec, TTMSpec) else "cores"
         rate = given[name]
-        each = [rate] * train.spec.order if rate is not None else [lr * times for times in core_rates(train)]
-        roles |= {core: _Role(name, own, share) for core, own in zip(train.cores, each, strict=True)}
-        roles |= dict.fromkeys(train.rank_params, _Role("ranks", lr if rank_lr is None else rank_lr, 0.0))
+        each = [1.0] * train.spec.order if rate is not None else core_rates(train)
+        for k, (core, times) in enumerate(zip(train.cores, each, strict=True)):
+            role = _Role(name, share, () if rate is not None else (path.split(".")[-2:][0], train.spec.padded_shape, k))
+            roles[core] = role
+            found.setdefault(role, []).append(lr * times if rate is None else rate)
+        roles |= dict.fromkeys(train.rank_params, _Role("ranks", 0.0))
+    lrs = {role: fmean(rates) for role, rates in found.items()} | {
+        _Role("ranks", 0.0): lr if rank_lr is None else rank_lr
+    }
     members: dict[_Role, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            many = parameter.ndim >= 2
-            role = _Role("dense", lr, weight_decay) if many else _Role("dense_no_decay", lr, 0.0)
+            role = _Role("dense", weight_decay) if parameter.ndim >= 2 else _Role("dense_no_decay", 0.0)
             members.setdefault(roles.get(parameter, role), []).append(parameter)
     if not members:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameter (all have requires_grad=False, or there are none): "
             "unfreeze the parameters to train"
         )
-    ordered = sorted(members, key=lambda role: (_NAMES.index(role.name), role.weight_decay, role.lr))
+    ordered = sorted(members, key=lambda role: (_NAMES.index(role.name), role.weight_decay))
     return [
-        {"name": role.name, "params": members[role], "lr": role.lr, "weight_decay": role.weight_decay}
+        {"name": role.name, "params": members[role], "lr": lrs.get(role, lr), "weight_decay": role.weight_decay}
         for role in ordered
     ]

@@ -8,6 +8,7 @@ import torch
 from comera.nn.tensor_train import TensorTrain
 from comera.optim import param_groups
 from comera.optim.core_rates import RARE, core_rates
+from comera.rank.prune import prune_
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
 from comera.tt.spec import BTTSpec, Spec, TTSpec
 
@@ -24,6 +25,15 @@ LINEAR = [
 def made(spec: Spec, std: float = 0.1) -> TensorTrain:
     generator = torch.Generator().manual_seed(0)
     return TensorTrain(spec, init_std=std, generator=generator, dtype=torch.float64)
+
+
+class Held(torch.nn.Module):
+    """What holds a tensor train in a model."""
+
+    def __init__(self, spec: Spec, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.tt = TensorTrain(spec, init_std=0.1, generator=generator)
 
 
 def moved(train: TensorTrain, k: int, step: float) -> float:
@@ -90,3 +100,23 @@ def test_groups_take_them_unless_rates_are_given() -> None:
     found = sorted({g["lr"] for g in param_groups(model, lr=1e-3) if g["name"] == "cores"})
     assert found == pytest.approx(expected)
     assert {g["lr"] for g in param_groups(model, lr=1e-3, core_lr=2e-3) if g["name"] == "cores"} == {2e-3}
+
+
+def test_an_optimizer_made_after_a_cut_loads_its_state() -> None:
+    def groups(model: torch.nn.Module) -> list[tuple[str, int]]:
+        return [(g["name"], len(g["params"])) for g in param_groups(model, lr=1e-3)]
+
+    model = torch.nn.Sequential()
+    for k in range(2):
+        model.add_module(f"block{k}", torch.nn.ModuleDict({"up": Held(LINEAR[1], k), "down": Held(LINEAR[4], k)}))
+    before = groups(model)
+    assert len(before) < 2 * sum(spec.order for spec in (LINEAR[1], LINEAR[4]))  # blocks share groups
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
+    with torch.no_grad():
+        for part in model.modules():
+            if isinstance(part, TensorTrain):
+                part.rank_params[0][1::2] = 0
+                part.cores[0].mul_(3)
+    prune_(model, [optimizer])
+    assert groups(model) == before
+    torch.optim.AdamW(param_groups(model, lr=1e-3)).load_state_dict(optimizer.state_dict())
