@@ -90,6 +90,7 @@ def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int,
     train = TrainConfig(
         max_seconds=seconds,
         lr=lr,
+        rates="spectral",
         seed=seed,
         batch_size=ROWS,
         betas=(0.9, 0.95),

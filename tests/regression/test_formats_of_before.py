@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 import comera
 from comera.cli.options import parse
-from comera.errors import ConfigError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.code_lm import recipe as code_lm
 from comera.trainer.config import TrainConfig
@@ -90,7 +89,6 @@ TOY = TrainConfig(
     batch_size=BATCH,
     accumulation=2,
     lr=1e-2,
-    rates="flat",
     rank_lr=0.02,
     max_grad_norm=0.5,
     schedule="constant",
@@ -122,9 +120,6 @@ def test_a_stored_run_resumes(tmp_path: Path) -> None:
     run = shutil.copytree(STORED / "run", tmp_path / "run")
     summary = fit(Toy(), TOY, run, resume=True)
     assert (summary.steps, summary.stopped) == (20, "steps")
-    other = shutil.copytree(STORED / "run", tmp_path / "other")
-    with pytest.raises(ConfigError, match="rates: expected 'flat', got 'spectral'"):
-        fit(Toy(), replace(TOY, rates="spectral"), other, resume=True)
     expected = [json.loads(line) for line in (STORED / "went_on.jsonl").read_text().splitlines()]
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kinds = {line["kind"] for line in expected}
@@ -141,5 +136,5 @@ def test_a_stored_configuration_is_understood() -> None:
     _, config, _ = parse("train", code_lm.NAME, ["--config", str(STORED / "code-lm.yaml")])
     default = code_lm.preset()
     late = LateStage(target_size=0.3, start_step=50)
-    train = replace(default.train, steps=123, rates="flat", max_grad_norm=0.25, late=late)
+    train = replace(default.train, steps=123, max_grad_norm=0.25, late=late)
     assert config == replace(default, out="runs/code-lm-comera", train=train)

@@ -101,7 +101,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint(file: str, tmp_path: Pat
             if step == 5:
                 full.__enter__()
 
-    full = largest_file(sizes[file] - 1)
+    full = largest_file(sizes[file] - 64)  # times in trainer.json have more or fewer digits
     try:
         with pytest.raises(
             TrainingError, match=r"expected to write the checkpoint of step 6 in .*step-00000003: make room"

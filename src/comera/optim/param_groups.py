@@ -2,7 +2,7 @@
 
 from math import isfinite
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -30,6 +30,7 @@ def param_groups(
     model: nn.Module,
     *,
     lr: float,
+    rates: Literal["flat", "spectral"] = "flat",
     core_lr: float | None = None,
     table_lr: float | None = None,
     rank_lr: float | None = None,
@@ -39,14 +40,14 @@ def param_groups(
 
     | group            | parameters                                     | rate                       | decayed |
     |------------------|------------------------------------------------|----------------------------|---------|
-    | "cores"          | cores of tensor trains                         | follows from `lr`          | yes     |
-    | "tables"         | cores of TT-matrices, as in embedding tables   | follows from `lr`          | yes     |
+    | "cores"          | cores of tensor trains                         | `core_lr`, or by `rates`   | yes     |
+    | "tables"         | cores of TT-matrices, as in embedding tables   | `table_lr`, or by `rates`  | yes     |
     | "ranks"          | gates (`rank_params`)                          | `lr`                       | never   |
     | "dense"          | other parameters with two dimensions or more   | `lr`                       | yes     |
     | "dense_no_decay" | biases and norms                               | `lr`                       | never   |
 
-    One rate is enough: give the one that the dense model would have. A core gets the rate at which it moves its weight
-    as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`). Cores of layers of the same
+    With `rates="spectral"` one rate is enough: that of the dense model. A core gets the rate at which it moves its
+    weight as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`). Cores of layers of the same
     size and the same name in their blocks ("q_proj") share the mean of their rates, and a group. Which group a
     parameter is in does not change when ranks fall, so an optimizer made anew can load its state. Each trainable
     parameter is in exactly one group, even if it is tied. Empty groups are omitted.
@@ -57,23 +58,24 @@ def param_groups(
     Args:
         model: any module, compressed or not. The rates follow from its cores as they are now.
         lr: learning rate of the dense parameters.
-        core_lr: one rate for all cores of linear layers instead.
-        table_lr: one rate for all cores of tables instead; default `core_lr` if that is given.
-        rank_lr: one rate for the gates instead.
+        rates: what the rates of cores are where none is given: "flat", `lr` itself, or "spectral", as above.
+        core_lr: one rate for all cores of linear layers.
+        table_lr: one rate for all cores of tables; default `core_lr` if that is given.
+        rank_lr: one rate for the gates; default `lr`.
         weight_decay: of each weight in the groups that are decayed, dense or a tensor train.
 
     Returns:
         Dictionaries with "name", "params", "lr" and "weight_decay", for an optimizer's constructor.
 
     Raises:
-        ConfigError: a rate that is negative or not finite, or a model without trainable parameters.
+        ConfigError: a rate that is negative or not finite, another rule, or a model without trainable parameters.
 
     Example:
         >>> import comera, torch
         >>> from torch.nn import Embedding, LayerNorm, Linear, Sequential
         >>> model = Sequential(Embedding(1000, 256), Linear(256, 256), LayerNorm(256))
         >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=2), comera.TTM(order=2)))
-        >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3, weight_decay=0.01))
+        >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3, rates="spectral"))
         >>> [group["name"] for group in optimizer.param_groups]
         ['cores', 'cores', 'tables', 'tables', 'ranks', 'dense_no_decay']
         >>> groups = comera.param_groups(model, lr=1e-3, core_lr=5e-3, weight_decay=0.012)
@@ -82,10 +84,13 @@ def param_groups(
 
     Source: docs/method.md §9.
     """
-    rates = {"lr": lr, "core_lr": core_lr, "table_lr": table_lr, "rank_lr": rank_lr, "weight_decay": weight_decay}
-    for name, value in rates.items():
+    values = {"lr": lr, "core_lr": core_lr, "table_lr": table_lr, "rank_lr": rank_lr, "weight_decay": weight_decay}
+    for name, value in values.items():
         if value is not None and (not isfinite(value) or value < 0):
             raise ConfigError(f"{name} must be a finite number >= 0, got {value}")
+    if rates not in ("flat", "spectral"):
+        raise ConfigError(f"rates must be 'flat' or 'spectral', got {rates!r}")
+    core_lr = lr if core_lr is None and rates == "flat" else core_lr
     given = {"cores": core_lr, "tables": core_lr if table_lr is None else table_lr}
 
     roles: dict[nn.Parameter, _Role] = {}
@@ -103,6 +108,11 @@ def param_groups(
     lrs = {role: fmean(rates) for role, rates in found.items()} | {
         _Role("ranks", 0.0): lr if rank_lr is None else rank_lr
     }
+
+    def decay(role: _Role) -> float:
+        """AdamW multiplies it by the group's own rate: where that follows from the dense one, this makes up for it."""
+        return role.weight_decay * lr / lrs[role] if role.core and lrs[role] else role.weight_decay
+
     members: dict[_Role, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -115,6 +125,6 @@ def param_groups(
         )
     ordered = sorted(members, key=lambda role: (_NAMES.index(role.name), role.weight_decay))
     return [
-        {"name": role.name, "params": members[role], "lr": lrs.get(role, lr), "weight_decay": role.weight_decay}
+        {"name": role.name, "params": members[role], "lr": lrs.get(role, lr), "weight_decay": decay(role)}
         for role in ordered
     ]

@@ -63,9 +63,9 @@ class TrainConfig:
 
     lr: float = 1e-3
     """Peak learning rate of the dense parameters."""
-    rates: Literal["spectral", "flat"] = "spectral"
-    """How the rates of cores follow from lr where none is given. spectral: a core moves its weight as far as lr moves a
-    dense one, for AdamW; flat: they are lr."""
+    rates: Literal["flat", "spectral"] = "flat"
+    """How the rates of cores follow from lr where none is given. flat: they are lr; spectral: a core moves its weight
+    as far as lr moves a dense one, for AdamW."""
     core_lr: float | None = None
     """Peak learning rate of the cores of linear layers. Default: as `rates` says."""
     table_lr: float | None = None

@@ -19,10 +19,8 @@ OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 def named_optimizer(name: OptimizerName, model: nn.Module, config: TrainConfig) -> Optimizer:
     """An optimizer over `param_groups` at the configuration's rates; Adagrad and SGD support sparse gradients too."""
     rates = ("lr", "core_lr", "table_lr", "rank_lr", "weight_decay")
-    given = {name: getattr(config, name) for name in rates}
-    if given["core_lr"] is None and (config.rates == "flat" or name != "adamw"):  # the rule is one for Adam's steps
-        given |= {"core_lr": config.lr}
-    groups = param_groups(model, **given)
+    rule = config.rates if name == "adamw" else "flat"  # the rule is one for Adam's steps
+    groups = param_groups(model, rates=rule, **{name: getattr(config, name) for name in rates})
     if name == "adamw":
         # Fused where torch takes the step: 2-3 times faster over dense weights on a CPU.
         return AdamW(groups, betas=config.betas, fused=True)

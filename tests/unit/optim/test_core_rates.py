@@ -5,6 +5,7 @@ from math import prod, sqrt
 import pytest
 import torch
 
+from comera.errors import ConfigError
 from comera.nn.tensor_train import TensorTrain
 from comera.optim import param_groups
 from comera.optim.core_rates import RARE, core_rates
@@ -97,21 +98,23 @@ def test_groups_take_them_unless_rates_are_given() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     model.tt = made(LINEAR[0])
     expected = sorted({1e-3 * rate for rate in core_rates(made(LINEAR[0]))})
-    found = sorted({g["lr"] for g in param_groups(model, lr=1e-3) if g["name"] == "cores"})
+    found = sorted({g["lr"] for g in param_groups(model, lr=1e-3, rates="spectral") if g["name"] == "cores"})
     assert found == pytest.approx(expected)
-    assert {g["lr"] for g in param_groups(model, lr=1e-3, core_lr=2e-3) if g["name"] == "cores"} == {2e-3}
+    assert {g["lr"] for g in param_groups(model, lr=1e-3, rates="spectral", core_lr=2e-3) if g["name"] == "cores"} == {
+        2e-3
+    }
 
 
 def test_an_optimizer_made_after_a_cut_loads_its_state() -> None:
     def groups(model: torch.nn.Module) -> list[tuple[str, int]]:
-        return [(g["name"], len(g["params"])) for g in param_groups(model, lr=1e-3)]
+        return [(g["name"], len(g["params"])) for g in param_groups(model, lr=1e-3, rates="spectral")]
 
     model = torch.nn.Sequential()
     for k in range(2):
         model.add_module(f"block{k}", torch.nn.ModuleDict({"up": Held(LINEAR[1], k), "down": Held(LINEAR[4], k)}))
     before = groups(model)
     assert len(before) < 2 * sum(spec.order for spec in (LINEAR[1], LINEAR[4]))  # blocks share groups
-    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3, rates="spectral"))
     with torch.no_grad():
         for part in model.modules():
             if isinstance(part, TensorTrain):
@@ -119,4 +122,18 @@ def test_an_optimizer_made_after_a_cut_loads_its_state() -> None:
                 part.cores[0].mul_(3)
     prune_(model, [optimizer])
     assert groups(model) == before
-    torch.optim.AdamW(param_groups(model, lr=1e-3)).load_state_dict(optimizer.state_dict())
+    torch.optim.AdamW(param_groups(model, lr=1e-3, rates="spectral")).load_state_dict(optimizer.state_dict())
+
+
+def test_a_weight_decays_as_a_dense_one_does() -> None:
+    model = Held(LINEAR[1], 0)
+    groups = param_groups(model, lr=1e-2, rates="spectral", weight_decay=0.1)
+    cores = [group for group in groups if group["name"] == "cores"]
+    assert prod(1 - g["lr"] * g["weight_decay"] for g in cores for _ in g["params"]) == pytest.approx(
+        1 - 1e-3, abs=1e-6
+    )
+
+
+def test_another_rule_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rates must be 'flat' or 'spectral', got 'mup'"):
+        param_groups(Held(LINEAR[0], 0), lr=1e-3, rates="mup")  # type: ignore[arg-type]

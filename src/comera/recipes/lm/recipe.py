@@ -48,6 +48,7 @@ _TRAIN = TrainConfig(
     steps=10_000,
     batch_size=16,
     lr=3e-3,
+    rates="spectral",
     betas=(0.9, 0.95),
     warmup=0.05,
     prune_every=500,
