@@ -47,8 +47,8 @@ def param_groups(
     | "dense_no_decay" | biases and norms                               | `lr`                       | never   |
 
     With `rates="spectral"` one rate is enough: that of the dense model. A core gets the rate at which it moves its
-    weight as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`). Cores of layers of the same
-    size and the same name in their blocks ("q_proj") share the mean of their rates, and a group. Which group a
+    weight as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`). Cores of layers of
+    the same size and the same name in their blocks ("q_proj") share the mean of their rates, and a group. Which group a
     parameter is in does not change when ranks fall, so an optimizer made anew can load its state. Each trainable
     parameter is in exactly one group, even if it is tied. Empty groups are omitted.
 
