@@ -31,7 +31,7 @@ train of rank 2, 384 wide; `tt6r30-384` a tensor train of order 6 and rank 30. B
 
 ## Where compression can win
 
-Written down from the costs below before the first run.
+Written down from the costs below while the first runs were under way, before any of their figures.
 
 A dense layer does 6 FLOPs a parameter and token, forward and backward, in products that run at the machine's peak. A
 block tensor train does 6 as well, TT and plain low rank up to 6, so FLOPs per parameter are no handicap. What is: a
