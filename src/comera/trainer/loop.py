@@ -185,7 +185,7 @@ def _set_learning_rates(state: TrainState) -> None:
     multiplier = lr_multiplier(
         state.fraction_done(ahead=0.5), warmup=config.warmup, schedule=config.schedule, final=config.final_lr
     )
-    state.train_step.set_rates([peak * multiplier for peak in state.peak_lrs])
+    state.train_step.set_rates([peak * multiplier for peak in state.progress.peak_lrs])
 
 
 def _weights(state: TrainState, batches: Sequence[Batch]) -> Tensor | None:

@@ -32,7 +32,7 @@ class TrainState:
     Checkpoints hold model, optimizer, controller (None for a dense model) and progress.
 
     method: what the report calls it. identity: the values under which alone the run may be resumed. max_steps: None
-    where only the clock ends the run. peak_lrs: one per parameter group.
+    where only the clock ends the run.
     pending: step, loss and gradient norm of the steps that the host has not seen yet; last: loss and norm of the last
     one that it has; step_times: mean seconds of the steps between two such checks, the last at `checked_at`.
     """
@@ -48,7 +48,6 @@ class TrainState:
     method: str
     identity: dict[str, Any]
     max_steps: int | None
-    peak_lrs: list[float]
     memory: MemoryMeter
     clock: Clock
     progress: Progress = field(default_factory=Progress)
@@ -123,9 +122,9 @@ def build_state(
         method=method,
         identity=identity,
         max_steps=max_steps,
-        peak_lrs=peak_lrs,
         memory=memory,
         clock=Clock(accelerator.device),
+        progress=Progress(peak_lrs=peak_lrs),
     )
     _resume(state, start_from)
     return state
@@ -156,7 +155,9 @@ def _resume(state: TrainState, start_from: Path | str | None) -> None:
     accelerator.wait_for_everyone()
     if found := checkpoints(state.out):
         process = accelerator.process_index
+        began = state.progress
         state.progress = load_checkpoint(found[-1], *loaded, identity=state.identity, process=process)
+        state.progress.peak_lrs = state.progress.peak_lrs or began.peak_lrs
         if state.progress.stopped == "interrupted":
             state.progress.stopped = None
         state.checked_at = state.progress.time

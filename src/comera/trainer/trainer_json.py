@@ -34,7 +34,7 @@ class Progress:
     held_out_loss, metrics: of the last evaluation, at step `held_out_step`. best_held_out_loss: the lowest so far.
     step_time: median seconds of a step. peak_memory: bytes. stopped: "steps", "time" or "interrupted" at the end.
     start_from: step and parameters of the other run's checkpoint that this run started from. mode: how the last steps
-    ran.
+    ran. peak_lrs: of each parameter group, as they were when the run began; checkpoints of before have none.
     """
 
     step: int = 0
@@ -50,6 +50,7 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     start_from: dict[str, int] | None = None
     mode: str = "eager"
+    peak_lrs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_duration(value: Any) -> bool:
+def _is_amount(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < inf
 
 
@@ -157,11 +158,12 @@ _FIRST: dict[str, Check] = {"files": _object_of(_is_count)}
 _SECOND: dict[str, Check] = {"kernels": _is_text}
 _PROGRESS: dict[str, Check] = {
     **dict.fromkeys(("step", "tokens", "examples", "peak_memory"), _is_count),
-    **dict.fromkeys(("time", "step_time"), _is_duration),
+    **dict.fromkeys(("time", "step_time"), _is_amount),
     **dict.fromkeys(("held_out_loss", "best_held_out_loss"), _is_loss),
     "held_out_step": lambda value: value == -1 or _is_count(value),
     "stopped": lambda value: value in (None, "steps", "time", "interrupted"),
     "metrics": _object_of(lambda value: type(value) in (int, float)),
     "start_from": lambda value: value is None or _object_of(_is_count)(value),
     "mode": _is_text,
+    "peak_lrs": _list_of(_is_amount),
 }
