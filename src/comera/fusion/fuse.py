@@ -41,7 +41,8 @@ class FuseReport:
     enabled: bool = True
 
     def fused(self, kind: str) -> tuple[str, ...]:
-        """Names of the modules whose part of this kind ("mlp", "qkv", "residual norm", "attention") was fused."""
+        """Names of the modules whose part of this kind was fused: "mlp", "gated activation" (of an MLP whose layers are
+        called one by one), "qkv", "residual norm", "norm", "pre-norm", "attention"."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property
@@ -63,9 +64,11 @@ class FuseReport:
 def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     """Make what surrounds the compressed layers of a model cheap, in place.
 
-    - MLPs (of registered types, see `register_block`) never hold their hidden activation.
+    - MLPs (of registered types, see `register_block`) never hold their hidden activation. Those of other layers, dense
+      ones too, have their gated activation (SwiGLU, GeGLU) in one operation.
     - Queries, keys and values come from one product with their input.
     - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
+    - RMSNorm takes one pass over memory each way on a CPU, in pre-norm blocks with the residual sum before it.
     - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU.
@@ -102,7 +105,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     for name, module in model.named_modules():
         for pattern in patterns_of(module):
             reason = pattern.obstacle(module)
-            rows.append(FuseRow(name, pattern.kind, reason or ""))
+            rows.append(FuseRow(name, pattern.kind if reason else pattern.fused_kind(module), reason or ""))
             if enabled and reason is None:
                 setattr(module, pattern.method, Fused(module, pattern, cache))
     dropouts = _swap_dropouts_(model, enabled=enabled)

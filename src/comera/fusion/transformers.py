@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.mlp import MLP
+from comera.fusion.norm import RMSNorm
+from comera.fusion.pre_norm import PreNorm
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, register_block
 from comera.fusion.residual import ResidualNorm, add_and_norm
@@ -38,7 +40,11 @@ _LLAMA_MLP = MLP(method="forward", ups=("gate_proj", "up_proj"), activation="act
 _GPT2_MLP = MLP(method="forward", ups=("c_fc",), activation="act", down="c_proj", finish=_gpt2_output)
 
 _BERT = {"SelfAttention": _BERT_QKV, "Layer": _BERT_MLP, "SelfOutput": ResidualNorm(), "Output": ResidualNorm()}
-_LLAMA = {"Attention": _LLAMA_QKV, "MLP": _LLAMA_MLP}
+# Gemma 2 and 3 have a norm after attention and MLP too, Granite scales what it adds to the residual sum.
+_SCALED = {"Attention": _LLAMA_QKV, "MLP": _LLAMA_MLP, "RMSNorm": RMSNorm(eps="variance_epsilon")}
+_LLAMA = _SCALED | {"DecoderLayer": PreNorm()}
+_GEMMA2 = _SCALED | {"RMSNorm": RMSNorm(offset=1.0)}
+_GEMMA = _GEMMA2 | {"DecoderLayer": PreNorm()}
 
 # family: where its modules are defined, and the prefix of their names
 FAMILIES: dict[str, Mapping[str, BlockPattern]] = {
@@ -48,6 +54,11 @@ FAMILIES: dict[str, Mapping[str, BlockPattern]] = {
     "mistral.modeling_mistral.Mistral": _LLAMA,
     "qwen2.modeling_qwen2.Qwen2": _LLAMA,
     "qwen3.modeling_qwen3.Qwen3": _LLAMA,
+    "smollm3.modeling_smollm3.SmolLM3": _LLAMA,
+    "granite.modeling_granite.Granite": _SCALED,
+    "gemma.modeling_gemma.Gemma": _GEMMA,
+    "gemma2.modeling_gemma2.Gemma2": _GEMMA2,
+    "gemma3.modeling_gemma3.Gemma3": _GEMMA2,
     "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP},
 }
 TABLE = {family + part: pattern for family, parts in FAMILIES.items() for part, pattern in parts.items()}

@@ -29,6 +29,8 @@ SIGNATURES = {
     "block_product_backward": "l w11 p p p p p p t",
     "clip": "l p p d p t",
     "dropout": "l p p i f p t",
+    "gated": "i l p p p t",
+    "gated_backward": "i l p p p p p t",
     "low_rank": "l l p l w9 l t",
     "low_rank_output": "l l w9 l t",
     "low_rank_backward": "l l p l w9 l p t",
@@ -38,8 +40,8 @@ SIGNATURES = {
     "mlp": "i l l p l w9 l l t",
     "mlp_backward": "i l l p l w9 l l p t",
     "random_words": "l l p",
-    "residual_norm": "l l p p p p p i f f p p p p t",
-    "residual_norm_backward": "l l p p p p p p i f p p p p t",
+    "residual_norm": "i l l p p p f p p i f f p p p p t",
+    "residual_norm_backward": "i l l p p p p p p f p i f p p p p t",
     "take_memory": "i p p",
 }
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
