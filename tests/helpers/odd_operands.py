@@ -2,7 +2,8 @@
 
 import torch
 
-from comera.kernels.cpp import adamw, attention, block_product, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import adamw, attention, block_product, gated, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp.activations import ACTIVATIONS
 
 LAYOUT = (3, 1, 5, 6, 6, 3, 2, 1, 4, 2, 1)  # order, split, features, modes, ranks
 
@@ -73,7 +74,7 @@ def call_all():
                 x, dy, *weight = operands
                 block_product.block_product(x, *weight, dy.shape[1])
     for sizes in ((5, 7, 50, 9, (3, 2), 4), (1, 1, 1, 1, (1,), 1), (0, 3, 9, 4, (2,), 3), (67, 20, 97, 33, (0, 9), 0)):
-        for activation in mlp.ACTIVATIONS:
+        for activation in ACTIVATIONS:
             mlp.mlp_backward(*mlp_operands(*sizes, bias=1), activation, True)
     for layout in (LAYOUT, (2, 1, 3, 4, 4, 5, 1, 3, 1), (4, 2, 29, 41, 5, 6, 7, 6, 1, 9, 0, 17, 1)):
         parameters, biases, layouts = merge_operands(layout)
@@ -91,7 +92,14 @@ def call_all():
         for drawn in (seed, None):
             _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, weight, drawn, 0.2, 1e-5)
             residual_norm.residual_norm_backward(z, s, mean, rstd, weight, drawn, 0.2)
+            for given in (z, None):
+                _, s, mean, rstd = residual_norm.residual_norm(given, x, weight, None, drawn, 0.2, 1e-5, 1.0, True)
+                operands = x if given is None else s, mean, rstd, weight, drawn, 0.2, 1.0, True
+                residual_norm.residual_norm_backward(z, *operands, z if drawn is None else None)
         residual_norm.dropout(x, seed, 0.3)
+        for activation in ACTIVATIONS:
+            gated.gated(z, x, activation)
+            gated.gated_backward(z, z, x, activation)
     params = [torch.randn(size) for size in (0, 1, 7, 20_001)]
     gradients.clip_(params, 0.1)
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0))]

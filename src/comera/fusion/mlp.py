@@ -1,5 +1,5 @@
-"""The MLP of a transformer block as one operation that never holds its hidden activation (ops/mlp.py), or with its gated
-activation as one (ops/gated.py)."""
+"""The MLP of a transformer block as one operation that never holds its hidden activation (ops/mlp.py), or with its
+gated activation as one (ops/gated.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import BlockPattern, is_hooked, layers_obstacle, submodule
 from comera.kernels.tracing import traced
-from comera.nn.linear import TTLinear
 from comera.ops.gated import gated
 from comera.ops.mlp import fits_one_chunk, mlp
 

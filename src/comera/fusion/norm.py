@@ -54,7 +54,7 @@ def rms_pattern(module: nn.Module) -> RMSNorm | None:
 
 
 def add_and_rms_norm(z: Tensor | None, x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """s = x + z, or x, and norm(s): in one operation where the norm is a registered RMSNorm that nobody else looks at."""
+    """s = x + z, or x, and norm(s): in one operation for a registered RMSNorm at which nobody else looks."""
     pattern, inputs = rms_pattern(norm), [x] if z is None else [x, z]
     if pattern is None or is_hooked(norm) or not pattern.fits(norm, *inputs):
         s = x if z is None else x + z

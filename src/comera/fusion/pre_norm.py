@@ -16,10 +16,10 @@ from comera.kernels.tracing import traced
 class PreNorm(BlockPattern):
     """How a module holds a pre-norm block.
 
-    forward(x, **options) = y + mlp(second(y)),  y = x + attention(first(x), **options), without what else attention returns.
+    forward(x, **options) = y + mlp(second(y)),  y = x + attention(hidden_states=first(x), **options)
 
-    first, attention, second, mlp: names of its modules; norms are of a type registered as `RMSNorm`. Attention takes its
-    input as `hidden_states`.
+    first, attention, second, mlp: names of its modules. Norms are of a type registered as `RMSNorm`; of what attention
+    returns, the first counts.
     """
 
     first: str = "input_layernorm"

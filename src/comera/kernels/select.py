@@ -23,7 +23,15 @@ from comera.kernels.tracing import traced
 
 TRITON = ("low_rank", "block_product", "lookup_rows")
 CPP = (
-    *("low_rank", "block_product", "mlp", "gated", "attention", "residual_norm", "merge", "gradients", "adamw"),
+    "low_rank",
+    "block_product",
+    "mlp",
+    "gated",
+    "attention",
+    "residual_norm",
+    "merge",
+    "gradients",
+    "adamw",
     "memory",
 )
 NAMES = tuple(dict.fromkeys((*TRITON, *CPP)))

@@ -4,10 +4,10 @@
     pre-norm    s = x + z,     y = RMSNorm(s) = s / √(mean of s² + eps) · (offset + weight);   without z: s = x
     backward    dx = ds + the norm's gradient of dy,   dz = f dx
 
-One ends each half of a post-norm transformer block; the other begins each half of a pre-norm one, whose residual sum goes
-on beside its norm. On a CPU torch's operations, each of which reads and writes whole hidden tensors, take as long as the
-compressed layers around them: for LayerNorm with dropout three forward and five backward, for transformers' RMSNorm five
-and ten. Saved are the sum, the statistics of its rows, and a seed in place of a mask. The kernel:
+One ends each half of a post-norm transformer block; the other begins each half of a pre-norm one, whose residual sum
+goes on beside its norm. On a CPU torch's operations, each of which reads and writes whole hidden tensors, take as long
+as the compressed layers around them: for LayerNorm with dropout three forward and five backward, for transformers'
+RMSNorm five and ten. Saved are the sum, the statistics of its rows, and a seed in place of a mask. The kernel:
 kernels/cpp/csrc/residual_norm.cpp.
 """
 

@@ -1,6 +1,5 @@
 """The operations of gated.cpp: a gated hidden activation and its gradients."""
 
-import torch
 from torch import Tensor
 
 from comera.kernels.cpp.activations import ACTIVATIONS

@@ -50,11 +50,11 @@ def residual_norm(
     offset: float = 0.0,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, s, mean, rstd: s = x + f z with the f of `dropout`, or 1 without a seed; y the norm of s over its last dimension,
-    times offset + weight; the mean and 1/√(variance + eps) of each row.
+    """y, s, mean, rstd: s = x + f z with the f of `dropout`, or 1 without a seed; y the norm of s over its last
+    dimension, times offset + weight; the mean and 1/√(variance + eps) of each row.
 
-    Without z, s is x, and an empty tensor comes in its place. rms: an RMSNorm in place of a LayerNorm, without bias; mean is
-    empty, rstd 1/√(mean of s² + eps).
+    Without z, s is x, and an empty tensor comes in its place. rms: an RMSNorm instead of a LayerNorm, without bias;
+    mean is empty, rstd 1/√(mean of s² + eps).
     Raises RuntimeError for shapes that do not fit each other or are not float32 on the CPU.
     """
     if rms and bias is not None:
