@@ -243,6 +243,7 @@ def test_under_autocast_no_dtype_changes(sums: list[bool]) -> None:
     assert sums.count(False) == 2 * LAYERS + 1  # what attention gives is in bfloat16, so torch adds
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_recomputation_and_checkpoints_repeat_it(sums: list[bool]) -> None:
     made = model(compressed=True)
     fuse_(made)
