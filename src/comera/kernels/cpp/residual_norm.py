@@ -91,8 +91,8 @@ def residual_norm_backward(
     dy, ds, s = checked("dy", dy, *s.shape), checked("ds", ds, *s.shape), floats("s", s)
     mean, rstd = checked("mean", mean, *([0] if rms else rows)), checked("rstd", rstd, *rows)
     weight = checked("weight", weight, cols)
-    dx, dz = empty(*s.shape), None if seed is None else empty(*s.shape)
-    dweight, dbias = empty(cols), None if rms else empty(cols)
+    dx, dz = empty(*s.shape), empty(0) if seed is None else empty(*s.shape)
+    dweight, dbias = empty(cols), empty(0) if rms else empty(cols)
     given = not rms, rstd.numel(), cols, dy, ds, s, mean, rstd, weight, offset, *drop(seed, p)
-    call("residual_norm_backward", *given, dx, dz, dweight, dbias)
-    return dx, *(empty(0) if made is None else made for made in (dz, dweight, dbias))
+    call("residual_norm_backward", *given, dx, None if seed is None else dz, dweight, None if rms else dbias)
+    return dx, dz, dweight, dbias
