@@ -3,7 +3,7 @@
     backward   dg = act'(g) u dh,   du = act(g) dh
 
 Saved are g and u; act(g) is made again. torch's own operations keep it, and traverse five hidden tensors forward and
-seven backward for SwiGLU in place of three and five. The kernel: kernels/cpp/csrc/gated.cpp.
+nine backward for SwiGLU in place of three and five. The kernel: kernels/cpp/csrc/gated.cpp.
 """
 
 from typing import Any

@@ -64,7 +64,7 @@ thread_local Workspace sums_workspace;
 struct Gain {  // offset + weight; weight null for a norm without
     const float* weight;
     float offset;
-    Vec times(Vec x, long c, long n) const { return weight ? x * (load(weight + c, n) + offset) : x; }
+    INLINE Vec times(Vec x, long c, long n) const { return weight ? x * (load(weight + c, n) + offset) : x; }
 };
 
 template <bool LAYER>
