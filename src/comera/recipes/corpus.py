@@ -130,24 +130,24 @@ def _content(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
-def sample_texts(texts: Iterable[tuple[str, str]], limit: int, left_out: list[str]) -> Iterator[str]:
+def sample_texts(texts: Iterable[tuple[str, str]], limit: int, long_words: list[str]) -> Iterator[str]:
     """Texts to train a tokenizer on, of about `limit` bytes, out of (name, text) in this order; the names of those with
-    long words, which are not among them, go to `left_out`."""
+    long words, which are not among them, go to `long_words`."""
     for name, text in texts:
         if limit <= 0:
             return
         if LONG_WORD.search(text[:limit]):
-            left_out.append(name)
+            long_words.append(name)
             continue
         yield text[:limit]
         limit -= len(text.encode())
 
 
-def report_long_words(left_out: Sequence[str]) -> str:
+def report_long_words(names: Sequence[str]) -> str:
     """What to print about texts that a tokenizer was not trained on."""
     return (
-        f"the tokenizer was not trained on {len(left_out):,} files with words of more than {LONGEST_WORD} characters, "
-        f"such as {left_out[0]}"
+        f"the tokenizer was not trained on {len(names):,} files with words of more than {LONGEST_WORD} characters, "
+        f"such as {names[0]}"
     )
 
 

@@ -71,7 +71,7 @@ def test_tables_take_the_rate_of_the_cores_where_they_have_none() -> None:
     assert rates == {"cores": 1e-4, "tables": 1e-4, "ranks": 3e-4, "dense": 3e-4, "dense_no_decay": 3e-4}
 
 
-def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+def test_frozen_parameters_and_empty_groups_are_omitted() -> None:
     net = model()
     for name, parameter in net.named_parameters():
         parameter.requires_grad_("rank_params" in name)

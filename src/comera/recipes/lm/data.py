@@ -150,7 +150,7 @@ class LMData:
         return open_tokens(self.folder / f"{part}.bin", self.manifest["dtype"], tokens)
 
     def blocks(self, stream: np.ndarray[Any, Any]) -> int:
-        """How many blocks a stream has; what does not fill one at its end is left out."""
+        """How many blocks a stream has; what does not fill one at its end is dropped."""
         return (len(stream) - 1) // self.config.block_size
 
     def train_batch(self, index: int, size: int, seed: int) -> Batch:
@@ -251,11 +251,11 @@ def _write(
     skipped: Counter[str] = Counter(corpus.skipped)
     if apart:
         skipped.update(apart.skipped)
-    left_out: list[str] = []
+    long_words: list[str] = []
     with Progress(quiet) as progress:
         progress.start("reading", None)
         parts = _split(corpus, apart, config, skipped)
-        tokenizer = given or _trained(parts["train"], config, left_out, progress)
+        tokenizer = given or _trained(parts["train"], config, long_words, progress)
         (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<|endoftext|>" in a text is ordinary text
         separator = separator_of(tokenizer)
@@ -277,7 +277,7 @@ def _write(
         for name, part in parts.items():
             tokens = write_tokens(folder / f"{name}.bin", (d.text for d in part.read()), encode, progress)
             manifest[name] = {"documents": part.documents, "bytes": part.bytes, "tokens": tokens}
-    manifest |= {"dtype": dtype.name, "skipped": dict(skipped), "long_words": len(left_out)}
+    manifest |= {"dtype": dtype.name, "skipped": dict(skipped), "long_words": len(long_words)}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
@@ -286,16 +286,16 @@ def _write(
             f"({held_out['tokens']:,}) held out, {len(lengths):,} different tokens"
         ]
         lines += [f"skipped files: {some}" for some in [as_text(skipped)] if some]
-        lines += [report_long_words(left_out)] if left_out else []
+        lines += [report_long_words(long_words)] if long_words else []
         print(*(f"text: {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
-def _trained(train: _Split, config: LMDataConfig, left_out: list[str], progress: Progress) -> Tokenizer:
+def _trained(train: _Split, config: LMDataConfig, long_words: list[str], progress: Progress) -> Tokenizer:
     """A tokenizer, trained on a random but fixed subset of the training documents."""
     progress.start("training the tokenizer", None)
     sizes = sorted((place("tokenizer", d.key), len(d.text.encode())) for d in train.read())
     ends = list(accumulate(size for _, size in sizes))
     last, _ = sizes[min(bisect_left(ends, config.tokenizer_bytes), len(sizes) - 1)]
     texts = ((d.key[:100], d.text) for d in train.read() if place("tokenizer", d.key) <= last)
-    sample = sample_texts(texts, config.tokenizer_bytes, left_out)
+    sample = sample_texts(texts, config.tokenizer_bytes, long_words)
     return train_tokenizer(sample, config.vocab_size or DEFAULT_VOCABULARY, [END_OF_TEXT])
