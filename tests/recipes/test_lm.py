@@ -288,6 +288,7 @@ def test_presets_differ_by_method_in_learning_rates_alone() -> None:
         ({"model": {"max_positions": 100}}, r"data\.block_size \(256\) must not be above model\.max_positions \(100\)"),
         ({"model": {"tie": False}, "compress": {"head": "share"}}, r"share needs a tied head"),
         ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, btt, got 'ttx'"),
+        ({"compress": {"head": "tied"}}, r"compress\.head must be share, untie or dense, got 'tied'"),
         ({"method": "cola", "model": {"family": "gpt2"}}, "method cola converts nn.Linear, of which gpt2 has none"),
         ({"method": "lora"}, "method must be one of comera, dense, .*narrow, got 'lora'"),
         ({"train": {"steps": 1, "lr": 0.0}}, r"train\.lr must be a number > 0, got 0\.0"),
