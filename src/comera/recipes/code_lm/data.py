@@ -25,14 +25,13 @@ from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.corpus import (
     SUFFIXES,
     Source,
-    as_text,
     find_files,
     id_dtype,
     open_tokens,
     permutation,
     place,
     read,
-    report_long_words,
+    report_skipped,
     sample_texts,
     train_rows,
     train_tokenizer,
@@ -231,12 +230,9 @@ def _write(
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
-        print(
-            f"source code: {train['files']:,} files ({train['tokens']:,} tokens) to train on, "
-            f"{held_out['files']:,} ({held_out['tokens']:,}) held out",
-            file=sys.stderr,
-        )
-        if some := as_text(skipped):
-            print(f"source code: skipped files: {some}", file=sys.stderr)
-        if long_words:
-            print(f"source code: {report_long_words(long_words)}", file=sys.stderr)
+        lines = [
+            f"{train['files']:,} files ({train['tokens']:,} tokens) to train on, {held_out['files']:,} "
+            f"({held_out['tokens']:,}) held out",
+            *report_skipped(skipped, long_words),
+        ]
+        print(*(f"source code: {line}" for line in lines), sep="\n", file=sys.stderr)

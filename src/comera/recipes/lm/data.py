@@ -32,7 +32,7 @@ from comera.recipes.corpus import (
     open_tokens,
     permutation,
     place,
-    report_long_words,
+    report_skipped,
     sample_texts,
     train_rows,
     train_tokenizer,
@@ -223,7 +223,7 @@ def _split(corpus: Corpus, apart: Corpus | None, config: LMDataConfig, skipped: 
     if len(places) < (1 if apart else 2):
         raise DataError(
             f"expected at least {'one document' if apart else 'two documents, one to train on and one to hold out,'} "
-            f"in {corpus.name}, got {len(places)} (skipped: {as_text({**corpus.skipped, **skipped}) or 'none'}): check "
+            f"in {corpus.name}, got {len(places)} (skipped: {as_text(skipped) or 'none'}): check "
             f"data.path, data.suffixes ({' '.join(config.suffixes)}) and data.max_bytes ({config.max_bytes})"
             f"{'' if apart else ', or give data.held_out_path'}"
         )
@@ -283,10 +283,9 @@ def _write(
         train, held_out = manifest["train"], manifest["held_out"]
         lines = [
             f"{train['documents']:,} documents ({train['tokens']:,} tokens) to train on, {held_out['documents']:,} "
-            f"({held_out['tokens']:,}) held out, {len(lengths):,} different tokens"
+            f"({held_out['tokens']:,}) held out, {len(lengths):,} different tokens",
+            *report_skipped(skipped, long_words),
         ]
-        lines += [f"skipped files: {some}" for some in [as_text(skipped)] if some]
-        lines += [report_long_words(long_words)] if long_words else []
         print(*(f"text: {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
