@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ from comera.recipes.lm.tokenizer import (
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 
-FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
+FORMAT = 1  # of the cache folders; raise it when their contents, or how they are made, change
 HELD_OUT_SEED = 0x5EED  # the same order of held-out blocks for every method and every training seed
 NGRAM_BYTES = 16_000_000  # of the training part, at most, that n-grams are counted in
 DEFAULT_VOCABULARY = 8192
@@ -175,12 +175,25 @@ class LMData:
 
     def ngram_losses(self, size: int, batches: int = 0) -> dict[str, float]:
         """What byte n-grams reach, in nats per byte, on exactly the bytes that `batches` held-out batches of `size`
-        score (0: all of them), counted in up to NGRAM_BYTES of the training part, in evenly spaced blocks."""
+        score (0: all of them), counted in up to NGRAM_BYTES of the training part, in evenly spaced blocks. Computed
+        once and kept in the cache, in a folder of its own."""
+        order = permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
+        scored = order[: size * batches] if batches else order
+
+        def write(folder: Path) -> None:
+            (folder / "losses.json").write_text(json.dumps(self._ngram_losses(scored)), "utf-8")
+
+        return open_or_make(
+            self.folder.with_name(f"{self.folder.name}-ngrams-{self.config.block_size}-{len(scored)}"),
+            lambda folder: json.loads((folder / "losses.json").read_text("utf-8")),
+            write,
+        )
+
+    def _ngram_losses(self, scored: np.ndarray[Any, Any]) -> dict[str, float]:
         blocks = self.blocks(self.train)
         bytes_per_block = max(1, self.manifest["train"]["bytes"] // blocks)
         train = self._rows(self.train, np.arange(0, blocks, -(-blocks * bytes_per_block // NGRAM_BYTES)))[:, :-1]
-        chosen = islice(self.held_out_batches(size), batches or None)
-        ids = np.concatenate([torch.cat([b.input_ids, b.labels[:, -1:]], 1).numpy() for b in chosen])
+        ids = self._rows(self.held_out, scored)
         lengths = self.bytes.lengths[ids]
         return ngram_losses(self.bytes.bytes_of(train), self.bytes.bytes_of(ids), lengths.sum(1), lengths[:, 0])
 
