@@ -81,6 +81,7 @@ bench-dlrm: install
 
 frontier: install
 	@$(BIN)/python benchmarks/frontier.py costs
+	@$(BIN)/python benchmarks/frontier.py speed
 	@$(BIN)/python benchmarks/frontier.py tune --budget $(BUDGET)
 	@$(BIN)/python benchmarks/frontier.py final --budget $(BUDGET) --seeds $(SEEDS)
 	@$(BIN)/python benchmarks/frontier_page.py
