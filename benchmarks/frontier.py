@@ -7,13 +7,15 @@ alike: the same base rates for each case, at a fifth of the budget.
 
     python benchmarks/frontier.py costs                       parameters and FLOPs of every case; trains nothing
     python benchmarks/frontier.py speed                       seconds of a step, the cases in turns, on a quiet machine
-    python benchmarks/frontier.py tune  --budget 600          every case at every rate, a fifth of the budget each
-    python benchmarks/frontier.py final --budget 600 --seeds 3 --cases dense-192 btt2-384
-    options: --text code|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES, --jobs N
+    python benchmarks/frontier.py tune  --budget 600s         every case at every rate, a fifth of the budget each
+    python benchmarks/frontier.py final --budget 600s --seeds 3 --cases dense-192 btt2-384
+    options: --text code|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES, --jobs N,
+             --budget 1600steps
 
-A budget is one of time: a case takes as many steps as fit in it by the seconds that `speed` has measured. So losses do
-not depend on what else the machine does, and several runs may go at once (--jobs) or be stopped and continued: rows are
-written one by one to results/frontier.csv, and runs that it holds are not repeated without --again.
+A budget is one of time, and a case takes as many steps as fit in it by the seconds that `speed` has measured; or one of
+steps, the same for all. So losses do not depend on what else the machine does, and several runs may go at once (--jobs)
+or be stopped and continued: rows are written one by one to results/frontier.csv, and runs that it holds are not
+repeated without --again.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -46,6 +49,7 @@ KEY = ("part", "text", "vocab", "budget", "case", "lr", "seed")
 RATES = (1e-3, 2e-3, 4e-3)
 BLOCK, ROWS, LAYERS, HEAD = 256, 4, 4, 64
 TUNING = 5  # times shorter than the run that is tuned
+BUDGET = r"(\d+)(s|steps)"
 HELD_OUT = 64  # batches of the evaluation at the end
 ROUNDS, STEPS = 5, 40  # of `speed`, for each case
 
@@ -61,9 +65,9 @@ class Case(NamedTuple):
 
 def cases() -> dict[str, Case]:
     """All cases by name."""
-    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (64, 96, 128, 192, 256, 384, 512)}
+    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (48, 64, 96, 128, 192, 256, 384, 512)}
     found |= {f"dense-{hidden}-{layers}": Case("dense", hidden, layers) for hidden in (128, 256) for layers in (2, 8)}
-    for hidden in (128, 192, 256, 384, 512, 768, 1024):
+    for hidden in (128, 192, 256, 384, 432, 512, 768, 1024):
         for rank in (1, 2, 4):
             compress = CompressConfig(format="btt", rank=rank, head_rank=rank)
             found[f"btt{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
@@ -143,7 +147,9 @@ def main() -> None:
     parser.add_argument("--text", choices=("code", "prose"), default="code")
     parser.add_argument("--prose", help="file or folder of text for --text prose")
     parser.add_argument("--vocab", type=int, default=256)
-    parser.add_argument("--budget", type=float, default=600, help="seconds of training")
+    parser.add_argument(
+        "--budget", default="600s", help="of a run: seconds (600s), or steps, the same for all (1600steps)"
+    )
     parser.add_argument("--cases", nargs="+", default=list(known), metavar="NAME")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=1)
@@ -152,6 +158,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="repeat runs that the results hold already")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not re.fullmatch(BUDGET, options.budget):
+        parser.error(f"--budget: expected seconds or steps, as 600s or 1600steps, got {options.budget!r}")
     if options.text == "prose" and not options.prose:
         parser.error("--text prose needs --prose, a file or folder of text")
     if unknown := set(options.cases) - set(known):
@@ -208,13 +216,13 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     runs = []
     for name in options.cases:
         if options.part == "tune":
-            wanted = [(lr, 0, options.budget / TUNING, 0) for lr in options.rates]
+            wanted = [(lr, 0, 1 / TUNING, 0) for lr in options.rates]
         else:
-            wanted = [(best_rate(options, name), seed, options.budget, 1) for seed in range(options.seeds)]
-        for lr, seed, seconds, half in wanted:
-            place = (options.part, options.text, options.vocab, f"{options.budget:g}", name, f"{lr:g}", seed)
+            wanted = [(best_rate(options, name), seed, 1, 1) for seed in range(options.seeds)]
+        for lr, seed, share, half in wanted:
+            place = (options.part, options.text, options.vocab, options.budget, name, f"{lr:g}", seed)
             if tuple(map(str, place)) not in done or options.again:
-                steps = max(1, int(seconds / step_seconds(options, name)))
+                steps = max(1, int(share * budget_steps(options, name)))
                 runs.append((place, {"case": name, "lr": lr, "seed": seed, "steps": steps, "half": half}))
     with ThreadPoolExecutor(options.jobs) as pool:
         started = {pool.submit(_run_in_child, options, settings): place for place, settings in runs}
@@ -242,17 +250,20 @@ def _run_in_child(options: argparse.Namespace, settings: dict[str, Any]) -> dict
     return figures
 
 
-def step_seconds(options: argparse.Namespace, name: str) -> float:
-    """The measured seconds of a case's step."""
+def budget_steps(options: argparse.Namespace, name: str) -> float:
+    """How many steps of a case the budget allows."""
+    number, unit = re.fullmatch(BUDGET, options.budget).groups()  # type: ignore[union-attr]
+    if unit == "steps":
+        return int(number)
     for row in measured("frontier_speed"):
         if (row["vocab"], row["case"]) == (str(options.vocab), name):
-            return float(row["step_ms"]) / 1e3
+            return int(number) / (float(row["step_ms"]) / 1e3)
     raise SystemExit(f"{name} has no measured step for this vocabulary: run the part speed first, on a quiet machine")
 
 
 def best_rate(options: argparse.Namespace, name: str) -> float:
     """The rate that was tuned for a case."""
-    case = (options.text, str(options.vocab), f"{options.budget:g}", name)
+    case = (options.text, str(options.vocab), options.budget, name)
     rows = measured("frontier")
     tuned = [row for row in rows if row["part"] == "tune" and tuple(row[key] for key in KEY[1:5]) == case]
     if not tuned:
