@@ -48,15 +48,22 @@ class RMSNorm(BlockPattern):
         return residual_rms_norm(z, x, getattr(module, self.weight), getattr(module, self.eps), self.offset)
 
 
-def rms_pattern(module: nn.Module) -> RMSNorm | None:
-    """How a module holds an RMSNorm; None for a module that is not registered as one."""
-    return next((pattern for pattern in patterns_of(module) if isinstance(pattern, RMSNorm)), None)
+def rms_norm_obstacle(norm: nn.Module) -> str | None:
+    """Why a norm cannot be computed together with the sum before it; None if it can."""
+    pattern = _pattern(norm)
+    if pattern is None:
+        return f"a {type(norm).__name__} is not registered as an RMSNorm"
+    return "it has hooks" if is_hooked(norm) else pattern.obstacle(norm)
 
 
 def add_and_rms_norm(z: Tensor | None, x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """s = x + z, or x, and norm(s): in one operation for a registered RMSNorm at which nobody else looks."""
-    pattern, inputs = rms_pattern(norm), [x] if z is None else [x, z]
-    if pattern is None or is_hooked(norm) or not pattern.fits(norm, *inputs):
+    """s = x + z, or x, and norm(s): in one operation where nothing stands in its way."""
+    pattern, inputs = _pattern(norm), [x] if z is None else [x, z]
+    if pattern is None or rms_norm_obstacle(norm) or not pattern.fits(norm, *inputs):
         s = x if z is None else x + z
         return s, norm(s)
     return pattern.after_sum(z, x, norm)
+
+
+def _pattern(norm: nn.Module) -> RMSNorm | None:
+    return next((pattern for pattern in patterns_of(norm) if isinstance(pattern, RMSNorm)), None)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.norm import add_and_rms_norm, rms_pattern
-from comera.fusion.registry import BlockPattern, is_hooked, replaced_obstacle, submodule
+from comera.fusion.norm import add_and_rms_norm, rms_norm_obstacle
+from comera.fusion.registry import BlockPattern, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
 
 
@@ -31,11 +31,9 @@ class PreNorm(BlockPattern):
 
     def obstacle(self, module: nn.Module) -> str | None:
         for name in (self.first, self.second):
-            norm = submodule(module, name)
-            if rms_pattern(norm) is None:
-                return f"{name} is a {type(norm).__name__}, which is not registered as an RMSNorm"
-            if is_hooked(norm):
-                return f"{name} has hooks"
+            reason = rms_norm_obstacle(submodule(module, name))
+            if reason is not None:
+                return f"{name}: {reason}"
         if signature(type(module).forward).return_annotation not in (Tensor, "torch.Tensor"):
             return "its forward does not return one tensor"
         return replaced_obstacle(module, self)

@@ -145,22 +145,23 @@ def test_hooks_of_a_later_day_see_their_norm(sums: list[bool]) -> None:
 
 
 def test_what_is_left_alone_is_said_with_the_reason() -> None:
-    made = model()
-    first, second = made.model.layers
+    made = model(num_hidden_layers=3)
+    first, second, third = made.model.layers
     first.input_layernorm = nn.LayerNorm(33)
     first.mlp.act_fn = nn.Tanh()
     second.post_attention_layernorm.register_forward_hook(lambda *_: None)
     second.mlp.act_fn.register_forward_hook(lambda *_: None)
     made.model.norm.forward = lambda x: x
-    second.input_layernorm.variance_epsilon = None
+    third.input_layernorm.variance_epsilon = None
     report = fuse_(made)
     found = {(row.name.removeprefix("model."), row.kind): row.reason for row in report.left_alone if row.kind != "qkv"}
     assert found == {
-        ("layers.0", "pre-norm"): "input_layernorm is a LayerNorm, which is not registered as an RMSNorm",
+        ("layers.0", "pre-norm"): "input_layernorm: a LayerNorm is not registered as an RMSNorm",
         ("layers.0.mlp", "mlp"): "no kernel for the activation Tanh",
-        ("layers.1", "pre-norm"): "post_attention_layernorm has hooks",
+        ("layers.1", "pre-norm"): "post_attention_layernorm: it has hooks",
         ("layers.1.mlp", "mlp"): "act_fn has hooks",
-        ("layers.1.input_layernorm", "norm"): "its variance_epsilon is a NoneType, not a float",
+        ("layers.2", "pre-norm"): "input_layernorm: its variance_epsilon is a NoneType, not a float",
+        ("layers.2.input_layernorm", "norm"): "its variance_epsilon is a NoneType, not a float",
         ("norm", "norm"): "its forward was replaced by someone else",
     }
 
