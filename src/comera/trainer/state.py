@@ -89,7 +89,7 @@ def build_state(
         group.setdefault("name", f"group_{k}")
     peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
     controller = None
-    if _is_compressed(model):
+    if next(named_trains(model), None) is not None:
         controller = RankController(model, config.early, config.late, multiple=config.rank_multiple)
         controller.attach(optimizer)
     train_step = TrainStep(
@@ -135,15 +135,11 @@ def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) ->
     model = task.model.to(accelerator.device)
     if accelerator.num_processes > 1:
         broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
-    if config.fuse and _is_compressed(model):
-        fuse_(model)
+    if config.fuse:
+        fuse_(model, keep_logits=task.keep_logits)
     if config.recompute:
         recompute_(model)
     return model
-
-
-def _is_compressed(model: nn.Module) -> bool:
-    return next(named_trains(model), None) is not None
 
 
 def _resume(state: TrainState, start_from: Path | str | None) -> None:
