@@ -48,9 +48,10 @@ def param_groups(
 
     With `rates="spectral"` one rate is enough: that of the dense model. A core gets the rate at which it moves its
     weight as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`). Cores of layers of
-    the same size and the same name in their blocks ("q_proj") share the mean of their rates, and a group. Which group a
-    parameter is in does not change when ranks fall, so an optimizer made anew can load its state. Each trainable
-    parameter is in exactly one group, even if it is tied. Empty groups are omitted.
+    the same size and the same name in their blocks ("q_proj") share the mean of their rates, and a group; weights of
+    zeros, of which nothing can be measured, are not in that mean, and have the rate `lr` where there are no others.
+    Which group a parameter is in does not change when ranks fall, so an optimizer made anew can load its state. Each
+    trainable parameter is in exactly one group, even if it is tied. Empty groups are omitted.
 
     Weight decay acts once per weight: W is a product of its cores, so each of n trainable cores gets 1/n of it. Gates
     are never decayed, because the size objective alone pulls them down.
@@ -94,24 +95,27 @@ def param_groups(
     given = {"cores": core_lr, "tables": core_lr if table_lr is None else table_lr}
 
     roles: dict[nn.Parameter, _Role] = {}
-    found: dict[_Role, list[float]] = {}
+    lrs = {_Role("ranks", 0.0): lr if rank_lr is None else rank_lr}
+    measured: dict[_Role, list[float]] = {}
     for path, train in named_trains(model):
         share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
         name = "tables" if isinstance(train.spec, TTMSpec) else "cores"
         rate = given[name]
-        each = [1.0] * train.spec.order if rate is not None else core_rates(train)
-        for k, (core, times) in enumerate(zip(train.cores, each, strict=True)):
+        multiples = core_rates(train) if rate is None else None
+        for k, core in enumerate(train.cores):
             role = _Role(name, share, () if rate is not None else (path.split(".")[-2:][0], train.spec.padded_shape, k))
             roles[core] = role
-            found.setdefault(role, []).append(lr * times if rate is None else rate)
+            if rate is not None:
+                lrs[role] = rate
+            elif multiples is not None:
+                measured.setdefault(role, []).append(lr * multiples[k])
         roles |= dict.fromkeys(train.rank_params, _Role("ranks", 0.0))
-    lrs = {role: fmean(rates) for role, rates in found.items()} | {
-        _Role("ranks", 0.0): lr if rank_lr is None else rank_lr
-    }
+    lrs |= {role: fmean(each) for role, each in measured.items()}
 
     def decay(role: _Role) -> float:
         """AdamW multiplies it by the group's own rate: where that follows from the dense one, this makes up for it."""
-        return role.weight_decay * lr / lrs[role] if role.core and lrs[role] else role.weight_decay
+        rate = lrs.get(role, lr)
+        return role.weight_decay * lr / rate if role.core and rate else role.weight_decay
 
     members: dict[_Role, list[nn.Parameter]] = {}
     for parameter in model.parameters():
