@@ -48,7 +48,6 @@ _TRAIN = TrainConfig(
     steps=10_000,
     batch_size=16,
     lr=3e-3,
-    rates="spectral",
     betas=(0.9, 0.95),
     warmup=0.05,
     prune_every=500,
