@@ -26,7 +26,7 @@ def make(seed: int = 0, kind: Kind = torch.optim.AdamW, hidden: int = 12) -> Sta
     torch.manual_seed(seed)
     spec = TTSpec(8, hidden, (2, 2, 2), (hidden // 4, 2, 2), (1, 2, 4, 6, 4, 2, 1))
     model = nn.Sequential(TTLinear(spec), nn.BatchNorm1d(hidden), nn.Linear(hidden, 3))
-    optimizer = kind(param_groups(model, lr=1e-2))
+    optimizer = kind(param_groups(model, lr=1e-2, rates="flat"))
     return model, optimizer, RankController(model).attach(optimizer)
 
 

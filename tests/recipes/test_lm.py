@@ -23,7 +23,16 @@ from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.generate import Sampling, open_writer
 from comera.recipes.lm.model import CompressConfig, Format, ModelConfig
-from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, narrow_width, next_token_loss, step_flops
+from comera.recipes.lm.recipe import (
+    METRIC,
+    LMConfig,
+    LMTask,
+    build_model,
+    narrow_width,
+    next_token_loss,
+    step_flops,
+    token_losses,
+)
 from comera.recipes.trained import open_trained
 from comera.report import compare, inspect
 from comera.report.run import read_run
@@ -70,12 +79,13 @@ def test_loss_is_that_of_the_stock_model_with_its_mask(
     config = replace(config, method=method, model=replace(TINY, family=family, tie=method == "comera"))
     model: Any = build_model(config, data.vocab_size)[0].double().eval()
     batch = data.train_batch(0, 4, seed=0)
-    ours = next_token_loss(model, batch)
+    ours, trained_on = token_losses(model, batch).mean(), next_token_loss(model, batch)
     with torch.no_grad():
         model.set_attn_implementation("sdpa")  # transformers' own, which makes masks
         logits = model(batch.input_ids).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(trained_on, expected.float())  # transformers' loss, which is in float32
     changed = batch.input_ids.clone()
     changed[:, 20:] = 7  # what comes later decides nothing
     torch.testing.assert_close(model(changed).logits[:, :20], logits[:, :20], rtol=1e-9, atol=1e-9)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from comera.fusion.causal_lm import CausalLM
 from comera.fusion.mlp import MLP
 from comera.fusion.norm import RMSNorm
 from comera.fusion.pre_norm import PreNorm
@@ -42,9 +43,9 @@ _GPT2_MLP = MLP(method="forward", ups=("c_fc",), activation="act", down="c_proj"
 _BERT = {"SelfAttention": _BERT_QKV, "Layer": _BERT_MLP, "SelfOutput": ResidualNorm(), "Output": ResidualNorm()}
 # Gemma 2 and 3 have a norm after attention and MLP too, Granite scales what it adds to the residual sum.
 _SCALED = {"Attention": _LLAMA_QKV, "MLP": _LLAMA_MLP, "RMSNorm": RMSNorm(eps="variance_epsilon")}
-_LLAMA = _SCALED | {"DecoderLayer": PreNorm()}
+_LLAMA = _SCALED | {"DecoderLayer": PreNorm(), "ForCausalLM": CausalLM()}
 _GEMMA2 = _SCALED | {"RMSNorm": RMSNorm(offset=1.0)}
-_GEMMA = _GEMMA2 | {"DecoderLayer": PreNorm()}
+_GEMMA = _GEMMA2 | {"DecoderLayer": PreNorm(), "ForCausalLM": CausalLM()}
 
 # family: where its modules are defined, and the prefix of their names
 FAMILIES: dict[str, Mapping[str, BlockPattern]] = {
@@ -59,7 +60,7 @@ FAMILIES: dict[str, Mapping[str, BlockPattern]] = {
     "gemma.modeling_gemma.Gemma": _GEMMA,
     "gemma2.modeling_gemma2.Gemma2": _GEMMA2,
     "gemma3.modeling_gemma3.Gemma3": _GEMMA2,
-    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP},
+    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "LMHeadModel": CausalLM()},
 }
 TABLE = {family + part: pattern for family, parts in FAMILIES.items() for part, pattern in parts.items()}
 for _path, _pattern in TABLE.items():

@@ -29,6 +29,7 @@ CPP = (
     "gated",
     "attention",
     "residual_norm",
+    "cross_entropy",
     "merge",
     "gradients",
     "adamw",

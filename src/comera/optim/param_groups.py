@@ -30,7 +30,7 @@ def param_groups(
     model: nn.Module,
     *,
     lr: float,
-    rates: Literal["flat", "spectral"] = "flat",
+    rates: Literal["flat", "spectral"] = "spectral",
     core_lr: float | None = None,
     table_lr: float | None = None,
     rank_lr: float | None = None,
@@ -46,7 +46,7 @@ def param_groups(
     | "dense"          | other parameters with two dimensions or more   | `lr`                       | yes     |
     | "dense_no_decay" | biases and norms                               | `lr`                       | never   |
 
-    With `rates="spectral"` one rate is enough: that of the dense model. A core gets the rate at which it moves its
+    One rate is enough: that of the dense model. With `rates="spectral"` a core gets the rate at which it moves its
     weight as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`). Cores of layers of
     the same size and the same name in their blocks ("q_proj") share the mean of their rates, and a group; weights of
     zeros, of which nothing can be measured, are not in that mean, and have the rate `lr` where there are no others.
@@ -59,7 +59,7 @@ def param_groups(
     Args:
         model: any module, compressed or not. The rates follow from its cores as they are now.
         lr: learning rate of the dense parameters.
-        rates: what the rates of cores are where none is given: "flat", `lr` itself, or "spectral", as above.
+        rates: what the rates of cores are where none is given: "spectral", as above, or "flat", `lr` itself.
         core_lr: one rate for all cores of linear layers.
         table_lr: one rate for all cores of tables; default `core_lr` if that is given.
         rank_lr: one rate for the gates; default `lr`.
@@ -76,7 +76,7 @@ def param_groups(
         >>> from torch.nn import Embedding, LayerNorm, Linear, Sequential
         >>> model = Sequential(Embedding(1000, 256), Linear(256, 256), LayerNorm(256))
         >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=2), comera.TTM(order=2)))
-        >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3, rates="spectral"))
+        >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3))
         >>> [group["name"] for group in optimizer.param_groups]
         ['cores', 'cores', 'tables', 'tables', 'ranks', 'dense_no_decay']
         >>> groups = comera.param_groups(model, lr=1e-3, core_lr=5e-3, weight_decay=0.012)

@@ -66,7 +66,7 @@ def trained(made: Any) -> dict[str, Tensor]:
     out = made(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
     grads = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
-    return {"loss": out.loss.detach(), "logits": out.logits.detach(), **grads}
+    return {"loss": out.loss.detach(), **grads}
 
 
 def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = 1e-4) -> None:
@@ -107,6 +107,14 @@ def test_a_fused_model_is_the_plain_one(
     assert sums.count(False) == LAYERS * (alone + whole) + 1
     fuse_(made, enabled=False)
     assert_same(trained(made), before)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "SmolLM3", "Gemma"])
+def test_without_logits_loss_and_gradients_stay(family: str) -> None:
+    made = model(family)
+    before = trained(made)
+    assert fuse_(made, keep_logits=False).fused("loss") == ("",)
+    assert_near(trained(made), before)
 
 
 def test_attention_sees_hooks_and_the_rest_of_its_arguments() -> None:

@@ -60,7 +60,7 @@ def test_the_example_of_the_docstring_runs() -> None:
 
 
 def test_lr_serves_where_no_other_is_given_and_optimizers_keep_the_names() -> None:
-    optimizer = torch.optim.AdamW(param_groups(model(), lr=3e-4))
+    optimizer = torch.optim.AdamW(param_groups(model(), lr=3e-4, rates="flat"))
     assert [g["name"] for g in optimizer.param_groups] == ["cores", "tables", "ranks", "dense", "dense_no_decay"]
     assert {g["lr"] for g in optimizer.param_groups} == {3e-4}
     assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0}

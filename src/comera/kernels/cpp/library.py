@@ -28,6 +28,7 @@ SIGNATURES = {
     "block_product": "l w11 p p t",
     "block_product_backward": "l w11 p p p p p p t",
     "clip": "l p p d p t",
+    "cross_entropy": "l l p p l p p t",
     "dropout": "l p p i f p t",
     "gated": "i l p p p t",
     "gated_backward": "i l p p p p p t",
