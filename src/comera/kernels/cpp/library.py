@@ -40,6 +40,7 @@ SIGNATURES = {
     "random_words": "l l p",
     "residual_norm": "l l p p p p p i f f p p p p t",
     "residual_norm_backward": "l l p p p p p p i f p p p p t",
+    "rotary": "w6 w4 i t",
     "take_memory": "i p p",
 }
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}

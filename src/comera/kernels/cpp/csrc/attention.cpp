@@ -22,19 +22,13 @@
 #include "products.h"
 #include "random.h"
 #include "scratch.h"
+#include "views.h"
 
 namespace {
 
 constexpr long QUERIES = 64, KEYS = 96;  // QUERIES: the entries of a block in random.h
 constexpr int VECS = QUERIES / W;
 constexpr float INF = __builtin_inff();
-
-// Four words from Python: (batch, heads, rows, columns) with its strides; columns are contiguous.
-struct View {
-    float* at;
-    long batch, head, row;
-    float* from(long b, long h, long r) const { return at + b * batch + h * head + r * row; }
-};
 
 // Seven words from Python.
 struct Sizes {
