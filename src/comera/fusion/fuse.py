@@ -41,7 +41,8 @@ class FuseReport:
     enabled: bool = True
 
     def fused(self, kind: str) -> tuple[str, ...]:
-        """Names of the modules whose part of this kind ("mlp", "qkv", "residual norm", "attention") was fused."""
+        """Names of the modules whose part of this kind was fused: "mlp", "qkv", "rotary attention", "residual norm" or
+        "attention"."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property
@@ -65,10 +66,12 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
 
     - MLPs (of registered types, see `register_block`) never hold their hidden activation.
     - Queries, keys and values come from one product with their input.
+    - Rotary embedding takes one pass over memory each way on a CPU.
     - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
     - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
-    - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU.
+    - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU and is faster in
+      training.
 
     Results are the same to rounding, but for dropout's masks. Under `torch.compile` the model runs as it did before.
     A second call replaces the first.
@@ -103,7 +106,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
         for pattern in patterns_of(module):
             reason = pattern.obstacle(module)
             rows.append(FuseRow(name, pattern.kind, reason or ""))
-            if enabled and reason is None:
+            if enabled and reason is None:  # of two for one method the later runs: it contains the earlier
                 setattr(module, pattern.method, Fused(module, pattern, cache))
     dropouts = _swap_dropouts_(model, enabled=enabled)
     fused, left = fuse_attention_(model, enabled=enabled)

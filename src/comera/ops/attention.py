@@ -5,9 +5,10 @@
 
 torch's fused attention has no dropout on a CPU: there it falls back to score matrices of the whole batch, which it
 saves. Here S and P are made chunk by chunk, and again in the backward. A C++ kernel (kernels/cpp/csrc/attention.cpp)
-handles float32; for other dtypes, and without the kernel, torch's products handle a few samples at a time, from Q, K, V
+handles float32; for float64, and without the kernel, torch's products handle a few samples at a time, from Q, K, V
 and the bits of M, in 1.8 to 2 times the time. Without dropout torch's fused attention takes 1.1 to 1.4 times as long as
-the kernel.
+the kernel, causal XXX. Half precision that the processor has no arithmetic for is computed in float32: torch's
+fused attention takes eight times as long in it.
 
 Shapes: B batch, H heads, T queries, S keys, D width of a head; C samples and heads of a chunk, flattened.
 """
@@ -25,7 +26,7 @@ from comera.kernels.select import supports
 from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dropout import as_integers, keep_mask, new_seed
-from comera.ops.dtypes import autocast_dtype, widens, without_autocast
+from comera.ops.dtypes import autocast_dtype, without_autocast, working_dtype
 from comera.ops.once import made_once
 
 _MIN_QUERIES = 32  # with fewer the kernel is no faster than torch's fused attention
@@ -51,12 +52,20 @@ def attention(
     Returns:
         (batch, heads, T, width).
 
-    Own code, with first derivatives only, runs on a CPU with dropout, for training in float32, and for half precision
-    that the processor has no arithmetic for; everything else is torch's.
+    Own code, with first derivatives only, runs on a CPU with dropout and for training in float32; everything else is
+    torch's. Half precision is computed in float32 where the processor has no arithmetic for it.
     """
+    dtype = autocast_dtype(q_BHTD) or q_BHTD.dtype
+    if not traced() and working_dtype(q_BHTD) != dtype:
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
+        with without_autocast(q_BHTD):
+            wide = attention(
+                *(t.float() for t in (q_BHTD, k_BHSD, v_BHSD)), mask, dropout=dropout, scale=scale, is_causal=is_causal
+            )
+        return wide.to(dtype)
     grouped = k_BHSD.shape[1] != q_BHTD.shape[1]
     kernel = _supported(q_BHTD, k_BHSD, v_BHSD, dropout) and not (is_causal and mask is not None)
-    own = q_BHTD.device.type == "cpu" and q_BHTD.ndim == 4 and not is_causal and (dropout > 0 or widens(q_BHTD))
+    own = q_BHTD.device.type == "cpu" and q_BHTD.ndim == 4 and not is_causal and dropout > 0
     fits = 0 <= dropout < 1 and not traced() and not (mask is not None and mask.requires_grad)
     if not fits or not (kernel or own):
         # torch's fused kernels know neither samples of a vmap nor forward derivatives

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys (Su et al. 2021, arXiv:2104.09864): rows turned by their position's angles.
+"""Rotary position embedding of queries and keys: rows turned by the angles of their position (arXiv:2104.09864).
 
     rows [x, x', rest]:    y = x cos - x' sin,    y' = x' cos' + x sin',    rest stays
     backward               dx = dy cos + dy' sin',    dx' = dy' cos' - dy sin
@@ -66,7 +66,7 @@ def _turned(x_BHTD: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """By the kernel. transposed: gradients, which are the same operation with other signs, so it is its own derivative."""
+    """By the kernel. transposed: gradients, by the same operation with other signs; so it is its own derivative."""
 
     @staticmethod
     def forward(

@@ -7,9 +7,7 @@ from comera.kernels.cpp.library import call, operation
 
 
 @operation()
-def rotary(
-    q_BHTD: Tensor, k_BGTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, transposed: bool
-) -> tuple[Tensor, Tensor]:
+def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """q and k, (B, H, T, D) and (B, G, T, D), with the first R columns of each row turned, R even and at most D.
 
     cos, sin: (B, T, R), or (1, T, R) for all samples alike. transposed: gradients from those of the results.
@@ -20,8 +18,9 @@ def rotary(
         raise RuntimeError(f"expected q and k in 4 dimensions and cos in 3, got {found}")
     (batch, heads, length, width), groups, (samples, _, rotated) = q_BHTD.shape, k_BGTD.shape[1], cos_BTR.shape
     if samples not in (1, batch) or rotated % 2 or rotated > width:
+        found = list(cos_BTR.shape)
         raise RuntimeError(
-            f"expected cos of {batch} samples or 1, with an even number of columns up to {width}, got {[*cos_BTR.shape]}"
+            f"expected cos of {batch} samples or 1, an even number of columns up to {width}, got {found}"
         )
     q_BHTD, k_BGTD = strided("q", q_BHTD, *q_BHTD.shape), strided("k", k_BGTD, batch, groups, length, width)
     tables = [strided(name, t, samples, length, rotated) for name, t in (("cos", cos_BTR), ("sin", sin_BTR))]
