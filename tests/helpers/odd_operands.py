@@ -2,7 +2,7 @@
 
 import torch
 
-from comera.kernels.cpp import adamw, attention, block_product, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import adamw, attention, block_product, gradients, low_rank, merge, mlp, residual_norm, rotary
 
 LAYOUT = (3, 1, 5, 6, 6, 3, 2, 1, 4, 2, 1)  # order, split, features, modes, ranks
 
@@ -49,6 +49,12 @@ def attention_operands(batch=2, heads=4, groups=2, queries=5, keys=7, width=9, v
     return q, k, v, torch.randn(queries, keys), do
 
 
+def rotary_operands(batch=2, heads=4, groups=2, length=5, width=9, columns=6, samples=1):
+    """q, k, cos and sin."""
+    q, k = (torch.randn(batch, n, length, width) for n in (heads, groups))
+    return q, k, torch.randn(samples, length, columns), torch.randn(samples, length, columns)
+
+
 def call_all():
     """Every kernel on shapes without, with part of, and with several vectors, tiles and blocks."""
     seed = torch.tensor(3)
@@ -81,11 +87,26 @@ def call_all():
         for missing in (None, 0, 1):
             given = [None if k == missing else torch.randn_like(factor) for k, factor in enumerate(factors)]
             merge.merge_backward(given, parameters, biases, layouts, 0.1)
-    for sizes in ((2, 4, 2, 5, 7, 9, 3), (1, 1, 1, 65, 97, 1, 17), (1, 2, 2, 0, 3, 4, 4), (1, 2, 1, 3, 0, 4, 4)):
+    for sizes in (
+        (2, 4, 2, 5, 7, 9, 3),
+        (1, 1, 1, 65, 97, 1, 17),
+        (1, 2, 1, 130, 130, 9, 9),
+        (1, 2, 2, 0, 3, 4, 4),
+        (1, 2, 1, 3, 0, 4, 4),
+    ):
         q, k, v, mask, do = attention_operands(*sizes)
         for settings in ((mask, seed, 0.1, 1.0, False), (None, None, 0.0, 0.3, True)):
             o, norms = attention.attention(q, k, v, *settings)
             attention.attention_backward(do, o, norms, q, k, v, *settings)
+    for sizes in (
+        (2, 4, 2, 5, 9, 6),
+        (3, 1, 1, 7, 34, 34, 3),
+        (1, 2, 1, 1, 64, 0),
+        (0, 2, 2, 3, 8, 8),
+        (2, 3, 1, 0, 4, 2),
+    ):
+        for transposed in (False, True):
+            rotary.rotary(*rotary_operands(*sizes), transposed)
     for shape in ((3, 65), (1, 1), (0, 8), (4, 0), (40, 700)):
         z, x, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
         for drawn in (seed, None):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.qkv import QKV
-from comera.fusion.registry import BlockPattern, Fused, submodule
+from comera.fusion.registry import BlockPattern, forward_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.ops.attention import attention
 from comera.ops.rotary import rotary
@@ -40,11 +40,9 @@ class RotaryAttention(BlockPattern):
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        own = vars(module).get("forward")
-        if own is not None and not isinstance(own, Fused):
-            return "its forward was replaced by someone else"
         name = module.config._attn_implementation  # type: ignore[union-attr]
-        return None if name in (STOCK, NAME) else f"it uses the attention {name!r}, not {STOCK!r}"
+        other = None if name in (STOCK, NAME) else f"it uses the attention {name!r}, not {STOCK!r}"
+        return forward_obstacle(module) or other
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         others = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}

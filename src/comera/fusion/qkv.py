@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, layers_obstacle, submodule
+from comera.fusion.registry import BlockPattern, forward_obstacle, layers_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.ops.dtypes import autocast_dtype, without_autocast
 from comera.ops.low_rank import low_rank
@@ -25,7 +25,7 @@ class QKV(BlockPattern):
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        return layers_obstacle(module, self.layers)
+        return forward_obstacle(module) or layers_obstacle(module, self.layers)
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         input = args[0] if args else kwargs.get("hidden_states")

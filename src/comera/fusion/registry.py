@@ -82,6 +82,12 @@ def patterns_of(module: nn.Module) -> tuple[BlockPattern, ...]:
     return _REGISTERED.get(path, ()) if kind.__module__ in sys.modules else ()
 
 
+def forward_obstacle(module: nn.Module) -> str | None:
+    """Why the forward of this module cannot be replaced; None if it can."""
+    own = vars(module).get("forward")
+    return None if own is None or isinstance(own, Fused) else "its forward was replaced by someone else"
+
+
 def layers_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
     """Why these layers of a module cannot be computed without being called one by one; None if they can."""
     for name in names:

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from comera.kernels import select
-from comera.kernels.cpp import adamw, attention, block_product, build, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import (
+    adamw,
+    attention,
+    block_product,
+    build,
+    gradients,
+    low_rank,
+    merge,
+    mlp,
+    residual_norm,
+    rotary,
+)
 from comera.kernels.cpp.library import call
 
 from ...helpers.odd_operands import (
@@ -16,6 +27,7 @@ from ...helpers.odd_operands import (
     low_rank_operands,
     merge_operands,
     mlp_operands,
+    rotary_operands,
 )
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
@@ -178,6 +190,19 @@ def test_wrong_seeds_probabilities_and_heads_are_refused():
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_rotary_are_refused(change):
+    for samples in (1, 2):
+        operands = rotary_operands(samples=samples)
+        assert_all_refused(lambda *given: rotary.rotary(*given, False), operands, change)
+
+
+@pytest.mark.parametrize("columns", [3, 10], ids=["odd", "wider than a row"])
+def test_columns_that_cannot_turn_are_refused(columns):
+    with pytest.raises(RuntimeError, match="even number of columns up to 9"):
+        rotary.rotary(*rotary_operands(columns=columns), False)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 def test_wrong_operands_of_residual_norm_are_refused(change):
     z, x, weight, bias = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6), torch.randn(6)
     if change not in (CHANGES[0], CHANGES[1], CHANGES[3]):  # a z of another shape only fits another x
@@ -230,6 +255,8 @@ def test_gradients_with_the_negative_bit_have_the_right_sign():
     each_do = negative(*do.shape)
     results += [attention.attention_backward(each, o, norms, q, k, v, None, None, 0.0, 1.0, False) for each in each_do]
     results += [[residual_norm.dropout(each, SEED, 0.1)] for each in negative(4, 6)]
+    _, *tables = rotary_operands()
+    results += [rotary.rotary(each, *tables, False) for each in negative(2, 4, 5, 9)]
     first, *rest = parameters
     given = [[each, *rest] for each in (torch._neg_view(-first), first)]  # contiguous, in spite of its bit
     results += [merge.merge(each, biases, layout, 0.0) for each in given]
