@@ -63,11 +63,9 @@ def attention(
     dtype = autocast_dtype(q_BHTD) or q_BHTD.dtype
     if not traced() and working_dtype(q_BHTD) != dtype:
         mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
+        wide = q_BHTD.float(), k_BHSD.float(), v_BHSD.float()
         with without_autocast(q_BHTD):
-            wide = attention(
-                *(t.float() for t in (q_BHTD, k_BHSD, v_BHSD)), mask, dropout=dropout, scale=scale, is_causal=is_causal
-            )
-        return wide.to(dtype)
+            return attention(*wide, mask, dropout=dropout, scale=scale, is_causal=is_causal).to(dtype)
     grouped = k_BHSD.shape[1] != q_BHTD.shape[1]
     kernel = _supported(q_BHTD, k_BHSD, v_BHSD, dropout, is_causal) and not (is_causal and mask is not None)
     own = q_BHTD.device.type == "cpu" and q_BHTD.ndim == 4 and not is_causal and dropout > 0
