@@ -10,11 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from comera.fusion.causal_lm import CausalLM
 from comera.fusion.decoder_attention import NAME, STOCK, RotaryAttention, attend
 from comera.fusion.mlp import MLP
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, register_block
 from comera.fusion.residual import ResidualNorm, add_and_norm
+
+_Patterns = Mapping[str, BlockPattern | tuple[BlockPattern, ...]]  # by the end of a module's name
 
 
 def _bert_output(layer: Any, input: Tensor, output: Tensor) -> Tensor:
@@ -41,10 +44,10 @@ _LLAMA_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV))
 _PHI_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV, output="dense", norms=("q_layernorm", "k_layernorm")))
 
 _BERT = {"SelfAttention": _BERT_QKV, "Layer": _BERT_MLP, "SelfOutput": ResidualNorm(), "Output": ResidualNorm()}
-_LLAMA = {"Attention": _LLAMA_ATTENTION, "MLP": _LLAMA_MLP}
+_LLAMA: _Patterns = {"Attention": _LLAMA_ATTENTION, "MLP": _LLAMA_MLP, "ForCausalLM": CausalLM()}
 
 # family: where its modules are defined, and the prefix of their names
-FAMILIES: dict[str, Mapping[str, BlockPattern | tuple[BlockPattern, ...]]] = {
+FAMILIES: dict[str, _Patterns] = {
     "bert.modeling_bert.Bert": _BERT,
     "roberta.modeling_roberta.Roberta": _BERT,
     "llama.modeling_llama.Llama": _LLAMA,
@@ -55,7 +58,7 @@ FAMILIES: dict[str, Mapping[str, BlockPattern | tuple[BlockPattern, ...]]] = {
     "gemma3.modeling_gemma3.Gemma3": {"Attention": _LLAMA_ATTENTION},
     "granite.modeling_granite.Granite": {"Attention": _LLAMA_ATTENTION},
     "phi.modeling_phi.Phi": {"Attention": _PHI_ATTENTION},
-    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP},
+    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "LMHeadModel": CausalLM()},
 }
 TABLE = {family + part: patterns for family, parts in FAMILIES.items() for part, patterns in parts.items()}
 for _path, _patterns in TABLE.items():

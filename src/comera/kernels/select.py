@@ -29,6 +29,7 @@ CPP = (
     "attention",
     "rotary",
     "residual_norm",
+    "cross_entropy",
     "merge",
     "gradients",
     "adamw",

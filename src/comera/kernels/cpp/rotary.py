@@ -18,10 +18,8 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, tra
         raise RuntimeError(f"expected q and k in 4 dimensions and cos in 3, got {found}")
     (batch, heads, length, width), groups, (samples, _, rotated) = q_BHTD.shape, k_BGTD.shape[1], cos_BTR.shape
     if samples not in (1, batch) or rotated % 2 or rotated > width:
-        found = list(cos_BTR.shape)
-        raise RuntimeError(
-            f"expected cos of {batch} samples or 1, an even number of columns up to {width}, got {found}"
-        )
+        expected = f"cos of {batch} samples or 1, with an even number of columns up to {width}"
+        raise RuntimeError(f"expected {expected}, got {list(cos_BTR.shape)}")
     q_BHTD, k_BGTD = strided("q", q_BHTD, *q_BHTD.shape), strided("k", k_BGTD, batch, groups, length, width)
     tables = [strided(name, t, samples, length, rotated) for name, t in (("cos", cos_BTR), ("sin", sin_BTR))]
     of_heads = [t[:, None].expand(batch, 1, length, rotated) for t in tables]
