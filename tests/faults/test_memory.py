@@ -97,6 +97,9 @@ for k in range(int(sys.argv[1])):
     z, x, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, weight, seed, 0.2, 1e-5)
     residual_norm.residual_norm_backward(z, s, mean, rstd, weight, seed, 0.2)
+    _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, None, None, 0.0, 1e-5, 1.0, True)
+    residual_norm.residual_norm_backward(z, s, mean, rstd, weight, None, 0.0, 1.0, True, x)
+    gated.gated_backward(gated.gated(z, x, "silu"), z, x, "silu")
     gradients.clip_([torch.randn(size(3000)) for _ in range(3)], 0.1)
 print("all kernels ran")
 """

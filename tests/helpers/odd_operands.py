@@ -7,6 +7,7 @@ from comera.kernels.cpp import (
     attention,
     block_product,
     cross_entropy,
+    gated,
     gradients,
     low_rank,
     merge,
@@ -14,6 +15,7 @@ from comera.kernels.cpp import (
     residual_norm,
     rotary,
 )
+from comera.kernels.cpp.activations import ACTIVATIONS
 
 LAYOUT = (3, 1, 5, 6, 6, 3, 2, 1, 4, 2, 1)  # order, split, features, modes, ranks
 
@@ -90,7 +92,7 @@ def call_all():
                 x, dy, *weight = operands
                 block_product.block_product(x, *weight, dy.shape[1])
     for sizes in ((5, 7, 50, 9, (3, 2), 4), (1, 1, 1, 1, (1,), 1), (0, 3, 9, 4, (2,), 3), (67, 20, 97, 33, (0, 9), 0)):
-        for activation in mlp.ACTIVATIONS:
+        for activation in ACTIVATIONS:
             mlp.mlp_backward(*mlp_operands(*sizes, bias=1), activation, True)
     for layout in (LAYOUT, (2, 1, 3, 4, 4, 5, 1, 3, 1), (4, 2, 29, 41, 5, 6, 7, 6, 1, 9, 0, 17, 1)):
         parameters, biases, layouts = merge_operands(layout)
@@ -123,7 +125,14 @@ def call_all():
         for drawn in (seed, None):
             _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, weight, drawn, 0.2, 1e-5)
             residual_norm.residual_norm_backward(z, s, mean, rstd, weight, drawn, 0.2)
+            for given in (z, None):
+                _, s, mean, rstd = residual_norm.residual_norm(given, x, weight, None, drawn, 0.2, 1e-5, 1.0, True)
+                operands = x if given is None else s, mean, rstd, weight, drawn, 0.2, 1.0, True
+                residual_norm.residual_norm_backward(z, *operands, z if drawn is None else None)
         residual_norm.dropout(x, seed, 0.3)
+        for activation in ACTIVATIONS:
+            gated.gated(z, x, activation)
+            gated.gated_backward(z, z, x, activation)
     for rows, classes in ((3, 65), (1, 1), (0, 8), (2, 0), (9, 20_001)):
         labels = torch.full((rows,), classes - 1)  # without classes: ignored
         cross_entropy.cross_entropy(torch.randn(rows, classes), labels, -1)

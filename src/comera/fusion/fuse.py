@@ -42,8 +42,8 @@ class FuseReport:
     enabled: bool = True
 
     def fused(self, kind: str) -> tuple[str, ...]:
-        """Names of the modules whose part of this kind was fused: "mlp", "qkv", "rotary attention", "residual norm",
-        "attention" or "loss"."""
+        """Names of the modules whose part of this kind was fused: "mlp", "gated activation" (of an MLP whose layers are
+        called one by one), "qkv", "rotary attention", "residual norm", "norm", "pre-norm", "attention", "loss"."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property
@@ -65,10 +65,12 @@ class FuseReport:
 def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -> FuseReport:
     """Make what surrounds the compressed layers of a model cheap, in place.
 
-    - MLPs (of registered types, see `register_block`) never hold their hidden activation.
+    - MLPs (of registered types, see `register_block`) never hold their hidden activation. Those of other layers, dense
+      ones too, have their gated activation (SwiGLU, GeGLU) in one operation.
     - Queries, keys and values come from one product with their input.
     - Rotary embedding takes one pass over memory each way on a CPU.
     - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
+    - RMSNorm takes one pass over memory each way on a CPU, in pre-norm blocks with the residual sum before it.
     - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU and is faster in
@@ -112,7 +114,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
             if keep_logits and isinstance(pattern, CausalLM):
                 continue
             reason = pattern.obstacle(module)
-            rows.append(FuseRow(name, pattern.kind, reason or ""))
+            rows.append(FuseRow(name, pattern.kind if reason else pattern.fused_kind(module), reason or ""))
             if enabled and reason is None:  # of two for one method the later runs: it contains the earlier
                 setattr(module, pattern.method, Fused(module, pattern, cache))
     dropouts = _swap_dropouts_(model, enabled=enabled)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from comera.fusion.causal_lm import CausalLM
 from comera.fusion.decoder_attention import NAME, STOCK, RotaryAttention, attend
 from comera.fusion.mlp import MLP
+from comera.fusion.norm import RMSNorm
+from comera.fusion.pre_norm import PreNorm
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, register_block
 from comera.fusion.residual import ResidualNorm, add_and_norm
@@ -44,7 +46,16 @@ _LLAMA_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV))
 _PHI_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV, output="dense", norms=("q_layernorm", "k_layernorm")))
 
 _BERT = {"SelfAttention": _BERT_QKV, "Layer": _BERT_MLP, "SelfOutput": ResidualNorm(), "Output": ResidualNorm()}
-_LLAMA: _Patterns = {"Attention": _LLAMA_ATTENTION, "MLP": _LLAMA_MLP, "ForCausalLM": CausalLM()}
+# Gemma 2 and 3 have a norm after attention and MLP too, Granite scales what it adds to the residual sum and its logits.
+_SCALED: _Patterns = {
+    "Attention": _LLAMA_ATTENTION,
+    "MLP": _LLAMA_MLP,
+    "RMSNorm": RMSNorm(eps="variance_epsilon"),
+}
+_LLAMA = {**_SCALED, "DecoderLayer": PreNorm(), "ForCausalLM": CausalLM()}
+_GEMMA2 = {**_SCALED, "Attention": _LLAMA_QKV, "RMSNorm": RMSNorm(offset=1.0)}  # caps its scores
+_GEMMA3 = {**_GEMMA2, "Attention": _LLAMA_ATTENTION}
+_GEMMA = {**_GEMMA3, "DecoderLayer": PreNorm()}
 
 # family: where its modules are defined, and the prefix of their names
 FAMILIES: dict[str, _Patterns] = {
@@ -54,9 +65,11 @@ FAMILIES: dict[str, _Patterns] = {
     "mistral.modeling_mistral.Mistral": _LLAMA,
     "qwen2.modeling_qwen2.Qwen2": _LLAMA,
     "qwen3.modeling_qwen3.Qwen3": _LLAMA,
-    "gemma.modeling_gemma.Gemma": {"Attention": _LLAMA_ATTENTION},
-    "gemma3.modeling_gemma3.Gemma3": {"Attention": _LLAMA_ATTENTION},
-    "granite.modeling_granite.Granite": {"Attention": _LLAMA_ATTENTION},
+    "smollm3.modeling_smollm3.SmolLM3": {**_LLAMA, "Attention": _LLAMA_QKV},  # without positions in some layers
+    "granite.modeling_granite.Granite": _SCALED,
+    "gemma.modeling_gemma.Gemma": _GEMMA,
+    "gemma2.modeling_gemma2.Gemma2": _GEMMA2,
+    "gemma3.modeling_gemma3.Gemma3": _GEMMA3,
     "phi.modeling_phi.Phi": {"Attention": _PHI_ATTENTION},
     "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "LMHeadModel": CausalLM()},
 }

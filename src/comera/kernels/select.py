@@ -26,6 +26,7 @@ CPP = (
     "low_rank",
     "block_product",
     "mlp",
+    "gated",
     "attention",
     "rotary",
     "residual_norm",

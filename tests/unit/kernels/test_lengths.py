@@ -13,6 +13,7 @@ from comera.kernels.cpp import (
     block_product,
     build,
     cross_entropy,
+    gated,
     gradients,
     low_rank,
     merge,
@@ -225,6 +226,35 @@ def test_wrong_operands_of_residual_norm_are_refused(change):
     _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, bias, SEED, 0.1, 1e-5)
     operands = [z, s, mean, rstd, weight]
     assert_all_refused(lambda *given: residual_norm.residual_norm_backward(*given, SEED, 0.1), operands, change)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_an_rms_norm_are_refused(change):
+    z, x, dy, ds = (torch.randn(4, 6) for _ in range(4))
+    weight, settings = torch.randn(6), (None, 0.0, 1e-5, 1.0, True)
+    run = residual_norm.residual_norm
+    assert_all_refused(lambda z, weight: run(z, x, weight, None, *settings), [z, weight], change)
+    if change in (CHANGES[2], CHANGES[4]):  # an x of another shape only fits another z
+        assert_all_refused(lambda x: run(None, x, weight, None, *settings), [x], change)
+    with pytest.raises(RuntimeError, match="expected no bias"):
+        run(z, x, weight, weight, *settings)
+    _, s, mean, rstd = run(z, x, weight, None, *settings)
+
+    def backward(dy, s, rstd, weight, ds):
+        return residual_norm.residual_norm_backward(dy, s, mean, rstd, weight, None, 0.0, 1.0, True, ds)
+
+    assert_all_refused(backward, [dy, s, rstd, weight, ds], change)
+    with pytest.raises(RuntimeError, match="expected mean"):  # one of a layer norm
+        residual_norm.residual_norm_backward(dy, s, rstd, rstd, weight, None, 0.0, 1.0, True)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_gated_are_refused(change):
+    dh, g, u = (torch.randn(4, 6) for _ in range(3))
+    assert_all_refused(lambda u: gated.gated(g, u, "silu"), [u], change)
+    assert_all_refused(lambda *given: gated.gated_backward(*given, "silu"), [dh, g, u], change)
+    with pytest.raises(ValueError, match="tuple"):
+        gated.gated(g, u, "tanh")
 
 
 def test_wrong_moments_and_gradients_are_refused_by_adamw():
