@@ -78,7 +78,8 @@ def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tenso
         weights: one or more. They are cast to the `working_dtype` of x. Autocast must be off.
 
     Returns:
-        One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: the operands. Differentiable twice.
+        One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: the operands.
+        Differentiable twice.
 
     Example:
         >>> q, k = (BTTSpec(12, out, in_modes=(3, 4), out_modes=(5, 2), block_ranks=1) for out in (10, 9))

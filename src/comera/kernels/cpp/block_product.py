@@ -47,11 +47,8 @@ def _weights(
         raise RuntimeError(f"expected x of two dimensions and at least one R, got {list(x_BI.shape)} and {len(rs_NK)}")
     weights = []
     for r_NK, l_KM, bias, gates_K, ranks_AC, out_features in zip(rs_NK, ls_KM, biases, gates, ranks, outs, strict=True):
-        if (
-            ranks_AC.dim() != 2
-            or ranks_AC.dtype is not torch.int64
-            or not (ranks_AC.is_cpu and ranks_AC.is_contiguous())
-        ):
+        readable = ranks_AC.dtype is torch.int64 and ranks_AC.is_cpu and ranks_AC.is_contiguous()
+        if ranks_AC.dim() != 2 or not readable:
             came = f"{list(ranks_AC.shape)} of {ranks_AC.dtype} on {ranks_AC.device}"
             raise RuntimeError(f"expected contiguous ranks (blocks, blocks) of int64 on the CPU, got {came}")
         if r_NK.dim() != 2 or l_KM.dim() != 2:
@@ -76,7 +73,7 @@ def _call(name: str, batch: int, weights: Sequence[Weight], flat: list[int], *op
 
 
 def _flops(x: Any, rs: Any, ls: Any, biases: Any, gates: Any, ranks: Any, outs: Any) -> int:
-    return int(sum(2 * x[0] * r[1] * (r[0] + l[1]) for r, l in zip(rs, ls, strict=True)))
+    return int(sum(2 * x[0] * count * (n + m) for (n, count), (_, m) in zip(rs, ls, strict=True)))
 
 
 @operation(_flops)
@@ -105,8 +102,8 @@ def _backward_flops(
     x: Any, dys: Any, rs: Any, ls: Any, biases: Any, gates: Any, ranks: Any, dx: bool, dr: bool, dl: bool
 ) -> int:
     """h again and ∂L; dh, dx and ∂R."""
-    products = (r[1] * (r[0] * (dl + dx + dr) + l[1] * (dl + (dx or dr))) for r, l in zip(rs, ls, strict=True))
-    return int(2 * x[0] * sum(products))
+    pairs = zip(rs, ls, strict=True)
+    return int(2 * x[0] * sum(k * (n * (dl + dx + dr) + m * (dl + (dx or dr))) for (n, k), (_, m) in pairs))
 
 
 @operation(_backward_flops)
@@ -122,12 +119,14 @@ def block_product_backward(
     wants_r: bool,
     wants_l: bool,
 ) -> list[Tensor]:
-    """dx; then of each weight ∂R, ∂L, ∂bias if it has one, ∂gates if it has any. dx where `wants_x`, ∂R and ∂gates where
+    """dx where wanted; then of each weight ∂R and ∂L, ∂bias if it has one, ∂gates if it has any: ∂R and ∂gates where
     `wants_r`, ∂L and ∂bias where `wants_l`. Raises RuntimeError as `block_product` does."""
     outs = [dy_BO.shape[-1] for dy_BO in dys_BO]
     x_BI, weights = _weights(x_BI, rs_NK, ls_KM, biases, gates, ranks, outs)
     batch, features = x_BI.shape
-    dx_BI, made, flat = empty(*x_BI.shape) if wants_x else None, [], []
+    dx_BI = empty(batch, features) if wants_x else None
+    made: list[Tensor | None] = []
+    flat: list[int] = []
     read = [checked("dy", dy_BO, batch, out) for dy_BO, out in zip(dys_BO, outs, strict=True)]  # lives until the call
     for weight, dy_BO in zip(weights, read, strict=True):
         wanted = wants_r, wants_l, wants_l, wants_r

@@ -63,8 +63,8 @@ def call(name: str, *operands: object) -> None:
     """Call the C function `name` of SIGNATURES, with torch's number of threads where it takes that.
 
     operands: numbers; for pointers tensors, `words`, addresses, or None for C's null pointer.
-    Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels, ValueError where the
-    function itself refuses numbers in its operands.
+    Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels, ValueError
+    where the function itself refuses numbers in its operands.
     """
     functions = _functions()
     if isinstance(functions, str):
