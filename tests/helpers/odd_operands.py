@@ -27,15 +27,21 @@ def low_rank_operands(batch=5, features=7, out=9, rank=3, bias=1):
 
 
 def block_product_operands(batch=5, sizes=(3, 4, 5, 7), ranks=2, cut=(0, 0), bias=True):
-    """x, dy, R, L, bias and ranks as block_product_backward takes them.
+    """x and lists of dy, R, L, bias, gates and ranks as block_product_backward takes them, for two weights.
 
     sizes: A, N, C, M; ranks: the largest of a block; cut: features of padding.
     """
     a, n, c, m = sizes
-    of_blocks = torch.randint(ranks + 1, (a, c))
-    count, features, out = int(of_blocks.sum()), max(0, a * n - cut[0]), max(0, c * m - cut[1])
-    x, dy, r_NK, l_KM = (torch.randn(s) for s in ((batch, features), (batch, out), (n, count), (count, m)))
-    return x, dy, r_NK, l_KM, torch.randn(out) if bias else None, of_blocks
+    features, dys, weights = max(0, a * n - cut[0]), [], []
+    for gated in (True, False):
+        of_blocks = torch.randint(ranks + 1, (a, c))
+        count, out = int(of_blocks.sum()), max(0, c * m - cut[1])
+        dys.append(torch.randn(batch, out))
+        gates = torch.randn(count) if gated else None
+        weights.append(
+            (torch.randn(n, count), torch.randn(count, m), torch.randn(out) if bias else None, gates, of_blocks)
+        )
+    return torch.randn(batch, features), dys, *map(list, zip(*weights, strict=True))
 
 
 def mlp_operands(batch=5, features=7, hidden=50, out=9, ranks=(3, 2), rank=4, bias=1):
@@ -89,8 +95,8 @@ def call_all():
             for cut in ((0, 0), (2, 3), (11, 9)):
                 operands = block_product_operands(batch, sizes, batch % 3, cut, bias=batch != 40)
                 block_product.block_product_backward(*operands, True, True, True)
-                x, dy, *weight = operands
-                block_product.block_product(x, *weight, dy.shape[1])
+                x, dys, *weights = operands
+                block_product.block_product(x, *weights, [dy.shape[1] for dy in dys])
     for sizes in ((5, 7, 50, 9, (3, 2), 4), (1, 1, 1, 1, (1,), 1), (0, 3, 9, 4, (2,), 3), (67, 20, 97, 33, (0, 9), 0)):
         for activation in ACTIVATIONS:
             mlp.mlp_backward(*mlp_operands(*sizes, bias=1), activation, True)
