@@ -19,9 +19,10 @@ from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
 from comera.fusion import fuse_
 from comera.nn import CompressedLayer
+from comera.nn.size import model_size
 from comera.optim import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
-from comera.rank import LateStage, RankController, model_size, round_
+from comera.rank import LateStage, RankController, round_
 from comera.recompute import recompute_
 from comera.tt.spec import TTMSpec
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from comera.errors import ConfigError
 from comera.fusion.fuse import fuse_
+from comera.nn.size import model_size
 from comera.nn.tensor_train import named_trains
 from comera.rank.controller import RankController
-from comera.rank.size import model_size
 from comera.recompute import recompute_
 from comera.trainer.checkpoint import checkpoints, clean, load_checkpoint, take_over
 from comera.trainer.clock import Clock

@@ -192,7 +192,7 @@ def test_overrides_that_do_not_fit_are_refused(overrides: dict[str, TT | TTM | N
 @pytest.mark.parametrize(
     "config",
     [
-        replace(SMALL, overrides={"head": TT(in_modes=(5, 5), out_modes=(2,))}),
+        replace(SMALL, overrides={"head": TT(rank=4, in_modes=(5, 5), out_modes=(2,))}),
         replace(SMALL, overrides={"blocks.1": TT(order=3, rank=(1, 8, 4000, 1))}),
         replace(SMALL, embedding=TTM(row_modes=(5, 5), rank=3)),
     ],
@@ -237,15 +237,15 @@ def test_a_second_call_converts_what_was_left() -> None:
 
 def test_a_model_in_which_nothing_matches_is_an_error() -> None:
     with pytest.raises(ConversionError, match="expected layers whose type is exactly one of Linear, Embedding"):
-        tensorize_(nn.Sequential(nn.LayerNorm(4), nn.ReLU()))
+        tensorize_(nn.Sequential(nn.LayerNorm(4), nn.ReLU()), SMALL)
     with pytest.raises(ConversionError, match=r"all of its 1 layers stay dense. 0 \(Linear 4 -> 4\): would store"):
-        tensorize_(nn.Sequential(nn.Linear(4, 4)))
+        tensorize_(nn.Sequential(nn.Linear(4, 4)), SMALL)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(8, 8), nn.Embedding(8, 8)])
 def test_a_root_layer_is_an_error(layer: nn.Module) -> None:
     with pytest.raises(ConversionError, match=r"nn.Sequential\(layer\), or make a comera.nn.TTLinear"):
-        tensorize_(layer)
+        tensorize_(layer, SMALL)
 
 
 def test_min_ratio_decides_what_pays() -> None:

@@ -15,9 +15,10 @@ from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.budget import canonicalize_, round_
 from comera.rank.report import RankReport
-from comera.rank.size import spec_size, unpruned_ranks, unpruned_size
+from comera.rank.size import unpruned_ranks, unpruned_size
 from comera.rank.target import smallest_size
 from comera.tt.decompose import round_cores, singular_values, tt_svd
+from comera.tt.format import spec_size
 from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 from ...helpers.oracle import padded_weight
