@@ -4,6 +4,7 @@
 leaves the model as it was.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -20,6 +21,7 @@ from comera.convert.rows import rows_of
 from comera.convert.select import Group, Site, all_names, find_groups, find_sites, why_nothing
 from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import ConversionError, SpecError
+from comera.nn.size import model_size
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.decompose import round_cores, tt_svd
 from comera.tt.spec import BTTSpec, TTMSpec
@@ -105,7 +107,16 @@ def tensorize_(
         if error is not None:
             errors[tt] = error
     compress_layers_(model, trains)
-    return TensorizeReport.of(model, rows_of(model, names, sites, errors))
+    _count_once(model, {tt: layer.get_parameter("weight") for layer, tt in trains.items()})
+    return TensorizeReport(tuple(rows_of(model, names, sites, errors)), model_size(model))
+
+
+def _count_once(model: nn.Module, weights: Mapping[TensorTrain, nn.Parameter]) -> None:
+    """Note which of these tensor trains had its weight in common with another one, or with a layer that stays dense."""
+    counted = set(model.parameters())
+    for tt, weight in weights.items():
+        tt.counts_elsewhere = weight in counted
+        counted.add(weight)
 
 
 def materialize_(model: nn.Module) -> nn.Module:

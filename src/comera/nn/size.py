@@ -12,8 +12,9 @@ class ModelSize:
     """Parameters that a model stores, beside those of its dense original. Printing it gives one line.
 
     total: all parameters, tied ones once. tensorized: those of them in tensor trains (cores and gates; no biases).
-    dense_total, dense_tensorized: the same with every tensor train replaced by the dense weight that it represents.
-    bytes: storage of all parameters, in their own dtypes.
+    dense_total, dense_tensorized: the same for the dense model, with every tensor train replaced by the weight that it
+    represents. A weight that was tied counts once, also where its layers have a tensor train each now, and with the
+    parameters that stay dense where one of them does. bytes: storage of all parameters, in their own dtypes.
     """
 
     total: int
@@ -24,12 +25,12 @@ class ModelSize:
 
     @property
     def ratio(self) -> float:
-        """Dense parameters per stored parameter over the whole model; infinite if nothing is stored."""
+        """The model ratio: dense parameters of the whole model per stored one; infinite if nothing is stored."""
         return _ratio(self.dense_total, self.total)
 
     @property
     def tensorized_ratio(self) -> float:
-        """Dense parameters per stored parameter over the tensor trains; 1 without any, infinite if all are empty."""
+        """The layer ratio: the same over the tensor trains alone; 1 without any, infinite if all are empty."""
         return _ratio(self.dense_tensorized, self.tensorized)
 
     def __str__(self) -> str:
@@ -44,8 +45,8 @@ def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize
 
     Args:
         model: dense, tensorized or a mixture.
-        dense_total: parameters of the dense original, if known. By default, every tensor train counts as a dense weight
-            of its own, which overstates the original if a weight that was tied there has become two tensor trains.
+        dense_total: parameters of the dense original, where the model has other layers in place of dense ones than
+            compressed ones.
 
     Returns:
         The sizes with and without compression, and their ratios.
@@ -66,7 +67,7 @@ def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize
     tensorized = sum(p.numel() for p in {p for train in trains for p in train.parameters()})
     others = total - tensorized
     if dense_total is None:
-        dense_total = others + sum(train.spec.dense_numel for train in trains)
+        dense_total = others + sum(train.spec.dense_numel for train in trains if not train.counts_elsewhere)
     stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
     return ModelSize(total, tensorized, dense_total, dense_total - others, stored_bytes)
 

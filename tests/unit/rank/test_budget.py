@@ -307,10 +307,9 @@ def test_bytes_count_what_the_trains_take_and_an_empty_model_is_no_error() -> No
 def test_the_report_reads_as_a_table() -> None:
     steep, flat = with_singular_values([100.0] + [1.0] * 7, 1), with_singular_values([1.0] * 8, 2)
     report = round_(nn.ModuleDict({"steep": steep, "flat": flat}), 17 * 9 + 5)
-    assert str(report).splitlines() == [
-        "steep.tt  8 -> 1  error 2.64%",
-        "1 of 2 tensor trains rounded: 272 -> 153 parameters (56.2%, target 158)",
-    ]
+    assert report.table().rows == (("steep.tt", "8", "1", "2.64%"),)
+    assert repr(report) == "<RankReport: 1 of 2 tensor trains rounded: 272 -> 153 parameters (56.2%, target 158)>"
+    assert report.to_frame()["after"].to_list() == ["1", "8"]
 
 
 @pytest.mark.parametrize("kind", ["adamw-fused", "adagrad", "nadam"])
