@@ -67,7 +67,7 @@ def tensorize_(
         >>> model = torch.nn.Sequential(torch.nn.Embedding(5000, 128), torch.nn.Linear(128, 512))
         >>> report = comera.tensorize_(model, ratio=10)
         >>> print(f"{report.dense_total:,} parameters, now {report.total:,}")
-        706,048 parameters, now 70,604
+        706,048 parameters, now 70,600
 
         Or by ranks:
 

@@ -135,11 +135,16 @@ def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) ->
     model = task.model.to(accelerator.device)
     if accelerator.num_processes > 1:
         broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
+    adapt_(model, config)
+    return model
+
+
+def adapt_(model: nn.Module, config: TrainConfig) -> None:
+    """Fuse a compressed model, and let it recompute, as configured."""
     if config.fuse and _is_compressed(model):
         fuse_(model)
     if config.recompute:
         recompute_(model)
-    return model
 
 
 def _is_compressed(model: nn.Module) -> bool:
