@@ -7,7 +7,7 @@ from torch import nn
 
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.rank.size import spec_size
+from comera.tt.format import spec_size
 from comera.tt.decompose import tt_svd
 from comera.tt.spec import TTSpec
 

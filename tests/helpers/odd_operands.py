@@ -33,11 +33,11 @@ def block_product_operands(batch=5, sizes=(3, 4, 5, 7), ranks=2, cut=(0, 0), bia
     """
     a, n, c, m = sizes
     features, dys, weights = max(0, a * n - cut[0]), [], []
-    for gated in (True, False):
+    for with_gates in (True, False):
         of_blocks = torch.randint(ranks + 1, (a, c))
         count, out = int(of_blocks.sum()), max(0, c * m - cut[1])
         dys.append(torch.randn(batch, out))
-        gates = torch.randn(count) if gated else None
+        gates = torch.randn(count) if with_gates else None
         weights.append(
             (torch.randn(n, count), torch.randn(count, m), torch.randn(out) if bias else None, gates, of_blocks)
         )

@@ -94,7 +94,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
         >>> import comera
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99))
-        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4), None))
         >>> fuse_(model).fused("qkv")
         ('encoder.layer.0.attention.self',)
 

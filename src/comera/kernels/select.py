@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import ConfigError
 from comera.kernels.cpp import build
+from comera.kernels.cpp.library import on_cpu
 from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
 from comera.kernels.tracing import traced
 
@@ -61,7 +62,7 @@ def supports(kernel: str, *tensors: Tensor) -> bool:
     """Whether the C++ `kernel` supports these operands: at least one, float32 in CPU memory, not traced."""
     if traced() or not tensors or asked(kernel) is False:
         return False
-    plain = (type(t) in _PLAIN and t.dtype == torch.float32 and t.is_cpu and not t.is_neg() for t in tensors)
+    plain = (type(t) in _PLAIN and t.dtype == torch.float32 and on_cpu(t) and not t.is_neg() for t in tensors)
     return all(plain) and unavailable_reason() is None
 
 

@@ -116,7 +116,9 @@ def _added(mask: Tensor) -> Tensor | None:
     if mask.dtype != torch.bool:
         return mask
     mask = mask[tuple(slice(None) if step else slice(1) for step in mask.stride())]  # expanded dimensions once
-    return None if mask.all() else torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+    if not mask.is_meta and mask.all():
+        return None
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 class _Kernel(torch.autograd.Function):
