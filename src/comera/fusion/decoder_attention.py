@@ -1,6 +1,6 @@
 """The attention of Hugging Face's decoders: rotary embedding and causal attention as one operation each (ops/).
 
-`attend` is what their modules call for attention, by the name "comera"; `RotaryAttention` is the forward of such a
+`attend` is what their modules call for attention, by the names in `OURS`; `RotaryAttention` is the forward of such a
 module, written out.
 """
 
@@ -17,10 +17,13 @@ from comera.kernels.tracing import traced
 from comera.ops.attention import attention
 from comera.ops.rotary import rotary
 
-NAME = "comera"
-"""Of our attention, among the attention functions of transformers."""
 STOCK = "sdpa"
-"""Of torch's, which it replaces."""
+"""Name of torch's fused attention, among the attention functions of transformers."""
+CAUSAL = "sdpa_causal"
+"""Of the same for texts without padding, as a recipe registers it: under a name that transformers does not know it makes
+no mask and checks none, so steps do not synchronize."""
+OURS = {STOCK: "comera", CAUSAL: "comera_causal"}
+"""Names of our attention by those that it replaces."""
 
 _ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
@@ -41,7 +44,7 @@ class RotaryAttention(BlockPattern):
 
     def obstacle(self, module: nn.Module) -> str | None:
         name = module.config._attn_implementation  # type: ignore[union-attr]
-        other = None if name in (STOCK, NAME) else f"it uses the attention {name!r}, not {STOCK!r}"
+        other = None if name in (*OURS, *OURS.values()) else f"it uses the attention {name!r}, not {STOCK!r}"
         return forward_obstacle(module) or other
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:

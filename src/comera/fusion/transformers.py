@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.causal_lm import CausalLM
-from comera.fusion.decoder_attention import NAME, STOCK, RotaryAttention, attend
+from comera.fusion.decoder_attention import OURS, STOCK, RotaryAttention, attend
 from comera.fusion.mlp import MLP
 from comera.fusion.norm import RMSNorm
 from comera.fusion.pre_norm import PreNorm
@@ -87,14 +87,14 @@ def fuse_attention_(model: nn.Module, *, enabled: bool) -> tuple[list[str], dict
     if library is None:
         return [], {}
     _register()
-    here, there = (STOCK, NAME) if enabled else (NAME, STOCK)
+    swap = OURS if enabled else {ours: stock for stock, ours in OURS.items()}
     fused: list[str] = []
     left: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, library.PreTrainedModel):
-            if module.config._attn_implementation == here:
-                module.set_attn_implementation(there)
-            if module.config._attn_implementation == there:
+            if (other := swap.get(module.config._attn_implementation)) is not None:
+                module.set_attn_implementation(other)
+            if module.config._attn_implementation in swap.values():
                 fused.append(name)
             else:
                 left[name] = f"it uses the attention {module.config._attn_implementation!r}, not {STOCK!r}"
@@ -105,6 +105,7 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    if NAME not in AttentionInterface._global_mapping:
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+    if OURS[STOCK] not in AttentionInterface._global_mapping:
+        for name in OURS.values():
+            AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(OURS[STOCK], sdpa_mask)
