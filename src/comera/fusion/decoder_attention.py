@@ -20,8 +20,8 @@ from comera.ops.rotary import rotary
 STOCK = "sdpa"
 """Name of torch's fused attention, among the attention functions of transformers."""
 CAUSAL = "sdpa_causal"
-"""Of the same for texts without padding, as a recipe registers it: under a name that transformers does not know it makes
-no mask and checks none, so steps do not synchronize."""
+"""Of the same for texts without padding, as a recipe registers it: under a name that transformers does not know no mask
+is made and none checked, so steps do not synchronize."""
 OURS = {STOCK: "comera", CAUSAL: "comera_causal"}
 """Names of our attention by those that it replaces."""
 
