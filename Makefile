@@ -9,8 +9,8 @@ DEMO_OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 # Criteo's train.txt, plain or .gz, for bench-dlrm (default: synthetic clicks, whose quality figures mean nothing)
 CRITEO ?=
 
-# seconds of training per run of the frontier, and runs of each case
-BUDGET ?= 600
+# training per run of the frontier, 600s or 1600steps, and runs of each case
+BUDGET ?= 600s
 SEEDS ?= 3
 
 .PHONY: help install demo test zoo faults check bench bench-dlrm frontier gpu format clean
@@ -23,7 +23,7 @@ help:
 	@echo "make check   check lint, format and types"
 	@echo "make bench   measure steps, memory and lookups on this CPU, write docs/benchmarks.md (15 minutes)"
 	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
-	@echo "make frontier BUDGET=600   train language models of every format and width for the same time, write docs/frontier.md (hours; continues where it was stopped)"
+	@echo "make frontier BUDGET=600s   train language models of every format and width for the same time, write docs/frontier.md (hours; continues where it was stopped)"
 	@echo "make gpu     run the tests and benchmarks that need a GPU with the PyTorch of PYTHON (9 minutes)"
 	@echo "make format  apply lint fixes and the formatter"
 	@echo "make clean   remove the virtual environment and caches"
@@ -81,6 +81,7 @@ bench-dlrm: install
 
 frontier: install
 	@$(BIN)/python benchmarks/frontier.py costs
+	@$(BIN)/python benchmarks/frontier.py speed
 	@$(BIN)/python benchmarks/frontier.py tune --budget $(BUDGET)
 	@$(BIN)/python benchmarks/frontier.py final --budget $(BUDGET) --seeds $(SEEDS)
 	@$(BIN)/python benchmarks/frontier_page.py

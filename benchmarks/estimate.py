@@ -68,7 +68,7 @@ def peak(recipe: str, config: Any) -> int:
     baseline = current_memory()
     vocabulary = vocabulary_of(recipe, config)
     model, _ = RECIPES[recipe].build_model(config, vocabulary)
-    adapt_(model.train(), config.train)
+    adapt_(model.train(), config.train, keep_logits=recipe != "lm")
     loss, batch = batch_of(recipe, config, vocabulary)
     optimizer = named_optimizer("adamw", model, config.train)
     step = TrainStep(model, loss, optimizer, max_grad_norm=config.train.max_grad_norm)

@@ -1,17 +1,21 @@
 """The frontier: what a language model learns for what it costs, compressed, dense of any width, and by other methods.
 
-Every case trains the recipe lm for the same wall-clock time on a quiet machine, and is read in nats per held-out byte.
-The baseline is the best of the dense models of all widths: narrower ones take more steps, wider ones hold more. All run
-with fused kernels and fused AdamW. The held-out text has two halves: rates are chosen on one, figures are read from the
-other. Rates are tuned alike: the same number of base rates for each case, at a fifth of the budget.
+Every case trains the recipe lm for the same time and is read in nats per held-out byte. The baseline is the best of the
+dense models of all widths: narrower ones take more steps, wider ones hold more. All run with fused kernels and fused
+AdamW. The held-out text has two halves: rates are chosen on one, figures are read from the other. Rates are tuned
+alike: the same base rates for each case, at a fifth of the budget.
 
     python benchmarks/frontier.py costs                       parameters and FLOPs of every case; trains nothing
-    python benchmarks/frontier.py tune  --budget 600          every case at every rate, a fifth of the budget each
-    python benchmarks/frontier.py final --budget 600 --seeds 3 --cases dense-192 btt2-384
-    options: --text code|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES
+    python benchmarks/frontier.py speed                       seconds of a step, the cases in turns, on a quiet machine
+    python benchmarks/frontier.py tune  --budget 600s         every case at every rate, a fifth of the budget each
+    python benchmarks/frontier.py final --budget 600s --seeds 3 --cases dense-192 btt2-384
+    options: --text code|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES, --jobs N,
+             --budget 1600steps
 
-Rows are written one by one to results/frontier.csv, and runs that it has already are not repeated, so a campaign can be
-stopped and continued. A run whose commit has changed since is repeated with --again.
+A budget is one of time, and a case takes as many steps as fit in it by the seconds that `speed` has measured; or one of
+steps, the same for all. So losses do not depend on what else the machine does, and several runs may go at once (--jobs)
+or be stopped and continued: rows are written one by one to results/frontier.csv, and runs that it holds are not
+repeated without --again.
 """
 
 from __future__ import annotations
@@ -19,10 +23,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,10 +46,12 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 
 KEY = ("part", "text", "vocab", "budget", "case", "lr", "seed")
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (1e-3, 2e-3, 4e-3)
 BLOCK, ROWS, LAYERS, HEAD = 256, 4, 4, 64
 TUNING = 5  # times shorter than the run that is tuned
-EVALUATIONS, HELD_OUT = 8, 64  # during a run; batches of each
+BUDGET = r"(\d+)(s|steps)"
+HELD_OUT = 64  # batches of the evaluation at the end
+ROUNDS, STEPS = 5, 40  # of `speed`, for each case
 
 
 class Case(NamedTuple):
@@ -55,9 +65,9 @@ class Case(NamedTuple):
 
 def cases() -> dict[str, Case]:
     """All cases by name."""
-    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (64, 96, 128, 192, 256, 384, 512)}
+    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (48, 64, 96, 128, 192, 256, 384, 512)}
     found |= {f"dense-{hidden}-{layers}": Case("dense", hidden, layers) for hidden in (128, 256) for layers in (2, 8)}
-    for hidden in (128, 192, 256, 384, 512, 768, 1024):
+    for hidden in (128, 192, 256, 384, 432, 512, 768, 1024):
         for rank in (1, 2, 4):
             compress = CompressConfig(format="btt", rank=rank, head_rank=rank)
             found[f"btt{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
@@ -78,7 +88,7 @@ class Half(LMTask):
         return (batch for k, batch in enumerate(super().eval_batches()) if k % 2 == self.half)
 
 
-def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int, seconds: float) -> LMConfig:
+def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int, steps: int) -> LMConfig:
     """A run of the recipe."""
     path = None if options.text == "code" else options.prose
     data = LMDataConfig(path=path, vocab_size=options.vocab, block_size=BLOCK, cache=options.cache)
@@ -88,7 +98,7 @@ def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int,
         compress = replace(compress, head="dense", embedding="dense")
     model = ModelConfig(hidden=case.hidden, layers=case.layers, heads=heads, tie=options.vocab > BYTES)
     train = TrainConfig(
-        max_seconds=seconds,
+        steps=steps,
         lr=lr,
         rates="spectral",
         seed=seed,
@@ -114,7 +124,6 @@ def run(config: LMConfig, half: int) -> dict[str, float]:
     return {
         "nats_per_byte": summary.metrics[METRIC],
         "steps": summary.steps,
-        "seconds": summary.time,
         "parameters": summary.parameters,
         "model_mb": summary.size_bytes / 1e6,
         "mflops_token": step_flops(config, data.vocab_size) / tokens / 1e6,
@@ -122,8 +131,9 @@ def run(config: LMConfig, half: int) -> dict[str, float]:
     }
 
 
-def measured() -> list[dict[str, str]]:
-    path = RESULTS / "frontier.csv"
+def measured(name: str) -> list[dict[str, str]]:
+    """The rows of a results file."""
+    path = RESULTS / f"{name}.csv"
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -133,30 +143,37 @@ def measured() -> list[dict[str, str]]:
 def main() -> None:
     known = cases()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("costs", "tune", "final", "one"))
+    parser.add_argument("part", choices=("costs", "speed", "tune", "final", "one"))
     parser.add_argument("--text", choices=("code", "prose"), default="code")
     parser.add_argument("--prose", help="file or folder of text for --text prose")
     parser.add_argument("--vocab", type=int, default=256)
-    parser.add_argument("--budget", type=float, default=600, help="seconds of training")
+    parser.add_argument(
+        "--budget", default="600s", help="of a run: seconds (600s), or steps, the same for all (1600steps)"
+    )
     parser.add_argument("--cases", nargs="+", default=list(known), metavar="NAME")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the cores")
     parser.add_argument("--cache", help="folder for prepared text")
     parser.add_argument("--again", action="store_true", help="repeat runs that the results hold already")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not re.fullmatch(BUDGET, options.budget):
+        parser.error(f"--budget: expected seconds or steps, as 600s or 1600steps, got {options.budget!r}")
     if options.text == "prose" and not options.prose:
         parser.error("--text prose needs --prose, a file or folder of text")
     if unknown := set(options.cases) - set(known):
         parser.error(f"unknown cases {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
     if options.part == "one":
         wanted = json.loads(options.run)
-        settings = (wanted[name] for name in ("lr", "seed", "seconds"))
+        settings = (wanted[name] for name in ("lr", "seed", "steps"))
         print(json.dumps(run(configuration(options, known[wanted["case"]], *settings), wanted["half"])))
     elif options.part == "costs":
         costs(options, known)
+    elif options.part == "speed":
+        speed(options, known)
     else:
-        for row in campaign(options, known):
+        for row in campaign(options):
             print(" ".join(f"{row[name]:>9}" for name in (*KEY, "nats_per_byte", "steps", "peak_mb")), flush=True)
             update("frontier", [row], KEY)
 
@@ -175,36 +192,80 @@ def costs(options: argparse.Namespace, known: dict[str, Case]) -> None:
     update("frontier_costs", rows, ("vocab", "case"))
 
 
-def campaign(options: argparse.Namespace, known: dict[str, Case]) -> Iterator[dict[str, Any]]:
-    """The runs that are missing, one after the other, each in a process of its own."""
-    done = {tuple(row[name] for name in KEY) for row in measured()}
+def speed(options: argparse.Namespace, known: dict[str, Case]) -> None:
+    """Write the seconds of each case's step: the median of its runs of some steps each, the cases in turns."""
+    data = prepare(configuration(options, known[options.cases[0]], 1e-3, 0, STEPS).data, quiet=True)
+    seconds: dict[str, list[float]] = {name: [] for name in options.cases}
+    for _ in range(ROUNDS):
+        for name, own in seconds.items():
+            config = configuration(options, known[name], 1e-3, 0, STEPS)
+            config = replace(config, train=replace(config.train, eval_batches=1))
+            with tempfile.TemporaryDirectory() as folder:
+                own.append(fit(Half(config, data), config.train, Path(folder)).step_time)
+    rows = []
+    for name, own in seconds.items():
+        median, spread = statistics.median(own), max(own) / min(own) - 1
+        rows.append({"vocab": options.vocab, "case": name, "step_ms": f"{median * 1e3:.4g}", "spread": f"{spread:.2f}"})
+        print(rows[-1], flush=True)
+    update("frontier_speed", [row | about() for row in rows], ("vocab", "case"))
+
+
+def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The runs that are missing, each in a process of its own, `--jobs` of them at a time."""
+    done = {tuple(row[name] for name in KEY) for row in measured("frontier")}
+    runs = []
     for name in options.cases:
         if options.part == "tune":
-            wanted = [(lr, 0, options.budget / TUNING, 0) for lr in options.rates]
+            wanted = [(lr, 0, 1 / TUNING, 0) for lr in options.rates]
         else:
-            wanted = [(best_rate(options, name), seed, options.budget, 1) for seed in range(options.seeds)]
-        for lr, seed, seconds, half in wanted:
-            place = (options.part, options.text, options.vocab, f"{options.budget:g}", name, f"{lr:g}", seed)
-            if tuple(map(str, place)) in done and not options.again:
+            wanted = [(best_rate(options, name), seed, 1, 1) for seed in range(options.seeds)]
+        for lr, seed, share, half in wanted:
+            place = (options.part, options.text, options.vocab, options.budget, name, f"{lr:g}", seed)
+            if tuple(map(str, place)) not in done or options.again:
+                steps = max(1, int(share * budget_steps(options, name)))
+                runs.append((place, {"case": name, "lr": lr, "seed": seed, "steps": steps, "half": half}))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        started = {pool.submit(_run_in_child, options, settings): place for place, settings in runs}
+        for future in as_completed(started):
+            place, figures = started[future], future.result()
+            if isinstance(figures, str):
+                print(f"{place}: {figures}", file=sys.stderr)
                 continue
-            settings = {"case": name, "lr": lr, "seed": seed, "seconds": seconds, "half": half}
-            command = [sys.executable, __file__, "one", "--text", options.text, "--vocab", str(options.vocab)]
-            command += ["--prose", options.prose] if options.prose else []
-            command += ["--cache", options.cache] if options.cache else []
-            command += ["--run", json.dumps(settings)]
-            child = subprocess.run(command, capture_output=True, text=True, check=False)
-            if child.returncode:
-                print(f"{place}: {child.stderr.strip()[-500:]}", file=sys.stderr)
-                continue
-            figures = json.loads(child.stdout.strip().splitlines()[-1])
             shown = {figure: f"{value:.5g}" for figure, value in figures.items()}
             yield {**dict(zip(KEY, place, strict=True)), **shown, **about()}
 
 
+def _run_in_child(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, float] | str:
+    """The figures of a run, or the end of what it said when it failed."""
+    command = [sys.executable, __file__, "one", "--text", options.text, "--vocab", str(options.vocab)]
+    command += ["--prose", options.prose] if options.prose else []
+    command += ["--cache", options.cache] if options.cache else []
+    command += ["--run", json.dumps(settings)]
+    threads = max(1, (os.cpu_count() or 1) // options.jobs)
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    child = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if child.returncode:
+        return child.stderr.strip()[-500:]
+    figures: dict[str, float] = json.loads(child.stdout.strip().splitlines()[-1])
+    return figures
+
+
+def budget_steps(options: argparse.Namespace, name: str) -> float:
+    """How many steps of a case the budget allows."""
+    number, unit = re.fullmatch(BUDGET, options.budget).groups()  # type: ignore[union-attr]
+    if unit == "steps":
+        return int(number)
+    for row in measured("frontier_speed"):
+        if (row["vocab"], row["case"]) == (str(options.vocab), name):
+            return int(number) / (float(row["step_ms"]) / 1e3)
+    raise SystemExit(f"{name} has no measured step for this vocabulary: run the part speed first, on a quiet machine")
+
+
 def best_rate(options: argparse.Namespace, name: str) -> float:
     """The rate that was tuned for a case."""
-    case = (options.text, str(options.vocab), f"{options.budget:g}", name)
-    tuned = [row for row in measured() if row["part"] == "tune" and tuple(row[key] for key in KEY[1:5]) == case]
+    case = (options.text, str(options.vocab), options.budget, name)
+    rows = measured("frontier")
+    tuned = [row for row in rows if row["part"] == "tune" and tuple(row[key] for key in KEY[1:5]) == case]
     if not tuned:
         raise SystemExit(f"{name} has no tuned rate for this text, vocabulary and budget: run the part tune first")
     return float(min(tuned, key=lambda row: float(row["nats_per_byte"]))["lr"])

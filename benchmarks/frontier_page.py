@@ -23,8 +23,8 @@ _ABOUT = ("machine", "threads", "python", "torch", "commit")
 
 HEAD = """# The frontier: what is learned for what it costs
 
-Written by `python benchmarks/frontier_page.py`; `make frontier BUDGET=600` measures anew. Every case is the recipe `lm`
-(Llama-style, {layers} blocks unless its name says otherwise), trained for the same time on the same quiet machine
+Written by `python benchmarks/frontier_page.py`; `make frontier BUDGET=600s` measures anew. Every case is the recipe
+`lm` (Llama-style, {layers} blocks unless its name says otherwise), trained for the same time in measured steps,
 with fused kernels and fused AdamW. **The baseline is the best dense model of any width.** `btt2-384` is a block tensor
 train of rank 2, 384 wide; `tt6r30-384` a tensor train of order 6 and rank 30. Base rates are tuned alike, out of
 {rates}, for 1/{tuning} of the budget on one half of the held-out text; figures are read from the other half.
@@ -60,7 +60,7 @@ def main() -> None:
         lines += ["## Measured", "", f"![Held-out nats per byte over what each model costs.]({FIGURE.name})"]
     for text, vocab, budget in settings:
         chosen = [row for row in final if _setting(row) == (text, vocab, budget)]
-        lines += ["", f"### {text}, vocabulary {vocab:,}, {budget:g} seconds", "", *_table(chosen)]
+        lines += ["", f"### {text}, vocabulary {vocab:,}, {budget}", "", *_table(chosen)]
     lines += ["", "## Costs", "", "| vocabulary | case | parameters | MFLOPs a token | FLOPs a parameter |"]
     lines.append("|--:|---|--:|--:|--:|")
     for row in costs:
@@ -72,8 +72,8 @@ def main() -> None:
     print(PAGE)
 
 
-def _setting(row: dict[str, str]) -> tuple[str, int, float]:
-    return row["text"], int(row["vocab"]), float(row["budget"])
+def _setting(row: dict[str, str]) -> tuple[str, int, str]:
+    return row["text"], int(row["vocab"]), row["budget"]
 
 
 def _read(path: Path) -> list[dict[str, str]]:

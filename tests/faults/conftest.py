@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from ..helpers.pages import Collector, add_page_option, collect_for_page
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults-page", type=Path, default=None, help="where to write the table, such as docs/faults.md")
+    add_page_option(parser, "--faults-page", "docs/faults.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    target = config.getoption("--faults-page", None)  # without it where this file is loaded late
-    if target is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Collector(target))
+    collect_for_page(config, "--faults-page", _Collector)
 
 
-class _Collector:
-    """Gathers what the tests recorded, from every worker."""
-
+class _Collector(Collector):
     def __init__(self, target: Path) -> None:
-        self.target = target
+        super().__init__(target)
         self.campaigns: dict[tuple[str, str], list[int]] = {}  # (file, fault) -> tries, failures
         self.others: dict[str, str] = {}  # test -> why it has no figures
 
@@ -36,7 +34,7 @@ class _Collector:
         elif report.failed:
             self.others[report.nodeid] = "**fails**"
 
-    def pytest_sessionfinish(self) -> None:
+    def page(self) -> str:
         from .page import page
 
-        self.target.write_text(page(self.campaigns, self.others))
+        return page(self.campaigns, self.others)

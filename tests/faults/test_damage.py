@@ -205,6 +205,7 @@ CRAFTED: list[tuple[tuple[str | int, ...], list[Any]]] = [
     (("progress", "start_from"), [[], 3, {"step": "x"}, {"step": -1}]),
     (("progress", "mode"), [None, 3]),
     (("progress", "peak_lrs"), [None, 3, ["x"], [-1.0], [math.inf], [0.1] * 50]),
+    (("progress", "weight_decays"), [None, 3, ["x"], [-1.0], [math.nan], [0.1] * 50]),
     (("identity",), [None, 3, [], "x"]),
     (("controller",), [None, 3, [], "x", {"steps": 3}]),
     (("controller", "steps"), [None, -1, 1.5, "x", [], {}]),

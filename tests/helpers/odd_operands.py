@@ -2,7 +2,17 @@
 
 import torch
 
-from comera.kernels.cpp import adamw, attention, block_product, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import (
+    adamw,
+    attention,
+    block_product,
+    cross_entropy,
+    gradients,
+    low_rank,
+    merge,
+    mlp,
+    residual_norm,
+)
 
 LAYOUT = (3, 1, 5, 6, 6, 3, 2, 1, 4, 2, 1)  # order, split, features, modes, ranks
 
@@ -92,6 +102,9 @@ def call_all():
             _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, weight, drawn, 0.2, 1e-5)
             residual_norm.residual_norm_backward(z, s, mean, rstd, weight, drawn, 0.2)
         residual_norm.dropout(x, seed, 0.3)
+    for rows, classes in ((3, 65), (1, 1), (0, 8), (2, 0), (9, 20_001)):
+        labels = torch.full((rows,), classes - 1)  # without classes: ignored
+        cross_entropy.cross_entropy(torch.randn(rows, classes), labels, -1)
     params = [torch.randn(size) for size in (0, 1, 7, 20_001)]
     gradients.clip_(params, 0.1)
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0))]

@@ -23,11 +23,21 @@ from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.generate import Sampling, open_writer
 from comera.recipes.lm.model import CompressConfig, Format, ModelConfig
-from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, narrow_width, next_token_loss, step_flops
+from comera.recipes.lm.recipe import (
+    METRIC,
+    LMConfig,
+    LMTask,
+    build_model,
+    narrow_width,
+    next_token_loss,
+    step_flops,
+    token_losses,
+)
 from comera.recipes.trained import open_trained
 from comera.report import compare, inspect
 from comera.report.run import read_run
 from comera.trainer.checkpoint import checkpoints
+from comera.trainer.compiled import CompiledLoss
 from comera.trainer.config import TrainConfig
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
@@ -69,12 +79,13 @@ def test_loss_is_that_of_the_stock_model_with_its_mask(
     config = replace(config, method=method, model=replace(TINY, family=family, tie=method == "comera"))
     model: Any = build_model(config, data.vocab_size)[0].double().eval()
     batch = data.train_batch(0, 4, seed=0)
-    ours = next_token_loss(model, batch)
+    ours, trained_on = token_losses(model, batch).mean(), next_token_loss(model, batch)
     with torch.no_grad():
         model.set_attn_implementation("sdpa")  # transformers' own, which makes masks
         logits = model(batch.input_ids).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(trained_on, expected.float())  # transformers' loss, which is in float32
     changed = batch.input_ids.clone()
     changed[:, 20:] = 7  # what comes later decides nothing
     torch.testing.assert_close(model(changed).logits[:, :20], logits[:, :20], rtol=1e-9, atol=1e-9)
@@ -133,6 +144,20 @@ def test_two_steps_with_every_option(config: LMConfig, choice: str) -> None:
     assert again == pieces
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_compiled_steps_are_those_of_eager_mode(
+    config: LMConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CompiledLoss.__init__.__kwdefaults__, "backend", "eager")  # inductor takes half a minute
+    config = replace(config, model=replace(TINY, layers=1))
+    eager = lm.run(config)
+    compiled = lm.run(replace(config, out=str(tmp_path / "compiled"), train=replace(config.train, mode="compile")))
+    assert (compiled.mode, eager.mode) == ("compile", "eager")
+    assert [row["built"] for row in rows(tmp_path / "compiled", "mode")] == [1]  # one graph, without a break
+    assert compiled.held_out_loss == pytest.approx(eager.held_out_loss, rel=1e-5)
+
+
 def test_the_help_offers_what_these_tests_run() -> None:
     assert set(get_args(Format)) == {"tt", "btt"}
     assert {f.name for f in fields(ModelConfig)} == {
@@ -141,11 +166,11 @@ def test_the_help_offers_what_these_tests_run() -> None:
     assert set(get_args(Method)) == set(METHODS)
 
 
-@pytest.mark.parametrize("method", ["comera", "narrow"])
+@pytest.mark.parametrize(("method", "rates"), [("comera", "flat"), ("comera", "spectral"), ("narrow", "flat")])
 def test_a_stopped_run_resumes_to_the_bit(
-    config: LMConfig, method: Method, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: LMConfig, method: Method, rates: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    train = replace(config.train, steps=6, save_every=2, threads=1)
+    train = replace(config.train, steps=6, save_every=2, threads=1, rates=rates)
     config = replace(config, method=method, model=replace(TINY, dropout=0.1), train=train)
     whole = lm.run(replace(config, out=str(tmp_path / "whole")))
     batch = LMTask.train_batch
@@ -288,6 +313,7 @@ def test_presets_differ_by_method_in_learning_rates_alone() -> None:
         ({"model": {"max_positions": 100}}, r"data\.block_size \(256\) must not be above model\.max_positions \(100\)"),
         ({"model": {"tie": False}, "compress": {"head": "share"}}, r"share needs a tied head"),
         ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, btt, got 'ttx'"),
+        ({"compress": {"head": "tied"}}, r"compress\.head must be share, untie or dense, got 'tied'"),
         ({"method": "cola", "model": {"family": "gpt2"}}, "method cola converts nn.Linear, of which gpt2 has none"),
         ({"method": "lora"}, "method must be one of comera, dense, .*narrow, got 'lora'"),
         ({"train": {"steps": 1, "lr": 0.0}}, r"train\.lr must be a number > 0, got 0\.0"),

@@ -130,7 +130,7 @@ def test_a_dense_run_scores_too_and_what_is_not_known_gets_a_score(config: dlrm.
     assert list(table(tmp_path / "scores.csv")) == [1]
 
 
-def test_bad_rows_are_left_out_up_to_the_limit_and_then_named(
+def test_bad_rows_are_skipped_up_to_the_limit_and_then_named(
     run: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = log.read_text().splitlines()

@@ -92,6 +92,7 @@ TOY = TrainConfig(
     rank_lr=0.02,
     max_grad_norm=0.5,
     schedule="constant",
+    rates="flat",
     warmup=0.0,
     early=EarlyStage(size_weight=0.1),
     late=LateStage(target_size=0.6, start_step=6, steps=10),
@@ -136,5 +137,5 @@ def test_a_stored_configuration_is_understood() -> None:
     _, config, _ = parse("train", code_lm.NAME, ["--config", str(STORED / "code-lm.yaml")])
     default = code_lm.preset()
     late = LateStage(target_size=0.3, start_step=50)
-    train = replace(default.train, steps=123, max_grad_norm=0.25, late=late)
+    train = replace(default.train, steps=123, max_grad_norm=0.25, late=late, rates="flat")
     assert config == replace(default, out="runs/code-lm-comera", train=train)

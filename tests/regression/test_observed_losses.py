@@ -49,7 +49,7 @@ def test_micro_batches_of_one_step_count_as_one() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_loss_that_overflowed_is_left_out_and_counted(value: float) -> None:
+def test_a_loss_that_overflowed_is_skipped_and_counted(value: float) -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.5, shrink="surrogate"))
     for k in range(6):
         loss = micro_batch(model, k)

@@ -13,7 +13,7 @@ from comera.trainer.loop import fit
 
 from ..unit.trainer.test_loop import CONFIG, Tiny, records
 
-SPECTRAL = replace(CONFIG, rates="spectral", steps=8)
+SPECTRAL = replace(CONFIG, rates="spectral", weight_decay=1.0, steps=8)
 
 
 class Elsewhere(Tiny):

@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from ..helpers.pages import Collector, add_page_option, collect_for_page
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--zoo-page", type=Path, default=None, help="where to write the zoo's table, such as docs/zoo.md")
+    add_page_option(parser, "--zoo-page", "docs/zoo.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    target = config.getoption("--zoo-page", None)  # without it where this file is loaded late
-    if target is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Collector(target))
+    collect_for_page(config, "--zoo-page", _Collector)
 
 
-class _Collector:
-    """Gathers what the tests recorded, from every worker."""
-
+class _Collector(Collector):
     def __init__(self, target: Path) -> None:
-        self.target = target
+        super().__init__(target)
         self.results: dict[tuple[str, str], tuple[str, str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -38,7 +36,7 @@ class _Collector:
         else:
             self.results[key] = "passed", said["remark"]
 
-    def pytest_sessionfinish(self) -> None:
+    def page(self) -> str:
         from .page import page  # heavy
 
-        self.target.write_text(page(self.results))
+        return page(self.results)

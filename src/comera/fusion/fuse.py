@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from comera.fusion.causal_lm import CausalLM
 from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache, caches
 from comera.fusion.registry import Fused, patterns_of
@@ -41,7 +42,8 @@ class FuseReport:
     enabled: bool = True
 
     def fused(self, kind: str) -> tuple[str, ...]:
-        """Names of the modules whose part of this kind ("mlp", "qkv", "residual norm", "attention") was fused."""
+        """Names of the modules whose part of this kind ("mlp", "qkv", "residual norm", "attention",
+        "loss") was fused."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property
@@ -60,7 +62,7 @@ class FuseReport:
         return "\n".join(lines)
 
 
-def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
+def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -> FuseReport:
     """Make what surrounds the compressed layers of a model cheap, in place.
 
     - MLPs (of registered types, see `register_block`) never hold their hidden activation.
@@ -69,6 +71,9 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU.
+    - With `keep_logits=False`, causal language models that are given labels in training return their loss alone,
+      `logits=None`: a chunk of tokens goes through the head, the loss and back before the next one, so the logits,
+      often the largest tensors of a step, are never held whole. Evaluation and generation are as before.
 
     Results are the same to rounding, but for dropout's masks. Under `torch.compile` the model runs as it did before.
     A second call replaces the first.
@@ -76,6 +81,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     Args:
         model: any module; its compressed layers are `TTLinear`s of `tensorize_`.
         enabled: False takes everything back.
+        keep_logits: whether the outputs of causal language models have logits in training, too.
 
     Returns:
         A `FuseReport`, which prints what was fused, and for each known block that was not the reason.
@@ -101,6 +107,8 @@ def fuse_(model: nn.Module, *, enabled: bool = True) -> FuseReport:
     rows = []
     for name, module in model.named_modules():
         for pattern in patterns_of(module):
+            if keep_logits and isinstance(pattern, CausalLM):
+                continue
             reason = pattern.obstacle(module)
             rows.append(FuseRow(name, pattern.kind, reason or ""))
             if enabled and reason is None:

@@ -1,13 +1,12 @@
 """Queries, keys and values of an attention module from one product with their input (ops/low_rank.py)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, layers_obstacle, submodule
+from comera.fusion.registry import BlockPattern, StandIn, layers_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.ops.dtypes import autocast_dtype, without_autocast
 from comera.ops.low_rank import low_rank
@@ -41,7 +40,7 @@ class QKV(BlockPattern):
         outputs = [y_BO.view(*input.shape[:-1], y_BO.shape[1]) for y_BO in ys_BO]
         each = zip(self.layers, layers, outputs, strict=True)
         given = {name: _Output(layer, output, input) for name, layer, output in each}
-        return getattr(type(module), self.method)(_StandIn(module, given), *args, **kwargs)
+        return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
 
 
 class _Output:
@@ -55,19 +54,3 @@ class _Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
-
-
-class _StandIn:
-    """Stands in for an attention module during one call of its forward, with its projections replaced by `_Output`s.
-
-    So the model's own code runs as it is, and nothing of this call outlives it or is seen by another thread.
-    """
-
-    def __init__(self, module: nn.Module, given: Mapping[str, _Output]) -> None:
-        vars(self).update(given, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)

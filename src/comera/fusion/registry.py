@@ -2,6 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from inspect import Parameter, Signature, signature
 from types import MethodType
 from typing import Any
@@ -48,6 +49,22 @@ class Fused:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.pattern.run(self.module, self.cache, *args, **kwargs)
+
+
+class StandIn:
+    """Stands in for a module during one call of its forward, with some of its attributes replaced.
+
+    So the model's own code runs as it is, and nothing of this call outlives it or is seen by another thread.
+    """
+
+    def __init__(self, module: nn.Module, replaced: Mapping[str, Any]) -> None:
+        vars(self).update(replaced, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
 
 
 _REGISTERED: dict[type[nn.Module] | str, tuple[BlockPattern, ...]] = {}

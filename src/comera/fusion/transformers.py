@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from comera.fusion.causal_lm import CausalLM
 from comera.fusion.mlp import MLP
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, register_block
@@ -38,7 +39,7 @@ _LLAMA_MLP = MLP(method="forward", ups=("gate_proj", "up_proj"), activation="act
 _GPT2_MLP = MLP(method="forward", ups=("c_fc",), activation="act", down="c_proj", finish=_gpt2_output)
 
 _BERT = {"SelfAttention": _BERT_QKV, "Layer": _BERT_MLP, "SelfOutput": ResidualNorm(), "Output": ResidualNorm()}
-_LLAMA = {"Attention": _LLAMA_QKV, "MLP": _LLAMA_MLP}
+_LLAMA = {"Attention": _LLAMA_QKV, "MLP": _LLAMA_MLP, "ForCausalLM": CausalLM()}
 
 # family: where its modules are defined, and the prefix of their names
 FAMILIES: dict[str, Mapping[str, BlockPattern]] = {
@@ -48,7 +49,7 @@ FAMILIES: dict[str, Mapping[str, BlockPattern]] = {
     "mistral.modeling_mistral.Mistral": _LLAMA,
     "qwen2.modeling_qwen2.Qwen2": _LLAMA,
     "qwen3.modeling_qwen3.Qwen3": _LLAMA,
-    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP},
+    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "LMHeadModel": CausalLM()},
 }
 TABLE = {family + part: pattern for family, parts in FAMILIES.items() for part, pattern in parts.items()}
 for _path, _pattern in TABLE.items():

@@ -23,7 +23,18 @@ from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
 from comera.kernels.tracing import traced
 
 TRITON = ("low_rank", "block_product", "lookup_rows")
-CPP = ("low_rank", "block_product", "mlp", "attention", "residual_norm", "merge", "gradients", "adamw", "memory")
+CPP = (
+    "low_rank",
+    "block_product",
+    "mlp",
+    "attention",
+    "residual_norm",
+    "cross_entropy",
+    "merge",
+    "gradients",
+    "adamw",
+    "memory",
+)
 NAMES = tuple(dict.fromkeys((*TRITON, *CPP)))
 
 # The C++ low-rank products beside torch's, forward and backward together, 768 features, two cores of an AMD EPYC 7003:

@@ -31,19 +31,19 @@ RARE = 10.0
 
 
 @torch.no_grad()
-def core_rates(train: TensorTrain) -> list[float]:
+def core_rates(train: TensorTrain) -> list[float] | None:
     """Rates of the cores of a tensor train as multiples of the dense rate, from the cores as they are now.
 
-    Ones where there is nothing to measure: on the meta device, and for a weight of zeros.
+    None where there is nothing to measure: on the meta device, and for a weight of zeros, as of rank 0.
     """
     spec = train.spec
     cores = [_whole(core) for core in train.cores]
     if cores[0].is_meta or not all(core.numel() for core in cores):
-        return [1.0] * spec.order
+        return None
     matrices = _matrices(train, cores)
     norms = [float(torch.linalg.eigvalsh(_gram(matrix)).amax().clamp_min(0).sqrt()) for matrix in matrices]
     if not all(norms):
-        return [1.0] * spec.order
+        return None
     dense = sqrt(prod(spec.shape)) if not isinstance(spec, TTMSpec) else RARE * sqrt(spec.embedding_dim)
     rates = []
     for matrix, norm in zip(matrices, norms, strict=True):

@@ -30,7 +30,7 @@ def param_groups(
     model: nn.Module,
     *,
     lr: float,
-    rates: Literal["flat", "spectral"] = "flat",
+    rates: Literal["flat", "spectral"] = "spectral",
     core_lr: float | None = None,
     table_lr: float | None = None,
     rank_lr: float | None = None,
@@ -46,11 +46,12 @@ def param_groups(
     | "dense"          | other parameters with two dimensions or more   | `lr`                       | yes     |
     | "dense_no_decay" | biases and norms                               | `lr`                       | never   |
 
-    With `rates="spectral"` one rate is enough: that of the dense model. A core gets the rate at which it moves its
+    One rate is enough: that of the dense model. With `rates="spectral"` a core gets the rate at which it moves its
     weight as far, in spectral norm, as that rate moves a dense weight (under Adam; `core_rates`). Cores of layers of
-    the same size and the same name in their blocks ("q_proj") share the mean of their rates, and a group. Which group a
-    parameter is in does not change when ranks fall, so an optimizer made anew can load its state. Each trainable
-    parameter is in exactly one group, even if it is tied. Empty groups are omitted.
+    the same size and the same name in their blocks ("q_proj") share the mean of their rates, and a group; weights of
+    zeros, of which nothing can be measured, are not in that mean, and have the rate `lr` where there are no others.
+    Which group a parameter is in does not change when ranks fall, so an optimizer made anew can load its state. Each
+    trainable parameter is in exactly one group, even if it is tied. Empty groups are omitted.
 
     Weight decay acts once per weight: W is a product of its cores, so each of n trainable cores gets 1/n of it. Gates
     are never decayed, because the size objective alone pulls them down.
@@ -58,7 +59,7 @@ def param_groups(
     Args:
         model: any module, compressed or not. The rates follow from its cores as they are now.
         lr: learning rate of the dense parameters.
-        rates: what the rates of cores are where none is given: "flat", `lr` itself, or "spectral", as above.
+        rates: what the rates of cores are where none is given: "spectral", as above, or "flat", `lr` itself.
         core_lr: one rate for all cores of linear layers.
         table_lr: one rate for all cores of tables; default `core_lr` if that is given.
         rank_lr: one rate for the gates; default `lr`.
@@ -75,7 +76,7 @@ def param_groups(
         >>> from torch.nn import Embedding, LayerNorm, Linear, Sequential
         >>> model = Sequential(Embedding(1000, 256), Linear(256, 256), LayerNorm(256))
         >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=2), comera.TTM(order=2, rank=8)))
-        >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3, rates="spectral"))
+        >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3))
         >>> [group["name"] for group in optimizer.param_groups]
         ['cores', 'cores', 'tables', 'tables', 'ranks', 'dense_no_decay']
         >>> groups = comera.param_groups(model, lr=1e-3, core_lr=5e-3, weight_decay=0.012)
@@ -94,24 +95,27 @@ def param_groups(
     given = {"cores": core_lr, "tables": core_lr if table_lr is None else table_lr}
 
     roles: dict[nn.Parameter, _Role] = {}
-    found: dict[_Role, list[float]] = {}
+    lrs = {_Role("ranks", 0.0): lr if rank_lr is None else rank_lr}
+    measured: dict[_Role, list[float]] = {}
     for path, train in named_trains(model):
         share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
         name = "tables" if isinstance(train.spec, TTMSpec) else "cores"
         rate = given[name]
-        each = [1.0] * train.spec.order if rate is not None else core_rates(train)
-        for k, (core, times) in enumerate(zip(train.cores, each, strict=True)):
+        multiples = core_rates(train) if rate is None else None
+        for k, core in enumerate(train.cores):
             role = _Role(name, share, () if rate is not None else (path.split(".")[-2:][0], train.spec.padded_shape, k))
             roles[core] = role
-            found.setdefault(role, []).append(lr * times if rate is None else rate)
+            if rate is not None:
+                lrs[role] = rate
+            elif multiples is not None:
+                measured.setdefault(role, []).append(lr * multiples[k])
         roles |= dict.fromkeys(train.rank_params, _Role("ranks", 0.0))
-    lrs = {role: fmean(rates) for role, rates in found.items()} | {
-        _Role("ranks", 0.0): lr if rank_lr is None else rank_lr
-    }
+    lrs |= {role: fmean(each) for role, each in measured.items()}
 
     def decay(role: _Role) -> float:
         """AdamW multiplies it by the group's own rate: where that follows from the dense one, this makes up for it."""
-        return role.weight_decay * lr / lrs[role] if role.core and lrs[role] else role.weight_decay
+        rate = lrs.get(role, lr)
+        return role.weight_decay * lr / rate if role.core and rate else role.weight_decay
 
     members: dict[_Role, list[nn.Parameter]] = {}
     for parameter in model.parameters():

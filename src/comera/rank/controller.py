@@ -179,7 +179,7 @@ class RankController:
     def observe(self, loss: Tensor) -> None:
         """Record the loss of a step, or of each of its micro-batches, before the optimizer's step.
 
-        loss: a scalar. One that is not finite (an overflow under a GradScaler) is left out, and counted in
+        loss: a scalar. One that is not finite (an overflow under a GradScaler) is skipped, and counted in
         `losses_left_out`. Does not synchronize. Raises RankError for a loss that is not a scalar.
         """
         if loss.numel() != 1:
@@ -278,8 +278,8 @@ class RankController:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue exactly, JSON-ready: Ŝ_0, stage, targets, counts and mean loss."""
-        mean, steps, left_out = self._losses.host()
-        return {**asdict(self._state), "loss": mean, "losses": steps, "losses_left_out": left_out}
+        mean, steps, skipped = self._losses.host()
+        return {**asdict(self._state), "loss": mean, "losses": steps, "losses_left_out": skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`, after the model's own. Raises RankError if it is not one of a RankController."""
@@ -314,8 +314,8 @@ class RankController:
         tell_changed(self.model)
 
     def _no_loss(self) -> str:
-        left_out = self.losses_left_out
-        what = f"the {left_out:,} that were observed were not" if left_out else "none was ever observed"
+        skipped = self.losses_left_out
+        what = f"the {skipped:,} that were observed were not" if skipped else "none was ever observed"
         return f"{what}: call observe(loss) before each step of the optimizer"
 
     def _weighs_losses(self) -> bool:

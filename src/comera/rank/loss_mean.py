@@ -13,15 +13,15 @@ _HORIZON = 100  # steps: a single batch says little
 
 
 class LossMean:
-    """Mean loss of the last optimizer steps, each the mean over its micro-batches; losses that are not finite are left
-    out and counted.
+    """Mean loss of the last optimizer steps, each the mean over its micro-batches; losses that are not finite are
+    skipped and counted.
 
-    mean, steps, left_out: where to go on: the mean, how many steps are in it, and the losses that were left out.
+    mean, steps, skipped: where to go on: the mean, how many steps are in it, and how many losses were skipped.
     """
 
-    def __init__(self, mean: float | None = None, steps: int = 0, left_out: int = 0) -> None:
-        self._start = 0.0 if mean is None else mean, min(steps, _HORIZON) if mean is not None else 0, 0, 0, left_out
-        self._values: Tensor | None = None  # mean, steps in it, sum and count of this step's losses, left out
+    def __init__(self, mean: float | None = None, steps: int = 0, skipped: int = 0) -> None:
+        self._start = 0.0 if mean is None else mean, min(steps, _HORIZON) if mean is not None else 0, 0, 0, skipped
+        self._values: Tensor | None = None  # mean, steps in it, sum and count of this step's losses, skipped
         self._pending = False
 
     @property
@@ -40,9 +40,9 @@ class LossMean:
         return None if self._values is None else self._values[0]
 
     def host(self) -> tuple[float | None, int, int]:
-        """The mean, None while no loss was finite, its steps and the losses that were left out. Synchronizes."""
-        mean, steps, _, _, left_out = self._start if self._values is None else self._values.tolist()
-        return (mean if steps else None), int(steps), int(left_out)
+        """The mean, None while no loss was finite, its steps and how many losses were skipped. Synchronizes."""
+        mean, steps, _, _, skipped = self._start if self._values is None else self._values.tolist()
+        return (mean if steps else None), int(steps), int(skipped)
 
     @torch.no_grad()
     def add(self, loss: Tensor) -> None:
@@ -51,10 +51,10 @@ class LossMean:
         if self._values is None:
             self._values = torch.tensor(self._start, dtype=torch.float32, device=loss.device)
         finite = loss.isfinite()
-        _, _, total, count, left_out = self._values
+        _, _, total, count, skipped = self._values
         total.add_(torch.where(finite, loss, 0.0))
         count.add_(finite)
-        left_out.add_(~finite)
+        skipped.add_(~finite)
         self._pending = True
 
     @torch.no_grad()

@@ -151,7 +151,7 @@ def late_scales(
     Size met, S ≤ S0 (beyond [CoMERA]):     (1 + ρ_L,   0)
 
     loss, size, surrogate: scalars on one device; a loss that is not positive weighs by its absolute value. A surrogate
-    of None leaves out the factor L/Ŝ. Does not synchronize.
+    of None omits the factor L/Ŝ. Does not synchronize.
     """
     scale = loss.abs()
     tiny = torch.finfo(scale.dtype).tiny

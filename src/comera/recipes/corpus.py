@@ -86,11 +86,17 @@ def as_text(skipped: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items() if count)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer (as in GPT-2 and RoBERTa) of at most `vocab_size` tokens, special ones first."""
-    tokenizer = Tokenizer(models.BPE())
+def byte_level(model: models.BPE) -> Tokenizer:
+    """A byte-level tokenizer, as in GPT-2 and RoBERTa."""
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, special ones first."""
+    tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(special_tokens),
@@ -130,25 +136,28 @@ def _content(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
-def sample_texts(texts: Iterable[tuple[str, str]], limit: int, left_out: list[str]) -> Iterator[str]:
+def sample_texts(texts: Iterable[tuple[str, str]], limit: int, long_words: list[str]) -> Iterator[str]:
     """Texts to train a tokenizer on, of about `limit` bytes, out of (name, text) in this order; the names of those with
-    long words, which are not among them, go to `left_out`."""
+    long words, which are not among them, go to `long_words`."""
     for name, text in texts:
         if limit <= 0:
             return
         if LONG_WORD.search(text[:limit]):
-            left_out.append(name)
+            long_words.append(name)
             continue
         yield text[:limit]
         limit -= len(text.encode())
 
 
-def report_long_words(left_out: Sequence[str]) -> str:
-    """What to print about texts that a tokenizer was not trained on."""
-    return (
-        f"the tokenizer was not trained on {len(left_out):,} files with words of more than {LONGEST_WORD} characters, "
-        f"such as {left_out[0]}"
-    )
+def report_skipped(skipped: Mapping[str, int], long_words: Sequence[str]) -> list[str]:
+    """Lines to print about files that were skipped, and about texts that the tokenizer was not trained on."""
+    lines = [f"skipped files: {as_text(skipped)}"] if any(skipped.values()) else []
+    if long_words:
+        lines.append(
+            f"the tokenizer was not trained on {len(long_words):,} files with words of more than {LONGEST_WORD} "
+            f"characters, such as {long_words[0]}"
+        )
+    return lines
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -65,15 +65,17 @@ def estimates_by_method(
     build: Callable[[Method], tuple[nn.Module, Conversion, Callable[[], Tensor]]],
     train: TrainConfig,
     methods: Sequence[Method] = COMMON_METHODS,
+    *,
+    keep_logits: bool = True,
 ) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step for every installed method. build: makes a method's model, the report of its
     conversion, and a closure that returns the loss; it is called on the meta device. train: how the model is fused.
-    methods: those of the recipe."""
+    methods: those of the recipe. keep_logits: as the task has it."""
     estimates: dict[str, MemoryEstimate] = {}
     for method in filter(installed, methods):
         with torch.device("meta"):
             model, report, loss = build(method)
-            adapt_(model.train(), train)
+            adapt_(model.train(), train, keep_logits=keep_logits)
             estimate = (
                 report.estimate(model, loss)
                 if isinstance(report, Applied)

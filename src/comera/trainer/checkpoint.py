@@ -134,8 +134,9 @@ def load_checkpoint(
     trainer = read_trainer(folder)
     _check_identity(folder, trainer.identity, identity)
     groups = len(optimizer.param_groups)
-    if (rates := trainer.progress.peak_lrs) and len(rates) != groups:
-        raise broken(folder, f"a rate for each of the optimizer's {groups} groups of parameters", f"{len(rates)}")
+    for kind, each in (("rate", trainer.progress.peak_lrs), ("weight decay", trainer.progress.weight_decays)):
+        if each and len(each) != groups:
+            raise broken(folder, f"a {kind} for each of the optimizer's {groups} groups of parameters", f"{len(each)}")
     if process >= len(trainer.rng):
         raise broken(folder, f"the random state of process {process}", f"that of {len(trainer.rng)} processes")
     try:

@@ -63,7 +63,7 @@ class TrainConfig:
 
     lr: float = 1e-3
     """Peak learning rate of the dense parameters."""
-    rates: Literal["flat", "spectral"] = "flat"
+    rates: Literal["flat", "spectral"] = "spectral"
     """How the rates of cores follow from lr where none is given. flat: they are lr; spectral: a core moves its weight
     as far as lr moves a dense one, for AdamW."""
     core_lr: float | None = None

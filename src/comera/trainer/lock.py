@@ -65,7 +65,7 @@ def _hold(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)  # while it is held: who waits for this very file is told that it is gone
+        file.unlink(missing_ok=True)  # while it is held: whoever waits for this very file finds it gone
         lock.release()
         _remove_empty(made)
 

@@ -194,7 +194,7 @@ def _weights(state: TrainState, batches: Sequence[Batch]) -> Tensor | None:
     if not all(0 < weight < float("inf") for weight in weights):
         raise DataError(
             f"expected training batches of a weight above 0 from {state.task.name}, got "
-            f"{', '.join(map(str, weights))} at step {state.progress.step + 1:,}: leave out batches without tokens"
+            f"{', '.join(map(str, weights))} at step {state.progress.step + 1:,}: drop batches without tokens"
         )
     if len(batches) == state.accelerator.num_processes == 1:
         return None

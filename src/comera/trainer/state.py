@@ -87,9 +87,10 @@ def build_state(
     optimizer = own_optimizer or named_optimizer("adamw", model, config)
     for k, group in enumerate(optimizer.param_groups):
         group.setdefault("name", f"group_{k}")
-    peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    peak_lrs, decays = ([float(group.get(key, 0)) for group in groups] for key in ("lr", "weight_decay"))
     controller = None
-    if _is_compressed(model):
+    if next(named_trains(model), None) is not None:
         controller = RankController(model, config.early, config.late, multiple=config.rank_multiple)
         controller.attach(optimizer)
     train_step = TrainStep(
@@ -124,7 +125,7 @@ def build_state(
         max_steps=max_steps,
         memory=memory,
         clock=Clock(accelerator.device),
-        progress=Progress(peak_lrs=peak_lrs),
+        progress=Progress(peak_lrs=peak_lrs, weight_decays=decays),
     )
     _resume(state, start_from)
     return state
@@ -135,20 +136,16 @@ def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) ->
     model = task.model.to(accelerator.device)
     if accelerator.num_processes > 1:
         broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
-    adapt_(model, config)
+    adapt_(model, config, keep_logits=task.keep_logits)
     return model
 
 
-def adapt_(model: nn.Module, config: TrainConfig) -> None:
-    """Fuse a compressed model, and let it recompute, as configured."""
-    if config.fuse and _is_compressed(model):
-        fuse_(model)
+def adapt_(model: nn.Module, config: TrainConfig, *, keep_logits: bool = True) -> None:
+    """Fuse a model and let it recompute, as configured. keep_logits: as for `fuse_`."""
+    if config.fuse:
+        fuse_(model, keep_logits=keep_logits)
     if config.recompute:
         recompute_(model)
-
-
-def _is_compressed(model: nn.Module) -> bool:
-    return next(named_trains(model), None) is not None
 
 
 def _resume(state: TrainState, start_from: Path | str | None) -> None:
@@ -163,6 +160,9 @@ def _resume(state: TrainState, start_from: Path | str | None) -> None:
         began = state.progress
         state.progress = load_checkpoint(found[-1], *loaded, identity=state.identity, process=process)
         state.progress.peak_lrs = state.progress.peak_lrs or began.peak_lrs
+        state.progress.weight_decays = state.progress.weight_decays or began.weight_decays
+        for group, decay in zip(state.optimizer.param_groups, state.progress.weight_decays, strict=True):
+            group["weight_decay"] = decay
         if state.progress.stopped == "interrupted":
             state.progress.stopped = None
         state.checked_at = state.progress.time

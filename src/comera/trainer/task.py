@@ -27,6 +27,7 @@ class Task(ABC):
             run resumes only under the same ones.
         files: further files of the run's folder, text by name, such as a tokenizer.
         references: values to hold the metrics against in reports, by metric and label.
+        keep_logits: whether `loss` reads the logits of a causal language model that it has given labels (`fuse_`).
         steps_per_epoch: steps per pass over the training data. None: the data has no end.
         counted: the unit that `tokens` counts, for display.
     """
@@ -39,6 +40,7 @@ class Task(ABC):
     identity: Mapping[str, Any] = {}
     files: Mapping[str, str] = {}
     references: Mapping[str, Mapping[str, float]] = {}
+    keep_logits: bool = True
     steps_per_epoch: int | None = None
     counted: str = "tokens"
 

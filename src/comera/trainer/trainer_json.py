@@ -34,7 +34,8 @@ class Progress:
     held_out_loss, metrics: of the last evaluation, at step `held_out_step`. best_held_out_loss: the lowest so far.
     step_time: median seconds of a step. peak_memory: bytes. stopped: "steps", "time" or "interrupted" at the end.
     start_from: step and parameters of the other run's checkpoint that this run started from. mode: how the last steps
-    ran. peak_lrs: of each parameter group, as they were when the run began; checkpoints of before have none.
+    ran. peak_lrs, weight_decays: of each parameter group, as they were when the run began: both may follow from the
+    first cores. Checkpoints of before have none.
     """
 
     step: int = 0
@@ -51,6 +52,7 @@ class Progress:
     start_from: dict[str, int] | None = None
     mode: str = "eager"
     peak_lrs: list[float] = field(default_factory=list)
+    weight_decays: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -166,4 +168,5 @@ _PROGRESS: dict[str, Check] = {
     "start_from": lambda value: value is None or _object_of(_is_count)(value),
     "mode": _is_text,
     "peak_lrs": _list_of(_is_amount),
+    "weight_decays": _list_of(_is_amount),
 }

@@ -137,6 +137,23 @@ def spec_size(spec: Format, inner_ranks: Sequence[int] | None = None) -> int:
     return core_size(spec, inner) + sum(inner)
 
 
+class LinearFormat(Format):
+    """Modes and ranks of a compressed weight that maps input to output features."""
+
+    in_features: int
+    out_features: int
+    in_modes: tuple[int, ...]
+    out_modes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.in_features, self.out_features)
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        return (prod(self.in_modes), prod(self.out_modes))
+
+
 def check_modes(what: str, modes: tuple[int, ...], features: int) -> None:
     """Raise SpecError unless `modes`, named `what`, hold all features."""
     if not isinstance(features, int) or features < 1:

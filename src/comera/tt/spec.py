@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from comera.errors import SpecError
-from comera.tt.format import Format, check_ranks, join
+from comera.tt.format import Format, LinearFormat, check_ranks, join
 
 
 @dataclass(frozen=True)
-class TTSpec(Format):
+class TTSpec(LinearFormat):
     """Modes and ranks of a tensor train (TT): a compressed weight for a linear layer.
 
     The first cores carry the input features, one mode each, the others the output features. `tt_spec` chooses balanced
@@ -84,14 +84,6 @@ class TTSpec(Format):
     def split(self) -> int:
         """Number of input cores p; ``ranks[p]`` is the rank of the weight as a matrix."""
         return len(self.in_modes)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.in_features, self.out_features)
-
-    @property
-    def padded_shape(self) -> tuple[int, int]:
-        return (prod(self.in_modes), prod(self.out_modes))
 
     @property
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -167,7 +159,7 @@ class TTMSpec(Format):
 
 
 @dataclass(frozen=True)
-class BTTSpec(Format):
+class BTTSpec(LinearFormat):
     """Blocks of a block tensor train (BTT) and their ranks: a compressed weight for a linear layer.
 
     Input and output features are cut into blocks of equal size. The part of the weight between an input block and an
@@ -253,14 +245,6 @@ class BTTSpec(Format):
     @property
     def rank_limits(self) -> tuple[int, ...]:
         return (1, prod(self.blocks) * self.block_limit, 1)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.in_features, self.out_features)
-
-    @property
-    def padded_shape(self) -> tuple[int, int]:
-        return (prod(self.in_modes), prod(self.out_modes))
 
     @property
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from comera.kernels import select
-from comera.kernels.cpp import adamw, attention, block_product, build, gradients, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import (
+    adamw,
+    attention,
+    block_product,
+    build,
+    cross_entropy,
+    gradients,
+    low_rank,
+    merge,
+    mlp,
+    residual_norm,
+)
 from comera.kernels.cpp.library import call
 
 from ...helpers.odd_operands import (
@@ -89,6 +100,18 @@ def test_wrong_operands_of_block_product_are_refused(change):
     for outputs in (dy.shape[1] + 1, dy.shape[1] - 1):
         with pytest.raises(RuntimeError, match="expected"):
             block_product.block_product(x, r, *rest, outputs)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_cross_entropy_are_refused(change):
+    logits, labels = torch.randn(4, 9), torch.tensor([0, 8, -100, 3])
+    entropy = lambda *given: cross_entropy.cross_entropy(*given, -100)  # noqa: E731
+    assert_all_refused(lambda labels: entropy(logits, labels), [labels], change)
+    if change is not shorter:  # fewer classes: the labels may do
+        assert_all_refused(lambda logits: entropy(logits, labels), [logits], change)
+    for wrong in (9, -1, 2**40, -(2**40)):
+        with pytest.raises(RuntimeError, match=f"expected labels from 0 to 8 or -100, got {wrong}"):
+            entropy(logits, labels.where(labels != 3, wrong))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)

@@ -89,9 +89,9 @@ def test_a_row_of_a_table_moves_no_further_than_that_of_a_rare_token() -> None:
 
 @pytest.mark.parametrize("spec", [tt_spec(48, 64, order=4, rank=0), btt_spec(48, 64, rank=0)], ids=str)
 def test_there_is_nothing_to_measure_in_an_empty_train_or_on_the_meta_device(spec: Spec) -> None:
-    assert core_rates(made(spec)) == [1.0] * spec.order
+    assert core_rates(made(spec)) is None
     full = spec.with_ranks(2)
-    assert core_rates(TensorTrain(full, init_std=0.1, device="meta")) == [1.0] * spec.order
+    assert core_rates(TensorTrain(full, init_std=0.1, device="meta")) is None
 
 
 def test_groups_take_them_unless_rates_are_given() -> None:
@@ -103,6 +103,20 @@ def test_groups_take_them_unless_rates_are_given() -> None:
     assert {g["lr"] for g in param_groups(model, lr=1e-3, rates="spectral", core_lr=2e-3) if g["name"] == "cores"} == {
         2e-3
     }
+
+
+@pytest.mark.parametrize("kind", ["rank 0", "zeros"])
+@pytest.mark.parametrize("spec", [LINEAR[0], LINEAR[4]], ids=str)
+def test_a_train_without_anything_to_measure_does_not_change_the_rates_of_the_others(spec: Spec, kind: str) -> None:
+    def rates(*blocks: torch.nn.Module) -> list[float]:
+        model = torch.nn.Sequential(*(torch.nn.ModuleDict({"up": block}) for block in blocks))
+        groups = param_groups(model, lr=1e-3, rates="spectral", weight_decay=0.1)
+        return [group["lr"] for group in groups if group["name"] == "cores"]
+
+    other = Held(spec.with_ranks(0) if kind == "rank 0" else spec, 1)
+    torch.nn.init.zeros_(other.tt.cores[0])
+    assert rates(Held(spec, 0), other) == rates(Held(spec, 0))
+    assert rates(other) == [1e-3] * spec.order
 
 
 def test_an_optimizer_made_after_a_cut_loads_its_state() -> None:

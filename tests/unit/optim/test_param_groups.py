@@ -60,10 +60,16 @@ def test_the_example_of_the_docstring_runs() -> None:
 
 
 def test_lr_serves_where_no_other_is_given_and_optimizers_keep_the_names() -> None:
-    optimizer = torch.optim.AdamW(param_groups(model(), lr=3e-4))
+    optimizer = torch.optim.AdamW(param_groups(model(), lr=3e-4, rates="flat"))
     assert [g["name"] for g in optimizer.param_groups] == ["cores", "tables", "ranks", "dense", "dense_no_decay"]
     assert {g["lr"] for g in optimizer.param_groups} == {3e-4}
     assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0}
+
+
+def test_given_rates_are_taken_to_the_bit() -> None:
+    net = nn.ModuleList(TTLinear(TTSpec(6, 6, (6,), (6,), (1, 3, 1))) for _ in range(3))
+    rates = {g["name"]: g["lr"] for g in param_groups(net, lr=0.1, core_lr=3e-3, rank_lr=0.7)}
+    assert rates == {"cores": 3e-3, "ranks": 0.7, "dense_no_decay": 0.1}
 
 
 def test_tables_take_the_rate_of_the_cores_where_they_have_none() -> None:
@@ -71,7 +77,7 @@ def test_tables_take_the_rate_of_the_cores_where_they_have_none() -> None:
     assert rates == {"cores": 1e-4, "tables": 1e-4, "ranks": 3e-4, "dense": 3e-4, "dense_no_decay": 3e-4}
 
 
-def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+def test_frozen_parameters_and_empty_groups_are_omitted() -> None:
     net = model()
     for name, parameter in net.named_parameters():
         parameter.requires_grad_("rank_params" in name)

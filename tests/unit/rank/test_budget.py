@@ -1,47 +1,21 @@
 """SVD rounding over all tensor trains: the budget holds, the least goes first, nothing else is touched."""
 
 import copy
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import comera
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
-from comera.nn.linear import BTTLinear, TTLinear
-from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.nn.linear import TTLinear
+from comera.nn.tensor_train import named_trains
 from comera.rank.budget import canonicalize_, round_
-from comera.rank.report import RankReport
-from comera.rank.size import unpruned_ranks, unpruned_size
 from comera.rank.target import smallest_size
-from comera.tt.decompose import round_cores, singular_values, tt_svd
 from comera.tt.format import spec_size
-from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
+from comera.tt.spec import TTMSpec
 
-from ...helpers.oracle import padded_weight
-
-SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))
-MATRIX = TTSpec(8, 8, (8,), (8,), (1, 8, 1))
-
-
-def stored(model: nn.Module) -> int:
-    return sum(spec_size(train.spec) for _, train in named_trains(model))
-
-
-def with_singular_values(values: list[float], seed: int) -> TTLinear:
-    """An 8 × 8 layer with these singular values."""
-    generator = torch.Generator().manual_seed(seed)
-    left, right = (torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0] for _ in range(2))
-    found = tt_svd(left @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ right, MATRIX)
-    return TTLinear(TensorTrain.from_tensors(found.spec, found.cores, init_std=1.0))
-
-
-def layers(count: int = 3) -> nn.ModuleList:
-    torch.manual_seed(0)
-    return nn.ModuleList(TTLinear(SPEC, dtype=torch.float64) for _ in range(count))
+from ...helpers.layers_to_round import OPTIMIZERS, SPEC, layers, stored, with_singular_values
 
 
 def test_the_least_relative_singular_values_of_all_layers_go_first() -> None:
@@ -80,20 +54,6 @@ def test_errors_are_those_of_the_weights_and_untouched_trains_stay_to_the_bit() 
         if row.before == row.after:
             assert all(torch.equal(p, value) for p, value in zip(layer.tt.parameters(), old, strict=True))
     assert report.error == max(row.error for row in report.rows)
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.5),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.5),
-    # state that does not begin at zero, and state of other shapes than the parameters'
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-}
 
 
 def step(model: nn.ModuleList, optimizer: torch.optim.Optimizer) -> None:
@@ -200,53 +160,6 @@ def test_zero_layers_go_for_free_and_ranks_stay_at_multiples() -> None:
     assert all(rank in (3, 4, 8, 9) for layer in model for rank in layer.spec.inner_ranks)
 
 
-@pytest.mark.parametrize("order", [2, 4])
-def test_a_trained_dense_model_is_decomposed_and_rounded(order: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 48))
-    with torch.no_grad():  # what training leaves: a few strong directions, not equally many everywhere, and noise
-        for layer, rank in ((model[0], 2), (model[2], 8)):
-            strong = torch.randn(layer.out_features, rank) @ torch.randn(rank, layer.in_features) * 0.05
-            layer.weight.copy_(strong + 1e-3 * torch.randn_like(layer.weight))
-    x = torch.randn(100, 48)
-    expected = model(x)
-    comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=order, rank=24), init="decompose"))
-    uniform = copy.deepcopy(model)
-    report: RankReport = comera.round_(model, 0.3)
-    assert report.after <= 0.3 * report.before
-    assert float((model(x) - expected).detach().norm() / expected.detach().norm()) < 0.05
-    each = [round_(uniform[0], 0.3).error, round_(uniform[2], 0.3).error]
-    assert sum(row.error**2 for row in report.rows) < 0.1 * sum(error**2 for error in each)
-
-
-def test_rounding_all_at_once_loses_no_more_than_cutting_each_layer_uniformly() -> None:
-    model = nn.ModuleList(
-        with_singular_values([float(2.0 ** (-j * steep)) for j in range(8)], seed)
-        for seed, steep in enumerate((0.1, 0.5, 1.0, 2.0))
-    )
-    uniform = copy.deepcopy(model)
-    together = round_(model, 17 * 16)
-    each = [round_(layer, 17 * 4).error for layer in uniform]
-    assert sum(row.error**2 for row in together.rows) < sum(error**2 for error in each)
-
-
-def test_larger_budgets_lose_less_and_are_used() -> None:
-    matrices = [with_singular_values([float(2.0 ** (-j * rate)) for j in range(8)], 7) for rate in (0.1, 0.4, 0.9)]
-    trains = layers()
-    for layer in trains:
-        with torch.no_grad():
-            layer.tt.rank_params[1].copy_(0.7 ** torch.arange(9))
-    # Parameters that one more rank takes at the largest inner rank: less than that stays unused.
-    for model, most in ((nn.ModuleList(matrices), 17), (trains, 4 * 3 + 4 * 3 + 1)):
-        smallest, whole = smallest_size(model), stored(model)
-        errors = []
-        for target in range(smallest, whole, 16):
-            report = round_(copy.deepcopy(model), target)
-            assert target - most < report.after <= target
-            errors.append(sum(row.error**2 for row in report.rows))
-        assert errors == sorted(errors, reverse=True)
-
-
 def test_pruned_gates_count_as_zero_and_go_without_error() -> None:
     model = layers(1)
     train = model[0].tt
@@ -310,111 +223,6 @@ def test_the_report_reads_as_a_table() -> None:
     assert report.table().rows == (("steep.tt", "8", "1", "2.64%"),)
     assert repr(report) == "<RankReport: 1 of 2 tensor trains rounded: 272 -> 153 parameters (56.2%, target 158)>"
     assert report.to_frame()["after"].to_list() == ["1", "8"]
-
-
-@pytest.mark.parametrize("kind", ["adamw-fused", "adagrad", "nadam"])
-def test_a_canonical_train_is_the_same_weight_and_its_slices_are_singular_directions(kind: str) -> None:
-    torch.manual_seed(0)
-    layer = TTLinear(TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1)), dtype=torch.float64)
-    train = layer.tt
-    with torch.no_grad():
-        train.rank_params[1].copy_(torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5, 0.3, 1.0, 0.005, 1.5]))
-    optimizer = OPTIMIZERS[kind](layer.parameters())
-    layer(torch.ones(1, 12, dtype=torch.float64)).square().sum().backward()
-    optimizer.step()
-    dense, ranks, size = train.dense().detach(), unpruned_ranks(train), unpruned_size(train)
-    assert ranks == (3, 6, 3)
-    canonicalize_([train], [optimizer])
-    torch.testing.assert_close(train.dense(), dense, rtol=0, atol=1e-12)
-    assert (unpruned_ranks(train), unpruned_size(train)) == (ranks, size)  # what was pruned still is
-    assert train.rank_params[1].tolist() == [1.0] * 6 + [0.0] * 3
-    fresh = OPTIMIZERS[kind](layer.parameters())
-    assert repr([optimizer.state.get(p) for p in train.parameters()]) == repr(
-        [fresh.state.get(p) for p in train.parameters()]
-    )
-    # Zeroing one gate makes an error of its singular value, independently of the others.
-    for k, sigma in enumerate(singular_values(train.spec, train.effective_cores())):
-        for j in range(ranks[k]):
-            with torch.no_grad():
-                train.rank_params[k][j] = 0.0
-                assert float((train.dense() - dense).norm()) == pytest.approx(float(sigma[j]), rel=1e-9)
-                train.rank_params[k][j] = 1.0
-
-
-def test_canonical_blocks_are_the_same_weight_and_their_components_singular_directions() -> None:
-    torch.manual_seed(0)
-    train = BTTLinear(BTTSpec(9, 11, (2, 5), (2, 6), ((3, 0), (1, 4))), dtype=torch.float64).tt
-    with torch.no_grad():
-        train.rank_params[0].copy_(torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5, 0.3, 1.0, 0.005]))
-    dense, size = train.dense().detach(), unpruned_size(train)
-    canonicalize_([train])
-    torch.testing.assert_close(train.dense(), dense, rtol=0, atol=1e-12)
-    assert train.spec.rows_of_ranks == ((3, 0), (1, 4))
-    assert train.rank_params[0].tolist() == [1, 1, 0, 0, 1, 1, 1, 0]  # the block of one component was pruned whole
-    assert unpruned_size(train) == size
-    whole = padded_weight(train.spec, train.effective_cores())
-    errors = []
-    for j in train.unpruned()[0].nonzero().flatten():
-        with torch.no_grad():
-            train.rank_params[0][j] = 0.0
-            errors.append(float((padded_weight(train.spec, train.effective_cores()) - whole).norm()))
-            train.rank_params[0][j] = 1.0
-    sigma = singular_values(train.spec, train.effective_cores())[0]
-    assert sorted(errors, reverse=True) == pytest.approx(sigma[:5].tolist(), rel=1e-9)
-
-
-def test_devices_of_a_context_do_not_reach_into_canonical_blocks() -> None:
-    model = nn.ModuleList([BTTLinear(BTTSpec(9, 11, (2, 5), (2, 6), ((3, 0), (1, 4))))])
-    with torch.device("meta"):
-        canonicalize_(layer.tt for layer in model)
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
-
-
-def decaying(specs: list[TTSpec], decays: tuple[float, ...], seed: int) -> nn.ModuleList:
-    """Layers whose gates decay along each inner rank, at a rate of each layer's own."""
-    torch.manual_seed(seed)
-    model = nn.ModuleList(TTLinear(spec, dtype=torch.float64) for spec in specs)
-    for (_, train), decay in zip(named_trains(model), decays, strict=True):
-        train.threshold = 0.0
-        with torch.no_grad():
-            for d in train.rank_params:
-                d.copy_(decay ** torch.arange(len(d)))
-    return model
-
-
-@pytest.mark.parametrize(("decays", "seed"), [((0.3, 0.9), 4), ((0.7, 0.3), 1), ((1.0, 1.0), 6), ((0.5, 0.5), 0)])
-def test_the_error_comes_near_the_best_of_all_ranks(decays: tuple[float, float], seed: int) -> None:
-    specs = [TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 5, 3, 1)), TTSpec(8, 9, (2, 4), (9,), (1, 2, 6, 1))]
-    model = decaying(specs, decays, seed)
-    choices = []  # per layer the squared error of all ranks, by size
-    for _, train in named_trains(model):
-        found = [
-            round_cores(train.spec, train.effective_cores(), ranks=(1, *inner, 1))
-            for inner in product(*(range(1, rank + 1) for rank in train.spec.inner_ranks))
-        ]
-        choices.append([(spec_size(rounded.spec), rounded.error**2) for rounded in found])
-    for part in (0.3, 0.5, 0.7, 0.8):
-        budget = int(part * stored(model))
-        best = min(e + f for (s, e), (t, f) in product(*choices) if s + t <= budget)
-        together = sum(row.error**2 for row in round_(copy.deepcopy(model), budget).rows)
-        # Measured over 336 such models and budgets: 1.00 in the median, 1.47 at worst (the first of these).
-        assert best * (1 - 1e-9) <= together <= 1.5 * best
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("rank", "factor"), [(2, 1.2), (3, 1.2), (4, 1.1), (6, 0.81), (8, 0.6), (12, 0.11)])
-def test_different_layers_lose_less_than_a_uniform_rank_unless_cut_to_almost_nothing(
-    rank: int, factor: float, seed: int
-) -> None:
-    # Squared errors, measured over 20 seeds: 0.73 to 0.80 of those of a uniform rank 6. At ranks 2 and 3, where a
-    # layer keeps half of its weight at best, up to 1.20: the losses at a train's inner ranks overlap then, and allocate
-    # counts each for itself.
-    spec = TTSpec(48, 48, (6, 8), (8, 6), (1, 6, 24, 6, 1))
-    model = decaying([spec] * 4, (1.0, 0.9, 0.7, 0.5), seed)
-    ranks = (1, *(min(rank, most) for most in spec.inner_ranks), 1)
-    uniform = [round_cores(spec, train.effective_cores(), ranks=ranks) for _, train in named_trains(model)]
-    report = round_(model, sum(spec_size(cut.spec) for cut in uniform))
-    assert sum(row.error**2 for row in report.rows) <= factor * sum(cut.error**2 for cut in uniform)
 
 
 def test_the_number_of_threads_is_as_before_whatever_happens() -> None:

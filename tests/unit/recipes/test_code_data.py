@@ -277,7 +277,7 @@ def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> 
         CodeDataConfig(**{field: value})
 
 
-def test_endless_words_are_left_out_of_the_tokenizers_training(
+def test_texts_with_endless_words_do_not_train_the_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_sources(tmp_path / "src", 8)

@@ -296,12 +296,48 @@ def test_ngrams_are_those_of_the_formula(tmp_path: Path) -> None:
         assert found[name] == pytest.approx(expected, rel=1e-12)
 
 
+def test_ngrams_that_are_longer_than_the_training_text_are_those_of_the_lower_order() -> None:
+    found = ngram_losses(np.frombuffer(b"ab", np.uint8), np.frombuffer(b"abba", np.uint8), np.array([4]), np.array([1]))
+    assert found["trigrams"] == found["bigrams"] < found["unigrams"]
+
+
 def test_ngrams_score_the_bytes_of_the_held_out_batches(tmp_path: Path) -> None:
-    data = prepare(config(tmp_path, folder(tmp_path), vocab_size=256), quiet=True)
-    whole, part = data.ngram_losses(2), data.ngram_losses(2, batches=1)
-    assert whole != part
-    assert data.ngram_losses(2 * data.blocks(data.held_out)) == pytest.approx(whole)
-    assert whole["unigrams"] > whole["bigrams"] > whole["trigrams"] > 0
+    data = prepare(config(tmp_path, folder(tmp_path), vocab_size=290), quiet=True)
+    train = [data.bytes.bytes_of(data.train[i * 16 : i * 16 + 16]) for i in range(data.blocks(data.train))]
+    for batches in (1, 0):
+        held_out = list(data.held_out_batches(2))[: batches or None]
+        ids = torch.cat([torch.cat([b.input_ids[:, :1], b.labels], 1) for b in held_out]).numpy()
+        rows = [data.bytes.bytes_of(row) for row in ids]
+        given = np.array([len(data.bytes.bytes_of(row[:1])) for row in ids])
+        expected = ngram_losses(np.concatenate(train), np.concatenate(rows), np.array([*map(len, rows)]), given)
+        assert data.ngram_losses(2, batches) == expected
+    assert data.ngram_losses(3) == expected
+    assert expected["unigrams"] > expected["bigrams"] > expected["trigrams"] > 0
+
+
+def test_ngrams_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(tmp_path, folder(tmp_path))
+    data = prepare(settings, quiet=True)
+    counted: list[int] = []
+
+    def count(train: Any, *rest: Any) -> dict[str, float]:
+        counted.append(len(train))
+        return ngram_losses(train, *rest)
+
+    monkeypatch.setattr("comera.recipes.lm.data.ngram_losses", count)
+    first = data.ngram_losses(2, batches=2)
+    assert prepare(settings, quiet=True).ngram_losses(4, batches=1) == first  # the same blocks
+    assert len(counted) == 1
+    others = [data.ngram_losses(2), prepare(replace(settings, block_size=8), quiet=True).ngram_losses(2, batches=2)]
+    assert first not in others
+    assert len(counted) == 3
+    (stored,) = (tmp_path / "cache").glob("*-ngrams-16-4/losses.json")
+    stored.write_text(stored.read_text().replace("1", "2"))
+    assert data.ngram_losses(2, batches=2) == first
+    assert "losses.json differs from its checksum): it is made anew" in caplog.text
+    assert len(counted) == 4
 
 
 @pytest.mark.parametrize(

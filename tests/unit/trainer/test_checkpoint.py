@@ -1,87 +1,23 @@
-"""Checkpoints: everything comes back exactly, only whole ones are seen, wrong ones change nothing."""
+"""Checkpoints: everything comes back exactly, and only whole ones are seen."""
 
 import json
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
 
-from comera.errors import CheckpointError, ConfigError
-from comera.files import write_sums
+from comera.errors import CheckpointError
 from comera.kernels.select import supports
-from comera.nn.linear import TTLinear
-from comera.optim.param_groups import param_groups
-from comera.rank.controller import RankController
 from comera.trainer import checkpoint as runs
-from comera.trainer.checkpoint import (
-    checkpoints,
-    clean,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    take_over,
-)
+from comera.trainer.checkpoint import checkpoints, clean, find_checkpoint, load_checkpoint, save_checkpoint, take_over
 from comera.trainer.random_state import rng_state, set_rng_state
 from comera.trainer.trainer_json import Progress
-from comera.tt.spec import TTSpec
 
-IDENTITY = {"lr": 1e-3, "betas": [0.9, 0.999]}
-State = tuple[nn.Sequential, torch.optim.Optimizer, RankController]
-Kind = Callable[..., torch.optim.Optimizer]
-
-
-def make(seed: int = 0, kind: Kind = torch.optim.AdamW, hidden: int = 12) -> State:
-    torch.manual_seed(seed)
-    spec = TTSpec(8, hidden, (2, 2, 2), (hidden // 4, 2, 2), (1, 2, 4, 6, 4, 2, 1))
-    model = nn.Sequential(TTLinear(spec), nn.BatchNorm1d(hidden), nn.Linear(hidden, 3))
-    optimizer = kind(param_groups(model, lr=1e-2))
-    return model, optimizer, RankController(model).attach(optimizer)
-
-
-def train(state: State, steps: int, seed: int = 7) -> list[float]:
-    model, optimizer, controller = state
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randn(16, 8, generator=generator)).square().mean()
-        loss.backward()
-        controller.observe(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def cut(state: State) -> None:
-    """Make some rank parameters inactive and prune, so that shapes differ from those of a fresh model."""
-    chain: Any = state[0][0].tt
-    with torch.no_grad():
-        chain.rank_params[2][[0, 3]] = 0.0
-        chain.rank_params[0][1] = 0.0
-    assert state[2].prune_().changed
-
-
-def save(run: Path, state: State, step: int, held_out: float | None = None, **changes: Any) -> Path:
-    progress = Progress(step=step, held_out_loss=held_out, held_out_step=-1 if held_out is None else step)
-    return save_checkpoint(run, *state, progress, **{"identity": IDENTITY, "rng": [rng_state()], **changes})
-
-
-def snapshot(state: State) -> list[Tensor]:
-    model, optimizer, _ = state
-    kept = [optimizer.state[parameter] for parameter in model.parameters()]
-    moments = [values[key] for values in kept for key in sorted(values) if isinstance(values[key], Tensor)]
-    return [t.clone() for t in [*model.state_dict().values(), *moments, torch.get_rng_state()]]
-
-
-def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:
-    assert len(a) == len(b)
-    assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+from ...helpers.checkpoints import IDENTITY, Kind, assert_equal, cut, make, save, snapshot, train, truncate
 
 
 def momentum(groups: Any) -> torch.optim.SGD:
@@ -216,165 +152,9 @@ def test_a_kill_inside_a_save_leaves_whole_checkpoints_only(
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
 
 
-def truncate(folder: Path, name: str) -> None:
-    data = (folder / name).read_bytes()
-    (folder / name).write_bytes(data[: len(data) // 2])
-
-
-def foreign(folder: Path, name: str) -> None:
-    (folder / name).write_text(json.dumps({"format": "something else"}))
-
-
-def edit(folder: Path, **values: Any) -> None:
-    path = folder / "trainer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-    write_sums(folder)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: truncate(f, "model.safetensors"), "got model.safetensors differs from its checksum"),
-        (lambda f: truncate(f, "optimizer.safetensors"), "got optimizer.safetensors differs from its"),
-        (lambda f: truncate(f, "trainer.json"), "expected a readable trainer.json"),
-        (lambda f: foreign(f, "trainer.json"), "expected trainer.json with .*comera-trainer"),
-        (lambda f: (f / "trainer.json").unlink(), "expected a readable trainer.json"),
-        (lambda f: (f / "comera.json").unlink(), "got it has no comera.json"),
-        (lambda f: edit(f, version=99), "expected trainer.json with"),
-        (lambda f: edit(f, progress={"pages": 3}), "expected the progress of a run"),
-        (lambda f: edit(f, controller={}), "expected a rank controller's state"),
-        (lambda f: edit(f, controller={"pages": 3}), "expected a rank controller's state, got .*pages"),
-        (lambda f: edit(f, parameters=["2.weight"]), r"expected this optimizer's parameters, got others: 0\.bias"),
-        (lambda f: edit(f, rng=[]), "expected the random state of process 0, got that of 0 processes"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
-    state = make()
-    train(state, 1)
-    cut(state)
-    folder = save(tmp_path, state, 1)
-    damage(folder)
-    resumed = make(seed=1)
-    train(resumed, 1)
-    before = snapshot(resumed)
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(folder, *resumed, identity=IDENTITY)
-    assert_equal(snapshot(resumed), before)
-
-
-def test_a_safetensors_file_of_the_right_size_and_wrong_content_is_refused(tmp_path: Path) -> None:
-    state = make()
-    train(state, 1)
-    folder = save(tmp_path, state, 1)
-    path = folder / "optimizer.safetensors"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-    write_sums(folder)
-    before = snapshot(state)
-    with pytest.raises(CheckpointError, match="expected whole safetensors files"):
-        load_checkpoint(folder, *state, identity=IDENTITY)
-    assert_equal(snapshot(state), before)
-
-
-def test_a_model_of_other_shapes_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    state = make()
-    train(state, 1)
-    folder = save(tmp_path, state, 1)
-    other = make(hidden=16)
-    before = snapshot(other)
-    with pytest.raises(CheckpointError, match="does not fit"):
-        load_checkpoint(folder, *other, identity=IDENTITY)
-    assert_equal(snapshot(other), before)
-
-
-def test_another_identity_is_a_config_error_that_names_the_change(tmp_path: Path) -> None:
-    folder = save(tmp_path, make(), 1)
-    with pytest.raises(ConfigError, match=r"lr: expected 0\.001, got 0\.01; seed: expected None, got 3"):
-        load_checkpoint(folder, *make(), identity={**IDENTITY, "lr": 1e-2, "seed": 3})
-
-
 def test_tuples_in_an_identity_are_their_lists(tmp_path: Path) -> None:
     folder = save(tmp_path, make(), 1)
     assert load_checkpoint(folder, *make(), identity={**IDENTITY, "betas": (0.9, 0.999)}).step == 1
-
-
-def test_an_unreadable_neighbour_is_neither_best_nor_dropped(tmp_path: Path) -> None:
-    stranger = tmp_path / "checkpoints" / "step-00000001"
-    stranger.mkdir(parents=True)
-    save(tmp_path, make(), 2, 1.0)
-    save(tmp_path, make(), 3, 2.0)
-    assert find_checkpoint(tmp_path, "best").name == "step-00000002"
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000002", "step-00000003"]
-
-
-@pytest.mark.parametrize("at", ["run", "checkpoint"])
-def test_another_run_begins_where_one_stood(tmp_path: Path, at: str) -> None:
-    state = make()
-    train(state, 3)
-    cut(state)
-    train(state, 1)
-    folder = save(tmp_path, state, 4, rng=[])
-    other = make(seed=1)
-    drawn = torch.get_rng_state()
-    progress = take_over(tmp_path if at == "run" else folder, *other)
-    assert progress.step == 4
-    assert torch.equal(torch.get_rng_state(), drawn)  # it draws on as it would have
-    assert other[2].state_dict() == state[2].state_dict()
-    assert_equal(snapshot(other)[:-1], snapshot(state)[:-1])
-    assert train(other, 3) == train(state, 3)
-
-
-def test_a_run_keeps_its_own_learning_rates_when_it_takes_another_over(tmp_path: Path) -> None:
-    state = make()
-    train(state, 1)
-    save(tmp_path, state, 1)
-    other = make(seed=1)
-    for group in other[1].param_groups:
-        group["lr"] = 0.5
-    take_over(tmp_path, *other)
-    assert {group["lr"] for group in other[1].param_groups} == {0.5}
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: truncate(f, "model.safetensors"), "got model.safetensors differs from its checksum"),
-        (lambda f: edit(f, parameters=["2.weight"]), r"expected this optimizer's parameters, got others: 0\.bias"),
-        (lambda f: edit(f, controller={"pages": 3}), "expected a rank controller's state, got .*pages"),
-    ],
-)
-def test_what_cannot_be_taken_over_changes_nothing(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
-    state = make()
-    train(state, 1)
-    folder = save(tmp_path, state, 1)
-    damage(folder)
-    other = make(seed=1)
-    train(other, 1)
-    before, adaptation = snapshot(other), other[2].state_dict()
-    with pytest.raises(CheckpointError, match=message):
-        take_over(tmp_path, *other)
-    assert_equal(snapshot(other), before)
-    assert other[2].state_dict() == adaptation
-
-
-def test_a_model_of_other_shapes_is_not_taken_over(tmp_path: Path) -> None:
-    state = make()
-    train(state, 1)
-    save(tmp_path, state, 1)
-    other = make(hidden=16)
-    before, adaptation = snapshot(other), other[2].state_dict()
-    with pytest.raises(CheckpointError, match="does not fit"):
-        take_over(tmp_path, *other)
-    assert_equal(snapshot(other), before)
-    assert other[2].state_dict() == adaptation != state[2].state_dict()
-
-
-def test_a_folder_without_a_run_cannot_be_taken_over(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="expected checkpoints in"):
-        take_over(tmp_path / "nowhere", *make())
 
 
 def test_all_files_have_the_users_permissions(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ SIGNATURES = {
     "block_product": "l w11 p p t",
     "block_product_backward": "l w11 p p p p p p t",
     "clip": "l p p d p t",
+    "cross_entropy": "l l p p l p p t",
     "dropout": "l p p i f p t",
     "low_rank": "l l p l w9 l t",
     "low_rank_output": "l l w9 l t",

@@ -25,14 +25,13 @@ from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.corpus import (
     SUFFIXES,
     Source,
-    as_text,
     find_files,
     id_dtype,
     open_tokens,
     permutation,
     place,
     read,
-    report_long_words,
+    report_skipped,
     sample_texts,
     train_rows,
     train_tokenizer,
@@ -209,10 +208,10 @@ def _write(
 ) -> None:
     with Progress(quiet) as progress:
         progress.start("training the tokenizer", None)
-        left_out: list[str] = []
+        long_words: list[str] = []
         # a random but fixed subset of the files
         texts = ((s.path, read(root, s)) for s in sorted(parts["train"], key=lambda s: place("tokenizer", s.path)))
-        sample = sample_texts(texts, config.tokenizer_bytes, left_out)
+        sample = sample_texts(texts, config.tokenizer_bytes, long_words)
         tokenizer = train_tokenizer(sample, config.vocab_size, SPECIAL_TOKENS)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
@@ -227,16 +226,13 @@ def _write(
         for part, sources in parts.items():
             tokens = write_tokens(folder / f"{part}.bin", (read(root, s) for s in sources), encode, progress)
             manifest[part] = {"files": len(sources), "bytes": sum(s.size for s in sources), "tokens": tokens}
-    manifest["skipped"], manifest["long_words"] = skipped, len(left_out)
+    manifest["skipped"], manifest["long_words"] = skipped, len(long_words)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
-        print(
-            f"source code: {train['files']:,} files ({train['tokens']:,} tokens) to train on, "
-            f"{held_out['files']:,} ({held_out['tokens']:,}) held out",
-            file=sys.stderr,
-        )
-        if some := as_text(skipped):
-            print(f"source code: skipped files: {some}", file=sys.stderr)
-        if left_out:
-            print(f"source code: {report_long_words(left_out)}", file=sys.stderr)
+        lines = [
+            f"{train['files']:,} files ({train['tokens']:,} tokens) to train on, {held_out['files']:,} "
+            f"({held_out['tokens']:,}) held out",
+            *report_skipped(skipped, long_words),
+        ]
+        print(*(f"source code: {line}" for line in lines), sep="\n", file=sys.stderr)

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from comera.recipes.corpus import (
     open_tokens,
     permutation,
     place,
-    report_long_words,
+    report_skipped,
     sample_texts,
     train_rows,
     train_tokenizer,
@@ -53,7 +53,7 @@ from comera.recipes.lm.tokenizer import (
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 
-FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
+FORMAT = 1  # of the cache folders; raise it when their contents, or how they are made, change
 HELD_OUT_SEED = 0x5EED  # the same order of held-out blocks for every method and every training seed
 NGRAM_BYTES = 16_000_000  # of the training part, at most, that n-grams are counted in
 DEFAULT_VOCABULARY = 8192
@@ -150,7 +150,7 @@ class LMData:
         return open_tokens(self.folder / f"{part}.bin", self.manifest["dtype"], tokens)
 
     def blocks(self, stream: np.ndarray[Any, Any]) -> int:
-        """How many blocks a stream has; what does not fill one at its end is left out."""
+        """How many blocks a stream has; what does not fill one at its end is dropped."""
         return (len(stream) - 1) // self.config.block_size
 
     def train_batch(self, index: int, size: int, seed: int) -> Batch:
@@ -175,12 +175,25 @@ class LMData:
 
     def ngram_losses(self, size: int, batches: int = 0) -> dict[str, float]:
         """What byte n-grams reach, in nats per byte, on exactly the bytes that `batches` held-out batches of `size`
-        score (0: all of them), counted in up to NGRAM_BYTES of the training part, in evenly spaced blocks."""
+        score (0: all of them), counted in up to NGRAM_BYTES of the training part, in evenly spaced blocks. Computed
+        once and kept in the cache, in a folder of its own."""
+        order = permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
+        scored = order[: size * batches] if batches else order
+
+        def write(folder: Path) -> None:
+            (folder / "losses.json").write_text(json.dumps(self._ngram_losses(scored)), "utf-8")
+
+        return open_or_make(
+            self.folder.with_name(f"{self.folder.name}-ngrams-{self.config.block_size}-{len(scored)}"),
+            lambda folder: json.loads((folder / "losses.json").read_text("utf-8")),
+            write,
+        )
+
+    def _ngram_losses(self, scored: np.ndarray[Any, Any]) -> dict[str, float]:
         blocks = self.blocks(self.train)
         bytes_per_block = max(1, self.manifest["train"]["bytes"] // blocks)
         train = self._rows(self.train, np.arange(0, blocks, -(-blocks * bytes_per_block // NGRAM_BYTES)))[:, :-1]
-        chosen = islice(self.held_out_batches(size), batches or None)
-        ids = np.concatenate([torch.cat([b.input_ids, b.labels[:, -1:]], 1).numpy() for b in chosen])
+        ids = self._rows(self.held_out, scored)
         lengths = self.bytes.lengths[ids]
         return ngram_losses(self.bytes.bytes_of(train), self.bytes.bytes_of(ids), lengths.sum(1), lengths[:, 0])
 
@@ -223,7 +236,7 @@ def _split(corpus: Corpus, apart: Corpus | None, config: LMDataConfig, skipped: 
     if len(places) < (1 if apart else 2):
         raise DataError(
             f"expected at least {'one document' if apart else 'two documents, one to train on and one to hold out,'} "
-            f"in {corpus.name}, got {len(places)} (skipped: {as_text({**corpus.skipped, **skipped}) or 'none'}): check "
+            f"in {corpus.name}, got {len(places)} (skipped: {as_text(skipped) or 'none'}): check "
             f"data.path, data.suffixes ({' '.join(config.suffixes)}) and data.max_bytes ({config.max_bytes})"
             f"{'' if apart else ', or give data.held_out_path'}"
         )
@@ -251,11 +264,11 @@ def _write(
     skipped: Counter[str] = Counter(corpus.skipped)
     if apart:
         skipped.update(apart.skipped)
-    left_out: list[str] = []
+    long_words: list[str] = []
     with Progress(quiet) as progress:
         progress.start("reading", None)
         parts = _split(corpus, apart, config, skipped)
-        tokenizer = given or _trained(parts["train"], config, left_out, progress)
+        tokenizer = given or _trained(parts["train"], config, long_words, progress)
         (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<|endoftext|>" in a text is ordinary text
         separator = separator_of(tokenizer)
@@ -277,25 +290,24 @@ def _write(
         for name, part in parts.items():
             tokens = write_tokens(folder / f"{name}.bin", (d.text for d in part.read()), encode, progress)
             manifest[name] = {"documents": part.documents, "bytes": part.bytes, "tokens": tokens}
-    manifest |= {"dtype": dtype.name, "skipped": dict(skipped), "long_words": len(left_out)}
+    manifest |= {"dtype": dtype.name, "skipped": dict(skipped), "long_words": len(long_words)}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
         lines = [
             f"{train['documents']:,} documents ({train['tokens']:,} tokens) to train on, {held_out['documents']:,} "
-            f"({held_out['tokens']:,}) held out, {len(lengths):,} different tokens"
+            f"({held_out['tokens']:,}) held out, {len(lengths):,} different tokens",
+            *report_skipped(skipped, long_words),
         ]
-        lines += [f"skipped files: {some}" for some in [as_text(skipped)] if some]
-        lines += [report_long_words(left_out)] if left_out else []
         print(*(f"text: {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
-def _trained(train: _Split, config: LMDataConfig, left_out: list[str], progress: Progress) -> Tokenizer:
+def _trained(train: _Split, config: LMDataConfig, long_words: list[str], progress: Progress) -> Tokenizer:
     """A tokenizer, trained on a random but fixed subset of the training documents."""
     progress.start("training the tokenizer", None)
     sizes = sorted((place("tokenizer", d.key), len(d.text.encode())) for d in train.read())
     ends = list(accumulate(size for _, size in sizes))
     last, _ = sizes[min(bisect_left(ends, config.tokenizer_bytes), len(sizes) - 1)]
     texts = ((d.key[:100], d.text) for d in train.read() if place("tokenizer", d.key) <= last)
-    sample = sample_texts(texts, config.tokenizer_bytes, left_out)
+    sample = sample_texts(texts, config.tokenizer_bytes, long_words)
     return train_tokenizer(sample, config.vocab_size or DEFAULT_VOCABULARY, [END_OF_TEXT])

@@ -55,13 +55,14 @@ class ModelConfig:
     """Output head and token embedding share their weight."""
 
     def __post_init__(self) -> None:
-        if self.family not in ("llama", "gpt2"):
-            raise ConfigError(f"model.family must be one of llama, gpt2, got {self.family!r}")
-        names = ("hidden", "layers", "heads", "kv_heads", "ffn", "max_positions")
-        sizes = {name: getattr(self, name) for name in names}
-        valid = {name: (size is None or size >= 1, "at least 1") for name, size in sizes.items()}
-        check_fields(self, "model.", valid)
-        check_fields(self, "model.", {"dropout": (0 <= self.dropout < 1, "in [0, 1)")})
+        checks = {
+            "family": (self.family in CLASSES, f"one of {', '.join(CLASSES)}"),
+            "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
+        }
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "max_positions"):
+            size = getattr(self, name)
+            checks[name] = (size is None or size >= 1, "at least 1")
+        check_fields(self, "model.", checks)
         if self.hidden % self.heads:
             raise ConfigError(f"model.hidden must be a multiple of model.heads, got {self.hidden} and {self.heads}")
         if self.family == "llama" and self.hidden // self.heads % 2:
@@ -152,6 +153,7 @@ class CompressConfig:
         checks = {
             "format": (self.format in formats, f"one of {', '.join(formats)}"),
             "embedding": (self.embedding in ("ttm", "dense"), "ttm or dense"),
+            "head": (self.head in ("share", "untie", "dense"), "share, untie or dense"),
         }
         check_fields(self, "compress.", checks)
         self.tensorize("llama")  # refuses what no layer can have

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 NAMES = ("unigrams", "bigrams", "trigrams")
+_NONE = np.int32(256**3)  # above the code of every n-gram
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int_ | np.int32]]
 
@@ -19,14 +20,14 @@ class _Order:
 
     def __init__(self, order: int, train: Bytes) -> None:
         self.order = order
-        self.codes, self.counts = np.unique(_codes(train, order), return_counts=True)
-        histories = self.codes >> 8
-        self.seen = np.bincount(histories, self.counts, 256 ** (order - 1))
-        self.kinds = np.bincount(histories, minlength=256 ** (order - 1))
+        codes, counts = np.unique(_codes(train, order), return_counts=True)
+        self.seen = np.bincount(codes >> 8, counts, 256 ** (order - 1))
+        self.kinds = np.bincount(codes >> 8, minlength=256 ** (order - 1))
+        self.codes, self.counts = np.append(codes, _NONE), np.append(counts, 0)
 
     def probabilities(self, codes: Integers, lower: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Of n-grams, given those of the lower order."""
-        at = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
+        at = np.searchsorted(self.codes, codes)
         counts = np.where(self.codes[at] == codes, self.counts[at], 0)
         seen, kinds = self.seen[codes >> 8], self.kinds[codes >> 8]
         return np.where(seen > 0, (counts + kinds * lower) / np.maximum(seen + kinds, 1), lower)

@@ -48,7 +48,6 @@ _TRAIN = TrainConfig(
     steps=10_000,
     batch_size=16,
     lr=3e-3,
-    rates="spectral",
     betas=(0.9, 0.95),
     warmup=0.05,
     prune_every=500,
@@ -147,14 +146,16 @@ def token_losses(model: Any, batch: Batch) -> Tensor:
 
 
 def next_token_loss(model: Any, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the next token, in nats."""
-    return token_losses(model, batch).mean()
+    """Mean cross-entropy of the next token, in nats. The labels are those of the next tokens already."""
+    loss: Tensor = model(input_ids=batch.input_ids, labels=batch.labels, shift_labels=batch.labels).loss
+    return loss
 
 
 class LMTask(RecipeTask):
     """Next-token prediction, as a task for `comera.trainer.loop.fit`."""
 
     name = NAME
+    keep_logits = False
     config: LMConfig
     data: LMData
 
@@ -220,7 +221,8 @@ def estimate(config: LMConfig) -> dict[str, MemoryEstimate]:
         model, report = build_model(replace(config, method=method), vocab_size)
         return model, report, partial(next_token_loss, model, _meta_batch(config))
 
-    return estimates_by_method(build, config.train, METHODS if config.model.family == "llama" else _WITHOUT_LINEAR)
+    methods = METHODS if config.model.family == "llama" else _WITHOUT_LINEAR
+    return estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
 
 
 def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 
 from comera.errors import ConfigError
+from comera.recipes.corpus import byte_level
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256  # a vocabulary of this size is that of plain bytes: token ids are byte values
@@ -30,10 +31,7 @@ _BYTE_OF = _byte_characters()
 
 def byte_tokenizer() -> Tokenizer:
     """The tokenizer of plain bytes; byte 0 separates documents."""
-    tokenizer = Tokenizer(models.BPE(vocab=dict(_BYTE_OF), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return byte_level(models.BPE(vocab=dict(_BYTE_OF), merges=[]))
 
 
 def read_tokenizer(path: Path, option: str = "data.tokenizer") -> Tokenizer:
@@ -96,17 +94,11 @@ class ByteTable:
         table = token_bytes(tokenizer)
         table[separator] = SEPARATOR_BYTE
         self.lengths = np.array([len(token) for token in table], np.int64)
-        self._starts = np.cumsum(self.lengths) - self.lengths
-        self._pool = np.frombuffer(b"".join(table), np.uint8)
+        self._table = np.array(table, object)
 
     def bytes_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes that a row of tokens stands for, uint8."""
-        ids = ids.astype(np.int64).reshape(-1)
-        lengths = self.lengths[ids]
-        ends = np.cumsum(lengths)
-        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-        found: np.ndarray[Any, np.dtype[np.uint8]] = self._pool[np.repeat(self._starts[ids], lengths) + within]
-        return found
+        return np.frombuffer(b"".join(self._table[ids.reshape(-1)]), np.uint8)
 
 
 def run_files(tokenizer: Tokenizer, separator: int, longest: int) -> dict[str, str]:

@@ -1,6 +1,5 @@
-"""tensorize_ and materialize_: what is converted, what is kept, what is refused."""
+"""tensorize_: what is converted, what is kept, what is refused."""
 
-import copy
 import json
 import warnings
 from dataclasses import replace
@@ -12,30 +11,10 @@ from torch import Tensor, nn
 from comera.convert import BTT, TT, TTM, LayerRow, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError, SpecError
 from comera.nn.embedding import TTMEmbedding
-from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
 
-SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(60, 32, padding_idx=0)
-        self.up = nn.Linear(32, 64)
-        self.norm = nn.LayerNorm(64)
-        self.blocks = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(64, 48)])
-        self.head = nn.Linear(48, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.norm(self.up(self.embed(ids)).relu())
-        for block in self.blocks:
-            x = block(x).relu()
-        out: Tensor = self.head(x)
-        return out
-
-
-IDS = torch.tensor([[1, 2, 0], [59, 3, 0]])
+from ...helpers.small_net import IDS, SMALL, Net, kinds
 
 
 def snapshot(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
@@ -46,10 +25,6 @@ def assert_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]]) ->
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(id(after[name]) == ident and torch.equal(after[name], value) for name, (ident, value) in before.items())
-
-
-def kinds(model: nn.Module) -> dict[str, str]:
-    return {name: type(m).__name__ for name, m in model.named_modules() if "tt" not in name.split(".")}
 
 
 def test_layers_become_compressed_and_small_ones_stay() -> None:
@@ -331,47 +306,6 @@ def test_meta_has_nothing_to_decompose() -> None:
     assert isinstance(model.up, nn.Linear)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_materialize_gives_the_same_function(dtype: torch.dtype, tolerance: float) -> None:
-    torch.manual_seed(0)
-    model = Net().to(dtype).eval()
-    bias = model.up.bias
-    tensorize_(model, SMALL)
-    with torch.no_grad():
-        model.up.tt.rank_params[1][2] = -1.0  # pruned
-        model.blocks[1].bias.fill_(0.3)
-    model.blocks[0].tt.requires_grad_(False)
-    want = model(IDS)
-    assert materialize_(model) is model
-    assert kinds(model) == kinds(Net())
-    torch.testing.assert_close(model(IDS), want, rtol=tolerance, atol=tolerance)
-    assert model.up.bias is bias
-    assert model.embed.padding_idx == 0
-    assert model.embed.weight[0].abs().max() == 0
-    assert [p.requires_grad for p in model.blocks.parameters()] == [False, True, True]
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert not model.up.training
-
-
-def test_materialize_sums_half_precisions_in_float32() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64)).to(torch.bfloat16)
-    tensorize_(model, SMALL)
-    want = copy.deepcopy(model[0].tt).to(torch.float64).dense().t()
-    weight = materialize_(model)[0].weight
-    assert weight.dtype == torch.bfloat16
-    torch.testing.assert_close(weight.double(), want, rtol=2**-8, atol=1e-6)
-
-
-def test_materialize_needs_something_to_materialize() -> None:
-    with pytest.raises(ConversionError, match="nothing to materialize in Net"):
-        materialize_(Net())
-    model = nn.Sequential(nn.Linear(64, 64))
-    tensorize_(model, SMALL)
-    with pytest.raises(ConversionError, match="a single TTLinear has no parent"):
-        materialize_(model[0])
-
-
 def test_the_report_prints_a_table_and_is_json_ready() -> None:
     report = tensorize_(Net(), SMALL)
     table = report.table()
@@ -389,52 +323,3 @@ def test_the_report_prints_a_table_and_is_json_ready() -> None:
     assert sum(row["dense"] for row in data["rows"] if row["spec"]) == data["dense_tensorized"]
     assert sum(row["stored"] for row in data["rows"] if row["spec"]) == data["tensorized"]
     assert data["rows"][1]["ratio"] == pytest.approx(data["rows"][1]["dense"] / data["rows"][1]["stored"])
-
-
-BLOCKS = TensorizeConfig(linear=BTT(rank=2), embedding=TTM(order=2, rank=4))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_linear_layers_become_blocks_and_come_back(dtype: torch.dtype) -> None:
-    model = Net().to(dtype)
-    bias = model.up.bias
-    report = tensorize_(model, replace(BLOCKS, overrides={"blocks.0": TT(order=4, rank=4), "blocks.1": BTT(1, (4, 6))}))
-    assert kinds(model) == {**kinds(Net()), "embed": "TTMEmbedding", "up": "BTTLinear"} | {
-        "blocks.0": "TTLinear",
-        "blocks.1": "BTTLinear",
-    }
-    assert [str(tt.spec) for _, tt in named_trains(model)][1::2] == ["BTT 4·8 / 8·8 rank 2", "BTT 4·16 / 6·8 rank 1"]
-    assert model.up.bias is bias
-    assert {row.name: row.stored for row in report.rows}["up"] == model.up.tt.spec.numel + model.up.tt.spec.rank_numel
-    assert report.total == sum(p.numel() for p in model.parameters())
-    assert "BTT 4·8 / 8·8 rank 2" in str(report)
-    expected = model(IDS)
-    materialize_(model)
-    assert kinds(model) == kinds(Net())
-    torch.testing.assert_close(model(IDS), expected, **({"rtol": 0.1, "atol": 0.05} if dtype == torch.bfloat16 else {}))
-
-
-def test_blocks_are_decomposed_one_by_one() -> None:
-    model, x = Net().double(), torch.randn(5, 32, dtype=torch.float64)
-    expected = model.up(x)
-    report = tensorize_(model, replace(BLOCKS, linear=BTT(rank=99), min_ratio=0, init="decompose"))
-    torch.testing.assert_close(model.up(x), expected)
-    errors = {row.name: row.error for row in report.rows}
-    assert errors["up"] < 1e-12
-    model = Net()
-    weight = model.up.weight.detach().double()
-    report = tensorize_(model, replace(BLOCKS, init="decompose"))
-    blocks = weight.t().reshape(4, 8, 8, 8).transpose(1, 2)
-    tail = torch.linalg.svdvals(blocks)[..., 2:].norm() / weight.norm()
-    assert {row.name: row.error for row in report.rows}["up"] == pytest.approx(float(tail), rel=1e-4)
-
-
-def test_tied_linear_layers_share_blocks_on_the_meta_device_too() -> None:
-    for device in ("cpu", "meta"):
-        with torch.device(device):
-            model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-        model[1].weight = model[0].weight
-        tensorize_(model, BLOCKS)
-        assert model[0].tt is model[1].tt
-        assert isinstance(model[0], BTTLinear)
-        assert all(value.device.type == device for value in model.state_dict().values())

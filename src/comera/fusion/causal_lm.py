@@ -1,0 +1,98 @@
+"""The loss of a causal language model in training, without its logits ever being held whole (ops/cross_entropy.py)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera.fusion.merge_cache import MergeCache
+from comera.fusion.registry import BlockPattern, StandIn, is_hooked, submodule
+from comera.kernels.tracing import traced
+from comera.nn.linear import BTTLinear, TTLinear
+from comera.ops.block_product import btt_linear
+from comera.ops.cross_entropy import Head, head_cross_entropy
+from comera.ops.linear import tt_linear
+from comera.ops.low_rank import LowRankFactors
+
+
+@dataclass(frozen=True)
+class CausalLM(BlockPattern):
+    """How a causal language model holds its head: `loss_function(logits=head(hidden), labels=labels, ...)`, as in
+    transformers.
+
+    head: name of the output layer. Nothing may be computed between head and loss.
+    """
+
+    head: str = "lm_head"
+    kind = "loss"
+    method = "forward"
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        head = submodule(module, self.head)
+        if type(head) not in (nn.Linear, TTLinear, BTTLinear):
+            return f"{self.head} is a {type(head).__name__}, not an nn.Linear, TTLinear or BTTLinear"
+        return f"{self.head} has hooks" if is_hooked(head) else None
+
+    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+        trained = kwargs.get("labels") is not None and module.training and torch.is_grad_enabled()
+        usual = kwargs.get("return_dict") is not False and "logits_to_keep" not in kwargs
+        if not (trained and usual) or traced() or self.obstacle(module):
+            return self.run_plain(module, *args, **kwargs)
+        layer = submodule(module, self.head)
+
+        def loss(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
+            return _loss(logits, labels, layer, cache, **others)
+
+        standing_in = StandIn(module, {self.head: _unchanged, "loss_function": loss})
+        output = getattr(type(module), self.method)(standing_in, *args, **kwargs)
+        output.logits = None
+        return output
+
+
+def _unchanged(hidden: Tensor) -> Tensor:
+    """In place of the head: its input instead of logits."""
+    return hidden
+
+
+def _loss(
+    hidden: Tensor,
+    labels: Tensor,
+    layer: nn.Module,
+    cache: MergeCache,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss, from the input of the head."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    labels_B, x_BI = shift_labels.flatten(), hidden.flatten(0, -2)
+    head, tensors = _head(layer, x_BI, cache)
+    total = head_cross_entropy(x_BI, labels_B, layer.out_features, head, tensors, ignore_index)  # type: ignore[arg-type]
+    count = (labels_B != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / count
+
+
+def _head(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> tuple[Head, list[Tensor]]:
+    """The head as a function of rows and of the tensors that its gradients go to."""
+    if isinstance(layer, nn.Linear):
+        return F.linear, [each for each in (layer.weight, layer.bias) if each is not None]
+    assert isinstance(layer, TTLinear | BTTLinear)
+    cores, gates = layer.tt.tensors
+    threshold, bias = layer.tt.threshold, [] if layer.bias is None else [layer.bias]
+    if isinstance(layer, TTLinear) and (found := cache.factors([layer], x_BI)):
+        spec = layer.spec
+        return lambda x_CI, a, b: tt_linear(x_CI, spec, cores, factors=LowRankFactors(a, b)), list(found[0])
+    linear: Callable[..., Tensor] = tt_linear if isinstance(layer, TTLinear) else btt_linear
+    first_gate, first_bias = len(cores), len(cores) + len(gates)
+
+    def head(x_CI: Tensor, *tensors: Tensor) -> Tensor:
+        own = tensors[first_gate:first_bias]
+        bias_V = tensors[first_bias] if bias else None
+        return linear(x_CI, layer.spec, tensors[:first_gate], bias_V, gates=own, threshold=threshold)
+
+    return head, [*cores, *gates, *bias]

@@ -1,0 +1,99 @@
+"""Cross-entropy of the output head of a language model, without its logits ever being held whole.
+
+    forward    z_CV = head(x_CI),   loss_C = log Σ_V exp(z) - z[label],   dz = softmax(z) - onehot(label)
+               dx_CI, dθ by the head's own derivative at dz, chunk by chunk of the rows
+    backward   dx · g, dθ · g,   g the derivative of the sum of the losses
+
+The logits of 1,024 tokens in a vocabulary of 32,768 take 134 MB, and torch holds them, their log-softmax and two
+gradients of that size: more than the rest of a small model's training step takes in memory and, compressed, in time.
+Here a chunk goes through the head and back before the next one begins, so the head is computed once.
+
+Shapes: B rows (tokens), C rows of a chunk, I features, V classes; θ the tensors of the head.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comera.kernels.cpp import cross_entropy as cpp
+from comera.kernels.select import supports
+from comera.ops.chunking import chunks
+
+Head = Callable[..., Tensor]
+"""(x_CI, *tensors) -> logits (C, V)."""
+
+_LARGER = 4  # chunks than elsewhere: each one adds once more to the gradients of the head's tensors
+
+
+def head_cross_entropy(
+    x_BI: Tensor, labels_B: Tensor, classes: int, head: Head, tensors: Sequence[Tensor], ignored: int = -100
+) -> Tensor:
+    """The sum over rows of the cross-entropy of head(x), in float32 at least; rows labelled `ignored` add nothing.
+
+    Args:
+        x_BI: input of the head. labels_B: int64, in [0, classes) or `ignored`.
+        head: a function of rows of x and of all that needs gradients, `tensors`; autograd differentiates it.
+
+    Returns:
+        A scalar, with first derivatives only.
+    """
+    loss: Tensor = _HeadCrossEntropy.apply(x_BI, labels_B, classes, head, ignored, *tensors)
+    return loss
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    """Gradients are computed with the loss, chunk by chunk, and scaled in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_BI: Tensor, labels_B: Tensor, classes: int, head: Head, ignored: int, *tensors: Tensor
+    ) -> Tensor:
+        (
+            x_wanted,
+            *_,
+        ) = ctx.needs_input_grad
+        wanted = ctx.needs_input_grad[5:]
+        leaves = [t.detach().requires_grad_(needs) for t, needs in zip(tensors, wanted, strict=True)]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        dx_BI = torch.empty_like(x_BI, memory_format=torch.contiguous_format) if x_wanted else None
+        sums: list[Tensor] = []
+        loss = x_BI.new_zeros((), dtype=torch.promote_types(x_BI.dtype, torch.float32))
+        for rows in chunks(x_BI.shape[0], -(-classes // _LARGER), x_BI.device):
+            x_CI = x_BI[rows].detach().requires_grad_(x_wanted)
+            with torch.enable_grad():
+                z_CV = head(x_CI, *leaves)
+            losses_C, dz_CV = _losses(z_CV.detach(), labels_B[rows], ignored)
+            loss += losses_C.sum()
+            inputs = [x_CI, *trained] if x_wanted else trained
+            if not inputs:
+                continue
+            grads = list(torch.autograd.grad(z_CV, inputs, dz_CV))
+            if dx_BI is not None:
+                dx_BI[rows] = grads.pop(0)
+            sums = [total.add_(grad) for total, grad in zip(sums, grads, strict=True)] if sums else grads
+        if not sums:  # without rows
+            sums = [torch.zeros_like(leaf) for leaf in trained]
+        each = iter(sums)
+        ctx.save_for_backward(dx_BI, *(next(each) if needs else None for needs in wanted))
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dx_BI, *grads = (None if grad is None else grad * dloss.to(grad.dtype) for grad in ctx.saved_tensors)
+        return dx_BI, None, None, None, None, *grads
+
+
+def _losses(z_CV: Tensor, labels_C: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Losses of the rows, in float32 at least, and their gradients in z's dtype."""
+    if supports("cross_entropy", z_CV):
+        return cpp.cross_entropy(z_CV, labels_C, ignored)
+    logp_CV = F.log_softmax(z_CV, -1, dtype=torch.promote_types(z_CV.dtype, torch.float32))
+    kept_C = labels_C != ignored
+    index_C1 = labels_C.where(kept_C, 0)[:, None]
+    losses_C = -logp_CV.gather(1, index_C1)[:, 0].where(kept_C, 0)
+    dz_CV = logp_CV.exp_().scatter_add_(1, index_C1, -torch.ones_like(losses_C)[:, None])
+    return losses_C, dz_CV.mul_(kept_C[:, None]).to(z_CV.dtype)
