@@ -21,7 +21,9 @@ from common import about, update
 from torch import Tensor, nn
 
 from comera.recipes.code_lm import recipe as code_lm
+from comera.recipes.code_lm.data import Batch as CodeBatch
 from comera.recipes.lm import recipe as lm
+from comera.recipes.lm.data import Batch as LMBatch
 from comera.trainer.memory import MemoryMeter, current_memory
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.state import adapt_
@@ -55,10 +57,9 @@ def batch_of(recipe: str, config: Any, vocabulary: int) -> tuple[Callable[[nn.Mo
         return torch.randint(most, shape)
 
     if recipe == "lm":
-        batch = lm.Batch(ids(vocabulary, rows, width), ids(vocabulary, rows, width), ids(9, rows))
-        return lm.next_token_loss, batch
+        return lm.next_token_loss, LMBatch(ids(vocabulary, rows, width), ids(vocabulary, rows, width), ids(9, rows))
     masked = round(config.data.mask_share * rows * width)
-    batch = code_lm.Batch(ids(vocabulary, rows, width), ids(rows * width, masked), ids(vocabulary, masked))
+    batch = CodeBatch(ids(vocabulary, rows, width), ids(rows * width, masked), ids(vocabulary, masked))
     return code_lm.masked_loss, batch
 
 
@@ -67,7 +68,7 @@ def peak(recipe: str, config: Any) -> int:
     baseline = current_memory()
     vocabulary = vocabulary_of(recipe, config)
     model, _ = RECIPES[recipe].build_model(config, vocabulary)
-    adapt_(model.train(), config.train)
+    adapt_(model.train(), config.train, keep_logits=recipe != "lm")
     loss, batch = batch_of(recipe, config, vocabulary)
     optimizer = named_optimizer("adamw", model, config.train)
     step = TrainStep(model, loss, optimizer, max_grad_norm=config.train.max_grad_norm)
@@ -81,7 +82,7 @@ def peak(recipe: str, config: Any) -> int:
 
 def vocabulary_of(recipe: str, config: Any) -> int:
     """Tokens of the vocabulary."""
-    return config.data.expected_vocabulary() if recipe == "lm" else config.data.vocab_size
+    return int(config.data.expected_vocabulary() if recipe == "lm" else config.data.vocab_size)
 
 
 def measure(case: str) -> int:

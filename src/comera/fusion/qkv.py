@@ -1,4 +1,4 @@
-"""Queries, keys and values of an attention module from one product with their input (ops/low_rank.py)."""
+"""Queries, keys and values of an attention module from one product with their input (ops/low_rank.py, block_product.py)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import BlockPattern, StandIn, forward_obstacle, layers_obstacle, submodule
 from comera.kernels.tracing import traced
+from comera.nn.linear import BTTLinear, TTLinear
+from comera.ops.block_product import btt_linears
 from comera.ops.dtypes import autocast_dtype, without_autocast
 from comera.ops.low_rank import low_rank
 
@@ -24,7 +26,7 @@ class QKV(BlockPattern):
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        return forward_obstacle(module) or layers_obstacle(module, self.layers)
+        return forward_obstacle(module) or layers_obstacle(module, self.layers, (TTLinear, BTTLinear))
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         input = args[0] if args else kwargs.get("hidden_states")
@@ -39,7 +41,10 @@ class QKV(BlockPattern):
         """Queries, keys and values of an input from one product; None where the layers had better be called."""
         if traced() or self.obstacle(module):
             return None
-        factors = cache.factors([submodule(module, name) for name in self.layers], input)
+        layers = [submodule(module, name) for name in self.layers]
+        if isinstance(layers[0], BTTLinear):
+            return btt_linears(input, [layer.operands for layer in layers])
+        factors = cache.factors(layers, input)
         if factors is None:
             return None
         x_BI = input.reshape(-1, input.shape[-1]) if input.numel() else input.new_empty(0, input.shape[-1])

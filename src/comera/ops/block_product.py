@@ -53,11 +53,30 @@ def btt_linear(
 
     Source: Qiu et al. 2024 (arXiv:2406.06248), docs/method.md §1.
     """
-    x_BI, bias = flatten_input(input, spec, spec.shape, cores, bias)
-    with without_autocast(input):
+    (y,) = btt_linears(input, [BTTWeight(spec, cores, bias, gates, threshold)])
+    return y
+
+
+class BTTWeight(NamedTuple):
+    """What `btt_linear` takes besides the input."""
+
+    spec: BTTSpec
+    cores: Sequence[Tensor]
+    bias: Tensor | None = None
+    gates: Sequence[Tensor] | None = None
+    threshold: float = 0.0
+
+
+def btt_linears(input: Tensor, weights: Sequence[BTTWeight]) -> list[Tensor]:
+    """`btt_linear` of one input and several weights, such as queries, keys and values, as one call of the kernel."""
+    factors = []
+    for spec, cores, bias, gates, threshold in weights:
+        x_BI, bias = flatten_input(input, spec, spec.shape, cores, bias)
         d_K = None if gates is None else F.threshold(gates[0], threshold, 0.0)
-        (y_BO,) = block_products(x_BI, [BlockFactors(spec, cores[0].squeeze(0), cores[1].squeeze(2), bias, d_K)])
-    return y_BO if input.ndim == 2 else y_BO.view(*input.shape[:-1], spec.out_features)
+        factors.append(BlockFactors(spec, cores[0].squeeze(0), cores[1].squeeze(2), bias, d_K))
+    with without_autocast(input):
+        ys_BO = block_products(x_BI, factors)
+    return [y_BO if input.ndim == 2 else y_BO.view(*input.shape[:-1], y_BO.shape[1]) for y_BO in ys_BO]
 
 
 class BlockFactors(NamedTuple):

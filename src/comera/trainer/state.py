@@ -141,7 +141,7 @@ def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) ->
 
 
 def adapt_(model: nn.Module, config: TrainConfig, *, keep_logits: bool = True) -> None:
-    """Fuse a model, and let it recompute, as configured. keep_logits: as for `fuse_`."""
+    """Fuse a model and let it recompute, as configured. keep_logits: as for `fuse_`."""
     if config.fuse:
         fuse_(model, keep_logits=keep_logits)
     if config.recompute:

@@ -125,6 +125,18 @@ class Format(ABC):
             check_modes(name, getattr(self, name), features)
 
 
+def core_size(spec: Format, inner_ranks: Sequence[int]) -> int:
+    """Parameters in the cores of `spec` with these inner ranks."""
+    ranks = (1, *inner_ranks, 1)
+    return sum(left * size * right for (left, right), size in zip(pairwise(ranks), spec.sizes, strict=True))
+
+
+def spec_size(spec: Format, inner_ranks: Sequence[int] | None = None) -> int:
+    """Parameters that a tensor train of `spec` stores in cores and gates; with other `inner_ranks` if given."""
+    inner = spec.inner_ranks if inner_ranks is None else inner_ranks
+    return core_size(spec, inner) + sum(inner)
+
+
 class LinearFormat(Format):
     """Modes and ranks of a compressed weight that maps input to output features."""
 
@@ -140,18 +152,6 @@ class LinearFormat(Format):
     @property
     def padded_shape(self) -> tuple[int, int]:
         return (prod(self.in_modes), prod(self.out_modes))
-
-
-def core_size(spec: Format, inner_ranks: Sequence[int]) -> int:
-    """Parameters in the cores of `spec` with these inner ranks."""
-    ranks = (1, *inner_ranks, 1)
-    return sum(left * size * right for (left, right), size in zip(pairwise(ranks), spec.sizes, strict=True))
-
-
-def spec_size(spec: Format, inner_ranks: Sequence[int] | None = None) -> int:
-    """Parameters that a tensor train of `spec` stores in cores and gates; with other `inner_ranks` if given."""
-    inner = spec.inner_ranks if inner_ranks is None else inner_ranks
-    return core_size(spec, inner) + sum(inner)
 
 
 def check_modes(what: str, modes: tuple[int, ...], features: int) -> None:
