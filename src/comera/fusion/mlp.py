@@ -70,7 +70,8 @@ class MLP(BlockPattern):
         if factors is not None:
             output = mlp(input, factors[:-1], activation, factors[-1])
         elif self._is_gated:
-            output = down(gated(*self._gate_and_up(module, ups, input), activation))
+            gate_BO, up_BO = self._gate_and_up(module, ups, input)
+            output = down(gated(gate_BO, up_BO, activation))
         else:
             return self.run_plain(module, input)
         return self.finish(module, input, output)

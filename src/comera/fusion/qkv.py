@@ -1,4 +1,4 @@
-"""Queries, keys and values of an attention module from one product with their input (ops/low_rank.py, block_product.py)."""
+"""Queries, keys and values of an attention module from one product with their input (ops/)."""
 
 from dataclasses import dataclass
 from typing import Any
