@@ -67,7 +67,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
 
     - MLPs (of registered types, see `register_block`) never hold their hidden activation. Those of other layers, dense
       ones too, have their gated activation (SwiGLU, GeGLU) in one operation.
-    - Queries, keys and values come from one product with their input.
+    - Queries, keys and values, and of block tensor trains gate and up, come from one product with their input.
     - Rotary embedding takes one pass over memory each way on a CPU.
     - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
     - RMSNorm takes one pass over memory each way on a CPU, in pre-norm blocks with the residual sum before it.
@@ -83,7 +83,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     A second call replaces the first.
 
     Args:
-        model: any module; its compressed layers are `TTLinear`s of `tensorize_`.
+        model: any module, compressed by `tensorize_` or dense.
         enabled: False takes everything back.
         keep_logits: whether the outputs of causal language models have logits in training, too.
 

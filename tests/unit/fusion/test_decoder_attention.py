@@ -95,7 +95,7 @@ def test_values_and_gradients_stay(family, form, turned):
     fused = copy.deepcopy(plain)
     report = fuse_(fused)
     assert len(report.fused("rotary attention")) == 2
-    assert len(report.fused("qkv")) == (2 if form == "tt" else 0)
+    assert len(report.fused("qkv")) == (0 if form == "dense" else 2)
     close(results(fused), results(plain))
     assert len(turned) == 2
     padding = torch.ones(3, 21, dtype=torch.long)
