@@ -30,8 +30,8 @@ import torch._dynamo  # optimizers import it at first use: counted as part of th
 from common import about, in_turns, update
 
 from comera.baselines import Method
+from comera.nn.size import model_size
 from comera.pretrained import load_pretrained
-from comera.rank.size import model_size
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickData, prepare

@@ -16,12 +16,12 @@ from comera.convert import materialize_ as materialize_
 from comera.convert import tensorize_ as tensorize_
 from comera.errors import ComeraError as ComeraError
 from comera.fusion import fuse_ as fuse_
+from comera.nn import model_size as model_size
 from comera.optim.param_groups import param_groups as param_groups
 from comera.pretrained import load_pretrained as load_pretrained
 from comera.pretrained import save_pretrained as save_pretrained
 from comera.rank import EarlyStage as EarlyStage
 from comera.rank import LateStage as LateStage
 from comera.rank import RankController as RankController
-from comera.rank import model_size as model_size
 from comera.rank import round_ as round_
 from comera.recompute.blocks import recompute_ as recompute_

@@ -7,8 +7,8 @@ from torch import nn
 
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.rank.size import spec_size
 from comera.tt.decompose import tt_svd
+from comera.tt.format import spec_size
 from comera.tt.spec import TTSpec
 
 SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.size import model_size
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.budget import round_
-from comera.rank.size import model_size
 from comera.rank.target import smallest_size
 from comera.tt.spec import BTTSpec, Spec, TTMSpec
 

@@ -82,7 +82,7 @@ def test_the_model_of_the_main_job_is_compressed_as_published() -> None:
     with torch.device("meta"):
         model, report = build_model(code_lm.preset("comera"), 8192)
     assert report is not None
-    assert report.dense_tensorized / report.tensorized > 40
+    assert report.size.dense_tensorized / report.size.tensorized > 40
     assert len(dict(named_trains(model))) == 6 * 6 + 3  # six layers per encoder, the embedding, the head's two
     dense = {row.name for row in report.rows if row.layer and not row.compressed}
     assert dense == {"bert.embeddings.position_embeddings", "bert.embeddings.token_type_embeddings"}

@@ -20,9 +20,9 @@ from comera.cli import main as cli
 from comera.cli import options
 from comera.errors import ConfigError
 from comera.nn import TTMEmbeddingBag
+from comera.nn.size import model_size
 from comera.pretrained import load_pretrained
 from comera.rank.objective import LateStage
-from comera.rank.size import model_size
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickBatch, ClickData, CriteoConfig, prepare

@@ -16,8 +16,8 @@ import yaml
 from comera.baselines import COMMON_METHODS, Method
 from comera.cli import options
 from comera.errors import ConfigError, DataError
+from comera.nn.size import model_size
 from comera.rank.objective import EarlyStage, LateStage
-from comera.rank.size import model_size
 from comera.recipes import stages
 from comera.recipes.bert import ModelConfig
 from comera.recipes.mnli import recipe as mnli

@@ -109,7 +109,7 @@ def test_the_reasons_name_the_matrices_that_stay_dense() -> None:
 def test_alike_modules_are_printed_as_one_row() -> None:
     lines = str(tensorize_(mixtral(), SMALL)).splitlines()
     (experts,) = [line for line in lines if "MixtralExperts" in line]
-    assert experts.startswith("model.layers.0.mlp.experts and 1 more")
+    assert experts.startswith("| model.layers.0.mlp.experts and 1 more")
     assert "147,456" in experts
     assert "gate_up_proj 4×192×64, down_proj 4×64×96: no linear layer" in experts
 

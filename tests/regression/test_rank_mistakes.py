@@ -5,11 +5,12 @@ from torch import nn
 
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.linear import TTLinear
+from comera.nn.size import model_size
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage
 from comera.rank.prune import prune_
-from comera.rank.size import SizeTable, model_size, unpruned_size
+from comera.rank.size import SizeTable, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 TT = TTSpec(6, 10, (3, 2), (5, 2), (1, 3, 5, 2, 1))

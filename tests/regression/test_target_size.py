@@ -9,10 +9,10 @@ from torch import nn
 
 from comera.errors import RankError
 from comera.nn.linear import TTLinear
+from comera.nn.size import model_size
 from comera.pretrained import load_pretrained, read_manifest, save_pretrained
 from comera.rank.controller import RankController
 from comera.rank.objective import LateStage
-from comera.rank.size import model_size
 from comera.tt.spec import TTSpec
 
 

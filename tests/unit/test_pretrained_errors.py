@@ -125,14 +125,14 @@ def test_files_that_do_not_fit_are_refused(
         (lambda t, m: m["trains"][1].update(names={"up.tt": "TTLinear"}), "up: expected a tensor train for a .*Linear"),
     ],
 )
-@pytest.mark.parametrize("into", [None, TensorizeConfig(BTT(), SMALL.embedding)])
+@pytest.mark.parametrize("into", [None, TensorizeConfig(BTT(1), SMALL.embedding)])
 def test_ranks_of_blocks_that_do_not_fit_are_refused(
     tmp_path: Path,
     change: Callable[[dict[str, Tensor], dict[str, Any]], object],
     message: str,
     into: TensorizeConfig | None,
 ) -> None:
-    save_pretrained(net(TensorizeConfig(BTT(), SMALL.embedding)), tmp_path)
+    save_pretrained(net(TensorizeConfig(BTT(1), SMALL.embedding)), tmp_path)
     rewrite(tmp_path, change)
     assert_refused(net(into, seed=2), tmp_path, message)
 
@@ -150,7 +150,7 @@ def sparse() -> Net:
         (lambda: net(None, width=48), "up: expected a tensor train for a Linear 32 -> 48, got TTLinear with TT"),
         (lambda: net(SMALL, width=48), "up: expected a tensor train for a TTLinear 32 x 48, got TTLinear with TT"),
         (
-            lambda: net(TensorizeConfig(BTT(), SMALL.embedding)),
+            lambda: net(TensorizeConfig(BTT(1), SMALL.embedding)),
             "up: expected a tensor train for a BTTLinear 32 x 64, got TTLinear with TT",
         ),
         (sparse, "embed: expected a layer that can be converted .*sparse"),

@@ -19,9 +19,10 @@ from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
 from comera.fusion import fuse_
 from comera.nn import CompressedLayer
+from comera.nn.size import model_size
 from comera.optim import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
-from comera.rank import LateStage, RankController, model_size, round_
+from comera.rank import LateStage, RankController, round_
 from comera.recompute import recompute_
 from comera.tt.spec import TTMSpec
 
@@ -131,7 +132,7 @@ def conversion(family: Family) -> str:
     counted = sum(row.dense + row.bias for row in report.rows), sum(row.stored + row.bias for row in report.rows)
     assert counted == (report.dense_total, report.total)
     assert all(row.note for row in report.rows if not row.compressed)
-    share = report.dense_tensorized / report.dense_total
+    share = report.size.dense_tensorized / report.dense_total
     dense = sorted((row for row in report.rows if not row.compressed), key=lambda row: -row.dense)[:4]
     left = "; ".join(f"{row.name} {row.dense:,}: {row.note}" for row in dense)
     assert share >= LEAST_SHARE, f"expected {LEAST_SHARE:.0%} in compressed layers, got {share:.0%}; dense: {left}"

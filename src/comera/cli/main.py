@@ -215,7 +215,8 @@ def _estimate(argv: list[str]) -> int:
     """Estimate memory and FLOPs of one training step, for every method, without training."""
     name, rest = _split_recipe("estimate", argv)
     recipe, config, _ = parse("estimate", name, rest)
-    from comera.report.tables import Table, megabytes, number, times
+    from comera.report.tables import megabytes, number, times
+    from comera.tables import Table
 
     estimates = recipe.estimate(config)
     dense = estimates["dense"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from comera.errors import ConversionError, SpecError, check_fields
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
@@ -16,7 +16,7 @@ class TT:
     Args:
         order: number of cores. If both lists of modes are given, they determine it.
         rank: one integer, clipped at each inner rank to what the modes allow; or all order+1 ranks, with ones at both
-            ends.
+            ends. None leaves it to the `ratio` of `tensorize_`.
         in_modes, out_modes: factors of in_features and out_features (a product above them is padding). By default,
             chosen for each layer.
 
@@ -32,7 +32,7 @@ class TT:
     """
 
     order: int = 6
-    rank: int | tuple[int, ...] = 30
+    rank: int | tuple[int, ...] | None = None
     in_modes: tuple[int, ...] | None = None
     out_modes: tuple[int, ...] | None = None
 
@@ -43,7 +43,7 @@ class TT:
         """Modes and ranks for a layer of these sizes. Raises SpecError if they do not fit."""
         ins, outs = self.in_modes, self.out_modes
         order = len(ins) + len(outs) if ins and outs else self.order
-        return tt_spec(in_features, out_features, order=order, rank=self.rank, in_modes=ins, out_modes=outs)
+        return tt_spec(in_features, out_features, order=order, rank=_chosen(self), in_modes=ins, out_modes=outs)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class BTT:
     TT goes to much smaller sizes.
 
     Args:
-        rank: of every block, one integer, clipped to what the blocks allow.
+        rank: of every block, one integer, clipped to what the blocks allow. None leaves it to the `ratio` of
+            `tensorize_`.
         blocks: number of input and of output blocks. By default, about the square roots of the features.
 
     Raises:
@@ -66,12 +67,12 @@ class BTT:
         BTT 24·32 / 64·48 rank 2
     """
 
-    rank: int = 1
+    rank: int | None = None
     blocks: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.rank, 0):
-            raise SpecError(f"BTT needs rank to be an integer >= 0, got {self.rank!r}")
+        if self.rank is not None and not _is_integer(self.rank, 0):
+            raise SpecError(f"BTT needs rank to be an integer >= 0 or None, got {self.rank!r}")
         if self.blocks is not None:
             good = isinstance(self.blocks, list | tuple) and len(self.blocks) == 2
             if not good or not all(_is_integer(count, 1) for count in self.blocks):
@@ -80,7 +81,7 @@ class BTT:
 
     def spec(self, in_features: int, out_features: int) -> BTTSpec:
         """Blocks and ranks for a layer of these sizes. Raises SpecError if they do not fit."""
-        return btt_spec(in_features, out_features, rank=self.rank, blocks=self.blocks)
+        return btt_spec(in_features, out_features, rank=_chosen(self), blocks=self.blocks)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class TTM:
     Args:
         order: number of cores. A list of modes, if given, determines it.
         rank: one integer, clipped at each inner rank to what the modes allow; or all order+1 ranks, with ones at both
-            ends.
+            ends. None leaves it to the `ratio` of `tensorize_`.
         row_modes, col_modes: factors of num_embeddings and embedding_dim (a product above them is padding). By default,
             chosen for each table.
 
@@ -104,7 +105,7 @@ class TTM:
     """
 
     order: int = 4
-    rank: int | tuple[int, ...] = 32
+    rank: int | tuple[int, ...] | None = None
     row_modes: tuple[int, ...] | None = None
     col_modes: tuple[int, ...] | None = None
 
@@ -116,7 +117,22 @@ class TTM:
         rows, cols = self.row_modes, self.col_modes
         modes = rows or cols
         order = len(modes) if modes else self.order
-        return ttm_spec(num_embeddings, embedding_dim, order=order, rank=self.rank, row_modes=rows, col_modes=cols)
+        rank = 1 if order == 1 else _chosen(self)  # a single core has no inner rank
+        return ttm_spec(num_embeddings, embedding_dim, order=order, rank=rank, row_modes=rows, col_modes=cols)
+
+
+def _chosen(format_: TT | TTM | BTT) -> Any:
+    """Its rank; raises SpecError if it has none."""
+    if format_.rank is None:
+        kind = type(format_).__name__
+        raise SpecError(
+            f"{kind}() has no rank: give it one, as in {kind}(rank={_EXAMPLES[kind]}), or give tensorize_ a ratio "
+            "instead of all ranks; None in place of the format leaves such layers dense"
+        )
+    return format_.rank
+
+
+_EXAMPLES = {"TT": 30, "TTM": 32, "BTT": 2}
 
 
 def _is_integer(value: object, least: int) -> bool:
@@ -134,11 +150,13 @@ def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) ->
         if isinstance(value, list | tuple):
             value = tuple(value)
             object.__setattr__(format_, name, value)
-        single = value is None if name != "rank" else _is_integer(value, 0)
+        single = value is None or (name == "rank" and _is_integer(value, 0))
         if not single and not (
             isinstance(value, tuple) and value and all(_is_integer(v, name != "rank") for v in value)
         ):
-            allowed = "an integer >= 0 or a tuple of them" if name == "rank" else "a tuple of positive integers or None"
+            allowed = (
+                "an integer >= 0, a tuple of them or None" if name == "rank" else "a tuple of positive integers or None"
+            )
             raise SpecError(f"{kind} needs {name} to be {allowed}, got {value!r}")
 
 
@@ -147,7 +165,8 @@ class TensorizeConfig:
     """What `tensorize_` makes of a model.
 
     Args:
-        linear, embedding: format of linear layers and of embedding tables; None leaves them dense.
+        linear, embedding: format of linear layers and of embedding tables; None leaves them dense. Linear layers are
+            block tensor trains by default, which learn most for what they cost; `TT` goes to much smaller sizes.
         overrides: glob pattern on qualified module names ("encoder.*.query", "lm_head") -> a format, or None to leave
             the layer dense. If several match, the last one wins, so put general patterns first.
         tied: what happens to layers that share one weight. "share": they share one tensor train (if an embedding is
@@ -172,7 +191,7 @@ class TensorizeConfig:
         16
     """
 
-    linear: TT | BTT | None = field(default_factory=TT)
+    linear: TT | BTT | None = field(default_factory=BTT)
     embedding: TTM | None = field(default_factory=TTM)
     overrides: Mapping[str, TT | TTM | BTT | None] = field(default_factory=dict, hash=False)
     tied: Literal["share", "untie"] = "share"
@@ -196,3 +215,8 @@ class TensorizeConfig:
         }
         check_fields(self, "", checks, ConversionError)
         object.__setattr__(self, "overrides", dict(self.overrides))
+
+    @property
+    def formats(self) -> dict[str, TT | TTM | BTT | None]:
+        """Every format in it, by the name of its field or its pattern."""
+        return {"linear": self.linear, "embedding": self.embedding, **self.overrides}

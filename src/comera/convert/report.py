@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch import nn
-
+from comera.nn.size import ModelSize
+from comera.tables import Report, Table
 from comera.tt.spec import Spec, spec_from_dict
 
 
@@ -72,62 +72,82 @@ def fold(rows: Iterable[LayerRow]) -> list[LayerRow]:
     return layers
 
 
-@dataclass(frozen=True)
-class TensorizeReport:
-    """What a conversion did: a row for each layer and each other module that has parameters, in order, and the
-    parameters of the whole model, before and now. Printing it gives a table."""
+@dataclass(frozen=True, repr=False)
+class TensorizeReport(Report):
+    """What a conversion did: a row for each layer and each other module that has parameters, in order.
+
+    rows: what became of each. size: parameters of the whole model and of its compressed layers, and the ratios to the
+    dense ones. Printing it gives a table, and so does a notebook; `to_frame` and `to_dict` are for programs.
+    """
 
     rows: tuple[LayerRow, ...]
-    dense_total: int
-    total: int
-
-    @classmethod
-    def of(cls, model: nn.Module, rows: Iterable[LayerRow]) -> TensorizeReport:
-        """The report on a model that has just been converted."""
-        rows = tuple(rows)
-        total = sum(p.numel() for p in model.parameters())
-        return cls(rows, total + sum(row.dense - row.stored for row in rows), total)
+    size: ModelSize
 
     @property
-    def dense_tensorized(self) -> int:
-        """Parameters that the weights of the compressed layers had."""
-        return sum(row.dense for row in self.rows if row.compressed)
+    def dense_total(self) -> int:
+        """Parameters that the whole model had, and has where it was converted."""
+        return self.size.dense_total
 
     @property
-    def tensorized(self) -> int:
-        """Parameters that the compressed layers store in cores and gates."""
-        return sum(row.stored for row in self.rows if row.compressed)
+    def total(self) -> int:
+        """Parameters of the whole model now."""
+        return self.size.total
+
+    @property
+    def ratio(self) -> float:
+        """Of the whole model: `ModelSize.ratio`."""
+        return self.size.ratio
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: "rows", one object each, and the totals."""
         totals = ("dense_total", "total", "dense_tensorized", "tensorized")
-        return {"rows": [row.to_dict() for row in self.rows], **{name: getattr(self, name) for name in totals}}
+        return {"rows": [row.to_dict() for row in self.rows], **{name: getattr(self.size, name) for name in totals}}
 
-    def __str__(self) -> str:
-        with_errors = any(row.error is not None for row in self.rows)
-        head = ("layer", "was", "is", "modes and ranks", "dense", "stored", "ratio", "error", "note")
-        table = [head]
+    @property
+    def headline(self) -> str:
+        layers = [row for row in self.rows if row.layer]
+        size = self.size
+        return (
+            f"{sum(row.compressed for row in layers)} of {len(layers)} layers compressed, "
+            f"{size.dense_total:,} -> {size.total:,} parameters, {size.ratio:.1f}x smaller"
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "layer": row.name,
+                "was": row.before,
+                "is": row.after,
+                "format": str(row.spec) if row.spec else None,
+                "dense": row.dense,
+                "stored": row.stored,
+                "bias": row.bias,
+                "ratio": row.ratio,
+                "error": row.error,
+                "note": row.note,
+            }
+            for row in self.rows
+        ]
+
+    def table(self) -> Table:
+        size = self.size
+        rows = []
         for row in fold(self.rows):
             error = f"{row.error:.2g}" if row.error is not None else ""
             after, form = (row.after, str(row.spec)) if row.compressed else ("dense", "")
-            table.append((row.name, row.before, after, form, *_sizes(row.dense, row.stored), error, row.note))
-        layers = [row for row in self.rows if row.layer]
-        compressed = f"{sum(row.compressed for row in layers)} of {len(layers)} layers compressed"
-        biases = sum(row.bias for row in layers)
+            rows.append((row.name, row.before, after, form, *_sizes(row.dense, row.stored), error, row.note))
+        biases = sum(row.bias for row in self.rows if row.layer)
         if biases:
-            table.append(("biases of the layers", "", "dense", "", *_sizes(biases, biases), "", ""))
-        table.append((compressed, "", "", "", *_sizes(self.dense_tensorized, self.tensorized), "", ""))
-        table.append(("whole model", "", "", "", *_sizes(self.dense_total, self.total), "", ""))
+            rows.append(("biases of the layers", "", "dense", "", *_sizes(biases, biases), "", ""))
+        rows.append(("compressed layers", "", "", "", *_sizes(size.dense_tensorized, size.tensorized), "", ""))
+        rows.append(("whole model", "", "", "", *_sizes(size.dense_total, size.total), "", ""))
+        header = ("layer", "was", "is", "modes and ranks", "dense", "stored", "ratio", "error", "note")
+        shown = [k for k, name in enumerate(header) if name != "error" or any(row[k] for row in rows)]
 
-        columns = [i for i, name in enumerate(head) if with_errors or name != "error"]
-        widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
-        right = {"dense", "stored", "ratio", "error"}
-        lines = [
-            "  ".join(f"{c[i]:>{widths[i]}}" if head[i] in right else f"{c[i]:<{widths[i]}}" for i in columns).rstrip()
-            for c in table
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join([lines[0], rule, *lines[1:-2], rule, *lines[-2:]])
+        def chosen(cells: Sequence[str]) -> tuple[str, ...]:
+            return tuple(cells[k] for k in shown)
+
+        return Table(chosen(header), "".join(chosen("llllrrrrl")), tuple(map(chosen, rows)), total=True)
 
 
 def _sizes(dense: int, stored: int) -> tuple[str, str, str]:

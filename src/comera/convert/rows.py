@@ -23,8 +23,8 @@ def rows_of(
 ) -> Iterator[LayerRow]:
     """A row for each module that has parameters of its own: what became of it, or why it stays dense.
 
-    model: after the conversion. names: every module before it. errors: of decompositions. A weight counts in the first
-    row that had it and a tensor train in the first that has it, so that columns add up.
+    model: after the conversion. names: every module before it. errors: of decompositions. A weight counts in the row
+    that keeps it or else in the first that had it, and a tensor train in the first that has it, so that columns add up.
     """
     by_layer = {site.layer: site for site in sites}
     kinds = (CompressedLayer, TensorTrain, *converters())
@@ -54,7 +54,8 @@ def rows_of(
                 yield LayerRow(name, before, after, None, count, count, None, _why_dense(old), layer=False)
         elif tt is not None:
             remarks = [site.note, site.converter.remark] if site else ["already compressed"]
-            dense = once(tt if site is None else old._parameters["weight"], tt.spec.dense_numel)
+            weight = tt if site is None else old._parameters["weight"]
+            dense = 0 if tt.counts_elsewhere else once(weight, tt.spec.dense_numel)
             stored = once(("stored", tt), tt.spec.numel + tt.spec.rank_numel)
             note, bias = "; ".join(filter(None, remarks)), 0 if tt is new else parameters(new)
             yield LayerRow(name, before, after, tt.spec, dense, stored, errors.get(tt), note, bias)

@@ -6,7 +6,7 @@ are untied on request.
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -110,9 +110,12 @@ def _check_patterns(names: dict[nn.Module, list[str]], sites: list[Site], config
         )
 
 
-def find_groups(names: dict[nn.Module, list[str]], sites: list[Site], config: TensorizeConfig) -> list[Group]:
+def find_groups(
+    names: dict[nn.Module, list[str]], sites: list[Site], config: TensorizeConfig, *, smallest: bool = False
+) -> list[Group]:
     """The tensor trains to make; sites that stay dense get the reason as their note.
 
+    smallest: with ranks of 1, for formats whose ranks are not chosen yet.
     Raises SpecError for a format that does not fit its layer.
     """
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -129,7 +132,7 @@ def find_groups(names: dict[nn.Module, list[str]], sites: list[Site], config: Te
     for weight, chosen in by_weight.items():
         users = {module: (names[module][0], leaf) for module, leaf in holders[weight]}
         for members in _partners(chosen, users, sites, config):
-            group = _group(members)
+            group = _group(members, smallest)
             if group.spec.ratio > config.min_ratio:
                 groups.append(group)
                 continue
@@ -176,7 +179,7 @@ def _obstacle(chosen: list[Site], users: dict[nn.Module, tuple[str, str]], sites
     return None
 
 
-def _group(members: list[Site]) -> Group:
+def _group(members: list[Site], smallest: bool) -> Group:
     """The tensor train for sites that share a weight: a table's TTM if there is one; overrides take precedence."""
     deciders = [site for site in members if site.converter.table] or members
     leader = next((site for site in deciders if site.explicit), deciders[0])
@@ -187,8 +190,9 @@ def _group(members: list[Site]) -> Group:
                 "give both the same, or set tied='untie'"
             )
     assert leader.choice is not None
+    choice = replace(leader.choice, rank=1) if smallest else leader.choice
     try:
-        return Group(tuple(members), leader, leader.choice.spec(*leader.converter.shape(leader.layer)))
+        return Group(tuple(members), leader, choice.spec(*leader.converter.shape(leader.layer)))
     except SpecError as error:
         raise SpecError(f"{leader}: {error}") from error
 

@@ -4,25 +4,36 @@
 leaves the model as it was.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from comera.convert.config import TensorizeConfig
+from comera.convert.ratio import check_size, fit_groups
 from comera.convert.registry import converters
 from comera.convert.report import TensorizeReport
 from comera.convert.rows import rows_of
 from comera.convert.select import Group, Site, all_names, find_groups, find_sites, why_nothing
 from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import ConversionError, SpecError
+from comera.nn.size import model_size
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.tt.decompose import tt_svd
-from comera.tt.spec import TTMSpec
+from comera.tt.decompose import round_cores, tt_svd
+from comera.tt.spec import BTTSpec, TTMSpec
 
 
 def tensorize_(
-    model: nn.Module, config: TensorizeConfig | None = None, *, generator: torch.Generator | None = None
+    model: nn.Module,
+    config: TensorizeConfig | None = None,
+    *,
+    ratio: float | None = None,
+    init: Literal["random", "decompose"] | None = None,
+    generator: torch.Generator | None = None,
 ) -> TensorizeReport:
     """Compress a model's linear and embedding layers, in place.
 
@@ -33,7 +44,12 @@ def tensorize_(
     Args:
         model: any module that contains `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, Hugging Face's variants of them
             (`Conv1D`, `FalconLinear`, scaled embeddings), or layers of a type registered with `register_converter`.
-        config: formats by kind of layer and by name; see `TensorizeConfig`.
+        config: formats by kind of layer and by name; see `TensorizeConfig`. By default block tensor trains for linear
+            layers and TT-matrices for tables, with the ranks that `ratio` asks for.
+        ratio: how many times smaller the whole model becomes, parameters that stay dense included; more only by what
+            ranks, being integers, leave over. Every layer gets the same share of its own full rank. The formats then
+            have no ranks of their own.
+        init: that of the config by default: "random" cores, or "decompose" the present weights.
         generator: source of the random cores.
 
     Returns:
@@ -41,12 +57,20 @@ def tensorize_(
         model counts in one row. Printable.
 
     Raises:
-        ConversionError: an override without a match or of the wrong format, or a model in which nothing gets smaller.
-            The model is unchanged, as it is after the next error.
-        SpecError: a format that does not fit its layer.
+        ConversionError: no size (neither a ratio nor ranks) or both, a ratio of 1 or less or above what the formats
+            reach, an override without a match or of the wrong format, or a model in which nothing gets smaller. The
+            model is unchanged, as it is after the next error.
+        SpecError: a format that does not fit its layer, or without a rank.
 
     Example:
         >>> import torch, comera
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5000, 128), torch.nn.Linear(128, 512))
+        >>> report = comera.tensorize_(model, ratio=10)
+        >>> print(f"{report.dense_total:,} parameters, now {report.total:,}")
+        706,048 parameters, now 70,600
+
+        Or by ranks:
+
         >>> model = torch.nn.Sequential(torch.nn.Embedding(5000, 128), torch.nn.Linear(128, 512))
         >>> report = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(rank=16), comera.TTM(rank=16)))
         >>> [(row.name, row.before, row.after, f"{row.ratio:.1f}x") for row in report.rows]
@@ -54,7 +78,9 @@ def tensorize_(
         >>> report.dense_total, report.total
         (706048, 16880)
     """
+    check_size(config, ratio)
     config = config or TensorizeConfig()
+    config = config if init is None else replace(config, init=init)
     if type(model) in converters():
         raise ConversionError(
             f"tensorize_ replaces layers inside a module: {_wrap(model)}, "
@@ -67,19 +93,30 @@ def tensorize_(
         raise ConversionError(f"{lazy[0]} has no shape yet (a lazy module): run one batch through the model first")
     names = all_names(model)
     sites = find_sites(names, config)
-    groups = find_groups(names, sites, config)
+    groups = find_groups(names, sites, config, smallest=ratio is not None)
     if not groups and not any(isinstance(module, CompressedLayer) for module in names):
         raise ConversionError(why_nothing(model, sites))
+    if ratio is not None:
+        groups = fit_groups(model, names, groups, config, ratio)
 
     trains: dict[nn.Module, TensorTrain] = {}
     errors: dict[TensorTrain, float] = {}
     for group in groups:
-        tt, error = _make_train(group, config, generator)
+        tt, error = _make_train(group, config, generator, fitted=ratio is not None)
         trains |= dict.fromkeys([site.layer for site in group.sites], tt)
         if error is not None:
             errors[tt] = error
     compress_layers_(model, trains)
-    return TensorizeReport.of(model, rows_of(model, names, sites, errors))
+    _count_once(model, {tt: layer.get_parameter("weight") for layer, tt in trains.items()})
+    return TensorizeReport(tuple(rows_of(model, names, sites, errors)), model_size(model))
+
+
+def _count_once(model: nn.Module, weights: Mapping[TensorTrain, nn.Parameter]) -> None:
+    """Note which of these tensor trains had its weight in common with another one, or with a layer that stays dense."""
+    counted = set(model.parameters())
+    for tt, weight in weights.items():
+        tt.counts_elsewhere = weight in counted
+        counted.add(weight)
 
 
 def materialize_(model: nn.Module) -> nn.Module:
@@ -100,7 +137,7 @@ def materialize_(model: nn.Module) -> nn.Module:
     Example:
         >>> import torch, comera
         >>> model = torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.ReLU())
-        >>> _ = comera.tensorize_(model)
+        >>> _ = comera.tensorize_(model, ratio=5)
         >>> inputs = torch.randn(4, 128)
         >>> expected = model(inputs)
         >>> comera.materialize_(model)
@@ -125,9 +162,12 @@ def _wrap(model: nn.Module) -> str:
 
 
 def _make_train(
-    group: Group, config: TensorizeConfig, generator: torch.Generator | None
+    group: Group, config: TensorizeConfig, generator: torch.Generator | None, *, fitted: bool
 ) -> tuple[TensorTrain, float | None]:
-    """The tensor train of one group, and the relative error of its decomposition (None for random cores)."""
+    """The tensor train of one group, and the relative error of its decomposition (None for random cores).
+
+    fitted: the ranks follow from a ratio, so that a block tensor train may give its blocks the ranks they need.
+    """
     site, weight = group.leader, group.leader.weight.detach()
     std, threshold, dtype, device = config.init_std or _std(site), config.threshold, weight.dtype, weight.device
     if config.init == "random":
@@ -137,7 +177,11 @@ def _make_train(
         raise ConversionError(f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'")
     matrix = weight.t() if not isinstance(group.spec, TTMSpec) and not site.converter.in_first else weight
     try:
-        result = tt_svd(matrix, group.spec)
+        if fitted and isinstance(group.spec, BTTSpec):  # the largest singular values of all blocks
+            whole = tt_svd(matrix, group.spec.with_ranks(group.spec.block_limit))
+            result = round_cores(whole.spec, whole.cores, ranks=group.spec.ranks)
+        else:
+            result = tt_svd(matrix, group.spec)
     except SpecError as error:
         raise SpecError(f"{site}: {error}") from error
     tt = TensorTrain.from_tensors(

@@ -1,5 +1,6 @@
 """What surrounds the compressed layers, made as cheap as they are."""
 
+from comera.fusion.decoder_attention import RotaryAttention
 from comera.fusion.fuse import FuseReport, FuseRow, fuse_
 from comera.fusion.merge_cache import MergeCache, accumulating
 from comera.fusion.mlp import MLP
@@ -19,6 +20,7 @@ __all__ = [
     "PreNorm",
     "RMSNorm",
     "ResidualNorm",
+    "RotaryAttention",
     "accumulating",
     "fuse_",
     "register_block",

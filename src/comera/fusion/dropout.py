@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from comera.kernels.cpp.library import on_cpu
 from comera.kernels.tracing import traced
 from comera.ops.dropout import dropout
 
@@ -13,7 +14,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        cheap = input.device.type == "cpu" and not self.inplace and 0 < self.p < 1
+        cheap = on_cpu(input) and not self.inplace and 0 < self.p < 1
         if not self.training or not cheap or traced():
             return super().forward(input)
         return dropout(input, self.p)

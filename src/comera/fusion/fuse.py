@@ -43,7 +43,7 @@ class FuseReport:
 
     def fused(self, kind: str) -> tuple[str, ...]:
         """Names of the modules whose part of this kind was fused: "mlp", "gated activation" (of an MLP whose layers are
-        called one by one), "qkv", "residual norm", "norm", "pre-norm", "attention", "loss"."""
+        called one by one), "qkv", "rotary attention", "residual norm", "norm", "pre-norm", "attention", "loss"."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property
@@ -67,12 +67,14 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
 
     - MLPs (of registered types, see `register_block`) never hold their hidden activation. Those of other layers, dense
       ones too, have their gated activation (SwiGLU, GeGLU) in one operation.
-    - Queries, keys and values come from one product with their input.
+    - Queries, keys and values, and of block tensor trains gate and up, come from one product with their input.
+    - Rotary embedding takes one pass over memory each way on a CPU.
     - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
     - RMSNorm takes one pass over memory each way on a CPU, in pre-norm blocks with the residual sum before it.
     - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
-    - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU.
+    - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU and is faster in
+      training.
     - With `keep_logits=False`, causal language models that are given labels in training return their loss alone,
       `logits=None`: a chunk of tokens goes through the head, the loss and back before the next one, so the logits,
       often the largest tensors of a step, are never held whole. Evaluation and generation are as before.
@@ -81,7 +83,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     A second call replaces the first.
 
     Args:
-        model: any module; its compressed layers are `TTLinear`s of `tensorize_`.
+        model: any module, compressed by `tensorize_` or dense.
         enabled: False takes everything back.
         keep_logits: whether the outputs of causal language models have logits in training, too.
 
@@ -92,7 +94,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
         >>> import comera
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99))
-        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4), None))
         >>> fuse_(model).fused("qkv")
         ('encoder.layer.0.attention.self',)
 
@@ -113,7 +115,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
                 continue
             reason = pattern.obstacle(module)
             rows.append(FuseRow(name, pattern.kind if reason else pattern.fused_kind(module), reason or ""))
-            if enabled and reason is None:
+            if enabled and reason is None:  # of two for one method the later runs: it contains the earlier
                 setattr(module, pattern.method, Fused(module, pattern, cache))
     dropouts = _swap_dropouts_(model, enabled=enabled)
     fused, left = fuse_attention_(model, enabled=enabled)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import BlockPattern, is_hooked, layers_obstacle, submodule
 from comera.kernels.tracing import traced
+from comera.nn.linear import BTTLinear
+from comera.ops.block_product import btt_linears
 from comera.ops.gated import gated
 from comera.ops.mlp import fits_one_chunk, mlp
 
@@ -68,11 +70,17 @@ class MLP(BlockPattern):
         if factors is not None:
             output = mlp(input, factors[:-1], activation, factors[-1])
         elif self._is_gated:
-            gate, up = ups
-            output = down(gated(gate(input), up(input), activation))
+            gate_BO, up_BO = self._gate_and_up(module, ups, input)
+            output = down(gated(gate_BO, up_BO, activation))
         else:
             return self.run_plain(module, input)
         return self.finish(module, input, output)
+
+    def _gate_and_up(self, module: nn.Module, ups: list[Any], input: Tensor) -> list[Tensor]:
+        """gate(x) and up(x), of block tensor trains from one product."""
+        if layers_obstacle(module, self.ups, (BTTLinear,)):
+            return [layer(input) for layer in ups]
+        return btt_linears(input, [layer.operands for layer in ups])
 
     @property
     def _is_gated(self) -> bool:

@@ -104,12 +104,23 @@ def patterns_of(module: nn.Module) -> tuple[BlockPattern, ...]:
     return _REGISTERED.get(path, ()) if kind.__module__ in sys.modules else ()
 
 
-def layers_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
-    """Why these layers of a module cannot be computed without being called one by one; None if they can."""
+def forward_obstacle(module: nn.Module) -> str | None:
+    """Why the forward of this module cannot be replaced; None if it can."""
+    own = vars(module).get("forward")
+    return None if own is None or isinstance(own, Fused) else "its forward was replaced by someone else"
+
+
+def layers_obstacle(
+    module: nn.Module, names: tuple[str, ...], kinds: tuple[type[nn.Module], ...] = (TTLinear,)
+) -> str | None:
+    """Why these layers of a module, all of one of these kinds, cannot be computed without being called one by one; None
+    if they can."""
+    first = type(submodule(module, names[0]))
+    expected = first if first in kinds else kinds[0]
     for name in names:
         layer = submodule(module, name)
-        if type(layer) is not TTLinear:
-            return f"{name} is a {type(layer).__name__}, not a TTLinear"
+        if type(layer) is not expected:
+            return f"{name} is a {type(layer).__name__}, not a {expected.__name__}"
         if is_hooked(layer):
             return f"{name} has hooks"
         # what is around a layer, such as "intermediate" of "intermediate.dense", is not called either

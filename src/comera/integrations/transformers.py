@@ -57,7 +57,7 @@ class RankCallback(TrainerCallback, ExportableState):
         >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
         >>> from comera.integrations.transformers import RankCallback
         >>> model = BertForSequenceClassification(BertConfig(hidden_size=96, num_hidden_layers=1))
-        >>> _ = comera.tensorize_(model)
+        >>> _ = comera.tensorize_(model, ratio=5)
         >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3))
         >>> ranks = RankCallback(late=comera.LateStage(target_size=0.5, start_step=1000), prune_every=100)
         >>> arguments = TrainingArguments("out", report_to="none")

@@ -145,7 +145,7 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 _check_fit(name, layer, saved.spec, where)
             dtype = next(iter(layers.values())).get_parameter("weight").dtype
             tt = TensorTrain(saved.spec, init_std=saved.init_std, threshold=saved.threshold, dtype=dtype, device="meta")
-            tt.late_from = saved.late_from
+            tt.late_from, tt.counts_elsewhere = saved.late_from, saved.counts_elsewhere
             trains |= dict.fromkeys(layers.values(), tt)
             first, *others = layers
             for name in others:

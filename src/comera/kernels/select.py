@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import ConfigError
 from comera.kernels.cpp import build
+from comera.kernels.cpp.library import on_cpu
 from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
 from comera.kernels.tracing import traced
 
@@ -28,6 +29,7 @@ CPP = (
     "mlp",
     "gated",
     "attention",
+    "rotary",
     "residual_norm",
     "cross_entropy",
     "merge",
@@ -60,7 +62,7 @@ def supports(kernel: str, *tensors: Tensor) -> bool:
     """Whether the C++ `kernel` supports these operands: at least one, float32 in CPU memory, not traced."""
     if traced() or not tensors or asked(kernel) is False:
         return False
-    plain = (type(t) in _PLAIN and t.dtype == torch.float32 and t.is_cpu and not t.is_neg() for t in tensors)
+    plain = (type(t) in _PLAIN and t.dtype == torch.float32 and on_cpu(t) and not t.is_neg() for t in tensors)
     return all(plain) and unavailable_reason() is None
 
 
@@ -76,12 +78,14 @@ def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", 
 
 
 def block_product_backend(operands: Sequence[Tensor | None]) -> Literal["cpp", "triton", "torch"]:
-    """Who multiplies a batch with a block tensor train. operands: x (B, I), R (N, K), L (K, M), bias or None."""
+    """Who multiplies a batch with block tensor trains. operands: x (B, I); R (N, K), L (K, M), bias or None and gates
+    or None of each."""
     tensors = [each for each in operands if each is not None]
-    x_BI, r_NK = tensors[:2]
+    x_BI = tensors[0]
     if x_BI.device.type == "cuda":
-        fits = r_NK.shape[1] > 0 and all(each.dtype == x_BI.dtype != torch.float64 for each in tensors)
-        return "triton" if fits and triton_enabled("block_product", x_BI.device) else "torch"
+        fits = all(r_NK is not None and r_NK.shape[1] > 0 for r_NK in operands[1::4])
+        one_dtype = all(each.dtype == x_BI.dtype != torch.float64 for each in tensors)
+        return "triton" if fits and one_dtype and triton_enabled("block_product", x_BI.device) else "torch"
     return "cpp" if supports("block_product", *tensors) else "torch"
 
 

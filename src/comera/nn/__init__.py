@@ -1,15 +1,18 @@
-"""Compressed layers: drop-ins for `nn.Linear`, `nn.Embedding` and `nn.EmbeddingBag`."""
+"""Compressed layers: drop-ins for `nn.Linear`, `nn.Embedding` and `nn.EmbeddingBag`; the size of a model."""
 
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.size import ModelSize, model_size
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 
 __all__ = [
     "BTTLinear",
     "CompressedLayer",
+    "ModelSize",
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",
     "TTMProjection",
     "TensorTrain",
+    "model_size",
 ]

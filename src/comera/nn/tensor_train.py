@@ -35,9 +35,11 @@ class TensorTrain(nn.Module):
     Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`. Gates of cores
     in half precision are in float32: near 1, bfloat16 does not resolve their steps.
     late_from: parameters that it stored when a late stage first began, which a fraction as target counts from.
+    counts_elsewhere: whether its weight was tied and counts in the dense model at another layer.
     """
 
     late_from: int | None = None
+    counts_elsewhere = False
 
     def __init__(
         self,

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels.cpp.library import device_type
+
 # Elements of a large intermediate held at a time. On a CPU chunks that stay in the caches are 15 to 30 % faster
 # than the whole (no fresh pages) and bound the memory; an accelerator wants few launches.
 CHUNK_CPU, CHUNK_ACCELERATOR = 2**20, 2**26
@@ -14,7 +16,7 @@ def chunks(batch: int, elements: int, device: torch.device) -> list[slice]:
 
     As few as possible, of equal sizes except the last, which may be smaller.
     """
-    size = CHUNK_CPU if device.type == "cpu" else CHUNK_ACCELERATOR
+    size = CHUNK_CPU if device_type(device) == "cpu" else CHUNK_ACCELERATOR
     count = -(-batch // max(1, size // max(1, elements)))
     step = -(-batch // max(1, count))
     return [slice(start, min(start + step, batch)) for start in range(0, batch, max(1, step))]

@@ -25,6 +25,7 @@ from torch import Tensor
 from comera.errors import SpecError
 from comera.kernels import select
 from comera.kernels.cpp import mlp as cpp
+from comera.kernels.cpp.library import device_type
 from comera.kernels.cpp.low_rank import low_rank_output
 from comera.ops.activations import ACTIVATIONS
 from comera.ops.chunking import chunks
@@ -65,7 +66,7 @@ def mlp(x: Tensor, ups: Sequence[LowRankFactors], activation: str, down: LowRank
 
 def fits_one_chunk(rows: int, hidden_features: int, device: torch.device) -> bool:
     """Whether a batch is not worth chunks: an accelerator has the room for its hidden activation."""
-    return device.type != "cpu" and len(_chunks(rows, hidden_features, device)) < 2
+    return device_type(device) != "cpu" and len(_chunks(rows, hidden_features, device)) < 2
 
 
 class _MLP(torch.autograd.Function):
@@ -167,7 +168,8 @@ def _chunks(rows: int, hidden_features: int, device: torch.device) -> list[slice
     """Chunks of the batch whose hidden activation and its gradient stay in the caches; at least one, if only an empty
     one. On a CPU the caches that its cores share: in smaller chunks two cores lose more by waiting for each other than
     they gain (162 ms against 139)."""
-    return chunks(rows, hidden_features // 2 if device.type == "cpu" else 2 * hidden_features, device) or [slice(0)]
+    elements = hidden_features // 2 if device_type(device) == "cpu" else 2 * hidden_features
+    return chunks(rows, elements, device) or [slice(0)]
 
 
 def _hidden(activation: str, ys_CF: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

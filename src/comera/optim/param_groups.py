@@ -75,7 +75,7 @@ def param_groups(
         >>> import comera, torch
         >>> from torch.nn import Embedding, LayerNorm, Linear, Sequential
         >>> model = Sequential(Embedding(1000, 256), Linear(256, 256), LayerNorm(256))
-        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=2), comera.TTM(order=2)))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=2), comera.TTM(order=2, rank=8)))
         >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3))
         >>> [group["name"] for group in optimizer.param_groups]
         ['cores', 'cores', 'tables', 'tables', 'ranks', 'dense_no_decay']

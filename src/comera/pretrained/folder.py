@@ -7,7 +7,8 @@ were written, load as well.
 
     {"format": 1, "comera": version, "metadata": {...}, "checksum": "…",
      "trains": [{"names": {"encoder.0.tt": "TTLinear"}, "spec": {...}, "init_std": 0.02, "threshold": 0.01,
-                 "late_from": 9812}],       parameters when a late stage first began; absent before
+                 "late_from": 9812,          parameters when a late stage first began; absent before
+                 "counts_elsewhere": true}], a tie that was cut; absent otherwise
      "tied": {"head.tt.cores.0": "embed.tt.cores.0"},      a tied tensor is stored once, under its first name
      "transient": ["embed.positions"]}      buffers with persistent=False, read only for models on the meta device
 """
@@ -46,13 +47,15 @@ class SavedTrain:
     init_std: float
     threshold: float
     late_from: int | None = None
+    counts_elsewhere: bool = False
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> SavedTrain:
         """Read an entry of the manifest."""
         spec = spec_from_dict(entry["spec"])
         late_from = None if entry.get("late_from") is None else int(entry["late_from"])
-        train = cls(dict(entry["names"]), spec, float(entry["init_std"]), float(entry["threshold"]), late_from)
+        constants = float(entry["init_std"]), float(entry["threshold"])
+        train = cls(dict(entry["names"]), spec, *constants, late_from, entry.get("counts_elsewhere") is True)
         named = bool(train.names) and all(isinstance(text, str) for item in train.names.items() for text in item)
         if not named or not all(0 <= value < inf for value in (train.init_std, train.threshold, late_from or 0)):
             raise SpecError(f"expected names of layers and constants >= 0 for a tensor train, got {train}")
@@ -61,9 +64,10 @@ class SavedTrain:
     @staticmethod
     def entry(train: TensorTrain, names: Mapping[str, str]) -> dict[str, Any]:
         """The entry of a tensor train, which `of` reads."""
-        late = {} if train.late_from is None else {"late_from": train.late_from}
+        late: dict[str, Any] = {} if train.late_from is None else {"late_from": train.late_from}
+        cut = {"counts_elsewhere": True} if train.counts_elsewhere else {}
         constants = {"init_std": train.init_std, "threshold": train.threshold}
-        return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late}
+        return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late, **cut}
 
     @property
     def block_ranks(self) -> list[list[int]] | None:

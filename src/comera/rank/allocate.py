@@ -21,7 +21,7 @@ from math import exp, inf, log
 import torch
 from torch import Tensor
 
-from comera.rank.size import spec_size
+from comera.tt.format import spec_size
 from comera.tt.spec import Spec
 
 _BISECTIONS = 50

@@ -22,11 +22,11 @@ from comera.rank.allocate import allocate
 from comera.rank.copies import trains_of_copies
 from comera.rank.optimizer_state import reset_state_
 from comera.rank.report import RankReport, RankRow
-from comera.rank.size import spec_size
 from comera.rank.target import check_multiple, target_of
 from comera.tt.blocks import component_mask, ranks_of_blocks
 from comera.tt.decompose import Decomposition, round_cores, singular_values
 from comera.tt.dense import absorb
+from comera.tt.format import spec_size
 from comera.tt.spec import BTTSpec, Spec
 
 

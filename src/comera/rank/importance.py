@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.allocate import allocate
 from comera.rank.optimizer_state import state_tensors
-from comera.rank.size import spec_size
+from comera.tt.format import spec_size
 
 STATE = "sensitivity"  # key in the optimizer's state, in checkpoints too
 _DECAY = 0.95  # looks back about twenty steps

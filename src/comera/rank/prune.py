@@ -21,8 +21,8 @@ from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.copies import trains_of_copies
 from comera.rank.optimizer_state import Cut, cut_state
 from comera.rank.report import RankReport, RankRow
-from comera.rank.size import spec_size
 from comera.rank.target import check_multiple
+from comera.tt.format import spec_size
 
 
 @torch.no_grad()

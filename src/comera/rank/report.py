@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+from comera.tables import Report, Table
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,10 @@ class RankRow:
     error: float | None = None
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What `prune_` or `round_` did. Printing it gives a table of the tensor trains that changed.
+@dataclass(frozen=True, repr=False)
+class RankReport(Report):
+    """What `prune_` or `round_` did. Printing it gives a table of the tensor trains that changed;
+    `to_frame` gives all of them.
 
     before, after: parameters stored in all tensor trains, cores and gates. rows: one per tensor train, changed or not.
     target: the size that was asked for, in parameters; None after `prune_`.
@@ -50,20 +53,29 @@ class RankReport:
         rows = (replace(row, before=earlier.before) for row, earlier in zip(self.rows, first.rows, strict=True))
         return replace(self, before=first.before, rows=tuple(rows))
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
         goal = "" if self.target is None else f", target {self.target:,}"
-        rows = [row for row in self.rows if row.before != row.after]
-        if not rows:
+        changed = sum(row.before != row.after for row in self.rows)
+        if not changed:
             return f"{self.action} nothing: {len(self.rows)} tensor trains, {self.before:,} parameters{goal}"
-        cells = [(row.name, _dashed(row.before), _dashed(row.after)) for row in rows]
-        name, before, after = (max(map(len, column)) for column in zip(*cells, strict=True))
-        errors = ["" if row.error is None else f"  error {row.error:.2%}" for row in rows]
-        lines = [
-            f"{cell[0]:<{name}}  {cell[1]:<{before}} -> {cell[2]:<{after}}{error}".rstrip()
-            for cell, error in zip(cells, errors, strict=True)
-        ]
         kept = f"{self.before:,} -> {self.after:,} parameters ({self.after / self.before:.1%}{goal})"
-        return "\n".join([*lines, f"{len(rows)} of {len(self.rows)} tensor trains {self.action}: {kept}"])
+        return f"{changed} of {len(self.rows)} tensor trains {self.action}: {kept}"
+
+    def records(self) -> list[dict[str, Any]]:
+        return [
+            {"tensor train": row.name, "before": _dashed(row.before), "after": _dashed(row.after), "error": row.error}
+            for row in self.rows
+        ]
+
+    def table(self) -> Table:
+        changed = [row for row in self.rows if row.before != row.after]
+        rows = [(row.name, _dashed(row.before), _dashed(row.after)) for row in changed]
+        if self.action == "pruned":
+            return Table(("tensor train", "ranks before", "after"), "lll", tuple(rows))
+        errors = ["" if row.error is None else f"{row.error:.2%}" for row in changed]
+        with_errors = tuple((*row, error) for row, error in zip(rows, errors, strict=True))
+        return Table(("tensor train", "ranks before", "after", "error"), "lllr", with_errors)
 
 
 def _dashed(ranks: Sequence[int]) -> str:

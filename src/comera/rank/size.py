@@ -12,22 +12,15 @@ cutting it out changes none of the three. The formulas hold for a train in which
 its other cores count, and go on shrinking, until `prune_` empties the train. For a train of order 1, S is constant.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.tt.spec import Spec
-
-
-def spec_size(spec: Spec, inner_ranks: Sequence[int] | None = None) -> int:
-    """Parameters that a tensor train of `spec` stores in cores and gates; with other `inner_ranks` if given."""
-    inner = spec.inner_ranks if inner_ranks is None else inner_ranks
-    return _core_size(spec, inner) + sum(inner)
+from comera.nn.tensor_train import TensorTrain
+from comera.tt.format import core_size
 
 
 def unpruned_ranks(train: TensorTrain) -> tuple[int, ...]:
@@ -38,12 +31,7 @@ def unpruned_ranks(train: TensorTrain) -> tuple[int, ...]:
 
 def unpruned_size(train: TensorTrain) -> int:
     """S of one tensor train: core entries between unpruned gates ([CoMERA] eq. 7). Synchronizes."""
-    return _core_size(train.spec, unpruned_ranks(train))
-
-
-def _core_size(spec: Spec, inner_ranks: Sequence[int]) -> int:
-    ranks = (1, *inner_ranks, 1)
-    return sum(left * size * right for (left, right), size in zip(pairwise(ranks), spec.sizes, strict=True))
+    return core_size(train.spec, unpruned_ranks(train))
 
 
 class SizeTable:
@@ -135,74 +123,6 @@ def size_tables(trains: Iterable[TensorTrain]) -> list[SizeTable]:
     for train in trains:
         groups.setdefault(_key(train)[1:], []).append(train)
     return [SizeTable(group) for group in groups.values()]
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Parameters that a model stores, beside those of its dense original. Printing it gives one line.
-
-    total: all parameters, tied ones once. tensorized: those of them in tensor trains (cores and gates; no biases).
-    dense_total, dense_tensorized: the same with every tensor train replaced by the dense weight that it represents.
-    bytes: storage of all parameters, in their own dtypes.
-    """
-
-    total: int
-    tensorized: int
-    dense_total: int
-    dense_tensorized: int
-    bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Dense parameters per stored parameter over the whole model; infinite if nothing is stored."""
-        return _ratio(self.dense_total, self.total)
-
-    @property
-    def tensorized_ratio(self) -> float:
-        """Dense parameters per stored parameter over the tensor trains; 1 without any, infinite if all are empty."""
-        return _ratio(self.dense_tensorized, self.tensorized)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.total:,} parameters ({self.bytes / 2**20:.1f} MiB), {self.ratio:.1f}x below dense; "
-            f"tensorized layers {self.tensorized:,}, {self.tensorized_ratio:.1f}x"
-        )
-
-
-def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize:
-    """Count a model's parameters, tied ones once. Reads shapes only, so it works on the meta device too.
-
-    Args:
-        model: dense, tensorized or a mixture.
-        dense_total: parameters of the dense original, if known. By default, every tensor train counts as a dense weight
-            of its own, which overstates the original if a weight that was tied there has become two tensor trains.
-
-    Returns:
-        The sizes with and without compression, and their ratios.
-
-    Example:
-        >>> import torch, comera
-        >>> model = torch.nn.Sequential(torch.nn.Linear(768, 3072), torch.nn.GELU(), torch.nn.Linear(3072, 768))
-        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=6, rank=30)))
-        >>> size = comera.model_size(model)
-        >>> print(size)
-        61,996 parameters (0.2 MiB), 76.2x below dense; tensorized layers 58,156, 81.1x
-        >>> size.dense_total
-        4722432
-    """
-    parameters = list(model.parameters())
-    trains = [train for _, train in named_trains(model)]
-    total = sum(p.numel() for p in parameters)
-    tensorized = sum(p.numel() for p in {p for train in trains for p in train.parameters()})
-    others = total - tensorized
-    if dense_total is None:
-        dense_total = others + sum(train.spec.dense_numel for train in trains)
-    stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    return ModelSize(total, tensorized, dense_total, dense_total - others, stored_bytes)
-
-
-def _ratio(dense: int, stored: int) -> float:
-    return dense / stored if stored else float("inf") if dense else 1.0
 
 
 def _representative(train: TensorTrain) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.rank.size import spec_size
+from comera.tt.format import spec_size
 
 _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)

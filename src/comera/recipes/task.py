@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from comera.baselines import COMMON_METHODS, Applied, Conversion, Method, installed
 from comera.recipes.paths import typed_path
+from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.processes import open_accelerator
+from comera.trainer.state import adapt_
 from comera.trainer.task import Batch, Task
 
 
@@ -61,14 +63,23 @@ def runs_folder(out: str | None, recipe: str, method: str) -> Path:
 
 def estimates_by_method(
     build: Callable[[Method], tuple[nn.Module, Conversion, Callable[[], Tensor]]],
+    train: TrainConfig,
     methods: Sequence[Method] = COMMON_METHODS,
+    *,
+    keep_logits: bool = True,
 ) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step for every installed method. build: makes a method's model, the report of its
-    conversion, and a closure that returns the loss; it is called on the meta device. methods: those of the recipe."""
+    conversion, and a closure that returns the loss; it is called on the meta device. train: how the model is fused.
+    methods: those of the recipe. keep_logits: as the task has it."""
     estimates: dict[str, MemoryEstimate] = {}
     for method in filter(installed, methods):
         with torch.device("meta"):
             model, report, loss = build(method)
-            estimate = report.estimate(model, loss) if isinstance(report, Applied) else estimate_step(model, loss)
+            adapt_(model.train(), train, keep_logits=keep_logits)
+            estimate = (
+                report.estimate(model, loss)
+                if isinstance(report, Applied)
+                else estimate_step(model, loss, device=train.device)
+            )
         estimates[method] = estimate
     return estimates

@@ -11,7 +11,8 @@ from comera.errors import DataError
 from comera.files import replace_file
 from comera.report.html import page, section
 from comera.report.run import RunData, read_run
-from comera.report.tables import Table, count, duration, join_ranks, label, megabytes, metric, number, times
+from comera.report.tables import count, duration, join_ranks, label, megabytes, metric, number, times
+from comera.tables import Table
 from comera.trainer.metrics import Summary
 
 

@@ -11,7 +11,6 @@ from comera.convert.report import fold
 from comera.files import replace_file
 from comera.report.run import RunData, read_run
 from comera.report.tables import (
-    Table,
     count,
     duration,
     join_ranks,
@@ -22,6 +21,7 @@ from comera.report.tables import (
     number,
     times,
 )
+from comera.tables import Table
 
 _FOOTER = f"Made by comera {__version__}. 1 MB = 2<sup>20</sup> bytes."
 

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from comera.errors import CheckpointError
+from comera.nn.size import ModelSize
 from comera.ops.planner.plan import plan_linear, plan_lookup, plan_projection
 from comera.pretrained import MANIFEST, WEIGHTS, read_manifest, tensor_headers
+from comera.pretrained.folder import SavedTrain
 from comera.report.run import RunData, read_run
-from comera.report.tables import Table, count, duration, join_ranks, megabytes, modes_of, number, times
+from comera.report.tables import count, duration, join_ranks, megabytes, modes_of, number, times
+from comera.tables import Table
 from comera.trainer.checkpoint import find_checkpoint
-from comera.tt.spec import BTTSpec, Spec, TTSpec, spec_from_dict
+from comera.tt.format import spec_size
+from comera.tt.spec import BTTSpec, Spec, TTSpec
 
 TOKENS = 1024  # batch size for which FLOPs are planned
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}  # other types hold ids, not parameters
@@ -61,13 +65,13 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
     kinds: layer name -> type, for the layers that are neither dense nor tensor trains (those of a baseline).
     """
     manifest = read_manifest(folder)
-    specs = [(entry["names"], spec_from_dict(entry["spec"])) for entry in manifest["trains"]]
+    saved = [SavedTrain.of(entry) for entry in manifest["trains"]]
     headers, transient = tensor_headers(folder), manifest["transient"]
     shapes = {key: shape for key, (shape, dtype) in headers.items() if dtype in _BYTES and key not in transient}
     nbytes = {key: prod(shape) * _BYTES[headers[key][1]] for key, shape in shapes.items()}
-    prefixes = tuple(f"{name}." for names, _ in specs for name in names)
+    prefixes = tuple(f"{name}." for train in saved for name in train.names)
     others = {key: shape for key, shape in shapes.items() if not key.startswith(prefixes)}
-    trains, dense = [_train_row(names, spec) for names, spec in specs], []
+    trains, dense = [_train_row(train) for train in saved], []
     for key, shape in others.items():
         if len(shape) > 1:
             kind = next((kind for layer, kind in (kinds or {}).items() if key.startswith(f"{layer}.")), "dense")
@@ -83,11 +87,12 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
     if not trains:
         return f"{table.text()}\n\nmodel       {size}{'' if kinds else ', no layer compressed'}"
     train_size = megabytes(sum(nbytes.values()) - sum(nbytes[key] for key in others))
+    ratios = ModelSize(total.stored, tensorized.stored, total.dense, tensorized.dense, sum(nbytes.values()))
     lines = (
         table.text(),
         "",
-        f"model       {size}, {_ratio(total)} smaller than dense",
-        f"tensorized  {tensorized.stored:,} parameters, {train_size} MB, {_ratio(tensorized)} smaller",
+        f"model       {size}, {times(ratios.ratio)} smaller than dense",
+        f"tensorized  {tensorized.stored:,} parameters, {train_size} MB, {times(ratios.tensorized_ratio)} smaller",
         f"FLOPs       forward and backward, per token in batches of {TOKENS:,}, compressed layers only",
     )
     return "\n".join(lines)
@@ -111,24 +116,21 @@ def _total(rows: Sequence[_Row]) -> _Row:
 
 def _cells(row: _Row) -> tuple[str, ...]:
     flops = [number(value / 1e3) if value is not None else "" for value in (row.flops, row.dense_flops)]
-    ratio = _ratio(row) if row.dense != row.stored else ""
+    ratio = times(row.dense / row.stored if row.stored else float("inf")) if row.dense not in (0, row.stored) else ""
     return (row.name, row.kind, row.modes, row.ranks, f"{row.stored:,}", f"{row.dense:,}", ratio, *flops)
 
 
-def _ratio(row: _Row) -> str:
-    return times(row.dense / row.stored if row.stored else float("inf"))
-
-
-def _train_row(names: Mapping[str, str], spec: Spec) -> _Row:
+def _train_row(train: SavedTrain) -> _Row:
     """A tensor train, with all the layers that share it."""
+    names, spec = train.names, train.spec
     flops, dense_flops = map(sum, zip(*(_flops(kind, spec) for kind in names.values()), strict=True))
     return _Row(
         " + ".join(name.removesuffix(".tt") for name in names),
         " + ".join(names.values()),
         modes_of(spec),
         join_ranks(spec.inner_ranks),
-        spec.numel + spec.rank_numel,
-        spec.dense_numel,
+        spec_size(spec),
+        0 if train.counts_elsewhere else spec.dense_numel,
         flops,
         dense_flops,
     )

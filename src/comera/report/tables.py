@@ -1,66 +1,12 @@
-"""Tables that print themselves as text, Markdown and HTML, and numbers formatted for people."""
+"""Numbers formatted for people."""
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from html import escape
 from math import floor, isfinite, log10
 
 from comera.tt.spec import Spec
 
 MEGA = 2**20  # bytes per MB throughout this library, as in the published results
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a header. align: one letter per column, l or r. total: the last row is the sum."""
-
-    header: tuple[str, ...]
-    align: str
-    rows: tuple[tuple[str, ...], ...]
-    total: bool = False
-
-    def __post_init__(self) -> None:
-        assert all(len(row) == len(self.header) == len(self.align) for row in self.rows)
-
-    def text(self) -> str:
-        """Aligned columns for a terminal."""
-        head, *body = self._padded()
-        rule = ["─" * len(cell) for cell in head]
-        lines = [head, rule, *body[:-1], rule, body[-1]] if self.total and body else [head, rule, *body]
-        return "\n".join("  ".join(line).rstrip() for line in lines)
-
-    def markdown(self) -> str:
-        """A Markdown table with an aligned source."""
-        head, *body = self._padded(bar="\\|")
-        rule = [
-            f"{'-' * (len(cell) - 1)}:" if side == "r" else "-" * len(cell)
-            for cell, side in zip(head, self.align, strict=True)
-        ]
-        return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
-
-    def html(self) -> str:
-        """A table element in a box that scrolls on narrow pages."""
-        names = ["num" if side == "r" else "txt" for side in self.align]
-        head = "".join(f'<th class="{name}">{escape(cell)}</th>' for name, cell in zip(names, self.header, strict=True))
-        lines = [
-            "".join(f'<td class="{name}">{escape(cell)}</td>' for name, cell in zip(names, row, strict=True))
-            for row in self.rows
-        ]
-        foot = f"<tfoot><tr>{lines.pop()}</tr></tfoot>" if self.total and lines else ""
-        body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-        return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>{foot}</table></div>'
-
-    def _padded(self, bar: str = "|") -> list[list[str]]:
-        lines = [[cell.replace("|", bar) for cell in line] for line in (self.header, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return [
-            [
-                cell.rjust(width) if side == "r" else cell.ljust(width)
-                for cell, width, side in zip(line, widths, self.align, strict=True)
-            ]
-            for line in lines
-        ]
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from comera.errors import ConfigError
+from comera.kernels.cpp.library import dry_run
+from comera.trainer.live_memory import FusedAttention, LiveMemory
 
 # Tensors of a parameter's shape that each kind of optimizer keeps, and whether it counts steps per parameter.
 _STATE = {"adamw": (2, True), "sgd": (0, False), "momentum": (1, False), "adagrad": (1, True)}
@@ -89,10 +91,11 @@ class MemoryMeter:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of one training step, in bytes by part, and the `flops` of its forward and backward.
+    """The memory of one training step at its peak, in bytes by part, and the `flops` of its forward and backward.
 
-    The parts peak at different moments of the step, so `total` is an upper bound of the peak, except for short-lived
-    buffers inside single operations.
+    activations: what the peak takes above weights, gradients and optimizer state. Gradients grow while activations are
+    freed, so that this is less than all that the backward needs; 0 where the optimizer's step is the peak. Buffers
+    inside single operations are not in it. fragmentation: gaps in the heap of the process, on a CPU.
     """
 
     weights: int
@@ -100,6 +103,7 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     flops: int
+    fragmentation: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -112,8 +116,8 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        rows = [f"{name:<12}{size / 2**20:>12,.1f} MB" for name, size in [*self.parts.items(), ("total", self.total)]]
-        return "\n".join([*rows, f"{'FLOPs':<12}{self.flops / 1e9:>12,.2f} G"])
+        rows = [f"{name:<14}{size / 2**20:>12,.1f} MB" for name, size in [*self.parts.items(), ("total", self.total)]]
+        return "\n".join([*rows, f"{'FLOPs':<14}{self.flops / 1e9:>12,.2f} G"])
 
 
 def check_memory(step: MemoryEstimate, device: str, what: str) -> None:
@@ -128,15 +132,17 @@ def check_memory(step: MemoryEstimate, device: str, what: str) -> None:
         )
 
 
-def estimate(model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "adamw") -> MemoryEstimate:
-    """Memory and FLOPs of a training step of `model`, from one forward and backward.
+def estimate(
+    model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "adamw", device: str = "auto"
+) -> MemoryEstimate:
+    """Memory at the peak of a training step of `model`, and its FLOPs, from one forward and backward.
 
-    With model and batch on the meta device, this allocates and computes nothing, whatever their size. Activations are
-    what autograd keeps for the backward, each storage once, without parameters and buffers. The meta device has only
-    unfused attention, whose activations are an upper bound of those of a fused kernel.
+    With model and batch on the meta device, this allocates and computes nothing, whatever their size; operations are
+    those of the device that it stands for, with the kernels that this machine has, fused as the model is.
 
     loss: closure over model and batch that returns the scalar loss. No `.grad` changes.
     optimizer: "adamw", "sgd", "momentum" (SGD with momentum) or "adagrad"; ConfigError for any other.
+    device: what the meta device stands for: "auto", "cpu" or "cuda", as in TrainConfig.
     """
     if optimizer not in _STATE:
         raise ConfigError(f"expected an optimizer out of {', '.join(_STATE)}, got {optimizer!r}")
@@ -144,31 +150,39 @@ def estimate(model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "
     stored = [*model.parameters(), *model.buffers()]
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
-    excluded = set(map(_key, stored))
-    kept: dict[int, torch.UntypedStorage] = {}  # holds the storages, so no other gets the address of one
-
-    def keep(tensor: Tensor) -> Tensor:
-        if _key(tensor) not in excluded:
-            kept[_key(tensor)] = tensor.untyped_storage()
-        return tensor
-
-    with FlopCounterMode(display=False) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            value = loss()
-        activations = sum(storage.nbytes() for storage in kept.values())
-        torch.autograd.grad(value, trained, allow_unused=True)
+    for_cpu = stored[0].is_meta and (device == "cpu" or not torch.cuda.is_available())
+    before = [p.grad for p in trained]
+    try:
+        with dry_run() if for_cpu else nullcontext(), FusedAttention(), LiveMemory(stored) as live:
+            with FlopCounterMode(display=False) as counter:
+                _forward_backward(trained, loss)
+            state = [torch.empty_like(p) for p in trained for _ in range(slots)]
+            live.restart()
+            _forward_backward(trained, loss)  # in what the first step left of the heap
+            del state
+    finally:
+        for p, grad in zip(trained, before, strict=True):
+            p.grad = grad
+    kept = (1 + slots) * gradients
     return MemoryEstimate(
         weights=sum(tensor.nbytes for tensor in stored),
         gradients=gradients,
         optimizer=slots * gradients + (4 * len(trained) if counts_steps else 0),
-        activations=activations,
+        activations=max(0, live.peak - kept),
+        fragmentation=live.resident - live.peak if for_cpu else 0,
         flops=int(counter.get_total_flops()),
     )
 
 
-def _key(tensor: Tensor) -> int:
-    """Identity of a tensor's storage: the address of the object, since data on the meta device has none."""
-    return int(tensor.untyped_storage()._cdata)
+def _forward_backward(trained: Sequence[nn.Parameter], loss: Callable[[], Tensor]) -> None:
+    """Leave the gradients of the loss in the parameters."""
+    for p in trained:
+        p.grad = None
+    value = loss()
+    # torch.autograd.backward leaves the modes of torch's functions, which blocks that recompute need
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (value,), (torch.ones_like(value),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _process_memory(field: str) -> int:

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from comera.files import replace_file
+from comera.nn.size import ModelSize, model_size
 from comera.nn.tensor_train import named_trains
 from comera.rank.report import RankReport
-from comera.rank.size import ModelSize, model_size, unpruned_ranks, unpruned_size
+from comera.rank.size import unpruned_ranks, unpruned_size
 from comera.trainer.metrics import Display, MetricsLog, Summary, to_json
 from comera.trainer.state import TrainState
 

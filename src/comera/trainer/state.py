@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from comera.errors import ConfigError
 from comera.fusion.fuse import fuse_
+from comera.nn.size import model_size
 from comera.nn.tensor_train import named_trains
 from comera.rank.controller import RankController
-from comera.rank.size import model_size
 from comera.recompute import recompute_
 from comera.trainer.checkpoint import checkpoints, clean, load_checkpoint, take_over
 from comera.trainer.clock import Clock
@@ -136,11 +136,16 @@ def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) ->
     model = task.model.to(accelerator.device)
     if accelerator.num_processes > 1:
         broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
+    adapt_(model, config, keep_logits=task.keep_logits)
+    return model
+
+
+def adapt_(model: nn.Module, config: TrainConfig, *, keep_logits: bool = True) -> None:
+    """Fuse a model and let it recompute, as configured. keep_logits: as for `fuse_`."""
     if config.fuse:
-        fuse_(model, keep_logits=task.keep_logits)
+        fuse_(model, keep_logits=keep_logits)
     if config.recompute:
         recompute_(model)
-    return model
 
 
 def _resume(state: TrainState, start_from: Path | str | None) -> None:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
+from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -76,7 +77,7 @@ class Format(ABC):
     @property
     def numel(self) -> int:
         """Parameters in the cores: the size S of docs/method.md §2, the sum over k of r_{k-1} · modes_k · r_k."""
-        return sum(r * n * s for r, n, s in zip(self.ranks[:-1], self.sizes, self.ranks[1:], strict=True))
+        return core_size(self, self.inner_ranks)
 
     @property
     def rank_numel(self) -> int:
@@ -94,6 +95,15 @@ class Format(ABC):
         """Elements of the dense weight per stored parameter, gates included; infinite for rank 0."""
         stored = self.numel + self.rank_numel
         return self.dense_numel / stored if stored else float("inf")
+
+    @property
+    def levels(self) -> range:
+        """What one integer can choose for the ranks, from the smallest to the largest useful: see `ranks_at`."""
+        return range(1, max(self.rank_limits) + 1)
+
+    def ranks_at(self, level: int) -> tuple[int, ...]:
+        """Inner ranks at one of the `levels`: that rank, clipped to `rank_limits`."""
+        return clip_ranks(level, self.sizes)[1:-1]
 
     def with_ranks(self, ranks: int | Sequence[int]) -> Self:
         """The same modes with other ranks: all of them, or one integer that is clipped to `rank_limits`."""
@@ -113,6 +123,18 @@ class Format(ABC):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, features in zip((rows, cols), self.shape, strict=True):
             check_modes(name, getattr(self, name), features)
+
+
+def core_size(spec: Format, inner_ranks: Sequence[int]) -> int:
+    """Parameters in the cores of `spec` with these inner ranks."""
+    ranks = (1, *inner_ranks, 1)
+    return sum(left * size * right for (left, right), size in zip(pairwise(ranks), spec.sizes, strict=True))
+
+
+def spec_size(spec: Format, inner_ranks: Sequence[int] | None = None) -> int:
+    """Parameters that a tensor train of `spec` stores in cores and gates; with other `inner_ranks` if given."""
+    inner = spec.inner_ranks if inner_ranks is None else inner_ranks
+    return core_size(spec, inner) + sum(inner)
 
 
 class LinearFormat(Format):

@@ -251,6 +251,14 @@ class BTTSpec(LinearFormat):
         (b, d), count = self.sizes, self.ranks[1]
         return ((1, b, count), (count, d, 1))
 
+    @property
+    def levels(self) -> range:
+        return range(prod(self.blocks), self.rank_limits[1] + 1)
+
+    def ranks_at(self, level: int) -> tuple[int, ...]:
+        """That number of components; every block has at least one."""
+        return (level,)
+
     def with_ranks(self, ranks: int | Sequence[int]) -> Self:
         """The same blocks with another rank, clipped to `block_limit`; or with (1, K, 1), spread evenly over them."""
         if isinstance(ranks, int):

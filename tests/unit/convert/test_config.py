@@ -19,7 +19,7 @@ from comera.errors import ConversionError, SpecError
         (lambda: TT(rank=()), SpecError, r"got \(\)"),
         (lambda: TT(in_modes=(4, 0)), SpecError, "in_modes to be a tuple of positive integers or None"),
         (lambda: TTM(col_modes="8·8"), SpecError, "col_modes to be"),
-        (lambda: BTT(rank=(1, 2)), SpecError, r"BTT needs rank to be an integer >= 0, got \(1, 2\)"),
+        (lambda: BTT(rank=(1, 2)), SpecError, r"BTT needs rank to be an integer >= 0 or None, got \(1, 2\)"),
         (lambda: BTT(rank=True), SpecError, "got True"),
         (lambda: BTT(blocks=4), SpecError, "blocks to be two integers >= 1 or None, got 4"),
         (lambda: BTT(blocks=(4, 0)), SpecError, "blocks to be two integers"),
@@ -52,9 +52,9 @@ def test_configurations_take_lists_and_keep_their_own_overrides() -> None:
 
 
 def test_given_modes_determine_the_order() -> None:
-    assert TT(in_modes=(4, 4), out_modes=(16,)).spec(16, 16).order == 3
+    assert TT(rank=3, in_modes=(4, 4), out_modes=(16,)).spec(16, 16).order == 3
     assert TTM(row_modes=(4, 4), rank=3).spec(16, 16).order == 2
-    assert TT(order=5, in_modes=(4, 4)).spec(16, 64).split == 2
+    assert TT(order=5, rank=3, in_modes=(4, 4)).spec(16, 64).split == 2
 
 
 def test_blocks_may_be_a_list() -> None:

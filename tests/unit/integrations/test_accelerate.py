@@ -11,8 +11,9 @@ from torch import nn
 
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.fusion import fuse_
+from comera.nn.size import model_size
 from comera.optim.param_groups import param_groups
-from comera.rank import LateStage, RankController, model_size
+from comera.rank import LateStage, RankController
 
 from ...helpers.processes import in_processes
 

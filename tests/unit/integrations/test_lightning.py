@@ -16,8 +16,9 @@ from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import ConfigError, RankError
 from comera.fusion import fuse_
 from comera.integrations.lightning import RankCallback
+from comera.nn.size import model_size
 from comera.optim.param_groups import param_groups
-from comera.rank import LateStage, model_size
+from comera.rank import LateStage
 
 from ...helpers.processes import in_processes
 

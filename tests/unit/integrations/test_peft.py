@@ -15,7 +15,7 @@ from comera.fusion import fuse_
 from comera.integrations.peft import with_compressed
 
 CONFIG = TensorizeConfig(TT(order=4, rank=6), TTM(order=2, rank=6))
-BLOCKS = replace(CONFIG, linear=BTT())
+BLOCKS = replace(CONFIG, linear=BTT(1))
 IDS = torch.arange(60).view(6, 10)
 
 

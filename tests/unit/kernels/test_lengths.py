@@ -19,6 +19,7 @@ from comera.kernels.cpp import (
     merge,
     mlp,
     residual_norm,
+    rotary,
 )
 from comera.kernels.cpp.library import call
 
@@ -28,6 +29,7 @@ from ...helpers.odd_operands import (
     low_rank_operands,
     merge_operands,
     mlp_operands,
+    rotary_operands,
 )
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
@@ -88,19 +90,21 @@ def test_wrong_factors_of_the_forward_are_refused(change):
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 def test_wrong_operands_of_block_product_are_refused(change):
     torch.manual_seed(0)
-    x, dy, r, *rest = block_product_operands()
-    operands = [dy, *rest]
+    x, dys, rs, *rest = block_product_operands()
+    outs = [dy.shape[1] for dy in dys]
     assert_all_refused(
-        lambda dy, *rest: block_product.block_product_backward(x, dy, r, *rest, *WANTED), operands, change
+        lambda dys, *rest: block_product.block_product_backward(x, dys, rs, *rest, *WANTED), [dys, *rest], change
     )
-    assert_all_refused(lambda *rest: block_product.block_product(x, r, *rest, dy.shape[1]), rest, change)
+    assert_all_refused(lambda *rest: block_product.block_product(x, rs, *rest, outs), rest, change)
     if change is not shorter:  # features of x that are missing are padding
-        assert_all_refused(lambda x: block_product.block_product_backward(x, dy, r, *rest, *WANTED), [x], change)
+        assert_all_refused(lambda x: block_product.block_product_backward(x, dys, rs, *rest, *WANTED), [x], change)
     if change is not longer:  # and so are features that an input block has beyond those of x
-        assert_all_refused(lambda r: block_product.block_product(x, r, *rest, dy.shape[1]), [r], change)
-    for outputs in (dy.shape[1] + 1, dy.shape[1] - 1):
-        with pytest.raises(RuntimeError, match="expected"):
-            block_product.block_product(x, r, *rest, outputs)
+        assert_all_refused(lambda rs: block_product.block_product(x, rs, *rest, outs), [rs], change)
+    for wrong in ([outs[0] + 1, outs[1]], [outs[0], outs[1] - 1], outs[:1], [*outs, 1]):
+        with pytest.raises((RuntimeError, ValueError), match=r"expected|argument"):
+            block_product.block_product(x, rs, *rest, wrong)
+    with pytest.raises(RuntimeError, match="at least one R"):
+        block_product.block_product(x, *([] for _ in range(6)))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
@@ -202,6 +206,19 @@ def test_wrong_seeds_probabilities_and_heads_are_refused():
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_rotary_are_refused(change):
+    for samples in (1, 2):
+        operands = rotary_operands(samples=samples)
+        assert_all_refused(lambda *given: rotary.rotary(*given, False), operands, change)
+
+
+@pytest.mark.parametrize("columns", [3, 10], ids=["odd", "wider than a row"])
+def test_columns_that_cannot_turn_are_refused(columns):
+    with pytest.raises(RuntimeError, match="even number of columns up to 9"):
+        rotary.rotary(*rotary_operands(columns=columns), False)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 def test_wrong_operands_of_residual_norm_are_refused(change):
     z, x, weight, bias = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6), torch.randn(6)
     if change not in (CHANGES[0], CHANGES[1], CHANGES[3]):  # a z of another shape only fits another x
@@ -283,6 +300,8 @@ def test_gradients_with_the_negative_bit_have_the_right_sign():
     each_do = negative(*do.shape)
     results += [attention.attention_backward(each, o, norms, q, k, v, None, None, 0.0, 1.0, False) for each in each_do]
     results += [[residual_norm.dropout(each, SEED, 0.1)] for each in negative(4, 6)]
+    _, *tables = rotary_operands()
+    results += [rotary.rotary(each, *tables, False) for each in negative(2, 4, 5, 9)]
     first, *rest = parameters
     given = [[each, *rest] for each in (torch._neg_view(-first), first)]  # contiguous, in spite of its bit
     results += [merge.merge(each, biases, layout, 0.0) for each in given]
@@ -304,7 +323,8 @@ layout = (2, 1, 2**18, 2, 2**18, 2, 1, 16, 1)
 cores = [torch.zeros(1, 2**18, 16), torch.zeros(16, 2, 1), torch.ones(16)]
 wide, narrow, ranks = torch.zeros(8, 2**21), torch.zeros(2**21, 8), torch.full((1, 1), 2**21)
 calls = {
-    "block_product": (180, lambda: block_product.block_product(one.repeat(1, 8), wide, narrow, None, ranks, 8)),
+    "block_product": (180, lambda: block_product.block_product(
+        one.repeat(1, 8), [wide], [narrow], [None], [None], [ranks], [8])),
     "low_rank_backward": (120, lambda: low_rank.low_rank_backward(x, p, [x], [one], [one], True, True, True)),
     "mlp_backward": (100, lambda: mlp.mlp_backward(x, p, p, x, [one] * 2, [one] * 2, "gelu", True)),
     "attention": (500, lambda: attention.attention(keys[:, :, :1], keys, keys, None, None, 0.0, 1.0, False)),

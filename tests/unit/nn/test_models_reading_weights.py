@@ -108,7 +108,7 @@ def test_training_under_autocast(
 
 def test_initialization_skips_what_is_marked_as_loaded_and_else_raises() -> None:
     model, _ = t5()
-    comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
+    comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4), embedding=None))
     before = copy.deepcopy(model.state_dict())
     block = next(module for module in model.modules() if type(module).__name__ == "T5DenseActDense")
     with pytest.raises(WeightError, match=r"normal_.* would be lost"):
@@ -127,7 +127,7 @@ def test_merging_an_adapter_into_a_compressed_layer_raises(safe: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
-    comera.tensorize_(adapted, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4)))
+    comera.tensorize_(adapted, comera.TensorizeConfig(linear=comera.TT(order=4, rank=4), embedding=None))
     x = torch.randn(4, 32)
     before = adapted(x)
     with pytest.raises(WeightError, match="materialize_"):

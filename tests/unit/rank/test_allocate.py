@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera.rank.allocate import allocate
-from comera.rank.size import spec_size
+from comera.tt.format import spec_size
 from comera.tt.spec import TTSpec
 
 ONE = TTSpec(12, 12, (12,), (12,), (1, 6, 1))  # 24 core entries and a gate per rank

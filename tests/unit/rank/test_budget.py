@@ -11,8 +11,8 @@ from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
 from comera.rank.budget import canonicalize_, round_
-from comera.rank.size import spec_size
 from comera.rank.target import smallest_size
+from comera.tt.format import spec_size
 from comera.tt.spec import TTMSpec
 
 from ...helpers.layers_to_round import OPTIMIZERS, SPEC, layers, stored, with_singular_values
@@ -220,10 +220,9 @@ def test_bytes_count_what_the_trains_take_and_an_empty_model_is_no_error() -> No
 def test_the_report_reads_as_a_table() -> None:
     steep, flat = with_singular_values([100.0] + [1.0] * 7, 1), with_singular_values([1.0] * 8, 2)
     report = round_(nn.ModuleDict({"steep": steep, "flat": flat}), 17 * 9 + 5)
-    assert str(report).splitlines() == [
-        "steep.tt  8 -> 1  error 2.64%",
-        "1 of 2 tensor trains rounded: 272 -> 153 parameters (56.2%, target 158)",
-    ]
+    assert report.table().rows == (("steep.tt", "8", "1", "2.64%"),)
+    assert repr(report) == "<RankReport: 1 of 2 tensor trains rounded: 272 -> 153 parameters (56.2%, target 158)>"
+    assert report.to_frame()["after"].to_list() == ["1", "8"]
 
 
 def test_the_number_of_threads_is_as_before_whatever_happens() -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
+from comera.nn.size import model_size
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport, RankRow
-from comera.rank.size import SizeTable, model_size, unpruned_size
+from comera.rank.size import SizeTable, unpruned_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 TT = TTSpec(6, 10, (3, 2), (5, 2), (1, 3, 5, 2, 1))
@@ -68,8 +69,9 @@ def test_the_report_reads_as_a_table() -> None:
     assert not prune_(model).changed
     assert str(prune_(model)) == "pruned nothing: 2 tensor trains, 206 parameters"
     set_gates(model["first"].tt, 0, 1)
-    assert str(prune_(model)).splitlines() == [
-        "first.tt  3-5-2 -> 2-5-2",
+    assert str(prune_(model)).splitlines()[2:] == [
+        "| first.tt     | 3-5-2        | 2-5-2 |",
+        "",
         "1 of 2 tensor trains pruned: 206 -> 192 parameters (93.2%)",
     ]
 

@@ -12,9 +12,9 @@ from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
 from comera.rank.budget import round_
 from comera.rank.report import RankReport
-from comera.rank.size import spec_size
 from comera.rank.target import smallest_size
 from comera.tt.decompose import round_cores
+from comera.tt.format import spec_size
 from comera.tt.spec import TTSpec
 
 from ...helpers.layers_to_round import layers, stored, with_singular_values

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
+from comera.nn.size import ModelSize, model_size
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.size import ModelSize, SizeTable, model_size, size_tables, unpruned_ranks, unpruned_size
+from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.tt.spec import Spec, TTMSpec, TTSpec
 
 TT = TTSpec(12, 20, (3, 4), (2, 2, 5), (1, 3, 6, 5, 4, 1))

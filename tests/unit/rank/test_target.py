@@ -8,8 +8,8 @@ from torch import nn
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.linear import TTLinear
-from comera.rank.size import spec_size
 from comera.rank.target import check_multiple, resolve_target, smallest_size
+from comera.tt.format import spec_size
 from comera.tt.spec import TTMSpec, TTSpec
 
 SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))

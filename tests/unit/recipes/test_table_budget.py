@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from comera.errors import ConfigError
-from comera.rank.size import spec_size
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES
 from comera.recipes.dlrm.table_budget import LEAST_RANK, fit_tables
+from comera.tt.format import spec_size
 from comera.tt.spec import TTMSpec
 
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError, DataError
+from comera.nn.size import model_size
 from comera.nn.tensor_train import named_trains
 from comera.ops.planner.plan import plan_linear
 from comera.pretrained import read_manifest, save_pretrained
 from comera.pretrained.folder import file_header
 from comera.rank.prune import prune_
-from comera.rank.size import model_size
 from comera.report import inspect
 from comera.report.inspect import TOKENS
 from comera.tt.spec import TTSpec

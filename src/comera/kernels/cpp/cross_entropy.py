@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from comera.kernels.cpp.library import call, check_shape, floats, operation
+from comera.kernels.cpp.library import call, check_shape, floats, on_cpu, operation
 from comera.kernels.cpp.memory import empty
 
 
@@ -19,10 +19,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
     rows, classes = logits.shape
     logits = floats("logits", logits)
     check_shape("labels", labels, (rows,))
-    if labels.dtype is not torch.int64 or not labels.is_cpu:
+    if labels.dtype is not torch.int64 or not on_cpu(labels):
         raise RuntimeError(f"expected labels of dtype int64 on the CPU, got {labels.dtype} on {labels.device}")
     labels = labels.contiguous()
-    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
+    wrong = labels[:0] if labels.is_meta else labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
     if wrong.numel():
         raise RuntimeError(f"expected labels from 0 to {classes - 1} or {ignored}, got {wrong[0].item()}")
     losses, gradients = empty(rows), empty(rows, classes)

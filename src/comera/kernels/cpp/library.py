@@ -6,8 +6,10 @@ passed on: they raise RuntimeError with what was expected and what was given.
 
 import ctypes
 import sys
+import threading
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -25,8 +27,8 @@ SIGNATURES = {
     "adamw": "l p p w3 p d d d d d t",
     "attention": "w7 w4 p l f f i p t",
     "attention_backward": "w7 w4 p l f f i p t",
-    "block_product": "l w11 p p t",
-    "block_product_backward": "l w11 p p p p p p t",
+    "block_product": "l l w17 p t",
+    "block_product_backward": "l l w17 p p t",
     "clip": "l p p d p t",
     "cross_entropy": "l l p p l p p t",
     "dropout": "l p p i f p t",
@@ -43,6 +45,7 @@ SIGNATURES = {
     "random_words": "l l p",
     "residual_norm": "i l l p p p f p p i f f p p p p t",
     "residual_norm_backward": "i l l p p p p p p f p i f p p p p t",
+    "rotary": "w6 w4 i t",
     "take_memory": "i p p",
 }
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
@@ -62,19 +65,58 @@ def unavailable_reason() -> str | None:
     return functions if isinstance(functions, str) else None
 
 
+@contextmanager
+def dry_run() -> Iterator[None]:
+    """Let tensors on the meta device stand for tensors on the CPU, in this thread: every choice is as there, and
+    kernels make tensors on the meta device and compute nothing. For estimates of what a step takes."""
+    before, _dry.running = _dry.running, True
+    try:
+        yield
+    finally:
+        _dry.running = before
+
+
+def dry_running() -> bool:
+    """Whether this thread is in a `dry_run`."""
+    return _dry.running
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether a tensor is on the CPU, or stands for one that is (`dry_run`)."""
+    return tensor.is_cpu or (_dry.running and tensor.is_meta)
+
+
+def device_type(device: torch.device) -> str:
+    """Type of a device, or of the one that it stands for (`dry_run`)."""
+    return "cpu" if _dry.running and device.type == "meta" else device.type
+
+
+class _Dry(threading.local):
+    running = False
+
+
+_dry = _Dry()
+
+
 def call(name: str, *operands: object) -> None:
     """Call the C function `name` of SIGNATURES, with torch's number of threads where it takes that.
 
     operands: numbers; for pointers tensors, `words`, addresses, or None for C's null pointer.
-    Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels.
+    Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels, ValueError
+    where the function itself refuses numbers in its operands.
     """
+    if dry_running():
+        return
     functions = _functions()
     if isinstance(functions, str):
         raise RuntimeError(f"expected compiled kernels for {name}, but {functions}: ask select.supports before")
     given = [each.data_ptr() if isinstance(each, Tensor) else each for each in operands]
     if SIGNATURES[name].endswith("t"):
         given.append(torch.get_num_threads())
-    if functions[name](*given):
+    status = functions[name](*given)
+    if status == 2:
+        raise ValueError(f"expected numbers that fit each other in the operands of the kernel {name}")
+    if status:
         raise MemoryError(f"the kernel {name} could not get its scratch memory: use smaller batches or fewer threads")
 
 
@@ -91,7 +133,7 @@ def address(tensor: Tensor | None) -> int:
 def floats(name: str, tensor: Tensor) -> Tensor:
     """`tensor` as kernels read it: contiguous, and without torch's negative bit, which says that its elements in memory
     have the wrong sign. Raises RuntimeError unless it is float32 on the CPU."""
-    if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+    if tensor.dtype is not torch.float32 or not on_cpu(tensor):
         raise RuntimeError(f"expected {name} of dtype float32 on the CPU, got {tensor.dtype} on {tensor.device}")
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor
@@ -126,7 +168,8 @@ def operation(flops: Callable[..., int] | None = None) -> Callable[[Callable[...
     def decorate(run: Callable[..., Result]) -> Callable[..., Result]:
         name = run.__name__
         _library.define(torch.library.infer_schema(run, op_name=name, mutates_args=()))
-        _library.impl(name, run, "CPU")
+        for device in ("CPU", "Meta"):  # Meta: in a dry run
+            _library.impl(name, run, device)
         dispatched: Callable[..., Result] = getattr(torch.ops.comera, name).default
         if flops is not None:
             _flop_formulas[name] = flops

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from comera.kernels.cpp.library import call, floats, operation, words
+from comera.kernels.cpp.library import call, floats, on_cpu, operation, words
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -56,7 +56,7 @@ def _checked(name: str, tensors: Sequence[T], sizes: Sequence[int]) -> Sequence[
     present: list[Tensor] = [tensor for tensor in tensors if tensor is not None]
     if len(present) < len(tensors):
         sizes = [size for tensor, size in zip(tensors, sizes, strict=True) if tensor is not None]
-    if list(map(_nbytes, present)) != sizes or not all(map(_is_cpu, present)):
+    if list(map(_nbytes, present)) != sizes or not (all(map(_is_cpu, present)) or all(map(on_cpu, present))):
         given = [f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in present]
         raise RuntimeError(f"expected {name} of {sizes} bytes of float32 on the CPU, as the layout says, got {given}")
     if all(map(Tensor.is_contiguous, present)) and not any(map(Tensor.is_neg, present)):

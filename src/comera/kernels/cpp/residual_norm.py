@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from comera.kernels.cpp.library import call, checked, floats, operation
+from comera.kernels.cpp.library import call, checked, floats, on_cpu, operation
 from comera.kernels.cpp.memory import empty
 
 _LEVELS = 2**16
@@ -21,7 +21,7 @@ def drop(seed: Tensor | None, p: float) -> tuple[Tensor | None, int, float]:
         return None, 0, 1.0
     if not 0 <= p < 1:
         raise RuntimeError(f"expected a dropout probability in [0, 1), got {p}")
-    if seed.dtype != torch.int64 or seed.numel() != 1 or not seed.is_cpu:
+    if seed.dtype != torch.int64 or seed.numel() != 1 or not on_cpu(seed):
         raise RuntimeError(f"expected a seed of one int64 on the CPU, got {list(seed.shape)} {seed.dtype}")
     return seed, *rounded(p)
 

@@ -180,7 +180,7 @@ def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
         ids = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
         return model, report, partial(masked_loss, model, Batch(*ids))
 
-    return estimates_by_method(build)
+    return estimates_by_method(build, config.train)
 
 
 def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 from comera.errors import ConfigError
-from comera.rank.size import spec_size
+from comera.tt.format import spec_size
 from comera.tt.shapes import ttm_spec
 from comera.tt.spec import TTMSpec
 

@@ -221,7 +221,8 @@ def estimate(config: LMConfig) -> dict[str, MemoryEstimate]:
         model, report = build_model(replace(config, method=method), vocab_size)
         return model, report, partial(next_token_loss, model, _meta_batch(config))
 
-    return estimates_by_method(build, METHODS if config.model.family == "llama" else _WITHOUT_LINEAR)
+    methods = METHODS if config.model.family == "llama" else _WITHOUT_LINEAR
+    return estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
 
 
 def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:

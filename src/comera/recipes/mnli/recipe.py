@@ -238,7 +238,7 @@ def estimate(config: MNLIConfig) -> dict[str, MemoryEstimate]:
         batch = PairBatch(ids, segments, mask, torch.empty(rows, dtype=torch.int64))
         return model, report, partial(pair_loss, model, batch)
 
-    return estimates_by_method(build)
+    return estimates_by_method(build, config.train)
 
 
 def architecture(config: MNLIConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
