@@ -1,7 +1,7 @@
 """What the recipes share: tasks with a sequence of batches and all that decides what a run learns, and estimates."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ def estimates_by_method(
     for method in filter(installed, methods):
         with torch.device("meta"):
             model, report, loss = build(method)
-            adapt_(model.train(), train, keep_logits=keep_logits)
+            own = train if method == "comera" else replace(train, recompute=False)  # only compressed blocks can
+            adapt_(model.train(), own, keep_logits=keep_logits)
             estimate = (
                 report.estimate(model, loss)
                 if isinstance(report, Applied)
