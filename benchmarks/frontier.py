@@ -71,6 +71,9 @@ def cases() -> dict[str, Case]:
         for rank in (1, 2, 4):
             compress = CompressConfig(format="btt", rank=rank, head_rank=rank)
             found[f"btt{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
+        for rank, blocks in ((4, 8), (8, 4), (16, 2), (32, 1)):  # as many parameters as rank 2 in 16 x 16 blocks
+            compress = CompressConfig(format="btt", rank=rank, blocks=(blocks, blocks), head_rank=2)
+            found[f"btt{rank}b{blocks}-{hidden}"] = Case("comera", hidden, compress=compress)
     for hidden in (384, 768):
         for order, rank in ((2, 32), (2, 64), (4, 64), (6, 30), (6, 64)):
             compress = CompressConfig(format="tt", order=order, rank=rank, head_rank=rank)

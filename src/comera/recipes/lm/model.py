@@ -136,6 +136,9 @@ class CompressConfig:
     rank: int | tuple[int, ...] | None = None
     """Initial rank of linear layers: one value, clipped where the modes or blocks allow less, or for tt all order + 1,
     ones at both ends. Default: 30 for tt, 2 for btt."""
+    blocks: tuple[int, int] | None = None
+    """Input and output blocks of linear layers but the head; btt only. Fewer, larger ones of a higher rank run faster.
+    Default: about the square roots of the features."""
     embedding: Literal["ttm", "dense"] = "ttm"
     """Format of the token embedding; a small table, such as one of bytes, is better left dense."""
     embedding_order: int = 4
@@ -161,19 +164,21 @@ class CompressConfig:
         """The conversion; learned positions stay dense."""
         overrides: dict[str, TT | TTM | BTT | None] = {"*.wpe": None} if family == "gpt2" else {}
         if self.head != "share":
-            overrides["lm_head"] = self._linear(self.head_rank, _HEAD_RANKS) if self.head == "untie" else None
+            overrides["lm_head"] = self._linear(self.head_rank, _HEAD_RANKS, None) if self.head == "untie" else None
         return TensorizeConfig(
-            linear=self._linear(self.rank, _RANKS),
+            linear=self._linear(self.rank, _RANKS, self.blocks),
             embedding=None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank),
             overrides=overrides,
             tied="share" if self.head == "share" else "untie",
         )
 
-    def _linear(self, rank: int | tuple[int, ...] | None, defaults: Mapping[Format, int]) -> TT | BTT:
+    def _linear(
+        self, rank: int | tuple[int, ...] | None, defaults: Mapping[Format, int], blocks: tuple[int, int] | None
+    ) -> TT | BTT:
         rank = defaults[self.format] if rank is None else rank
         if self.format == "tt":
             return TT(order=self.order, rank=rank)
-        return BTT(rank=rank)  # type: ignore[arg-type]  # which refuses several ranks
+        return BTT(rank=rank, blocks=blocks)  # type: ignore[arg-type]  # which refuses several ranks
 
 
 @torch.no_grad()
