@@ -40,7 +40,8 @@ _SECTIONS = {
     "layer": ("One encoder layer by width", "`ratio`: forward and backward; `step_ratio`: with the optimizer."),
     "block_product": (
         "Block tensor trains and low rank at equal FLOPs",
-        "`times_low_rank`: time over that of the C++ low-rank products; `kernel_gflops` counts no recomputation.",
+        "`times_low_rank`, `times_dense`: time over that of the C++ low-rank products, and of torch's linear layer "
+        "between narrower features, of as many FLOPs; `kernel_gflops` counts no recomputation.",
     ),
     "shrunk_step": ("The step after all ranks are cut to 0.2 of the size", "`speed`: compared with before."),
     "lookup": ("Lookup of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),

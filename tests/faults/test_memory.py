@@ -73,8 +73,8 @@ for k in range(int(sys.argv[1])):
     low_rank.low_rank_backward(*operands, True, True, True)
     blocks = (size(6), size(40), size(6), size(40))
     cut = (size(50), size(50))
-    operands = x, dy, *weight = block_product_operands(size(250), blocks, size(4), cut, rng.randrange(2))
-    block_product.block_product(x, *weight, dy.shape[1])
+    operands = x, dys, *weights = block_product_operands(size(250), blocks, size(4), cut, rng.randrange(2))
+    block_product.block_product(x, *weights, [dy.shape[1] for dy in dys])
     block_product.block_product_backward(*operands, *(rng.random() < 0.7 for _ in range(3)))
     ranks = [size(20) for _ in range(rng.randrange(1, 3))]
     operands = mlp_operands(size(90), size(60), size(120), size(60), ranks, size(30), rng.randrange(2))
@@ -97,6 +97,9 @@ for k in range(int(sys.argv[1])):
     z, x, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, weight, seed, 0.2, 1e-5)
     residual_norm.residual_norm_backward(z, s, mean, rstd, weight, seed, 0.2)
+    _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, None, None, 0.0, 1e-5, 1.0, True)
+    residual_norm.residual_norm_backward(z, s, mean, rstd, weight, None, 0.0, 1.0, True, x)
+    gated.gated_backward(gated.gated(z, x, "silu"), z, x, "silu")
     gradients.clip_([torch.randn(size(3000)) for _ in range(3)], 0.1)
 print("all kernels ran")
 """

@@ -7,12 +7,15 @@ from comera.kernels.cpp import (
     attention,
     block_product,
     cross_entropy,
+    gated,
     gradients,
     low_rank,
     merge,
     mlp,
     residual_norm,
+    rotary,
 )
+from comera.kernels.cpp.activations import ACTIVATIONS
 
 LAYOUT = (3, 1, 5, 6, 6, 3, 2, 1, 4, 2, 1)  # order, split, features, modes, ranks
 
@@ -24,15 +27,21 @@ def low_rank_operands(batch=5, features=7, out=9, rank=3, bias=1):
 
 
 def block_product_operands(batch=5, sizes=(3, 4, 5, 7), ranks=2, cut=(0, 0), bias=True):
-    """x, dy, R, L, bias and ranks as block_product_backward takes them.
+    """x and lists of dy, R, L, bias, gates and ranks as block_product_backward takes them, for two weights.
 
     sizes: A, N, C, M; ranks: the largest of a block; cut: features of padding.
     """
     a, n, c, m = sizes
-    of_blocks = torch.randint(ranks + 1, (a, c))
-    count, features, out = int(of_blocks.sum()), max(0, a * n - cut[0]), max(0, c * m - cut[1])
-    x, dy, r_NK, l_KM = (torch.randn(s) for s in ((batch, features), (batch, out), (n, count), (count, m)))
-    return x, dy, r_NK, l_KM, torch.randn(out) if bias else None, of_blocks
+    features, dys, weights = max(0, a * n - cut[0]), [], []
+    for with_gates in (True, False):
+        of_blocks = torch.randint(ranks + 1, (a, c))
+        count, out = int(of_blocks.sum()), max(0, c * m - cut[1])
+        dys.append(torch.randn(batch, out))
+        gates = torch.randn(count) if with_gates else None
+        weights.append(
+            (torch.randn(n, count), torch.randn(count, m), torch.randn(out) if bias else None, gates, of_blocks)
+        )
+    return torch.randn(batch, features), dys, *map(list, zip(*weights, strict=True))
 
 
 def mlp_operands(batch=5, features=7, hidden=50, out=9, ranks=(3, 2), rank=4, bias=1):
@@ -59,6 +68,12 @@ def attention_operands(batch=2, heads=4, groups=2, queries=5, keys=7, width=9, v
     return q, k, v, torch.randn(queries, keys), do
 
 
+def rotary_operands(batch=2, heads=4, groups=2, length=5, width=9, columns=6, samples=1):
+    """q, k, cos and sin."""
+    q, k = (torch.randn(batch, n, length, width) for n in (heads, groups))
+    return q, k, torch.randn(samples, length, columns), torch.randn(samples, length, columns)
+
+
 def call_all():
     """Every kernel on shapes without, with part of, and with several vectors, tiles and blocks."""
     seed = torch.tensor(3)
@@ -80,10 +95,10 @@ def call_all():
             for cut in ((0, 0), (2, 3), (11, 9)):
                 operands = block_product_operands(batch, sizes, batch % 3, cut, bias=batch != 40)
                 block_product.block_product_backward(*operands, True, True, True)
-                x, dy, *weight = operands
-                block_product.block_product(x, *weight, dy.shape[1])
+                x, dys, *weights = operands
+                block_product.block_product(x, *weights, [dy.shape[1] for dy in dys])
     for sizes in ((5, 7, 50, 9, (3, 2), 4), (1, 1, 1, 1, (1,), 1), (0, 3, 9, 4, (2,), 3), (67, 20, 97, 33, (0, 9), 0)):
-        for activation in mlp.ACTIVATIONS:
+        for activation in ACTIVATIONS:
             mlp.mlp_backward(*mlp_operands(*sizes, bias=1), activation, True)
     for layout in (LAYOUT, (2, 1, 3, 4, 4, 5, 1, 3, 1), (4, 2, 29, 41, 5, 6, 7, 6, 1, 9, 0, 17, 1)):
         parameters, biases, layouts = merge_operands(layout)
@@ -91,17 +106,39 @@ def call_all():
         for missing in (None, 0, 1):
             given = [None if k == missing else torch.randn_like(factor) for k, factor in enumerate(factors)]
             merge.merge_backward(given, parameters, biases, layouts, 0.1)
-    for sizes in ((2, 4, 2, 5, 7, 9, 3), (1, 1, 1, 65, 97, 1, 17), (1, 2, 2, 0, 3, 4, 4), (1, 2, 1, 3, 0, 4, 4)):
+    for sizes in (
+        (2, 4, 2, 5, 7, 9, 3),
+        (1, 1, 1, 65, 97, 1, 17),
+        (1, 2, 1, 130, 130, 9, 9),
+        (1, 2, 2, 0, 3, 4, 4),
+        (1, 2, 1, 3, 0, 4, 4),
+    ):
         q, k, v, mask, do = attention_operands(*sizes)
         for settings in ((mask, seed, 0.1, 1.0, False), (None, None, 0.0, 0.3, True)):
             o, norms = attention.attention(q, k, v, *settings)
             attention.attention_backward(do, o, norms, q, k, v, *settings)
+    for sizes in (
+        (2, 4, 2, 5, 9, 6),
+        (3, 1, 1, 7, 34, 34, 3),
+        (1, 2, 1, 1, 64, 0),
+        (0, 2, 2, 3, 8, 8),
+        (2, 3, 1, 0, 4, 2),
+    ):
+        for transposed in (False, True):
+            rotary.rotary(*rotary_operands(*sizes), transposed)
     for shape in ((3, 65), (1, 1), (0, 8), (4, 0), (40, 700)):
         z, x, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
         for drawn in (seed, None):
             _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, weight, drawn, 0.2, 1e-5)
             residual_norm.residual_norm_backward(z, s, mean, rstd, weight, drawn, 0.2)
+            for given in (z, None):
+                _, s, mean, rstd = residual_norm.residual_norm(given, x, weight, None, drawn, 0.2, 1e-5, 1.0, True)
+                operands = x if given is None else s, mean, rstd, weight, drawn, 0.2, 1.0, True
+                residual_norm.residual_norm_backward(z, *operands, z if drawn is None else None)
         residual_norm.dropout(x, seed, 0.3)
+        for activation in ACTIVATIONS:
+            gated.gated(z, x, activation)
+            gated.gated_backward(z, z, x, activation)
     for rows, classes in ((3, 65), (1, 1), (0, 8), (2, 0), (9, 20_001)):
         labels = torch.full((rows,), classes - 1)  # without classes: ignored
         cross_entropy.cross_entropy(torch.randn(rows, classes), labels, -1)

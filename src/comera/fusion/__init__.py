@@ -1,8 +1,11 @@
 """What surrounds the compressed layers, made as cheap as they are."""
 
+from comera.fusion.decoder_attention import RotaryAttention
 from comera.fusion.fuse import FuseReport, FuseRow, fuse_
 from comera.fusion.merge_cache import MergeCache, accumulating
 from comera.fusion.mlp import MLP
+from comera.fusion.norm import RMSNorm
+from comera.fusion.pre_norm import PreNorm
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, register_block
 from comera.fusion.residual import ResidualNorm
@@ -14,7 +17,10 @@ __all__ = [
     "FuseReport",
     "FuseRow",
     "MergeCache",
+    "PreNorm",
+    "RMSNorm",
     "ResidualNorm",
+    "RotaryAttention",
     "accumulating",
     "fuse_",
     "register_block",

@@ -42,8 +42,8 @@ class FuseReport:
     enabled: bool = True
 
     def fused(self, kind: str) -> tuple[str, ...]:
-        """Names of the modules whose part of this kind ("mlp", "qkv", "residual norm", "attention",
-        "loss") was fused."""
+        """Names of the modules whose part of this kind was fused: "mlp", "gated activation" (of an MLP whose layers are
+        called one by one), "qkv", "rotary attention", "residual norm", "norm", "pre-norm", "attention", "loss"."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property
@@ -65,12 +65,16 @@ class FuseReport:
 def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -> FuseReport:
     """Make what surrounds the compressed layers of a model cheap, in place.
 
-    - MLPs (of registered types, see `register_block`) never hold their hidden activation.
-    - Queries, keys and values come from one product with their input.
+    - MLPs (of registered types, see `register_block`) never hold their hidden activation. Those of other layers, dense
+      ones too, have their gated activation (SwiGLU, GeGLU) in one operation.
+    - Queries, keys and values, and of block tensor trains gate and up, come from one product with their input.
+    - Rotary embedding takes one pass over memory each way on a CPU.
     - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
+    - RMSNorm takes one pass over memory each way on a CPU, in pre-norm blocks with the residual sum before it.
     - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
-    - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU.
+    - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU and is faster in
+      training.
     - With `keep_logits=False`, causal language models that are given labels in training return their loss alone,
       `logits=None`: a chunk of tokens goes through the head, the loss and back before the next one, so the logits,
       often the largest tensors of a step, are never held whole. Evaluation and generation are as before.
@@ -79,7 +83,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     A second call replaces the first.
 
     Args:
-        model: any module; its compressed layers are `TTLinear`s of `tensorize_`.
+        model: any module, compressed by `tensorize_` or dense.
         enabled: False takes everything back.
         keep_logits: whether the outputs of causal language models have logits in training, too.
 
@@ -110,8 +114,8 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
             if keep_logits and isinstance(pattern, CausalLM):
                 continue
             reason = pattern.obstacle(module)
-            rows.append(FuseRow(name, pattern.kind, reason or ""))
-            if enabled and reason is None:
+            rows.append(FuseRow(name, pattern.kind if reason else pattern.fused_kind(module), reason or ""))
+            if enabled and reason is None:  # of two for one method the later runs: it contains the earlier
                 setattr(module, pattern.method, Fused(module, pattern, cache))
     dropouts = _swap_dropouts_(model, enabled=enabled)
     fused, left = fuse_attention_(model, enabled=enabled)

@@ -1,4 +1,5 @@
-"""The MLP of a transformer block as one operation that never holds its hidden activation (ops/mlp.py)."""
+"""The MLP of a transformer block as one operation that never holds its hidden activation (ops/mlp.py), or with its
+gated activation as one (ops/gated.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, layers_obstacle, submodule
+from comera.fusion.registry import BlockPattern, is_hooked, layers_obstacle, submodule
 from comera.kernels.tracing import traced
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear
+from comera.ops.block_product import btt_linears
+from comera.ops.gated import gated
 from comera.ops.mlp import fits_one_chunk, mlp
 
 _ACTIVATIONS = {
@@ -44,9 +47,15 @@ class MLP(BlockPattern):
     kind = "mlp"
 
     def obstacle(self, module: nn.Module) -> str | None:
+        act = submodule(module, self.activation)
         if self._activation(module) is None:
-            return f"no kernel for the activation {type(submodule(module, self.activation)).__name__}"
-        return layers_obstacle(module, (*self.ups, self.down))
+            return f"no kernel for the activation {type(act).__name__}"
+        if is_hooked(act):
+            return f"{self.activation} has hooks"
+        return None if self._is_gated else self._layers_obstacle(module)
+
+    def fused_kind(self, module: nn.Module) -> str:
+        return "gated activation" if self._layers_obstacle(module) else self.kind
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or traced() or self.obstacle(module):
@@ -54,12 +63,32 @@ class MLP(BlockPattern):
         (input,), (*ups, down) = args, [submodule(module, name) for name in (*self.ups, self.down)]
         activation = self._activation(module)
         assert activation is not None
-        assert isinstance(down, TTLinear)
-        whole = fits_one_chunk(input.shape[:-1].numel(), down.in_features, input.device)
-        factors = None if whole else cache.factors([*ups, down], input)  # type: ignore[list-item]
-        if factors is None:
+        factors = None
+        if not self._layers_obstacle(module):
+            whole = fits_one_chunk(input.shape[:-1].numel(), down.in_features, input.device)
+            factors = None if whole else cache.factors([*ups, down], input)
+        if factors is not None:
+            output = mlp(input, factors[:-1], activation, factors[-1])
+        elif self._is_gated:
+            gate_BO, up_BO = self._gate_and_up(module, ups, input)
+            output = down(gated(gate_BO, up_BO, activation))
+        else:
             return self.run_plain(module, input)
-        return self.finish(module, input, mlp(input, factors[:-1], activation, factors[-1]))
+        return self.finish(module, input, output)
+
+    def _gate_and_up(self, module: nn.Module, ups: list[Any], input: Tensor) -> list[Tensor]:
+        """gate(x) and up(x), of block tensor trains from one product."""
+        if layers_obstacle(module, self.ups, (BTTLinear,)):
+            return [layer(input) for layer in ups]
+        return btt_linears(input, [layer.operands for layer in ups])
+
+    @property
+    def _is_gated(self) -> bool:
+        return len(self.ups) == 2
+
+    def _layers_obstacle(self, module: nn.Module) -> str | None:
+        """Why the layers must be called one by one."""
+        return layers_obstacle(module, (*self.ups, self.down))
 
     def _activation(self, module: nn.Module) -> str | None:
         """The name of the module's activation in `ops.activations`; None for one that is not there."""

@@ -1,4 +1,4 @@
-"""Queries, keys and values of an attention module from one product with their input (ops/low_rank.py)."""
+"""Queries, keys and values of an attention module from one product with their input (ops/)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, layers_obstacle, submodule
+from comera.fusion.registry import BlockPattern, StandIn, forward_obstacle, layers_obstacle, submodule
 from comera.kernels.tracing import traced
+from comera.nn.linear import BTTLinear, TTLinear
+from comera.ops.block_product import btt_linears
 from comera.ops.dtypes import autocast_dtype, without_autocast
 from comera.ops.low_rank import low_rank
 
@@ -24,23 +26,31 @@ class QKV(BlockPattern):
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        return layers_obstacle(module, self.layers)
+        return forward_obstacle(module) or layers_obstacle(module, self.layers, (TTLinear, BTTLinear))
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         input = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(input, Tensor) or traced() or self.obstacle(module):
+        outputs = self.outputs(module, cache, input) if isinstance(input, Tensor) else None
+        if outputs is None:
             return self.run_plain(module, *args, **kwargs)
+        each = zip(self.layers, outputs, strict=True)
+        given = {name: _Output(submodule(module, name), output, input) for name, output in each}  # type: ignore[arg-type]
+        return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
+
+    def outputs(self, module: nn.Module, cache: MergeCache, input: Tensor) -> list[Tensor] | None:
+        """Queries, keys and values of an input from one product; None where the layers had better be called."""
+        if traced() or self.obstacle(module):
+            return None
         layers = [submodule(module, name) for name in self.layers]
-        factors = cache.factors(layers, input)  # type: ignore[arg-type]
+        if isinstance(layers[0], BTTLinear):
+            return btt_linears(input, [layer.operands for layer in layers])
+        factors = cache.factors(layers, input)
         if factors is None:
-            return self.run_plain(module, *args, **kwargs)
+            return None
         x_BI = input.reshape(-1, input.shape[-1]) if input.numel() else input.new_empty(0, input.shape[-1])
         with without_autocast(input):
             ys_BO = low_rank(x_BI.to(autocast_dtype(input) or input.dtype), *factors)
-        outputs = [y_BO.view(*input.shape[:-1], y_BO.shape[1]) for y_BO in ys_BO]
-        each = zip(self.layers, layers, outputs, strict=True)
-        given = {name: _Output(layer, output, input) for name, layer, output in each}
-        return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
+        return [y_BO.view(*input.shape[:-1], y_BO.shape[1]) for y_BO in ys_BO]
 
 
 class _Output:

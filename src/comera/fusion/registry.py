@@ -18,13 +18,17 @@ class BlockPattern(ABC):
     """How one type of module holds a part that can be fused, by the names of its submodules."""
 
     kind: str
-    """What the part is, for the report: "mlp", "qkv", "residual norm"."""
+    """What the part is, for the report: "mlp", "qkv", "residual norm", "norm", "pre-norm"."""
     method: str
     """The method of the module that computes the part."""
 
     @abstractmethod
     def obstacle(self, module: nn.Module) -> str | None:
         """Why the part of this module cannot be fused; None if it can."""
+
+    def fused_kind(self, module: nn.Module) -> str:
+        """What is fused in this module, where that depends on its layers."""
+        return self.kind
 
     @abstractmethod
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +79,8 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
 
     Args:
         module_type: the exact type, or "module.path.ClassName" for one that is not imported yet.
-        patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`. They replace those registered before.
+        patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`, `RMSNorm`, `PreNorm`. They replace those
+            registered before.
 
     Raises:
         ConversionError: for what is not a type of module, or has no method of a pattern's name.
@@ -99,12 +104,23 @@ def patterns_of(module: nn.Module) -> tuple[BlockPattern, ...]:
     return _REGISTERED.get(path, ()) if kind.__module__ in sys.modules else ()
 
 
-def layers_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
-    """Why these layers of a module cannot be computed without being called one by one; None if they can."""
+def forward_obstacle(module: nn.Module) -> str | None:
+    """Why the forward of this module cannot be replaced; None if it can."""
+    own = vars(module).get("forward")
+    return None if own is None or isinstance(own, Fused) else "its forward was replaced by someone else"
+
+
+def layers_obstacle(
+    module: nn.Module, names: tuple[str, ...], kinds: tuple[type[nn.Module], ...] = (TTLinear,)
+) -> str | None:
+    """Why these layers of a module, all of one of these kinds, cannot be computed without being called one by one; None
+    if they can."""
+    first = type(submodule(module, names[0]))
+    expected = first if first in kinds else kinds[0]
     for name in names:
         layer = submodule(module, name)
-        if type(layer) is not TTLinear:
-            return f"{name} is a {type(layer).__name__}, not a TTLinear"
+        if type(layer) is not expected:
+            return f"{name} is a {type(layer).__name__}, not a {expected.__name__}"
         if is_hooked(layer):
             return f"{name} has hooks"
         # what is around a layer, such as "intermediate" of "intermediate.dense", is not called either
@@ -112,6 +128,13 @@ def layers_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
         if around and is_hooked(submodule(module, around)):
             return f"{around} has hooks"
     return None
+
+
+def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:
+    """Why this pattern must leave the method of a module alone that somebody else has replaced; None if nobody has."""
+    own = vars(module).get(pattern.method)
+    replaced = own is not None and getattr(own, "pattern", None) != pattern
+    return f"its {pattern.method} was replaced by someone else" if replaced else None
 
 
 def submodule(module: nn.Module, name: str) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, is_hooked, submodule
+from comera.fusion.registry import BlockPattern, is_hooked, replaced_obstacle, submodule
 from comera.kernels import select
 from comera.ops.dtypes import autocast_dtype
 from comera.ops.residual_norm import residual_norm
@@ -27,10 +27,8 @@ class ResidualNorm(BlockPattern):
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        own = vars(module).get("forward")
-        if own is not None and getattr(own, "pattern", None) != self:
-            return "its forward was replaced by someone else"
-        return modules_obstacle(submodule(module, self.dropout), submodule(module, self.norm))
+        replaced = replaced_obstacle(module, self)
+        return replaced or modules_obstacle(submodule(module, self.dropout), submodule(module, self.norm))
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 2 or kwargs:

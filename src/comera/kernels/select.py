@@ -27,7 +27,9 @@ CPP = (
     "low_rank",
     "block_product",
     "mlp",
+    "gated",
     "attention",
+    "rotary",
     "residual_norm",
     "cross_entropy",
     "merge",
@@ -76,12 +78,14 @@ def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", 
 
 
 def block_product_backend(operands: Sequence[Tensor | None]) -> Literal["cpp", "triton", "torch"]:
-    """Who multiplies a batch with a block tensor train. operands: x (B, I), R (N, K), L (K, M), bias or None."""
+    """Who multiplies a batch with block tensor trains. operands: x (B, I); R (N, K), L (K, M), bias or None and gates
+    or None of each."""
     tensors = [each for each in operands if each is not None]
-    x_BI, r_NK = tensors[:2]
+    x_BI = tensors[0]
     if x_BI.device.type == "cuda":
-        fits = r_NK.shape[1] > 0 and all(each.dtype == x_BI.dtype != torch.float64 for each in tensors)
-        return "triton" if fits and triton_enabled("block_product", x_BI.device) else "torch"
+        fits = all(r_NK is not None and r_NK.shape[1] > 0 for r_NK in operands[1::4])
+        one_dtype = all(each.dtype == x_BI.dtype != torch.float64 for each in tensors)
+        return "triton" if fits and one_dtype and triton_enabled("block_product", x_BI.device) else "torch"
     return "cpp" if supports("block_product", *tensors) else "torch"
 
 

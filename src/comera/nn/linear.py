@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from comera.errors import SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.ops.block_product import btt_linear
+from comera.ops.block_product import BTTWeight, btt_linears
 from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
 from comera.tt.spec import BTTSpec, TTSpec
@@ -120,7 +120,13 @@ class BTTLinear(CompressedLinear):
         assert isinstance(self.tt.spec, BTTSpec)
         return self.tt.spec
 
+    @property
+    def operands(self) -> BTTWeight:
+        """What a product takes besides the input."""
+        cores, gates = self.tt.tensors
+        return BTTWeight(self.spec, cores, self.bias, gates, self.tt.threshold)
+
     def forward(self, input: Tensor) -> Tensor:
         """y = x W + bias."""
-        cores, gates = self.tt.tensors
-        return btt_linear(input, self.spec, cores, self.bias, gates=gates, threshold=self.tt.threshold)
+        (output,) = btt_linears(input, [self.operands])
+        return output

@@ -1,11 +1,12 @@
 """y = x W + bias, W a block tensor train (docs/method.md §1): two products of blocks, and a permutation between them.
 
-    forward    h_A = x_A R_A,    y_C = [h_AC]_A L_C + bias
+    forward    h_A = x_A R_A,    y_C = [h_AC]_A L_C + bias        with R = R̂ diag(g) for gates g
     backward   [dh_AC]_A = dy_C L_Cᵀ,  dx_A = dh_A R_Aᵀ,  ∂R_A = x_Aᵀ dh_A,  ∂L_C = [h_AC]_Aᵀ dy_C
+               ∂R̂ = ∂R diag(g),  ∂g = the column sums of R̂ ∂R
 
 R_A holds the components of input block A, and L_C those of output block C; block (A, C) of W owns the components that
-are in both. h has as many elements per row as there are components, about as many as x: it is cheaper to compute again
-than to keep.
+are in both. h has as many elements per row as there are components, about as many as x: the backward makes it again,
+which costs less than to fetch it from memory, and memory is what this package is about.
 
 On a CPU a C++ kernel keeps tiles of h in the caches, and its permutation moves nothing (kernels/cpp/csrc/
 block_product.cpp). Triton kernels for GPUs address permuted components, too (kernels/triton_blocks.py).
@@ -16,7 +17,7 @@ Shapes: B flattened batch, A/C input/output blocks, N/M features in an input/out
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,64 +53,160 @@ def btt_linear(
 
     Source: Qiu et al. 2024 (arXiv:2406.06248), docs/method.md §1.
     """
-    x_BI, bias = flatten_input(input, spec, spec.shape, cores, bias)
+    (y,) = btt_linears(input, [BTTWeight(spec, cores, bias, gates, threshold)])
+    return y
+
+
+class BTTWeight(NamedTuple):
+    """What `btt_linear` takes besides the input."""
+
+    spec: BTTSpec
+    cores: Sequence[Tensor]
+    bias: Tensor | None = None
+    gates: Sequence[Tensor] | None = None
+    threshold: float = 0.0
+
+
+def btt_linears(input: Tensor, weights: Sequence[BTTWeight]) -> list[Tensor]:
+    """`btt_linear` of one input and several weights, such as queries, keys and values, as one call of the kernel."""
+    factors = []
+    for spec, cores, bias, gates, threshold in weights:
+        x_BI, bias = flatten_input(input, spec, spec.shape, cores, bias)
+        d_K = None if gates is None else F.threshold(gates[0], threshold, 0.0)
+        factors.append(BlockFactors(spec, cores[0].squeeze(0), cores[1].squeeze(2), bias, d_K))
     with without_autocast(input):
-        r_NK, l_KM = cores[0].flatten(0, 1), cores[1].flatten(1)
-        if gates is not None:
-            (d,) = gates
-            r_NK = r_NK * d.masked_fill(d <= threshold, 0.0)
-        y_BO = block_product(x_BI, r_NK, l_KM, spec, bias)
-    return y_BO.reshape(*input.shape[:-1], spec.out_features)
+        ys_BO = block_products(x_BI, factors)
+    return [y_BO if input.ndim == 2 else y_BO.view(*input.shape[:-1], y_BO.shape[1]) for y_BO in ys_BO]
+
+
+class BlockFactors(NamedTuple):
+    """A block tensor train with the blocks of `spec`: R (N, K), L (K, M), bias (out_features,) and gates (K,)."""
+
+    spec: BTTSpec
+    r: Tensor
+    l: Tensor  # noqa: E741  # its name in the formulas
+    bias: Tensor | None = None
+    gates: Tensor | None = None
+
+
+def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tensor, ...]:
+    """y_k = x W_k + bias_k of several block tensor trains that share x, as one call.
+
+    Args:
+        x_BI: the batch (B, in_features).
+        weights: one or more. They are cast to the `working_dtype` of x. Autocast must be off.
+
+    Returns:
+        One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: the operands.
+        Differentiable twice.
+
+    Example:
+        >>> q, k = (BTTSpec(12, out, in_modes=(3, 4), out_modes=(5, 2), block_ranks=1) for out in (10, 9))
+        >>> r, l = torch.randn(4, 15), torch.randn(15, 2)
+        >>> [tuple(y.shape) for y in block_products(torch.randn(7, 12), [BlockFactors(q, r, l), BlockFactors(k, r, l)])]
+        [(7, 10), (7, 9)]
+    """
+    dtype = working_dtype(x_BI)
+    specs = tuple(each.spec for each in weights)
+    operands = [x_BI, *(tensor for each in weights for tensor in each[1:])]
+    operands = [each if each is None or each.dtype == dtype else each.to(dtype) for each in operands]
+    backend = select.block_product_backend(operands)
+    if backend != "cpp":
+        operands = _through_gates(operands)
+    if backend == "torch":
+        ys_BO = _torch_forwards(specs, operands)
+    else:
+        ys_BO = _BlockProducts.apply(backend, specs, *operands)
+    return ys_BO if dtype == x_BI.dtype else tuple(y_BO.to(x_BI.dtype) for y_BO in ys_BO)
 
 
 def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias: Tensor | None = None) -> Tensor:
-    """y (B, out_features) of a batch (B, in_features) and the weight of R (N, K) and L (K, M), in x's dtype.
-
-    R, L and bias are cast to the `working_dtype` of x. Autocast must be off. Differentiable twice.
-    """
-    dtype = working_dtype(x_BI)
-    operands = [None if each is None else each.to(dtype) for each in (x_BI, r_NK, l_KM, bias)]
-    backend = select.block_product_backend(operands)
-    if backend == "torch":
-        y_BO = _torch_forward(spec, *operands)  # type: ignore[arg-type]
-    else:
-        y_BO = _BlockProduct.apply(backend, spec, *operands)
-    return y_BO.to(x_BI.dtype)
+    """y (B, out_features) of a batch (B, in_features) and one weight without gates: see `block_products`."""
+    return block_products(x_BI, [BlockFactors(spec, r_NK, l_KM, bias)])[0]
 
 
-class _BlockProduct(torch.autograd.Function):
+Operands = Sequence[Any]  # x; R, L, bias or None and gates or None of each weight
+Grads = list[Tensor | None]  # of the operands
+
+
+class _BlockProducts(torch.autograd.Function):
     """The formulas at the top of the file, by a kernel; only the operands are saved."""
 
     @staticmethod
-    def forward(ctx: Any, backend: str, spec: BTTSpec, *operands: Tensor | None) -> Tensor:
-        ctx.backend, ctx.spec = backend, spec
+    def forward(ctx: Any, backend: str, specs: tuple[BTTSpec, ...], *operands: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.backend, ctx.specs = backend, specs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands)
         forward, _ = _BACKENDS[backend]
-        return forward(spec, *operands)  # type: ignore[arg-type]
+        return tuple(forward(specs, operands))
 
     @staticmethod
-    def backward(ctx: Any, dy_BO: Tensor) -> tuple[Tensor | None, ...]:
-        operands, wants = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        with without_autocast(dy_BO):
+    def backward(ctx: Any, *dys_BO: Tensor | None) -> tuple[Tensor | None, ...]:
+        (x_BI, *flat), (wants_x, *wants) = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        grads: Grads = [None] * len(flat)
+        reached = [k for k, dy_BO in enumerate(dys_BO) if dy_BO is not None]
+        if not reached:
+            return (None,) * (3 + len(flat))
+        with without_autocast(x_BI):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: by torch's own autograd
-                return None, None, *_differentiable(dy_BO, ctx.spec, operands, wants)
-            _, backward = _BACKENDS[ctx.backend]
-            return None, None, *backward(ctx.spec, dy_BO, operands, wants)
+                backward = _differentiable
+            else:
+                _, backward = _BACKENDS[ctx.backend]
+            at = [j for k in reached for j in range(4 * k, 4 * k + 4)]
+            given = [x_BI, *(flat[j] for j in at)]
+            wanted = [wants_x, *(wants[j] for j in at)]
+            dx_BI, *made = backward([ctx.specs[k] for k in reached], [dys_BO[k] for k in reached], given, wanted)
+        for j, grad in zip(at, made, strict=True):
+            grads[j] = grad
+        return None, None, dx_BI, *grads
 
 
-Grads = Sequence[Tensor | None]  # of x, R, L and bias
+def _cpp_forward(specs: Sequence[BTTSpec], operands: Operands) -> Sequence[Tensor]:
+    outs = [spec.out_features for spec in specs]
+    x_BI, *flat = operands
+    return cpp.block_product(x_BI, flat[::4], flat[1::4], flat[2::4], flat[3::4], [*map(_ranks, specs)], outs)
 
 
-def _cpp_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
-    return cpp.block_product(x_BI, r_NK, l_KM, bias, _ranks(spec), spec.out_features)
+def _cpp_backward(specs: Sequence[BTTSpec], dys_BO: Sequence[Any], operands: Operands, wants: Sequence[bool]) -> Grads:
+    (x_BI, *flat), (wants_x, *rest) = operands, wants
+    wants_r, wants_l = any(rest[::4]) or any(rest[3::4]), any(rest[1::4]) or any(rest[2::4])
+    tensors = flat[::4], flat[1::4], flat[2::4], flat[3::4]
+    made = iter(cpp.block_product_backward(x_BI, dys_BO, *tensors, [*map(_ranks, specs)], wants_x, wants_r, wants_l))
+    computed = [wants_x, *(wants_l if k % 4 in (1, 2) else wants_r for k in range(len(flat)))]
+    return [
+        next(made) if each and tensor is not None else None for each, tensor in zip(computed, operands, strict=True)
+    ]
 
 
-def _cpp_backward(spec: BTTSpec, dy_BO: Tensor, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
-    x_BI, *weight = operands
-    wanted = wants[0], wants[1], wants[2] or wants[3]
-    made = iter(cpp.block_product_backward(x_BI, dy_BO, *weight, _ranks(spec), *wanted))
-    dx_BI, dr_NK, dl_KM = (next(made) if each else None for each in wanted)
-    return dx_BI, dr_NK, dl_KM, next(made, None)
+def _torch_forwards(specs: Sequence[BTTSpec], operands: Operands) -> tuple[Tensor, ...]:
+    x_BI, *flat = _through_gates(operands)
+    return tuple(_torch_forward(spec, x_BI, *flat[4 * k : 4 * k + 3]) for k, spec in enumerate(specs))
+
+
+def _through_gates(operands: Operands) -> list[Any]:
+    """R diag(g), and no gates."""
+    x_BI, *flat = operands
+    for k in range(0, len(flat), 4):
+        if flat[k + 3] is not None:
+            flat[k], flat[k + 3] = flat[k] * flat[k + 3], None
+    return [x_BI, *flat]
+
+
+def _triton_forwards(specs: Sequence[BTTSpec], operands: Operands) -> Sequence[Tensor]:
+    x_BI, *flat = operands
+    return [_triton_forward(spec, x_BI, *flat[4 * k : 4 * k + 3]) for k, spec in enumerate(specs)]
+
+
+def _triton_backwards(
+    specs: Sequence[BTTSpec], dys_BO: Sequence[Any], operands: Operands, wants: Sequence[bool]
+) -> Grads:
+    (x_BI, *flat), (wants_x, *rest), dx_BI, grads = operands, wants, None, list[Tensor | None]()
+    for k, (spec, dy_BO) in enumerate(zip(specs, dys_BO, strict=True)):
+        here = slice(4 * k, 4 * k + 3)
+        each, *made = _triton_backward(spec, dy_BO, [x_BI, *flat[here]], [wants_x, *rest[here]])
+        dx_BI = each if dx_BI is None or each is None else dx_BI + each
+        grads += [*made, None]
+    return [dx_BI, *grads]
 
 
 def _triton_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,7 +218,7 @@ def _triton_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bia
     return triton.to_features(h_BK, l_KM, (l_KM.shape[1], 1), outputs, bias)
 
 
-def _triton_backward(spec: BTTSpec, dy_BO: Tensor, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
+def _triton_backward(spec: BTTSpec, dy_BO: Tensor, operands: Operands, wants: Sequence[bool]) -> Grads:
     from comera.kernels import triton_blocks as triton
 
     (x_BI, r_NK, l_KM), (inputs, outputs) = (each.contiguous() for each in operands[:3]), _sides(spec, dy_BO.device)
@@ -134,16 +231,18 @@ def _triton_backward(spec: BTTSpec, dy_BO: Tensor, operands: Sequence[Any], want
     if wants[2]:
         h_BK = triton.to_components(x_BI, r_NK, of_r, inputs)
         dl_KM = triton.weight_gradient(dy_BO, h_BK, of_l, outputs, l_KM)
-    return dx_BI, dr_NK, dl_KM, dy_BO.sum(0) if wants[3] else None
+    return [dx_BI, dr_NK, dl_KM, dy_BO.sum(0) if wants[3] else None]
 
 
-_BACKENDS = {"cpp": (_cpp_forward, _cpp_backward), "triton": (_triton_forward, _triton_backward)}
+_BACKENDS = {"cpp": (_cpp_forward, _cpp_backward), "triton": (_triton_forwards, _triton_backwards)}
 
 
-def _differentiable(dy_BO: Tensor, spec: BTTSpec, operands: Sequence[Any], wants: Sequence[bool]) -> Grads:
+def _differentiable(
+    specs: Sequence[BTTSpec], dys_BO: Sequence[Any], operands: Operands, wants: Sequence[bool]
+) -> Grads:
     """The gradients, which can be differentiated again."""
     wanted = [each for each, wants_it in zip(operands, wants, strict=True) if wants_it]
-    grads = iter(torch.autograd.grad(_torch_forward(spec, *operands), wanted, dy_BO, create_graph=True))
+    grads = iter(torch.autograd.grad(_torch_forwards(specs, operands), wanted, dys_BO, create_graph=True))
     return [next(grads) if wants_it else None for wants_it in wants]
 
 

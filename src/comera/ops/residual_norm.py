@@ -1,11 +1,14 @@
-"""Layer norm of a residual sum after dropout, in one pass over memory each way: y = LayerNorm(dropout(z) + x).
+"""Norms of residual sums in one pass over memory each way.
 
-    forward    s = x + f z,   y = LayerNorm(s)
-    backward   ds by the layer norm's gradient,   dx = ds,   dz = f ds
+    post-norm   s = x + f z,   y = LayerNorm(s)          f: dropout
+    pre-norm    s = x + z,     y = RMSNorm(s) = s / √(mean of s² + eps) · (offset + weight);   without z: s = x
+    backward    dx = ds + the norm's gradient of dy,   dz = f dx
 
-This ends each half of a post-norm transformer block. On a CPU torch's three operations forward and five backward, each
-of which reads and writes whole hidden tensors, take as long as the compressed layers around them. Saved are the sum,
-its statistics, and a seed in place of a mask. The kernel: kernels/cpp/csrc/residual_norm.cpp.
+One ends each half of a post-norm transformer block; the other begins each half of a pre-norm one, whose residual sum
+goes on beside its norm. On a CPU torch's operations, each of which reads and writes whole hidden tensors, take as long
+as the compressed layers around them: for LayerNorm with dropout three forward and five backward, for transformers'
+RMSNorm five and ten. Saved are the sum, the statistics of its rows, and a seed in place of a mask. The kernel:
+kernels/cpp/csrc/residual_norm.cpp.
 """
 
 from typing import Any
@@ -14,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels import select
 from comera.kernels.cpp import residual_norm as cpp
 from comera.ops.dropout import new_seed
+from comera.ops.dtypes import merge_dtype, without_autocast
 
 
 def residual_norm(z: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, p: float, eps: float) -> Tensor:
@@ -25,20 +30,59 @@ def residual_norm(z: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | No
     The masks differ from those of `nn.Dropout` with the same seed. Derivatives of any order.
     """
     y: Tensor
-    y, _ = _ResidualNorm.apply(z, x, weight, bias, p, eps)
+    y, _ = _ResidualNorm.apply(z, x, weight, bias, p, eps, 0.0, False)
     return y
 
 
+def residual_rms_norm(
+    z: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """A residual sum and its RMSNorm over the last dimension.
+
+    Args:
+        z, x: (..., features), of one shape and dtype. z None: no sum.
+        weight: (features), of the dtype of x, or None for a norm without.
+        eps: added to the mean of squares.
+        offset: added to the weight: 1 for Gemma, whose weights start at 0.
+
+    Returns:
+        s = x + z, or x, and its norm. Derivatives of any order.
+
+    Example:
+        >>> s, y = residual_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.full((4,), 3.0), eps=0.0)
+        >>> s[0, 0].item(), y[0, 0].item()
+        (2.0, 3.0)
+
+    Source: docs/method.md §7.
+    """
+    operands = [t for t in (z, x, weight) if t is not None]
+    if not select.supports("residual_norm", *operands):
+        s = x if z is None else x + z
+        return s, _rms_norm(s, weight, eps, offset)
+    y, s = _ResidualNorm.apply(z, x, weight, None, 0.0, eps, offset, True)
+    return s, y
+
+
 class _ResidualNorm(torch.autograd.Function):
-    """s is an output too, which no caller sees: so the backward can be differentiated again, back to z and x."""
+    """s is an output of the post-norm too, which no caller sees: so the backward can be differentiated again, back to z
+    and x."""
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, p: float, eps: float
+        ctx: Any,
+        z: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        p: float,
+        eps: float,
+        offset: float,
+        rms: bool,
     ) -> tuple[Tensor, Tensor]:
         seed = new_seed() if p else None
-        y, s, mean, rstd = cpp.residual_norm(z, x, weight, bias, seed, p, eps)
-        ctx.p, ctx.eps = p, eps
+        y, s, mean, rstd = cpp.residual_norm(z, x, weight, bias, seed, p, eps, offset, rms)
+        s = x if z is None else s
+        ctx.p, ctx.eps, ctx.offset, ctx.rms = p, eps, offset, rms
         ctx.save_for_backward(s, mean, rstd, weight, bias, seed)
         ctx.set_materialize_grads(False)
         return y, s
@@ -46,35 +90,45 @@ class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
         s, mean, rstd, weight, bias, seed = ctx.saved_tensors
-        dweight = dbias = None
-        if dy is None:  # s alone was used, by a backward that was differentiated
-            assert ds is not None
-            dx, dz = ds, _dropped(ds, seed, ctx.p)
+        dx = dweight = dbias = None
+        if dy is None:  # s alone was used
+            dx = ds
+            dz = _dropped(dx, seed, ctx.p)
         elif torch.is_grad_enabled():  # create_graph: by torch's own autograd
-            dx, dweight, dbias = _differentiable(dy, s, weight, bias, ctx.eps)
-            dx = dx if ds is None else dx + ds
+            dx, dweight, dbias = _differentiable(dy, s, weight, bias, ctx)
+            dx = ds if dx is None else dx if ds is None else dx + ds
             dz = _dropped(dx, seed, ctx.p)
         else:
-            dx, dz, dweight, dbias = cpp.residual_norm_backward(dy, s, mean, rstd, weight, seed, ctx.p)
-            dx = dx if ds is None else dx + ds
-            dz = _dropped(dx, seed, ctx.p) if ds is not None or seed is None else dz
-        needed = zip(ctx.needs_input_grad, (dz, dx, dweight, dbias, None, None), strict=True)
+            settings = seed, ctx.p, ctx.offset, ctx.rms
+            dx, dz, dweight, dbias = cpp.residual_norm_backward(dy, s, mean, rstd, weight, *settings, ds)
+            dz = dx if seed is None else dz
+        needed = zip(ctx.needs_input_grad, (dz, dx, dweight, dbias, None, None, None, None), strict=True)
         return tuple(grad if needs else None for needs, grad in needed)
 
 
-def _dropped(dx: Tensor, seed: Tensor | None, p: float) -> Tensor:
+def _dropped(dx: Tensor | None, seed: Tensor | None, p: float) -> Tensor | None:
     """f dx, with a derivative."""
-    return dx if seed is None else dx * cpp.dropout(torch.ones_like(dx), seed, p)
+    return dx if dx is None or seed is None else dx * cpp.dropout(torch.ones_like(dx), seed, p)
 
 
 def _differentiable(
-    dy: Tensor, s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dy: Tensor, s: Tensor, weight: Tensor | None, bias: Tensor | None, ctx: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of s, weight and bias, which can be differentiated again."""
     inputs = (s, weight, bias)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
-    y = F.layer_norm(s, s.shape[-1:], weight, bias, eps)
+    if ctx.rms:
+        y = _rms_norm(s, weight, ctx.eps, ctx.offset)
+    else:
+        y = F.layer_norm(s, s.shape[-1:], weight, bias, ctx.eps)
     grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
     ds, dweight, dbias = (next(grads) if t is not None and t.requires_grad else None for t in inputs)
-    assert ds is not None  # an output of what needs gradients
     return ds, dweight, dbias
+
+
+def _rms_norm(s: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """By torch: in float32 for half precision, in which offset + weight would lose digits."""
+    dtype = merge_dtype(s.dtype) if offset else s.dtype
+    gain = weight.to(dtype) + offset if offset and weight is not None else weight
+    with without_autocast(s):
+        return F.rms_norm(s.to(dtype), s.shape[-1:], gain, eps).to(s.dtype)

@@ -249,7 +249,6 @@ def test_attention_agrees_with_the_formula(kind, heads, dropout, monkeypatch):
         return masks[-1]
 
     monkeypatch.setattr("comera.ops.attention.keep_mask", spy)
-    monkeypatch.setattr("comera.ops.attention.widens", lambda _: True)
     q = torch.randn(5, 4, 9, 8, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(5, heads, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = {

@@ -210,11 +210,11 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_the_layer_uses_it(kind, groups, p, monkeypatch):
     calls = counted(monkeypatch)
-    q, k, v, do = operands(2, 4, groups, 40, 70, 16)
+    q, k, v, do = operands(8, 4, groups, 40, 70, 16)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     mask = {
-        "bool": torch.rand(2, 1, 40, 70) > 0.3,
-        "expanded": (torch.rand(2, 1, 1, 70) > 0.3).expand(2, 4, 40, 70),
+        "bool": torch.rand(8, 1, 40, 70) > 0.3,
+        "expanded": (torch.rand(8, 1, 1, 70) > 0.3).expand(8, 4, 40, 70),
         "open": torch.ones(40, 70, dtype=torch.bool),
         "added": torch.randn(1, 4, 40, 70).double(),
     }.get(kind)
@@ -256,7 +256,33 @@ def test_what_it_does_not_support_is_torchs(monkeypatch):
     assert attention(q.double(), k.double(), v.double(), dropout=0.1).dtype == torch.float64
     assert attention(q, k[:1], v[:1]).shape == q.shape  # one sample's keys for all
     assert attention(q, k, v, torch.zeros(40, 70), is_causal=True).shape == q.shape
+    assert attention(q, k, v, is_causal=True).shape == q.shape  # few queries in all
     assert not calls
+    many = operands(8, 4, 2, 40, 40, 16)[:3]
+    expected = F.scaled_dot_product_attention(*many, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attention(*many, is_causal=True), expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 1  # without gradients too
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_without_arithmetic_is_computed_in_float32(is_causal, autocast, monkeypatch):
+    monkeypatch.setattr("comera.ops.attention.working_dtype", lambda _: torch.float32)
+    calls = counted(monkeypatch)
+    q, k, v, do = operands(8, 4, 2, 40, 40, 16)
+    halves = [t.bfloat16() for t in (q, k, v)]
+    given = [q, k, halves[2]] if autocast else halves  # as rotary embedding leaves q and k under autocast
+    given = [t.clone().requires_grad_() for t in given]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        o = attention(*given, is_causal=is_causal)
+    assert o.dtype == torch.bfloat16
+    found = o, *torch.autograd.grad(o, given, do.bfloat16())
+    assert len(calls) == 1
+    assert [t.dtype for t in found[1:]] == [t.dtype for t in given]
+    exactly = exact(*(t.detach() for t in given), do, None, 1.0, 0.25, is_causal)
+    for one, other in zip(found, exactly, strict=True):
+        noise = one.detach().double() - other
+        assert 10 * torch.log10(other.square().sum() / noise.square().sum()) > 45
 
 
 class Block(nn.Module):

@@ -32,25 +32,36 @@ SPECS = [
 BATCHES = (0, 1, 7, 65, 200)
 
 
-def operands(spec, batch, bias=True):
-    """x, R, L, bias and ranks as the kernel takes them, and dy."""
+def operands(spec, batch, bias=True, gates=False):
+    """x, and R, L, bias, gates and ranks as the kernel takes them for one weight, each in a list, and dy."""
     torch.manual_seed(batch)
     (_, n), (_, m), count = spec.in_modes, spec.out_modes, spec.ranks[1]
     x, r_NK, l_KM = torch.randn(batch, spec.in_features), torch.randn(n, count), torch.randn(count, m)
     b = torch.randn(spec.out_features) if bias else None
-    return [x, r_NK, l_KM, b, torch.tensor(spec.rows_of_ranks)], torch.randn(batch, spec.out_features)
+    d = torch.linspace(-0.5, 1.5, count) if gates else None
+    return [x, [r_NK], [l_KM], [b], [d], [torch.tensor(spec.rows_of_ranks)]], torch.randn(batch, spec.out_features)
+
+
+def forward(given, *dys):
+    return block_product(*given, [dy.shape[1] for dy in dys])
+
+
+def backward(given, dys, wants=(True, True, True)):
+    return block_product_backward(given[0], dys, *given[1:], *wants)
 
 
 def run(given, dy):
-    """y, then the gradients of x, R, L and bias."""
-    return [block_product(*given, dy.shape[1]), *block_product_backward(given[0], dy, *given[1:], True, True, True)]
+    """y, then the gradients of x, R, L, bias and gates."""
+    return [*forward(given, dy), *backward(given, [dy])]
 
 
 def reference(spec, given, dy):
-    leaves = [t.double().requires_grad_() for t in given[:4] if t is not None]
-    x, r_NK, l_KM, *bias = leaves
+    leaves = [t.double().requires_grad_() for t in (given[0], *(t for (t,) in given[1:5])) if t is not None]
+    x, r_NK, l_KM, *rest = leaves
+    if given[4][0] is not None:
+        r_NK = r_NK * rest[-1]
     y = x @ materialize_blocks(spec, [r_NK[None], l_KM[..., None]])
-    y = y + bias[0] if bias else y
+    y = y + rest[0] if given[3][0] is not None else y
     return [y, *torch.autograd.grad(y, leaves, dy.double())]
 
 
@@ -69,10 +80,10 @@ def assert_all_equal(found, expected):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_values_and_gradients(spec, batch):
-    for bias in (True, False):
-        given, dy = operands(spec, batch, bias)
+    for bias, gates in ((True, False), (False, True), (True, True)):
+        given, dy = operands(spec, batch, bias, gates)
         found, expected = run(given, dy), reference(spec, given, dy)
-        assert len(found) == len(expected) == 4 + bias
+        assert len(found) == len(expected) == 4 + bias + gates
         for one, other in zip(found, expected, strict=True):
             assert_near(one, other)
 
@@ -87,44 +98,67 @@ def test_only_what_is_asked_for():
     given, dy = operands(SPECS[1], 70)
     _, dx, dr, *rest = run(given, dy)
     for wants in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (0, 0, 0)):
-        found = block_product_backward(given[0], dy, *given[1:], *map(bool, wants))
+        found = backward(given, [dy], [*map(bool, wants)])
         assert_all_equal(found, [dx] * wants[0] + [dr] * wants[1] + rest * wants[2])
 
 
 def test_operands_need_not_be_contiguous():
     given, dy = operands(SPECS[1], 70)
-    strided = [None if t is None else t.t().contiguous().t() for t in given[:3]] + given[3:]
+    strided = [given[0].t().contiguous().t(), *([t.t().contiguous().t()] for (t,) in given[1:3]), *given[3:]]
     assert not strided[0].is_contiguous()
+    assert not strided[1][0].is_contiguous()
     assert_all_equal(run(strided, dy.t().contiguous().t()), run(given, dy))
 
 
+def test_weights_that_share_x():
+    specs = [SPECS[1], btt_spec(100, 40), btt_spec(100, 300, rank=2, blocks=(5, 12))]
+    each = [operands(spec, 130, bias=k != 1, gates=k > 0) for k, spec in enumerate(specs)]
+    x, dys = each[0][0][0], [dy for _, dy in each]
+    given = [x, *([part for one, _ in each for part in one[k]] for k in range(1, 6))]
+    ys, (dx, *grads) = forward(given, *dys), backward(given, dys)
+    total = torch.zeros(())
+    for y, (one, dy), spec in zip(ys, each, specs, strict=True):
+        y_alone, dx_alone, *expected = reference(spec, [x, *one[1:]], dy)
+        assert_near(y, y_alone)
+        total = total + dx_alone
+        for other in expected:
+            assert_near(grads.pop(0), other)
+    assert not grads
+    assert_near(dx, total)
+
+
 @pytest.mark.parametrize("batch", [1, 5, 25, 40, 97, 500])
-def test_the_same_to_the_bit_for_any_number_of_threads(batch):
-    given, dy = operands(SPECS[10], batch)
-    before, made = torch.get_num_threads(), []
+def test_any_number_of_threads(batch):
+    """y and dx to the bit, sums over the batch to rounding; twice with as many threads, all to the bit."""
+    given, dy = operands(SPECS[10], batch, gates=True)
+    before, expected = torch.get_num_threads(), reference(SPECS[10], given, dy)
     try:
         for threads in (1, 2, 3, 5, 40):
             torch.set_num_threads(threads)
-            made.append(run(given, dy))
+            made = run(given, dy)
+            assert_all_equal(run(given, dy), made)
+            if threads == 1:
+                first = made
+            assert_all_equal(made[:2], first[:2])
+            for one, other in zip(made, expected, strict=True):
+                assert_near(one, other)
     finally:
         torch.set_num_threads(before)
-    for each in made[1:]:
-        assert_all_equal(each, made[0])
 
 
 def test_nan_and_inf_stay_in_their_row():
     given, dy = operands(SPECS[10], 70)
     given[0][3, 5], given[0][7, 0] = float("inf"), float("nan")
-    y = block_product(*given, dy.shape[1])
+    (y,) = forward(given, dy)
     assert (~y.isfinite()).any(1).nonzero().flatten().tolist() == [3, 7]
 
 
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ([[2, 1], [1, 1]], "sum 6"),
+        ([[2, 1], [1, 1]], "whose sum"),
         ([[7, 0], [0, -1]], ">= 0"),
-        ([[2**62, 2**62], [2**62, 2**62 + 6]], "sum 6"),  # whose sum is 6 in 64 bits
+        ([[2**62, 2**62], [2**62, 2**62 + 6]], "whose sum"),  # whose sum is 6 in 64 bits
         ([2, 1, 1, 2], "expected contiguous ranks"),
         ([[2.0, 1.0], [1.0, 2.0]], "int64"),
         ([[6]], "at most"),
@@ -132,17 +166,19 @@ def test_nan_and_inf_stay_in_their_row():
 )
 def test_ranks_that_do_not_fit_are_refused(ranks, message):
     given, dy = operands(BTTSpec(6, 8, (2, 3), (2, 4), ((2, 1), (1, 2))), 3)
-    given[4] = torch.tensor(ranks)
+    given[5] = [torch.tensor(ranks)]
     with pytest.raises(RuntimeError, match=message):
-        block_product(*given, dy.shape[1])
+        forward(given, dy)
     with pytest.raises(RuntimeError, match=message):
-        block_product_backward(given[0], dy, *given[1:], True, True, True)
+        backward(given, [dy])
 
 
 def test_used_for_float32_on_the_cpu(monkeypatch):
     given, _ = operands(SPECS[1], 1)
-    assert select.block_product_backend(given[:4]) == "cpp"
-    assert select.block_product_backend([*given[:3], None]) == "cpp"
-    assert select.block_product_backend([t.double() for t in given[:4]]) == "torch"
+    flat = [given[0], *(t for (t,) in given[1:4]), None]
+    assert select.block_product_backend(flat) == "cpp"
+    assert select.block_product_backend([*flat[:3], None, torch.ones(flat[1].shape[1])]) == "cpp"
+    assert select.block_product_backend([*flat[:4], torch.ones(flat[1].shape[1]).double()]) == "torch"
+    assert select.block_product_backend([None if t is None else t.double() for t in flat]) == "torch"
     monkeypatch.setenv("COMERA_KERNELS", "low_rank")
-    assert select.block_product_backend(given[:4]) == "torch"
+    assert select.block_product_backend(flat) == "torch"

@@ -13,11 +13,13 @@ from comera.kernels.cpp import (
     block_product,
     build,
     cross_entropy,
+    gated,
     gradients,
     low_rank,
     merge,
     mlp,
     residual_norm,
+    rotary,
 )
 from comera.kernels.cpp.library import call
 
@@ -27,6 +29,7 @@ from ...helpers.odd_operands import (
     low_rank_operands,
     merge_operands,
     mlp_operands,
+    rotary_operands,
 )
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
@@ -87,19 +90,21 @@ def test_wrong_factors_of_the_forward_are_refused(change):
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 def test_wrong_operands_of_block_product_are_refused(change):
     torch.manual_seed(0)
-    x, dy, r, *rest = block_product_operands()
-    operands = [dy, *rest]
+    x, dys, rs, *rest = block_product_operands()
+    outs = [dy.shape[1] for dy in dys]
     assert_all_refused(
-        lambda dy, *rest: block_product.block_product_backward(x, dy, r, *rest, *WANTED), operands, change
+        lambda dys, *rest: block_product.block_product_backward(x, dys, rs, *rest, *WANTED), [dys, *rest], change
     )
-    assert_all_refused(lambda *rest: block_product.block_product(x, r, *rest, dy.shape[1]), rest, change)
+    assert_all_refused(lambda *rest: block_product.block_product(x, rs, *rest, outs), rest, change)
     if change is not shorter:  # features of x that are missing are padding
-        assert_all_refused(lambda x: block_product.block_product_backward(x, dy, r, *rest, *WANTED), [x], change)
+        assert_all_refused(lambda x: block_product.block_product_backward(x, dys, rs, *rest, *WANTED), [x], change)
     if change is not longer:  # and so are features that an input block has beyond those of x
-        assert_all_refused(lambda r: block_product.block_product(x, r, *rest, dy.shape[1]), [r], change)
-    for outputs in (dy.shape[1] + 1, dy.shape[1] - 1):
-        with pytest.raises(RuntimeError, match="expected"):
-            block_product.block_product(x, r, *rest, outputs)
+        assert_all_refused(lambda rs: block_product.block_product(x, rs, *rest, outs), [rs], change)
+    for wrong in ([outs[0] + 1, outs[1]], [outs[0], outs[1] - 1], outs[:1], [*outs, 1]):
+        with pytest.raises((RuntimeError, ValueError), match=r"expected|argument"):
+            block_product.block_product(x, rs, *rest, wrong)
+    with pytest.raises(RuntimeError, match="at least one R"):
+        block_product.block_product(x, *([] for _ in range(6)))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
@@ -201,6 +206,19 @@ def test_wrong_seeds_probabilities_and_heads_are_refused():
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_rotary_are_refused(change):
+    for samples in (1, 2):
+        operands = rotary_operands(samples=samples)
+        assert_all_refused(lambda *given: rotary.rotary(*given, False), operands, change)
+
+
+@pytest.mark.parametrize("columns", [3, 10], ids=["odd", "wider than a row"])
+def test_columns_that_cannot_turn_are_refused(columns):
+    with pytest.raises(RuntimeError, match="even number of columns up to 9"):
+        rotary.rotary(*rotary_operands(columns=columns), False)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 def test_wrong_operands_of_residual_norm_are_refused(change):
     z, x, weight, bias = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6), torch.randn(6)
     if change not in (CHANGES[0], CHANGES[1], CHANGES[3]):  # a z of another shape only fits another x
@@ -210,6 +228,35 @@ def test_wrong_operands_of_residual_norm_are_refused(change):
     _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, bias, SEED, 0.1, 1e-5)
     operands = [z, s, mean, rstd, weight]
     assert_all_refused(lambda *given: residual_norm.residual_norm_backward(*given, SEED, 0.1), operands, change)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_an_rms_norm_are_refused(change):
+    z, x, dy, ds = (torch.randn(4, 6) for _ in range(4))
+    weight, settings = torch.randn(6), (None, 0.0, 1e-5, 1.0, True)
+    run = residual_norm.residual_norm
+    assert_all_refused(lambda z, weight: run(z, x, weight, None, *settings), [z, weight], change)
+    if change in (CHANGES[2], CHANGES[4]):  # an x of another shape only fits another z
+        assert_all_refused(lambda x: run(None, x, weight, None, *settings), [x], change)
+    with pytest.raises(RuntimeError, match="expected no bias"):
+        run(z, x, weight, weight, *settings)
+    _, s, mean, rstd = run(z, x, weight, None, *settings)
+
+    def backward(dy, s, rstd, weight, ds):
+        return residual_norm.residual_norm_backward(dy, s, mean, rstd, weight, None, 0.0, 1.0, True, ds)
+
+    assert_all_refused(backward, [dy, s, rstd, weight, ds], change)
+    with pytest.raises(RuntimeError, match="expected mean"):  # one of a layer norm
+        residual_norm.residual_norm_backward(dy, s, rstd, rstd, weight, None, 0.0, 1.0, True)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_gated_are_refused(change):
+    dh, g, u = (torch.randn(4, 6) for _ in range(3))
+    assert_all_refused(lambda u: gated.gated(g, u, "silu"), [u], change)
+    assert_all_refused(lambda *given: gated.gated_backward(*given, "silu"), [dh, g, u], change)
+    with pytest.raises(ValueError, match="tuple"):
+        gated.gated(g, u, "tanh")
 
 
 def test_wrong_moments_and_gradients_are_refused_by_adamw():
@@ -253,6 +300,8 @@ def test_gradients_with_the_negative_bit_have_the_right_sign():
     each_do = negative(*do.shape)
     results += [attention.attention_backward(each, o, norms, q, k, v, None, None, 0.0, 1.0, False) for each in each_do]
     results += [[residual_norm.dropout(each, SEED, 0.1)] for each in negative(4, 6)]
+    _, *tables = rotary_operands()
+    results += [rotary.rotary(each, *tables, False) for each in negative(2, 4, 5, 9)]
     first, *rest = parameters
     given = [[each, *rest] for each in (torch._neg_view(-first), first)]  # contiguous, in spite of its bit
     results += [merge.merge(each, biases, layout, 0.0) for each in given]
@@ -274,7 +323,8 @@ layout = (2, 1, 2**18, 2, 2**18, 2, 1, 16, 1)
 cores = [torch.zeros(1, 2**18, 16), torch.zeros(16, 2, 1), torch.ones(16)]
 wide, narrow, ranks = torch.zeros(8, 2**21), torch.zeros(2**21, 8), torch.full((1, 1), 2**21)
 calls = {
-    "block_product": (180, lambda: block_product.block_product(one.repeat(1, 8), wide, narrow, None, ranks, 8)),
+    "block_product": (180, lambda: block_product.block_product(
+        one.repeat(1, 8), [wide], [narrow], [None], [None], [ranks], [8])),
     "low_rank_backward": (120, lambda: low_rank.low_rank_backward(x, p, [x], [one], [one], True, True, True)),
     "mlp_backward": (100, lambda: mlp.mlp_backward(x, p, p, x, [one] * 2, [one] * 2, "gelu", True)),
     "attention": (500, lambda: attention.attention(keys[:, :, :1], keys, keys, None, None, 0.0, 1.0, False)),

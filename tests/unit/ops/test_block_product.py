@@ -6,7 +6,7 @@ import torch
 from comera.errors import SpecError
 from comera.kernels.cpp import build
 from comera.ops import block_product as room
-from comera.ops.block_product import block_product, btt_linear
+from comera.ops.block_product import BlockFactors, block_product, block_products, btt_linear
 from comera.recompute.replay import contexts
 from comera.tt.blocks import materialize_blocks
 from comera.tt.shapes import btt_spec
@@ -174,6 +174,90 @@ def test_transforms_of_torch_func():
     tensors = operands(spec, (4,), dtype=torch.float32)
     each = torch.func.vmap(lambda x: product(spec)(x, *tensors[1:]))(tensors[0])
     torch.testing.assert_close(each, product(spec)(*tensors), rtol=1e-5, atol=1e-5)
+
+
+SHARING = [btt_spec(12, 20), ragged(12, 13, (3, 4), (2, 7), 3), BTTSpec(12, 9, (2, 6), (3, 3), 0)]
+
+
+def sharing(dtype):
+    """x, and R, L, bias or None and gates or None of three weights."""
+    generator, tensors = torch.Generator().manual_seed(0), [(70, 12)]
+    for k, spec in enumerate(SHARING):
+        (n, m), count = spec.sizes, spec.ranks[1]
+        tensors += [(n, count), (count, m), None if k == 1 else (spec.out_features,), None if k == 0 else (count,)]
+    drawn = (s and torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in tensors)
+    return [None if each is None else each.requires_grad_() for each in drawn]
+
+
+def products(reached):
+    """The concatenated outputs of the weights `reached`."""
+
+    def run(x, *flat):
+        ys = block_products(x, [BlockFactors(spec, *flat[4 * k : 4 * k + 4]) for k, spec in enumerate(SHARING)])
+        return torch.cat([ys[k] for k in reached], 1)
+
+    return run
+
+
+def dense_products(reached):
+    def run(x, *flat):
+        ys = []
+        for k in reached:
+            r, left, bias, gates = flat[4 * k : 4 * k + 4]
+            y = x @ materialize_blocks(SHARING[k], [(r if gates is None else r * gates)[None], left[..., None]])
+            ys.append(y if bias is None else y + bias)
+        return torch.cat(ys, 1)
+
+    return run
+
+
+@pytest.mark.parametrize("reached", [(0, 1, 2), (1,), (0, 2)], ids=str)
+@pytest.mark.parametrize("kernels", ["none", pytest.param("block_product", marks=needs_compiler)])
+def test_weights_that_share_x_agree_with_the_oracle(reached, kernels, monkeypatch):
+    """Also where only some of the outputs reach the loss."""
+    monkeypatch.setenv("COMERA_KERNELS", kernels)
+    tensors = sharing(torch.float32)
+    used = [x for k, x in enumerate(tensors) if x is not None and (k == 0 or (k - 1) // 4 in reached)]
+    y = products(reached)(*tensors)
+    found = [y, *torch.autograd.grad(y.square().sum(), used, retain_graph=True)]
+    unused = [x for x in tensors if x is not None and all(x is not each for each in used)]
+    assert not unused or not any(grad is not None for grad in torch.autograd.grad(y.sum(), unused, allow_unused=True))
+    exact_tensors = doubles(tensors)
+    exact_y = dense_products(reached)(*exact_tensors)
+    exact_used = [x for k, x in enumerate(exact_tensors) if x is not None and (k == 0 or (k - 1) // 4 in reached)]
+    exact = [exact_y, *torch.autograd.grad(exact_y.square().sum(), exact_used)]
+    for one, other in zip(found, exact, strict=True):
+        largest = float(other.detach().abs().max()) if other.numel() else 0.0
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=2e-6 * largest)
+
+
+def test_weights_that_share_x_pass_gradcheck():
+    given = sharing(torch.float64)
+    given[0] = given[0][:3].detach().requires_grad_()
+    leaves = [each for each in given if each is not None]
+
+    def run(*leaves):
+        rest = iter(leaves)
+        return products((0, 1, 2))(*(None if each is None else next(rest) for each in given))
+
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+
+
+@needs_compiler
+def test_second_derivatives_of_weights_that_share_x(monkeypatch):
+    monkeypatch.delenv("COMERA_KERNELS", raising=False)
+
+    def penalty(function, tensors):
+        leaves = [each for each in tensors if each is not None]
+        (dx,) = torch.autograd.grad(function(*tensors).square().sum(), tensors[:1], create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+
+    tensors = sharing(torch.float32)
+    found, exact = penalty(products((0, 1)), tensors), penalty(dense_products((0, 1)), doubles(tensors))
+    for one, other in zip(found, exact, strict=True):
+        largest = float(other.abs().max()) if other.numel() else 0.0
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5 * largest)
 
 
 def test_operands_that_do_not_fit_are_refused():

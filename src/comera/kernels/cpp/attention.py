@@ -41,8 +41,8 @@ def attention(
     """
     sizes, kept = _checked(q_BHTD, k_BGSD, v_BGSE, mask)
     (batch, heads, queries, _), value_width = q_BHTD.shape, v_BGSE.shape[3]
-    o_BHTE, norms = _with_contiguous_heads(batch, heads, queries, value_width), empty(2, batch, heads, queries)
-    call("attention", *_words(sizes, [*kept, o_BHTE]), *drop(seed, p), scale, is_causal, norms)
+    o_BHTE, norms = with_contiguous_heads(batch, heads, queries, value_width), empty(2, batch, heads, queries)
+    call("attention", *sizes_and_views(sizes, [*kept, o_BHTE]), *drop(seed, p), scale, is_causal, norms)
     return o_BHTE, norms
 
 
@@ -69,11 +69,11 @@ def attention_backward(
     """The gradients of q, k and v from that of O, and O and norms of the forward. Raises RuntimeError as it does."""
     sizes, kept = _checked(q_BHTD, k_BGSD, v_BGSE, mask)
     batch, heads, groups, queries, keys, width, value_width = sizes
-    outputs = _rows("do", do_BHTE, batch, heads, queries, value_width), _rows("o", o_BHTE, *do_BHTE.shape)
-    norms = _rows("norms", norms, 2, batch, heads, queries).contiguous()
-    dq = _with_contiguous_heads(batch, heads, queries, width)
-    dk, dv = (_with_contiguous_heads(batch, groups, keys, size) for size in (width, value_width))
-    views = _words(sizes, [*kept, *outputs, dq, dk, dv])
+    outputs = strided("do", do_BHTE, batch, heads, queries, value_width), strided("o", o_BHTE, *do_BHTE.shape)
+    norms = strided("norms", norms, 2, batch, heads, queries).contiguous()
+    dq = with_contiguous_heads(batch, heads, queries, width)
+    dk, dv = (with_contiguous_heads(batch, groups, keys, size) for size in (width, value_width))
+    views = sizes_and_views(sizes, [*kept, *outputs, dq, dk, dv])
     call("attention_backward", *views, *drop(seed, p), scale, is_causal, norms)
     return dq, dk, dv
 
@@ -87,26 +87,26 @@ def _checked(
     (batch, heads, queries, width), groups, (keys, value_width) = q_BHTD.shape, k_BGSD.shape[1], v_BGSE.shape[2:]
     if not groups or heads % groups:
         raise RuntimeError(f"expected heads of keys that divide {heads} heads of queries, got {groups}")
-    q_BHTD, k_BGSD = _rows("q", q_BHTD, *q_BHTD.shape), _rows("k", k_BGSD, batch, groups, keys, width)
-    v_BGSE = _rows("v", v_BGSE, batch, groups, keys, value_width)
+    q_BHTD, k_BGSD = strided("q", q_BHTD, *q_BHTD.shape), strided("k", k_BGSD, batch, groups, keys, width)
+    v_BGSE = strided("v", v_BGSE, batch, groups, keys, value_width)
     if mask is not None:  # only the last dimension may have to be copied: the others are broadcast with strides 0
         mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
-        mask = _rows("mask", mask, *mask.shape).expand(batch, heads, queries, keys)
+        mask = strided("mask", mask, *mask.shape).expand(batch, heads, queries, keys)
     return (batch, heads, groups, queries, keys, width, value_width), [q_BHTD, k_BGSD, v_BGSE, mask]
 
 
-def _rows(name: str, tensor: Tensor, *shape: int) -> Tensor:
+def strided(name: str, tensor: Tensor, *shape: int) -> Tensor:
     """`tensor` with a contiguous last dimension, otherwise as `library.checked` gives it."""
     check_shape(name, tensor, shape)
     plain = tensor.dtype is torch.float32 and tensor.is_cpu and not tensor.is_neg()
     return tensor if plain and tensor.stride(-1) == 1 else floats(name, tensor)
 
 
-def _words(sizes: tuple[int, ...], tensors: Sequence[Tensor | None]) -> tuple[bytes, bytes]:
-    """Sizes and views as the kernels read them."""
+def sizes_and_views(sizes: tuple[int, ...], tensors: Sequence[Tensor | None]) -> tuple[bytes, bytes]:
+    """Sizes, and tensors in four dimensions with a contiguous last one, as the kernels read them (csrc/views.h)."""
     return words(sizes), words(w for t in tensors for w in (_NO_VIEW if t is None else (t.data_ptr(), *t.stride()[:3])))
 
 
-def _with_contiguous_heads(batch: int, heads: int, length: int, width: int) -> Tensor:
+def with_contiguous_heads(batch: int, heads: int, length: int, width: int) -> Tensor:
     """(B, H, T, width), laid out so that the heads of a query flatten into features without a copy."""
     return empty(batch, length, heads, width).transpose(1, 2)

@@ -1,9 +1,10 @@
-"""The operations of block_product.cpp: y = x W + bias, W a block tensor train.
+"""The operations of block_product.cpp: y_k = x W_k + bias_k of weights that share x, each a block tensor train.
 
 Shapes: B batch, I/O in/out features, A/C input/output blocks, N/M features in an input/output block, K components.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,81 +13,128 @@ from comera.kernels.cpp.library import address, call, check_shape, checked, floa
 from comera.kernels.cpp.memory import empty
 
 
-def _words(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, ranks_AC: Tensor, out_features: int) -> bytes:
-    """The weight as block_product.cpp has it. Raises RuntimeError unless its tensors, as kernels read them, fit."""
-    if ranks_AC.dim() != 2 or ranks_AC.dtype is not torch.int64 or not (ranks_AC.is_cpu and ranks_AC.is_contiguous()):
-        came = f"{list(ranks_AC.shape)} of {ranks_AC.dtype} on {ranks_AC.device}"
-        raise RuntimeError(f"expected contiguous ranks (blocks, blocks) of int64 on the CPU, got {came}")
-    (a, c), (n, count), m = ranks_AC.shape, r_NK.shape, l_KM.shape[1]
-    if ranks_AC.numel():
-        least, most = map(int, ranks_AC.aminmax())
-        if least < 0 or most > count or int(ranks_AC.sum()) != count:
-            raise RuntimeError(f"expected ranks >= 0 with the sum {count}, got {least} to {most}: {ranks_AC.tolist()}")
-    elif count:
-        raise RuntimeError(f"expected no components without blocks, got {count}")
-    features = x_BI.shape[1]
-    if features > a * n or out_features > c * m:
-        raise RuntimeError(f"expected at most {a * n} and {c * m} features, got {features} and {out_features}")
-    sizes = a, c, n, m, features, out_features, count
-    return words((*sizes, ranks_AC.data_ptr(), address(r_NK), address(l_KM), address(bias)))
+class Weight(NamedTuple):
+    """R (N, K), L (K, M), bias (O,) and gates (K,) of a weight, and the ranks (A, C) of its blocks, int64.
+
+    The components are in the order of the blocks. I may be less than A·N and O less than C·M: the rest is padding.
+    """
+
+    r: Tensor
+    l: Tensor  # noqa: E741  # its name everywhere
+    bias: Tensor | None
+    gates: Tensor | None
+    ranks: Tensor
+    out_features: int
+
+    def words(self, features: int, y: Tensor, grads: Sequence[Tensor | None] = (None,) * 4) -> tuple[int, ...]:
+        """The weight as block_product.cpp has it. grads: of R, L, bias and gates."""
+        (a, c), (n, count), m = self.ranks.shape, self.r.shape, self.l.shape[1]
+        sizes = a, c, n, m, features, self.out_features, count, self.ranks.data_ptr()
+        return *sizes, *map(address, (self.r, self.l, self.bias, self.gates, y, *grads))
 
 
-def _checked(
-    x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, out_features: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    for name, tensor in (("x", x_BI), ("R", r_NK), ("L", l_KM)):
-        if tensor.dim() != 2:
-            raise RuntimeError(f"expected {name} of two dimensions, got {list(tensor.shape)}")
-    check_shape("L", l_KM, (r_NK.shape[1], l_KM.shape[1]))
-    return floats("x", x_BI), floats("R", r_NK), floats("L", l_KM), checked("bias", bias, out_features)
+def _weights(
+    x_BI: Tensor,
+    rs_NK: Sequence[Tensor],
+    ls_KM: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    gates: Sequence[Tensor | None],
+    ranks: Sequence[Tensor],
+    outs: Sequence[int],
+) -> tuple[Tensor, list[Weight]]:
+    """x and the weights as kernels read them. Raises RuntimeError unless all of them fit each other."""
+    if x_BI.dim() != 2 or not rs_NK:
+        raise RuntimeError(f"expected x of two dimensions and at least one R, got {list(x_BI.shape)} and {len(rs_NK)}")
+    weights = []
+    for r_NK, l_KM, bias, gates_K, ranks_AC, out_features in zip(rs_NK, ls_KM, biases, gates, ranks, outs, strict=True):
+        readable = ranks_AC.dtype is torch.int64 and ranks_AC.is_cpu and ranks_AC.is_contiguous()
+        if ranks_AC.dim() != 2 or not readable:
+            came = f"{list(ranks_AC.shape)} of {ranks_AC.dtype} on {ranks_AC.device}"
+            raise RuntimeError(f"expected contiguous ranks (blocks, blocks) of int64 on the CPU, got {came}")
+        if r_NK.dim() != 2 or l_KM.dim() != 2:
+            raise RuntimeError(f"expected R and L of two dimensions, got {list(r_NK.shape)} and {list(l_KM.shape)}")
+        (a, c), (n, count), m = ranks_AC.shape, r_NK.shape, l_KM.shape[1]
+        if x_BI.shape[1] > a * n or out_features > c * m:
+            came = f"{x_BI.shape[1]} and {out_features}"
+            raise RuntimeError(f"expected at most {a * n} and {c * m} features, got {came}")
+        check_shape("L", l_KM, (count, m))
+        bias, gates_K = checked("bias", bias, out_features), checked("gates", gates_K, count)
+        weights.append(Weight(floats("R", r_NK), floats("L", l_KM), bias, gates_K, ranks_AC, out_features))
+    return floats("x", x_BI), weights
 
 
-def _flops(x: Any, r_NK: Any, l_KM: Any, bias: Any, ranks: Any, out_features: int) -> int:
-    return int(2 * x[0] * r_NK[1] * (r_NK[0] + l_KM[1]))
+def _call(name: str, batch: int, weights: Sequence[Weight], flat: list[int], *operands: Tensor | None) -> None:
+    """Raises RuntimeError for ranks that do not fit, which the kernel finds while it lays them out."""
+    try:
+        call(name, batch, len(weights), words(flat), *operands)
+    except ValueError as error:
+        came = ", ".join(f"{each.ranks.tolist()} for {each.r.shape[1]}" for each in weights)
+        raise RuntimeError(f"expected ranks >= 0 whose sum is the number of components, got {came}") from error
+
+
+def _flops(x: Any, rs: Any, ls: Any, biases: Any, gates: Any, ranks: Any, outs: Any) -> int:
+    return int(sum(2 * x[0] * count * (n + m) for (n, count), (_, m) in zip(rs, ls, strict=True)))
 
 
 @operation(_flops)
 def block_product(
-    x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, ranks_AC: Tensor, out_features: int
-) -> Tensor:
-    """y (B, O) from x (B, I), R (N, K), L (K, M) and the ranks of all blocks (A, C), int64.
-
-    The components are in the order of the blocks. I may be less than A·N and O less than C·M: the rest is padding.
+    x_BI: Tensor,
+    rs_NK: Sequence[Tensor],
+    ls_KM: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    gates: Sequence[Tensor | None],
+    ranks: Sequence[Tensor],
+    outs: Sequence[int],
+) -> list[Tensor]:
+    """y_k (B, O) from x (B, I) and what `Weight` says of each weight; their input blocks may differ.
 
     Raises RuntimeError for shapes and ranks that do not fit each other, or are not on the CPU.
     """
-    x_BI, r_NK, l_KM, bias = _checked(x_BI, r_NK, l_KM, bias, out_features)
-    weight = _words(x_BI, r_NK, l_KM, bias, ranks_AC, out_features)
-    y_BO = empty(x_BI.shape[0], out_features)
-    call("block_product", x_BI.shape[0], weight, x_BI, y_BO)
-    return y_BO
+    x_BI, weights = _weights(x_BI, rs_NK, ls_KM, biases, gates, ranks, outs)
+    batch, features = x_BI.shape
+    ys_BO = [empty(batch, out_features) for out_features in outs]
+    flat = [word for weight, y_BO in zip(weights, ys_BO, strict=True) for word in weight.words(features, y_BO)]
+    _call("block_product", batch, weights, flat, x_BI)
+    return ys_BO
 
 
-def _backward_flops(x: Any, dy: Any, r_NK: Any, l_KM: Any, bias: Any, ranks: Any, dx: bool, dr: bool, dl: bool) -> int:
+def _backward_flops(
+    x: Any, dys: Any, rs: Any, ls: Any, biases: Any, gates: Any, ranks: Any, dx: bool, dr: bool, dl: bool
+) -> int:
     """h again and ∂L; dh, dx and ∂R."""
-    (n, count), (_, m) = r_NK, l_KM
-    return int(2 * x[0] * count * (n * (dl + dx + dr) + m * (dl + (dx or dr))))
+    pairs = zip(rs, ls, strict=True)
+    return int(2 * x[0] * sum(k * (n * (dl + dx + dr) + m * (dl + (dx or dr))) for (n, k), (_, m) in pairs))
 
 
 @operation(_backward_flops)
 def block_product_backward(
     x_BI: Tensor,
-    dy_BO: Tensor,
-    r_NK: Tensor,
-    l_KM: Tensor,
-    bias: Tensor | None,
-    ranks_AC: Tensor,
+    dys_BO: Sequence[Tensor],
+    rs_NK: Sequence[Tensor],
+    ls_KM: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    gates: Sequence[Tensor | None],
+    ranks: Sequence[Tensor],
     wants_x: bool,
     wants_r: bool,
     wants_l: bool,
 ) -> list[Tensor]:
-    """dx, ∂R, and ∂L with ∂bias if there is a bias, each where wanted. Raises RuntimeError as `block_product` does."""
-    batch, out_features = x_BI.shape[0], dy_BO.shape[-1]
-    x_BI, r_NK, l_KM, bias = _checked(x_BI, r_NK, l_KM, bias, out_features)
-    dy_BO = checked("dy", dy_BO, batch, out_features)
-    weight = _words(x_BI, r_NK, l_KM, bias, ranks_AC, out_features)
-    dx_BI = empty(*x_BI.shape) if wants_x else None
-    dr_NK, dl_KM = (torch.empty_like(each) if wants else None for each, wants in ((r_NK, wants_r), (l_KM, wants_l)))
-    dbias = torch.empty_like(bias) if wants_l and bias is not None else None
-    call("block_product_backward", batch, weight, x_BI, dy_BO, dx_BI, dr_NK, dl_KM, dbias)
-    return [made for made in (dx_BI, dr_NK, dl_KM, dbias) if made is not None]
+    """dx where wanted; then of each weight ∂R and ∂L, ∂bias if it has one, ∂gates if it has any: ∂R and ∂gates where
+    `wants_r`, ∂L and ∂bias where `wants_l`. Raises RuntimeError as `block_product` does."""
+    outs = [dy_BO.shape[-1] for dy_BO in dys_BO]
+    x_BI, weights = _weights(x_BI, rs_NK, ls_KM, biases, gates, ranks, outs)
+    batch, features = x_BI.shape
+    dx_BI = empty(batch, features) if wants_x else None
+    made: list[Tensor | None] = []
+    flat: list[int] = []
+    read = [checked("dy", dy_BO, batch, out) for dy_BO, out in zip(dys_BO, outs, strict=True)]  # lives until the call
+    for weight, dy_BO in zip(weights, read, strict=True):
+        wanted = wants_r, wants_l, wants_l, wants_r
+        grads = [
+            torch.empty_like(tensor) if wants and tensor is not None else None
+            for tensor, wants in zip(weight[:4], wanted, strict=True)
+        ]
+        flat += weight.words(features, dy_BO, grads)
+        made += grads
+    _call("block_product_backward", batch, weights, flat, x_BI, dx_BI)
+    return [each for each in (dx_BI, *made) if each is not None]

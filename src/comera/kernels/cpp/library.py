@@ -27,11 +27,13 @@ SIGNATURES = {
     "adamw": "l p p w3 p d d d d d t",
     "attention": "w7 w4 p l f f i p t",
     "attention_backward": "w7 w4 p l f f i p t",
-    "block_product": "l w11 p p t",
-    "block_product_backward": "l w11 p p p p p p t",
+    "block_product": "l l w17 p t",
+    "block_product_backward": "l l w17 p p t",
     "clip": "l p p d p t",
     "cross_entropy": "l l p p l p p t",
     "dropout": "l p p i f p t",
+    "gated": "i l p p p t",
+    "gated_backward": "i l p p p p p t",
     "low_rank": "l l p l w9 l t",
     "low_rank_output": "l l w9 l t",
     "low_rank_backward": "l l p l w9 l p t",
@@ -41,8 +43,9 @@ SIGNATURES = {
     "mlp": "i l l p l w9 l l t",
     "mlp_backward": "i l l p l w9 l l p t",
     "random_words": "l l p",
-    "residual_norm": "l l p p p p p i f f p p p p t",
-    "residual_norm_backward": "l l p p p p p p i f p p p p t",
+    "residual_norm": "i l l p p p f p p i f f p p p p t",
+    "residual_norm_backward": "i l l p p p p p p f p i f p p p p t",
+    "rotary": "w6 w4 i t",
     "take_memory": "i p p",
 }
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
@@ -99,7 +102,8 @@ def call(name: str, *operands: object) -> None:
     """Call the C function `name` of SIGNATURES, with torch's number of threads where it takes that.
 
     operands: numbers; for pointers tensors, `words`, addresses, or None for C's null pointer.
-    Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels.
+    Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels, ValueError
+    where the function itself refuses numbers in its operands.
     """
     if dry_running():
         return
@@ -109,7 +113,10 @@ def call(name: str, *operands: object) -> None:
     given = [each.data_ptr() if isinstance(each, Tensor) else each for each in operands]
     if SIGNATURES[name].endswith("t"):
         given.append(torch.get_num_threads())
-    if functions[name](*given):
+    status = functions[name](*given)
+    if status == 2:
+        raise ValueError(f"expected numbers that fit each other in the operands of the kernel {name}")
+    if status:
         raise MemoryError(f"the kernel {name} could not get its scratch memory: use smaller batches or fewer threads")
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.kernels.cpp.activations import ACTIVATIONS
 from comera.kernels.cpp.library import call, checked, floats, operation, words
 from comera.kernels.cpp.low_rank import Factors, checked_factors, starts
 from comera.kernels.cpp.memory import empty
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")  # in the order of mlp.cpp
 
 
 def _checked(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SF: Sequence[Tensor]) -> list[Factors]:

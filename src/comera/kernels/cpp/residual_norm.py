@@ -40,34 +40,59 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 @operation()
 def residual_norm(
-    z: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, p: float, eps: float
+    z: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    eps: float,
+    offset: float = 0.0,
+    rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, s, mean, rstd: s = x + f z with the f of `dropout`, or 1 without a seed; y the layer norm of s over its last
-    dimension; the mean and 1/√(variance + eps) of each row.
+    """y, s, mean, rstd: s = x + f z with the f of `dropout`, or 1 without a seed; y the norm of s over its last
+    dimension, times offset + weight; the mean and 1/√(variance + eps) of each row.
 
+    Without z, s is x, and an empty tensor comes in its place. rms: an RMSNorm instead of a LayerNorm, without bias;
+    mean is empty, rstd 1/√(mean of s² + eps).
     Raises RuntimeError for shapes that do not fit each other or are not float32 on the CPU.
     """
-    *rows, cols = z.shape
-    z, x = floats("z", z), checked("x", x, *z.shape)
+    if rms and bias is not None:
+        raise RuntimeError("expected no bias of an RMSNorm, got one")
+    *rows, cols = x.shape
+    x, z = floats("x", x), checked("z", z, *x.shape)
     weight, bias = checked("weight", weight, cols), checked("bias", bias, cols)
-    y, s, mean, rstd = empty(*z.shape), empty(*z.shape), empty(*rows), empty(*rows)
-    call("residual_norm", mean.numel(), cols, z, x, weight, bias, *drop(seed, p), eps, y, s, mean, rstd)
+    y, s, rstd = empty(*x.shape), empty(0) if z is None else empty(*x.shape), empty(*rows)
+    mean = empty(0) if rms else empty(*rows)
+    given = not rms, rstd.numel(), cols, z, x, weight, offset, bias, *drop(seed, p), eps
+    call("residual_norm", *given, y, s, mean, rstd)
     return y, s, mean, rstd
 
 
 @operation()
 def residual_norm_backward(
-    dy: Tensor, s: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, seed: Tensor | None, p: float
+    dy: Tensor,
+    s: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    offset: float = 0.0,
+    rms: bool = False,
+    ds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dz, dweight, dbias. dx is the gradient of s too; without a seed it is also that of z, and dz is empty.
+    """dx, dz, dweight, dbias from the gradients of y and, where it was used too, of s.
 
+    Without a seed dx is also the gradient of z, and dz is empty; dbias is empty for an RMSNorm.
     Raises RuntimeError as `residual_norm` does.
     """
     *rows, cols = s.shape
-    dy, s = checked("dy", dy, *s.shape), floats("s", s)
-    mean, rstd, weight = checked("mean", mean, *rows), checked("rstd", rstd, *rows), checked("weight", weight, cols)
+    dy, ds, s = checked("dy", dy, *s.shape), checked("ds", ds, *s.shape), floats("s", s)
+    mean, rstd = checked("mean", mean, *([0] if rms else rows)), checked("rstd", rstd, *rows)
+    weight = checked("weight", weight, cols)
     dx, dz = empty(*s.shape), empty(0) if seed is None else empty(*s.shape)
-    dweight, dbias = empty(cols), empty(cols)
-    given, made = (dy, s, mean, rstd, weight, *drop(seed, p)), (dx, None if seed is None else dz, dweight, dbias)
-    call("residual_norm_backward", mean.numel(), cols, *given, *made)
+    dweight, dbias = empty(cols), empty(0) if rms else empty(cols)
+    given = not rms, rstd.numel(), cols, dy, ds, s, mean, rstd, weight, offset, *drop(seed, p)
+    call("residual_norm_backward", *given, dx, None if seed is None else dz, dweight, None if rms else dbias)
     return dx, dz, dweight, dbias

@@ -21,12 +21,11 @@ from transformers.pytorch_utils import Conv1D
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import ConfigError, check_fields
+from comera.fusion.decoder_attention import CAUSAL
 
 Family = Literal["llama", "gpt2"]
 CLASSES: dict[Family, type[PreTrainedModel]] = {"llama": LlamaForCausalLM, "gpt2": GPT2LMHeadModel}
-# torch's fused attention, causal by its own flag: no mask is made, none is checked, and steps do not synchronize.
-_ATTENTION = "comera_causal"
-AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 _INTO_RESIDUAL = ("o_proj", "down_proj", "c_proj")  # layers that end a branch
 
 
@@ -200,7 +199,7 @@ def _initialize_(model: nn.Module, config: ModelConfig) -> None:
 def dense_model(config: ModelConfig, vocab_size: int, context: int, separator: int) -> PreTrainedModel:
     """A stock model with fresh weights, for texts without padding."""
     about = config.transformers(vocab_size, context, separator)
-    about._attn_implementation = _ATTENTION
+    about._attn_implementation = CAUSAL
     model = CLASSES[config.family](about)
     _initialize_(model, config)
     return model

@@ -22,19 +22,14 @@
 #include "products.h"
 #include "random.h"
 #include "scratch.h"
+#include "views.h"
 
 namespace {
 
 constexpr long QUERIES = 64, KEYS = 96;  // QUERIES: the entries of a block in random.h
+constexpr long ROWS = 24;                // of a product on the diagonal
 constexpr int VECS = QUERIES / W;
 constexpr float INF = __builtin_inff();
-
-// Four words from Python: (batch, heads, rows, columns) with its strides; columns are contiguous.
-struct View {
-    float* at;
-    long batch, head, row;
-    float* from(long b, long h, long r) const { return at + b * batch + h * head + r * row; }
-};
 
 // Seven words from Python.
 struct Sizes {
@@ -52,7 +47,21 @@ struct Problem : Sizes {
 // The queries from t and the keys from s on, of one sample and head.
 struct Tile {
     long b, h, t, s, queries, keys;
+    bool diagonal;  // some of its queries do not see some of its keys, which are later
+
+    // The queries that see key `s + i`, and those before them up to a whole vector: they end at `queries`.
+    long first_query(long i) const { return diagonal ? std::max(0l, s + i - t) / W * W : 0; }
+    // The keys that the queries before `t + j` see: they begin at 0.
+    long end_key(long j) const { return diagonal ? std::min(keys, t + j - s) : keys; }
 };
+
+// body(i, count) for the rows of a tile: at once, or on the diagonal a few at a time, so that each product leaves out most
+// of what its rows do not see. A multiple of the six rows of products.h.
+template <class Body>
+inline void over_rows(const Tile& at, long rows, Body body) {
+    const long step = at.diagonal ? ROWS : rows;
+    for (long i = 0; i < rows; i += step) body(i, std::min(step, rows - i));
+}
 
 // (rows, columns) times `scale`, padded with zeros: rows to whole vectors, columns to `width`.
 void pack(const float* from, long row, long rows, long columns, float scale, float* to, long width) {
@@ -109,7 +118,7 @@ void softmax(const Problem& problem, const Tile& at, float* scores, Vec* top, Ve
     Vec before[VECS], base[VECS], factors[VECS];
     for (long j = 0; j < vecs; ++j) before[j] = top[j];
     for (long s = 0; s < at.keys; ++s)
-        for (long j = 0; j < vecs; ++j) top[j] = larger(load(scores + s * QUERIES + j * W), top[j]);
+        for (long j = at.first_query(s) / W; j < vecs; ++j) top[j] = larger(load(scores + s * QUERIES + j * W), top[j]);
     for (long j = 0; j < vecs; ++j) base[j] = top[j] == -INF ? splat(0.0f) : top[j];
     if (at.s > 0) {
         float less[QUERIES];
@@ -122,7 +131,9 @@ void softmax(const Problem& problem, const Tile& at, float* scores, Vec* top, Ve
     }
     for (long s = 0; s < at.keys; ++s, scores += QUERIES) {
         if (problem.seed) keep(problem, at, s, factors);
-        for (long j = 0; j < vecs; ++j) {
+        const long first = at.first_query(s);
+        std::fill_n(scores, first, 0.0f);
+        for (long j = first / W; j < vecs; ++j) {
             const Vec p = exponential(load(scores + j * W) - base[j]);
             sum[j] += p;
             store(scores + j * W, problem.seed ? p * factors[j] : p);
@@ -159,11 +170,19 @@ void forward(const Problem& problem, View out, float* tops, float* shares, int t
                 std::fill_n(o, count * o_width, 0.0f);
                 const long end = problem.causal ? std::min(problem.keys, t + count) : problem.keys;
                 for (long s = 0; s < end; s += KEYS) {
-                    const Tile at = {b, h, t, s, count, std::min(KEYS, end - s)};
-                    product(at.keys, n, problem.width, {k + s * width, width, 1}, qt, QUERIES, scores, QUERIES, false);
+                    const long some = std::min(KEYS, end - s);
+                    const Tile at = {b, h, t, s, count, some, problem.causal && s + some - 1 > t};
+                    over_rows(at, some, [&](long i, long rows) {
+                        const long j = at.first_query(i);
+                        product(rows, n - j, problem.width, {k + (s + i) * width, width, 1}, qt + j, QUERIES,
+                                scores + i * QUERIES + j, QUERIES, false);
+                    });
                     hide(problem, at, scores, spare);
                     softmax(problem, at, scores, top, sum, o, o_width);
-                    product(count, o_width, at.keys, {scores, 1, QUERIES}, v + s * o_width, o_width, o, o_width, true);
+                    over_rows(at, count, [&](long j, long rows) {
+                        product(rows, o_width, at.end_key(j + rows), {scores + j, 1, QUERIES}, v + s * o_width, o_width,
+                                o + j * o_width, o_width, true);
+                    });
                 }
                 float share[QUERIES];
                 for (long j = 0; j < count; ++j) {
@@ -184,7 +203,10 @@ void weights(const Problem& problem, const Tile& at, const float* top, const flo
     Vec factors[VECS];
     for (long s = 0; s < at.keys; ++s, p += QUERIES, kept += QUERIES) {
         if (problem.seed) keep(problem, at, s, factors);
-        for (long j = 0; j < vecs; ++j) {
+        const long first = at.first_query(s);
+        std::fill_n(p, first, 0.0f);
+        std::fill_n(kept, first, 0.0f);
+        for (long j = first / W; j < vecs; ++j) {
             const Vec x = exponential(load(p + j * W) - load(top + j * W)) * load(share + j * W);
             store(p + j * W, x);
             if (problem.seed) store(kept + j * W, x * factors[j]);
@@ -195,11 +217,11 @@ void weights(const Problem& problem, const Tile& at, const float* top, const flo
 // dS = M P (dO Vᵀ) - P D, in place of dO Vᵀ.
 void through_softmax(const Tile& at, const float* p, const float* kept, const float* d, float* ds) {
     const long n = padded(at.queries, W);
-    for (long s = 0; s < at.keys; ++s)
-        for (long j = 0; j < n; j += W) {
-            const long i = s * QUERIES + j;
-            store(ds + i, load(kept + i) * load(ds + i) - load(p + i) * load(d + j));
-        }
+    for (long s = 0; s < at.keys; ++s, p += QUERIES, kept += QUERIES, ds += QUERIES) {
+        const long first = at.first_query(s);
+        std::fill_n(ds, first, 0.0f);
+        for (long j = first; j < n; j += W) store(ds + j, load(kept + j) * load(ds + j) - load(p + j) * load(d + j));
+    }
 }
 
 // Σ a b over each row of a (rows, width), padded with zeros, and b (rows, columns).
@@ -258,17 +280,31 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
                     std::fill_n(dq, count * width, 0.0f);
                     const long end = problem.causal ? std::min(problem.keys, t + count) : problem.keys;
                     for (long s = 0; s < end; s += KEYS) {
-                        const Tile at = {b, h, t, s, count, std::min(KEYS, end - s)};
+                        const long some = std::min(KEYS, end - s);
+                        const Tile at = {b, h, t, s, count, some, problem.causal && s + some - 1 > t};
                         const float *const ks = k + s * width, *const vs = v + s * o_width;
                         float *const dks = dk + s * width, *const dvs = dv + s * o_width;
-                        product(at.keys, n, problem.width, {ks, width, 1}, qt, QUERIES, p, QUERIES, false);
+                        over_rows(at, some, [&](long i, long rows) {
+                            const long j = at.first_query(i), ij = i * QUERIES + j;
+                            product(rows, n - j, problem.width, {ks + i * width, width, 1}, qt + j, QUERIES, p + ij,
+                                    QUERIES, false);
+                            product(rows, n - j, problem.value_width, {vs + i * o_width, o_width, 1}, dot + j, QUERIES,
+                                    ds + ij, QUERIES, false);
+                        });
                         hide(problem, at, p, spare);
                         weights(problem, at, top, share, p, kept);
-                        product(at.keys, o_width, count, {kept, QUERIES, 1}, d_o, o_width, dvs, o_width, true);
-                        product(at.keys, n, problem.value_width, {vs, o_width, 1}, dot, QUERIES, ds, QUERIES, false);
                         through_softmax(at, p, kept, d, ds);
-                        product(at.keys, width, count, {ds, QUERIES, 1}, q, width, dks, width, true);
-                        product(count, width, at.keys, {ds, 1, QUERIES}, ks, width, dq, width, true);
+                        over_rows(at, some, [&](long i, long rows) {
+                            const long j = at.first_query(i), ij = i * QUERIES + j;
+                            product(rows, o_width, count - j, {kept + ij, QUERIES, 1}, d_o + j * o_width, o_width,
+                                    dvs + i * o_width, o_width, true);
+                            product(rows, width, count - j, {ds + ij, QUERIES, 1}, q + j * width, width,
+                                    dks + i * width, width, true);
+                        });
+                        over_rows(at, count, [&](long j, long rows) {
+                            product(rows, width, at.end_key(j + rows), {ds + j, 1, QUERIES}, ks, width, dq + j * width,
+                                    width, true);
+                        });
                     }
                     unpack(dq, width, count, problem.width, problem.scale, dq_out.from(b, h, t), dq_out.row);
                 }

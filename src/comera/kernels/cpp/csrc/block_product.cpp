@@ -1,7 +1,9 @@
-// Linear layers with block tensor trains as weights, and their gradients, each as one call (ops/block_product.py):
+// Linear layers with block tensor trains as weights, and their gradients, each as one call (ops/block_product.py). For every
+// weight of an input x, R already multiplied by its gates g, R_A = R̂_A diag(g_A):
 //
 //     h_A = x_A R_A,                y_C = [1 h_AC] [bias_C; L_C]
 //     [dh_AC] = dy_C L_Cᵀ,          dx_A = dh_A R_Aᵀ,   ∂R_A = x_Aᵀ dh_A,   [∂bias_C; ∂L_C] = [1 h_AC]ᵀ dy_C
+//     ∂R̂ = ∂R diag(g),              ∂g = the column sums of R̂ ∂R;   dx is the sum over the weights
 //
 // Input block A and output block C have the components of all their pairs (A, C), so h has about as many elements as x or
 // y: it exists only as tiles of some samples in the caches of a core, and the backward makes it again. A tile of h is
@@ -11,12 +13,17 @@
 // blocks. Every input block has an odd number of rows, of a few cache lines: those of an output block are otherwise powers
 // of two apart, and compete for a few lines of the first cache.
 //
-// Threads divide the samples in the forward; in the backward they divide the blocks of a group of tiles.
-// So no sum depends on how many threads there are, and a thread's part of R, L and their gradients stays in its caches.
+// Threads divide the samples. In the backward each sums its own gradients of R and L, and adds up a part of all at the end:
+// they meet twice a call, however many tiles there are, and the bits of ∂R and ∂L depend on the number of threads alone.
 //
-// Rejected: batched products with h and its permutation in memory (torch), which take three times as long or more; sums of
-// gradients for each thread, which have to be added up; requesting the next block of x or y ahead, no gain.
+// Rejected: batched products with h and its permutation in memory (torch), which take three times as long or more; threads
+// that divide the blocks in the backward, half as long again on two cores, and many times as long where other programs want
+// them too, since h and dh pass from one to the other twice a tile or a group of tiles; keeping h from the forward, 5 to 11 %
+// faster where it stays in the caches until the backward and 7 to 18 % slower where it does not, as in a step of any model
+// of some layers; tiles of 96 samples, rows first when a tile is transposed, requesting blocks of x and dy ahead, copying
+// those whose rows are a multiple of 2 kB apart: no gain.
 #include <algorithm>
+#include <stdexcept>
 #include <vector>
 
 #include "exports.h"
@@ -25,26 +32,21 @@
 
 namespace {
 
-// Samples of a tile: whole pairs of vectors, and whole groups of six and twelve rows. In the backward the sums of gradients
-// cross the second cache for every tile.
-constexpr long FORWARD_ROWS = 48, BACKWARD_ROWS = 96;
-
-// Elements of h and dh in a group of tiles, which threads pass to each other in the backward: 8 MB. Each group has two
-// barriers, and where other programs want the cores too, one can take 4 ms: with a tile for each thread, 4,096 rows took ten
-// times as long there. A single thread takes tile by tile, which stay in its second cache (10 to 30 % less time).
-constexpr long GROUP = 1 << 21;
+constexpr long ROWS = 48;  // samples of a tile: whole pairs of vectors, and whole groups of six and twelve rows
 
 // A weight from Python, all rows contiguous. Blocks may reach beyond the features; what is there is padding.
 struct Blocks {
     long in_blocks, out_blocks, in_size, out_size;  // A, C, N, M
     long features, out_features, components;
     const int64_t* ranks;  // (A, C)
-    const float *r, *l, *bias;  // (N, K), (K, M), (out_features); bias may be null
+    const float *r, *l, *bias, *gates;  // (N, K), (K, M), (out_features), (K); the last two may be null
+    float* y;  // (samples, out_features); in the backward dy, which is only read
+    float *dr, *dl, *dbias, *dgates;  // null where not wanted; dgates only with dr
 };
 
 struct Layout : Blocks {
-    long rows;  // samples of a tile
     long n, m;  // in_size and out_size padded to whole vectors
+    long packed;  // where its Rᵀ begins in packed memory
     long entries, tile_rows;  // rows of packed L; rows of a tile of h
     std::vector<long> first;  // of each input block: its first component
     std::vector<long> row;    // of each input block: its first row in a tile of h
@@ -52,40 +54,68 @@ struct Layout : Blocks {
     std::vector<long> begin;  // of each row in packed L: the element of a tile of h at which its component begins
     std::vector<long> component;  // of each row in packed L: its component; -1 for a bias
 
-    Layout(const Blocks& blocks, long rows) : Blocks(blocks), rows(rows), n(padded(in_size, W)), m(padded(out_size, W)) {
+    // Throws std::invalid_argument unless the ranks are those of all components.
+    Layout(const Blocks& blocks, long packed)
+        : Blocks(blocks), n(padded(in_size, W)), m(padded(out_size, W)), packed(packed) {
         entries = components + has_bias() * out_blocks;
         tile_rows = 1;  // the ones that meet a bias
         entry.assign(out_blocks + 1, 0);
-        for (long a = 0, k = 0; a < in_blocks; ++a) {
+        long k = 0;
+        for (long a = 0; a < in_blocks; ++a) {
             first.push_back(k), row.push_back(tile_rows);
-            for (long c = 0; c < out_blocks; ++c) k += ranks[a * out_blocks + c], entry[c + 1] += ranks[a * out_blocks + c];
+            for (long c = 0; c < out_blocks; ++c) {
+                const long rank = ranks[a * out_blocks + c];
+                if (rank < 0 || rank > components - k) throw std::invalid_argument("ranks");
+                k += rank, entry[c + 1] += rank;
+            }
             tile_rows += (k - first[a]) | 1;
         }
+        if (k != components) throw std::invalid_argument("ranks");
         first.push_back(components);
         for (long c = 0; c < out_blocks; ++c) entry[c + 1] += entry[c] + has_bias();
         begin.assign(entries, 0), component.assign(entries, -1);
         std::vector<long> next(entry.begin(), entry.end() - 1);
         for (long& each : next) each += has_bias();
-        for (long a = 0, k = 0; a < in_blocks; ++a)
+        k = 0;
+        for (long a = 0; a < in_blocks; ++a)
             for (long c = 0; c < out_blocks; ++c)
                 for (long q = 0; q < ranks[a * out_blocks + c]; ++q, ++k, ++next[c])
-                    begin[next[c]] = (row[a] + k - first[a]) * rows, component[next[c]] = k;
+                    begin[next[c]] = (row[a] + k - first[a]) * ROWS, component[next[c]] = k;
     }
     long has_bias() const { return bias != nullptr; }
     long in_width(long a) const { return std::clamp(features - a * in_size, 0l, in_size); }
     long out_width(long c) const { return std::clamp(out_features - c * out_size, 0l, out_size); }
     long rank_of(long a) const { return first[a + 1] - first[a]; }
-    long packed_size() const { return components * n + entries * m; }
+    long packed_l() const { return packed + components * n; }
+    long packed_end() const { return packed_l() + entries * m; }
+};
+
+// The weights that share x, and the memory of a thread that suits all of them.
+struct Layouts : std::vector<Layout> {
+    long packed = 0, tile = 0, block = 0;  // floats: all weights packed; a tile of h; a padded block of x or y in a tile
+
+    Layouts(long count, const Blocks* blocks) {
+        reserve(count);
+        for (long k = 0; k < count; ++k) {
+            const Layout& w = emplace_back(blocks[k], packed);
+            packed = w.packed_end();
+            tile = std::max(tile, w.tile_rows * ROWS), block = std::max({block, w.n * ROWS, w.m * ROWS});
+        }
+    }
 };
 
 // Rᵀ (K, n) and then [bias_C; L_C] of all C (entries, m), padded with zeros.
-void pack(const Layout& w, float* r, float* l) {
+void pack(const Layout& w, float* to) {
+    float *const r = to + w.packed, *const l = to + w.packed_l();
 #pragma omp for schedule(static) nowait
     for (long k = 0; k < w.components; k += 2 * W) {
         const long some = std::min<long>(2 * W, w.components - k);
-        for (long j = 0; j < some && w.n > w.in_size; ++j)
-            std::fill(r + (k + j) * w.n + w.in_size, r + (k + j + 1) * w.n, 0.0f);
         transpose(w.in_size, some, w.r + k, w.components, r + k * w.n, w.n);
+        for (long j = k; j < k + some; ++j) {
+            std::fill(r + j * w.n + w.in_size, r + (j + 1) * w.n, 0.0f);
+            for (long i = 0; w.gates && i < w.n; i += W)
+                store(r + j * w.n + i, load(r + j * w.n + i) * splat(w.gates[j]));
+        }
     }
 #pragma omp for schedule(static) nowait
     for (long c = 0; c < w.out_blocks; ++c)
@@ -97,67 +127,146 @@ void pack(const Layout& w, float* r, float* l) {
         }
 }
 
-// (samples, columns) with row stride `row`, transposed to (columns, rows), padded with zeros to whole vectors.
-void transpose_tile(const float* from, long row, long samples, long columns, float* to, long rows) {
+// (samples, columns) with row stride `row`, transposed to (columns, ROWS), padded with zeros to whole vectors.
+void transpose_tile(const float* from, long row, long samples, long columns, float* to) {
     for (long j = 0; j < columns && samples % W; ++j)
-        std::fill(to + j * rows + samples, to + j * rows + padded(samples, W), 0.0f);
-    transpose(samples, columns, from, row, to, rows);
+        std::fill(to + j * ROWS + samples, to + j * ROWS + padded(samples, W), 0.0f);
+    transpose(samples, columns, from, row, to, ROWS);
 }
 
-// `width` columns of (samples, columns) as (samples, to_row), padded with zeros.
-void copy_tile(const float* from, long row, long samples, long width, float* to, long to_row) {
-    for (long s = 0; s < samples; ++s, from += row, to += to_row) {
-        long j = 0;
-        for (; j + W <= width; j += W) store(to + j, load(from + j));
-        std::fill(std::copy(from + j, from + width, to + j), to + to_row, 0.0f);
+// A block of x or dy whose rows are whole vectors: the block itself, or a copy padded with zeros where they are not.
+struct Padded {
+    const float* at;
+    long row;
+
+    Padded(const float* from, long row, long samples, long width, long to_row, float* copy) : at(from), row(row) {
+        if (width == to_row) return;
+        for (long s = 0; s < samples; ++s)
+            std::fill(std::copy_n(from + s * row, width, copy + s * to_row), copy + (s + 1) * to_row, 0.0f);
+        at = copy, this->row = to_row;
     }
-}
+};
 
-// sum (columns) = or += the sum of the rows of (rows, columns); four rows at once, as each addition waits for the one before.
-void add_rows(const float* from, long rows, long columns, float* sum, bool add) {
+// sum (columns) = or += the sum of the rows of a block; four rows at once, as each addition waits for the one before.
+void add_rows(Padded from, long rows, long columns, float* sum, bool add) {
     for (long j = 0; j < columns; j += W) {
-        const float* at = from + j;
+        const float* at = from.at + j;
         Vec total = {};
         long k = rows;
-        for (; k >= 4; k -= 4, at += 4 * columns)
-            total += (load(at) + load(at + columns)) + (load(at + 2 * columns) + load(at + 3 * columns));
-        for (; k > 0; --k, at += columns) total += load(at);
+        for (; k >= 4; k -= 4, at += 4 * from.row)
+            total += (load(at) + load(at + from.row)) + (load(at + 2 * from.row) + load(at + 3 * from.row));
+        for (; k > 0; --k, at += from.row) total += load(at);
         store(sum + j, add ? load(sum + j) + total : total);
     }
 }
 
-// c (m, width) with row stride c_row = a b; b has rows of n >= width elements.
+// c (m, width) with row stride c_row = or += a b; b has rows of n >= width elements.
 template <class A>
-void cut_product(long m, long width, long n, long depth, A a, const float* b, float* c, long c_row, float* edge) {
-    if (width == n) return product(m, n, depth, a, b, n, Strided{c, c_row}, false);
+void cut_product(long m, long width, long n, long depth, A a, const float* b, float* c, long c_row, float* edge, bool add) {
+    if (width == n) return product(m, n, depth, a, b, n, Strided{c, c_row}, add);
     if (width == 0) return;
     product(m, n, depth, a, b, n, Strided{edge, n}, false);
-    for (long i = 0; i < m; ++i) std::copy_n(edge + i * n, width, c + i * c_row);
+    for (long i = 0; i < m; ++i)
+        for (long j = 0; j < width; ++j) c[i * c_row + j] = edge[i * n + j] + (add ? c[i * c_row + j] : 0.0f);
 }
 
 // Samples that a thread takes at a time: a tile, or the part of one that keeps all threads busy. No result depends on it.
 long part_of(long samples, long threads) {
-    long part = FORWARD_ROWS;
-    for (long smaller : {FORWARD_ROWS / 2, FORWARD_ROWS / 3, FORWARD_ROWS / 6})
+    long part = ROWS;
+    for (long smaller : {ROWS / 2, ROWS / 3, ROWS / 6})
         if (smaller % W == 0 && (samples + part - 1) / part < threads) part = smaller;
     return part;
 }
 
-// The rows of input block a in a tile of h, from `samples` rows of x. x_tile: memory of in_size x rows.
-void project(const Layout& w, long a, const float* r, const float* x, long samples, float* x_tile, float* h) {
-    transpose_tile(x + a * w.in_size, w.features, samples, w.in_width(a), x_tile, w.rows);
-    product(w.rank_of(a), padded(samples, W), w.in_width(a), {r + w.first[a] * w.n, w.n, 1}, x_tile, w.rows,
-            h + w.row[a] * w.rows, w.rows, false);
+// A tile of h from `samples` rows of x. block: memory of in_size x ROWS.
+void project(const Layout& w, const float* packed, const float* x, long samples, float* block, float* h) {
+    const float* const r = packed + w.packed;
+    for (long a = 0; a < w.in_blocks; ++a) {
+        transpose_tile(x + a * w.in_size, w.features, samples, w.in_width(a), block);
+        product(w.rank_of(a), padded(samples, W), w.in_width(a), {r + w.first[a] * w.n, w.n, 1}, block, ROWS,
+                h + w.row[a] * ROWS, ROWS, false);
+    }
 }
 
-// The gradients of no samples.
-void clear(const Blocks& w, float* dr, float* dl, float* dbias) {
-#pragma omp single
-    {
-        if (dr) std::fill_n(dr, w.in_size * w.components, 0.0f);
-        if (dl) std::fill_n(dl, w.out_size * w.components, 0.0f);
-        if (dbias) std::fill_n(dbias, w.out_features, 0.0f);
+// dh from `samples` rows of dy, if it is wanted, and the sums of ∂L and ∂bias.
+void from_outputs(const Layout& w, const float* packed, const float* dy, long samples, float* h, float* dh,
+                  float* sums, bool add, float* block) {
+    for (long c = 0; c < w.out_blocks; ++c) {
+        const long e = w.entry[c] + w.has_bias(), count = w.entry[c + 1] - e, width = w.out_width(c);
+        const long* const begin = w.begin.data() + e;
+        const float* const dy_c = dy + c * w.out_size;
+        float* const sum = sums + w.packed_l() + e * w.m;  // after that of the bias
+        if (dh) {
+            transpose_tile(dy_c, w.out_features, samples, width, block);
+            product(count, padded(samples, W), width, Matrix{packed + w.packed_l() + e * w.m, w.m, 1}, block, ROWS,
+                    Rows{dh, begin}, false);
+        }
+        const Padded rows(dy_c, w.out_features, samples, width, w.m, block);
+        if (w.dbias) add_rows(rows, samples, w.m, sum - w.m, add);
+        if (w.dl) product(count, w.m, samples, Rows{h, begin}, rows.at, rows.row, Strided{sum, w.m}, add);
     }
+}
+
+// dx, if it is wanted, or more of it, and the sums of ∂R, from `samples` rows of x and their dh.
+void from_components(const Layout& w, const float* packed, const float* x, long samples, const float* dh, float* dx,
+                     bool add_dx, float* sums, bool add, float* block) {
+    for (long a = 0; a < w.in_blocks; ++a) {
+        const long k = w.packed + w.first[a] * w.n, count = w.rank_of(a), width = w.in_width(a), at = a * w.in_size;
+        const float* const dh_a = dh + w.row[a] * ROWS;
+        if (w.dr) {
+            const Padded rows(x + at, w.features, samples, width, w.n, block);
+            product(count, w.n, samples, {dh_a, ROWS, 1}, rows.at, rows.row, sums + k, w.n, add);
+        }
+        if (dx)
+            cut_product(samples, width, w.n, count, Matrix{dh_a, 1, ROWS}, packed + k, dx + at, w.features, block, add_dx);
+    }
+}
+
+// sum (size) = the sum of the sums of all threads, which lie behind each other.
+void add_up(float* sums, long size, long threads) {
+#pragma omp for schedule(static)
+    for (long j = 0; j < size; j += W) {
+        Vec total = load(sums + j);
+        for (long t = 1; t < threads; ++t) total += load(sums + t * size + j);
+        store(sums + j, total);
+    }
+}
+
+// ∂R̂ and ∂g of the components from `first` to `end`; dr holds their ∂R.
+void through_gates(const Layout& w, long first, long end) {
+    const long row = w.components;
+    for (; first + W <= end; first += W) {
+        Vec sum = {};
+        for (long i = first; i < first + w.in_size * row; i += row) {
+            const Vec dr = load(w.dr + i);
+            sum = multiply_add(load(w.r + i), dr, sum);
+            store(w.dr + i, dr * load(w.gates + first));
+        }
+        if (w.dgates) store(w.dgates + first, sum);
+    }
+    for (; first < end; ++first) {
+        float sum = 0.0f;
+        for (long i = first; i < first + w.in_size * row; i += row) sum += w.r[i] * w.dr[i], w.dr[i] *= w.gates[first];
+        if (w.dgates) w.dgates[first] = sum;
+    }
+}
+
+// The gradients from their sums.
+void unpack(const Layout& w, const float* sums) {
+    const float *const r_sum = sums + w.packed, *const l_sum = sums + w.packed_l();
+#pragma omp for schedule(static) nowait
+    for (long c = 0; c < w.out_blocks; ++c)
+        for (long e = w.entry[c]; e < w.entry[c + 1]; ++e) {
+            const long k = w.component[e];
+            if (k < 0 && w.dbias) std::copy_n(l_sum + e * w.m, w.out_width(c), w.dbias + c * w.out_size);
+            if (k >= 0 && w.dl) std::copy_n(l_sum + e * w.m, w.out_size, w.dl + k * w.out_size);
+        }
+#pragma omp for schedule(static) nowait
+    for (long a = 0; a < w.in_blocks; ++a)
+        if (w.dr) {
+            transpose(w.rank_of(a), w.in_size, r_sum + w.first[a] * w.n, w.n, w.dr + w.first[a], w.components);
+            if (w.gates) through_gates(w, w.first[a], w.first[a + 1]);
+        }
 }
 
 thread_local Scratch shared_scratch;
@@ -167,99 +276,67 @@ thread_local Workspace threads_workspace;
 
 extern "C" {
 
-// x (samples, features) -> y (samples, out_features).
-int block_product(long samples, const Blocks* blocks, const float* x, float* y, Threads threads) {
+// y of all weights from x (samples, features), which they share as well as its blocks.
+int block_product(long samples, long count, const Blocks* blocks, const float* x, Threads threads) {
     return status([=, &workspace = threads_workspace] {
-        const Layout w(*blocks, FORWARD_ROWS);
-        float *const r = shared_scratch.floats(w.packed_size()), *const l = r + w.components * w.n;
-        workspace.reserve(threads, (w.tile_rows + w.in_size + w.m) * w.rows);
+        const Layouts weights(count, blocks);
+        float* const packed = shared_scratch.floats(weights.packed);
+        workspace.reserve(threads, weights.tile + weights.block);
         const long part = part_of(samples, threads);
 #pragma omp parallel num_threads(threads)
         {
-            pack(w, r, l);
+            for (const Layout& w : weights) pack(w, packed);
 #pragma omp barrier
-            Room room = {workspace.own()};
-            float* const h = room.take(w.tile_rows * w.rows);
-            float *const x_tile = room.take(w.in_size * w.rows), *const edge = room.take(w.m * w.rows);
-            std::fill_n(h, w.rows, 1.0f);
+            float *const h = workspace.own(), *const block = h + weights.tile;
+            std::fill_n(h, ROWS, 1.0f);
 #pragma omp for schedule(static)
-            for (long s = 0; s < samples; s += part) {
-                const long some = std::min(part, samples - s);
-                for (long a = 0; a < w.in_blocks; ++a) project(w, a, r, x + s * w.features, some, x_tile, h);
-                for (long c = 0; c < w.out_blocks; ++c) {
-                    const long e = w.entry[c];
-                    cut_product(some, w.out_width(c), w.m, w.entry[c + 1] - e, Columns{h, w.begin.data() + e}, l + e * w.m,
-                                y + s * w.out_features + c * w.out_size, w.out_features, edge);
+            for (long s = 0; s < samples; s += part)
+                for (const Layout& w : weights) {
+                    const long some = std::min(part, samples - s);
+                    project(w, packed, x + s * w.features, some, block, h);
+                    for (long c = 0; c < w.out_blocks; ++c) {
+                        const long e = w.entry[c];
+                        cut_product(some, w.out_width(c), w.m, w.entry[c + 1] - e, Columns{h, w.begin.data() + e},
+                                    packed + w.packed_l() + e * w.m, w.y + s * w.out_features + c * w.out_size,
+                                    w.out_features, block, false);
+                    }
                 }
-            }
         }
     });
 }
 EXPORT(block_product);
 
-// dx, dr, dl and dbias from dy; null where not wanted.
-int block_product_backward(long samples, const Blocks* blocks, const float* x, const float* dy, float* dx, float* dr,
-                           float* dl, float* dbias, Threads threads) {
+// dx, if not null, and the gradients of all weights from their dy.
+int block_product_backward(long samples, long count, const Blocks* blocks, const float* x, float* dx, Threads threads) {
     return status([=, &workspace = threads_workspace] {
-        const Layout w(*blocks, BACKWARD_ROWS);
-        const long packed = w.packed_size(), rows = BACKWARD_ROWS;
-        const long most = threads == 1 ? 1 : std::max<long>(threads, GROUP / (2 * rows * w.tile_rows));
-        const long group = std::min(most, (samples + rows - 1) / rows) * rows;
-        float* const r = shared_scratch.floats(2 * packed + 2 * group * w.tile_rows);
-        float *const l = r + w.components * w.n, *const r_sum = r + packed, *const l_sum = l + packed;
-        float *const h = r_sum + packed, *const dh = h + group * w.tile_rows;  // tiles of a group
-        const long bias = w.has_bias();
-        workspace.reserve(threads, rows * (std::max(w.in_size, w.out_size) + std::max(w.n, w.m)));
+        const Layouts weights(count, blocks);
+        const long share = std::max(1l, padded((samples + threads - 1) / threads, W));
+        const long used = std::max(1l, (samples + share - 1) / share);  // threads that get any
+        float* const packed = shared_scratch.floats((1 + used) * weights.packed);
+        float* const sums = packed + weights.packed;
+        workspace.reserve(threads, 2 * weights.tile + weights.block);
 #pragma omp parallel num_threads(threads)
         {
-            pack(w, r, l);
-            float *const tile = workspace.own(), *const own = tile + rows * std::max(w.in_size, w.out_size);
-            if (samples == 0) clear(w, dr, dl, dbias);
+            for (const Layout& w : weights) pack(w, packed);
 #pragma omp barrier
-            for (long first = 0; first < samples; first += group) {
-                const long end = std::min(first + group, samples);
-                const bool last = end == samples;
-#pragma omp for schedule(static)
-                for (long a = 0; a < w.in_blocks; ++a)
-                    for (long s = first; s < end && dl; s += rows)
-                        project(w, a, r, x + s * w.features, std::min(rows, end - s), tile, h + (s - first) * w.tile_rows);
-#pragma omp for schedule(static)
-                for (long c = 0; c < w.out_blocks; ++c) {
-                    const long e = w.entry[c] + bias, count = w.entry[c + 1] - e, width = w.out_width(c);
-                    const long* const begin = w.begin.data() + e;
-                    float* const sum = l_sum + e * w.m;  // after that of the bias
-                    for (long s = first; s < end; s += rows) {
-                        const long some = std::min(rows, end - s), at = (s - first) * w.tile_rows;
-                        copy_tile(dy + s * w.out_features + c * w.out_size, w.out_features, some, width, own, w.m);
-                        if (dbias) add_rows(own, some, w.m, sum - w.m, s > 0);
-                        if (dl) product(count, w.m, some, Rows{h + at, begin}, own, w.m, Strided{sum, w.m}, s > 0);
-                        if (dx || dr) {
-                            transpose_tile(own, w.m, some, width, tile, rows);
-                            product(count, padded(some, W), width, Matrix{l + e * w.m, w.m, 1}, tile, rows,
-                                    Rows{dh + at, begin}, false);
-                        }
+            float *const h = workspace.own(), *const dh = h + weights.tile, *const block = dh + weights.tile;
+#pragma omp for schedule(static, 1)
+            for (long u = 0; u < used; ++u) {
+                float* const own = sums + u * weights.packed;
+                const long end = std::min((u + 1) * share, samples);
+                if (samples == 0) std::fill_n(own, weights.packed, 0.0f);
+                for (long s = u * share; s < end; s += ROWS)
+                    for (const Layout& w : weights) {
+                        const long some = std::min(ROWS, end - s), at = s * w.features;
+                        const float* const dy = w.y + s * w.out_features;
+                        const bool add = s > u * share, add_dx = &w != weights.data();
+                        if (w.dl) project(w, packed, x + at, some, block, h);
+                        from_outputs(w, packed, dy, some, h, dx || w.dr ? dh : nullptr, own, add, block);
+                        from_components(w, packed, x + at, some, dh, dx ? dx + at : nullptr, add_dx, own, add, block);
                     }
-                    if (last && dbias) std::copy_n(sum - w.m, width, dbias + c * w.out_size);
-                    for (long k = 0; last && dl && k < count; ++k)
-                        std::copy_n(sum + k * w.m, w.out_size, dl + w.component[e + k] * w.out_size);
-                }
-#pragma omp for schedule(static) nowait  // the next group overwrites h, which nobody reads anymore
-                for (long a = 0; a < w.in_blocks; ++a) {
-                    const long k = w.first[a], count = w.rank_of(a), width = w.in_width(a);
-                    float* const sum = r_sum + k * w.n;
-                    for (long s = first; s < end; s += rows) {
-                        const long some = std::min(rows, end - s), at = s * w.features + a * w.in_size;
-                        const float* const dh_a = dh + (s - first) * w.tile_rows + w.row[a] * rows;
-                        if (dx)
-                            cut_product(some, width, w.n, count, Matrix{dh_a, 1, rows}, r + k * w.n, dx + at, w.features, own);
-                        if (dr) {
-                            copy_tile(x + at, w.features, some, width, own, w.n);
-                            product(count, w.n, some, {dh_a, rows, 1}, own, w.n, sum, w.n, s > 0);
-                        }
-                    }
-                    if (last && dr) transpose(count, w.in_size, sum, w.n, dr + k, w.components);
-                }
             }
+            if (used > 1) add_up(sums, weights.packed, used);
+            for (const Layout& w : weights) unpack(w, sums);
         }
     });
 }

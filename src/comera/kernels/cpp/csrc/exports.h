@@ -2,10 +2,11 @@
 // cannot be out of date; library.py compares all of them with its own table before it calls anything.
 //
 // Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
-// threads. Every function returns a status: 0, or 1 if memory ran out.
+// threads. Every function returns a status: 0, 1 if memory ran out, or 2 if it refused numbers in its operands.
 #pragma once
 
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 
@@ -44,5 +45,7 @@ int status(Body body) {
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;
+    } catch (const std::invalid_argument&) {
+        return 2;
     }
 }

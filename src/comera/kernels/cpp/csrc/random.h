@@ -11,8 +11,6 @@
 
 #include "vectors.h"
 
-#define INLINE __attribute__((always_inline))  // a call that is not inlined passes its vectors through memory
-
 typedef uint32_t Lanes __attribute__((vector_size(32)));
 typedef int32_t SignedLanes __attribute__((vector_size(32)));
 

@@ -1,18 +1,21 @@
-// Dropout, and the layer norm of a residual sum after dropout, each direction in one pass over memory (ops/dropout.py):
+// Dropout, and the norm of a residual sum after dropout, each direction in one pass over memory (ops/residual_norm.py):
 //
-//     s = x + f z,   y = (s - mean) rstd · weight + bias,   f = 0 where dropped, else `scale`;   mean, rstd per row
-//     n = (s - mean) rstd,   g = dy weight,   dx = rstd (g - mean(g) - n mean(g n)),   dz = f dx
-//     dweight = Σ dy n,   dbias = Σ dy       summed by each thread, then over threads in order
+//     s = x + f z,   f = 0 where dropped, else `scale`;   without z: s = x
+//     n = (s - mean) rstd,   y = n weight + bias          LayerNorm: mean, rstd = 1/√(variance + eps) per row
+//     n = s rstd,            y = n (offset + weight)      RMSNorm: rstd = 1/√(mean of s² + eps)
+//     g = dy (offset + weight),   dx = rstd (g - mean(g) - n mean(g n)) + ds,   dz = f dx        RMSNorm: without mean(g)
+//     dweight = Σ dy n,   dbias = Σ dy                    summed by each thread, then over threads in order
 //
 // f is drawn again wherever it is needed, from a seed and the position of an entry in the whole tensor (random.h): entry e
 // belongs to block e / 64, whatever the shape. A row stays in the L1 cache through its passes: one computes s and its sum,
-// one the squares about the mean, so that no digits cancel, one y.
+// one the squares about the mean, so that no digits cancel, one y. An RMSNorm sums the squares in the first.
 //
 // Rejected: masks in memory, a byte to write, keep and read for 0.3 ns of arithmetic; drawing the factors of a whole row
 // before its first pass, during which memory idles (a third slower).
 #include <algorithm>
 #include <cmath>
 
+#include "elementwise.h"
 #include "exports.h"
 #include "products.h"
 #include "random.h"
@@ -20,37 +23,14 @@
 
 namespace {
 
-constexpr long BLOCK = 64, CHUNK = 16 * BLOCK;
-constexpr long ENTRIES = 1 << 14;  // fewer are not worth a thread
+constexpr long BLOCK = 64;
+static_assert(CHUNK % BLOCK == 0);
 
 struct Drop {
     const int64_t* seed;
     uint32_t dropped;  // of 2^16; 0 for no dropout, without a seed
     float scale;
 };
-
-// The first `count` of a vector, 0 beyond.
-inline Vec load(const float* from, long count) {
-    if (count >= W) return ::load(from);
-    Vec x{};
-    std::memcpy(&x, from, count * sizeof(float));
-    return x;
-}
-inline void store(float* to, Vec x, long count) {
-    if (count >= W) return ::store(to, x);
-    std::memcpy(to, &x, count * sizeof(float));
-}
-
-// body(c, count, k) for each vector of a row: `count` entries from c on, W of them but at the end; k < 4 alternates, for
-// sums that do not wait for each other.
-template <class Body>
-INLINE inline void over(long cols, Body body) {
-    long c = 0;
-    for (; c + 4 * W <= cols; c += 4 * W)
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) body(c + k * W, (long)W, k);
-    for (; c < cols; c += W) body(c, std::min((long)W, cols - c), 0);
-}
 
 // The same with dropout's factors, body(c, count, k, f), for the entries from `at` on.
 template <class Body>
@@ -79,9 +59,101 @@ struct Sums {
     }
 };
 
-int useful(int threads, long entries) { return (int)std::min((long)threads, entries / ENTRIES + 1); }
-
 thread_local Workspace sums_workspace;
+
+struct Gain {  // offset + weight; weight null for a norm without
+    const float* weight;
+    float offset;
+    INLINE Vec times(Vec x, long c, long n) const { return weight ? x * (load(weight + c, n) + offset) : x; }
+};
+
+template <bool LAYER>
+void forward(long rows, long cols, const float* z, const float* x, Gain gain, const float* bias, Drop drop, float eps,
+             float* y, float* s, float* mean, float* rstd, int threads) {
+#pragma omp parallel for schedule(static) num_threads(useful(threads, rows * cols))
+    for (long r = 0; r < rows; ++r) {
+        const float *const zr = z ? z + r * cols : nullptr, *const xr = x + r * cols;
+        float *const yr = y + r * cols, *const made = z ? s + r * cols : nullptr;
+        const float* const sr = z ? made : xr;
+        Sums first;  // of s, or of its squares
+        const auto add = [&first](Vec v, int k) INLINE { first.of[k] += LAYER ? v : v * v; };
+        if (z)
+            over_dropped(drop, r * cols, cols, [=](long c, long n, int k, Vec f) INLINE {
+                const Vec v = load(zr + c, n) * f + load(xr + c, n);
+                store(made + c, v, n);
+                add(v, k);
+            });
+        else
+            over(cols, [=](long c, long n, int k) INLINE { add(load(xr + c, n), k); });
+        float center = 0.0f, variance = first.total() / cols;
+        if constexpr (LAYER) {
+            const float about = variance;
+            Sums rest, squares;
+            over(cols, [=, &rest, &squares](long c, long n, int k) INLINE {
+                const Vec off = load(sr + c, n) - about, v = load((const float*)&off, n);
+                rest.of[k] += v;
+                squares.of[k] += v * v;
+            });
+            const float shift = rest.total() / cols;  // what rounding took from the mean
+            center = mean[r] = about + shift, variance = squares.total() / cols - shift * shift;
+        }
+        const float inverse = rstd[r] = 1.0f / std::sqrt(variance + eps);
+        over(cols, [=](long c, long n, int) INLINE {
+            Vec v = gain.times((load(sr + c, n) - center) * inverse, c, n);
+            if (LAYER && bias) v += load(bias + c, n);
+            store(yr + c, v, n);
+        });
+    }
+}
+
+template <bool LAYER>
+void backward(long rows, long cols, const float* dy, const float* ds, const float* s, const float* mean,
+              const float* rstd, Gain gain, Drop drop, float* dx, float* dz, float* dweight, float* dbias,
+              int threads) {
+    const long width = padded(cols, W);
+    const int team = useful(threads, rows * cols);
+    Workspace& workspace = sums_workspace;
+    workspace.reserve(team, (1 + LAYER) * width);
+#pragma omp parallel num_threads(team)
+    {
+        float *const dw = workspace.own(), *const db = dw + width;
+        std::fill_n(dw, (1 + LAYER) * width, 0.0f);
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; ++r) {
+            const float *const dyr = dy + r * cols, *const sr = s + r * cols, *const dsr = ds ? ds + r * cols : nullptr;
+            float *const dxr = dx + r * cols, *const dzr = dz ? dz + r * cols : nullptr;
+            const float center = LAYER ? mean[r] : 0.0f, inverse = rstd[r];
+            Sums sum, along;
+            over(cols, [=, &sum, &along](long c, long n, int k) INLINE {
+                const Vec out = load(dyr + c, n), v = (load(sr + c, n) - center) * inverse;
+                const Vec g = gain.times(out, c, n);
+                ::store(dw + c, ::load(dw + c) + out * v);
+                if (LAYER) ::store(db + c, ::load(db + c) + out);
+                if (LAYER) sum.of[k] += g;
+                along.of[k] += g * v;
+            });
+            const float base = LAYER ? sum.total() / cols : 0.0f, slope = along.total() / cols;
+            over_dropped(drop, r * cols, cols, [=](long c, long n, int, Vec f) INLINE {
+                const Vec v = (load(sr + c, n) - center) * inverse, g = gain.times(load(dyr + c, n), c, n);
+                Vec dv = (g - base - v * slope) * inverse;
+                if (dsr) dv += load(dsr + c, n);
+                store(dxr + c, dv, n);
+                if (dzr) store(dzr + c, dv * f, n);
+            });
+        }
+        const int count = omp_get_num_threads();
+#pragma omp for schedule(static)
+        for (long c = 0; c < cols; ++c) {
+            float of_weight = 0.0f, of_bias = 0.0f;
+            for (int t = 0; t < count; ++t) {
+                of_weight += workspace.of(t)[c];
+                if (LAYER) of_bias += workspace.of(t)[width + c];
+            }
+            dweight[c] = of_weight;
+            if (LAYER) dbias[c] = of_bias;
+        }
+    }
+}
 
 }  // namespace
 
@@ -111,86 +183,28 @@ int dropout(long count, const float* x, const int64_t* seed, int dropped, float 
 }
 EXPORT(dropout);
 
-// z, x, y, s (rows, cols); weight, bias (cols) or null; mean, rstd (rows).
-int residual_norm(long rows, long cols, const float* z, const float* x, const float* weight, const float* bias,
-                  const int64_t* seed, int dropped, float scale, float eps, float* y, float* s, float* mean,
-                  float* rstd, Threads threads) {
+// layer: 1 for a LayerNorm, 0 for an RMSNorm, which has no bias and no mean. z, x, y, s (rows, cols), z null for s = x,
+// which is not written; weight, bias (cols) or null; mean, rstd (rows).
+int residual_norm(int layer, long rows, long cols, const float* z, const float* x, const float* weight, float offset,
+                  const float* bias, const int64_t* seed, int dropped, float scale, float eps, float* y, float* s,
+                  float* mean, float* rstd, Threads threads) {
     const Drop drop = {seed, (uint32_t)dropped, scale};
-#pragma omp parallel for schedule(static) num_threads(useful(threads, rows * cols))
-    for (long r = 0; r < rows; ++r) {
-        const float *const zr = z + r * cols, *const xr = x + r * cols;
-        float *const sr = s + r * cols, *const yr = y + r * cols;
-        Sums sum, rest, squares;
-        over_dropped(drop, r * cols, cols, [=, &sum](long c, long n, int k, Vec f) INLINE {
-            const Vec v = load(zr + c, n) * f + load(xr + c, n);
-            store(sr + c, v, n);
-            sum.of[k] += v;
-        });
-        const float about = sum.total() / cols;
-        over(cols, [=, &rest, &squares](long c, long n, int k) INLINE {
-            const Vec off = load(sr + c, n) - about, v = load((const float*)&off, n);
-            rest.of[k] += v;
-            squares.of[k] += v * v;
-        });
-        const float shift = rest.total() / cols;  // what rounding took from the mean
-        const float center = about + shift, variance = squares.total() / cols - shift * shift;
-        const float inverse = 1.0f / std::sqrt(variance + eps);
-        over(cols, [=](long c, long n, int) INLINE {
-            Vec v = (load(sr + c, n) - center) * inverse;
-            if (weight) v *= load(weight + c, n);
-            if (bias) v += load(bias + c, n);
-            store(yr + c, v, n);
-        });
-        mean[r] = center, rstd[r] = inverse;
-    }
+    (layer ? forward<true> : forward<false>)(rows, cols, z, x, {weight, offset}, bias, drop, eps, y, s, mean, rstd,
+                                             threads);
     return 0;
 }
 EXPORT(residual_norm);
 
-// dy, s, dx, dz (rows, cols), dz null without dropout; dweight, dbias (cols).
-int residual_norm_backward(long rows, long cols, const float* dy, const float* s, const float* mean, const float* rstd,
-                           const float* weight, const int64_t* seed, int dropped, float scale, float* dx, float* dz,
-                           float* dweight, float* dbias, Threads threads) {
-    return status([=, &workspace = sums_workspace] {
+// dy, ds, s, dx, dz (rows, cols), ds null where nobody used s, dz null without dropout; dweight, dbias (cols), dbias null
+// for an RMSNorm.
+int residual_norm_backward(int layer, long rows, long cols, const float* dy, const float* ds, const float* s,
+                           const float* mean, const float* rstd, const float* weight, float offset,
+                           const int64_t* seed, int dropped, float scale, float* dx, float* dz, float* dweight,
+                           float* dbias, Threads threads) {
+    return status([=] {
         const Drop drop = {seed, (uint32_t)dropped, scale};
-        const long width = padded(cols, W);
-        const int team = useful(threads, rows * cols);
-        workspace.reserve(team, 2 * width);
-#pragma omp parallel num_threads(team)
-        {
-            float *const dw = workspace.own(), *const db = dw + width;
-            std::fill(dw, db + width, 0.0f);
-#pragma omp for schedule(static)
-            for (long r = 0; r < rows; ++r) {
-                const float *const dyr = dy + r * cols, *const sr = s + r * cols;
-                float *const dxr = dx + r * cols, *const dzr = dz ? dz + r * cols : nullptr;
-                const float center = mean[r], inverse = rstd[r];
-                Sums sum, along;
-                over(cols, [=, &sum, &along](long c, long n, int k) INLINE {
-                    const Vec out = load(dyr + c, n), v = (load(sr + c, n) - center) * inverse;
-                    const Vec g = weight ? out * load(weight + c, n) : out;
-                    ::store(dw + c, ::load(dw + c) + out * v);
-                    ::store(db + c, ::load(db + c) + out);
-                    sum.of[k] += g;
-                    along.of[k] += g * v;
-                });
-                const float base = sum.total() / cols, slope = along.total() / cols;
-                over_dropped(drop, r * cols, cols, [=](long c, long n, int, Vec f) INLINE {
-                    const Vec v = (load(sr + c, n) - center) * inverse;
-                    const Vec g = weight ? load(dyr + c, n) * load(weight + c, n) : load(dyr + c, n);
-                    const Vec dv = (g - base - v * slope) * inverse;
-                    store(dxr + c, dv, n);
-                    if (dzr) store(dzr + c, dv * f, n);
-                });
-            }
-            const int count = omp_get_num_threads();
-#pragma omp for schedule(static)
-            for (long c = 0; c < cols; ++c) {
-                float of_weight = 0.0f, of_bias = 0.0f;
-                for (int t = 0; t < count; ++t) of_weight += workspace.of(t)[c], of_bias += workspace.of(t)[width + c];
-                dweight[c] = of_weight, dbias[c] = of_bias;
-            }
-        }
+        (layer ? backward<true> : backward<false>)(rows, cols, dy, ds, s, mean, rstd, {weight, offset}, drop, dx, dz,
+                                                   dweight, dbias, threads);
     });
 }
 EXPORT(residual_norm_backward);

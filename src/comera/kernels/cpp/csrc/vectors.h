@@ -15,6 +15,8 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+#define INLINE __attribute__((always_inline))  // a call that is not inlined passes its vectors through memory
+
 typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t Int __attribute__((vector_size(W * 4)));
 

@@ -1,0 +1,69 @@
+"""RMSNorm as one operation, alone and after a residual sum (ops/residual_norm.py)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comera.fusion.merge_cache import MergeCache
+from comera.fusion.registry import BlockPattern, is_hooked, patterns_of, replaced_obstacle
+from comera.kernels.tracing import traced
+from comera.ops.residual_norm import residual_rms_norm
+
+
+@dataclass(frozen=True)
+class RMSNorm(BlockPattern):
+    """How a module holds an RMSNorm: forward(x) = x / √(mean of x² + eps) · (offset + weight).
+
+    weight, eps: names of its attributes. offset: what is added to the weight.
+    """
+
+    weight: str = "weight"
+    eps: str = "eps"
+    offset: float = 0.0
+    kind = "norm"
+    method = "forward"
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        for name, kind in ((self.weight, Tensor), (self.eps, float)):
+            if not isinstance(getattr(module, name), kind):
+                return f"its {name} is a {type(getattr(module, name)).__name__}, not a {kind.__name__}"
+        return replaced_obstacle(module, self)
+
+    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or traced() or not self.fits(module, *args):
+            return self.run_plain(module, *args, **kwargs)
+        return self.after_sum(None, args[0], module)[1]
+
+    def fits(self, module: nn.Module, *inputs: Any) -> bool:
+        """Whether these are tensors of the features and the dtype of the weight, of one shape, and not in float64, of
+        which transformers' norms keep float32."""
+        weight, first = getattr(module, self.weight), inputs[0]
+        alike = all(isinstance(x, Tensor) and x.shape == first.shape and x.dtype == weight.dtype for x in inputs)
+        return alike and first.shape[-1:] == weight.shape and weight.dtype != torch.float64
+
+    def after_sum(self, z: Tensor | None, x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """x + z, and the norm of that."""
+        return residual_rms_norm(z, x, getattr(module, self.weight), getattr(module, self.eps), self.offset)
+
+
+def rms_norm_obstacle(norm: nn.Module) -> str | None:
+    """Why a norm cannot be computed together with the sum before it; None if it can."""
+    pattern = _pattern(norm)
+    if pattern is None:
+        return f"a {type(norm).__name__} is not registered as an RMSNorm"
+    return "it has hooks" if is_hooked(norm) else pattern.obstacle(norm)
+
+
+def add_and_rms_norm(z: Tensor | None, x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """s = x + z, or x, and norm(s): in one operation where nothing stands in its way."""
+    pattern, inputs = _pattern(norm), [x] if z is None else [x, z]
+    if pattern is None or rms_norm_obstacle(norm) or not pattern.fits(norm, *inputs):
+        s = x if z is None else x + z
+        return s, norm(s)
+    return pattern.after_sum(z, x, norm)
+
+
+def _pattern(norm: nn.Module) -> RMSNorm | None:
+    return next((pattern for pattern in patterns_of(norm) if isinstance(pattern, RMSNorm)), None)

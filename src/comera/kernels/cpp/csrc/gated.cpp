@@ -1,0 +1,52 @@
+// The hidden activation of a gated feed-forward block (ops/gated.py), in one pass over memory each way:
+//
+//     h = act(g) u,   dg = act'(g) u dh,   du = act(g) dh
+#include "activations.h"
+#include "elementwise.h"
+#include "exports.h"
+
+namespace {
+
+template <class Act>
+void forward(long count, const float* g, const float* u, float* h, int threads) {
+#pragma omp parallel for schedule(static) num_threads(useful(threads, count))
+    for (long at = 0; at < count; at += CHUNK)
+        over(std::min(CHUNK, count - at), [=](long c, long n, int) INLINE {
+            store(h + at + c, Act::value(load(g + at + c, n)) * load(u + at + c, n), n);
+        });
+}
+
+template <class Act>
+void backward(long count, const float* dh, const float* g, const float* u, float* dg, float* du, int threads) {
+#pragma omp parallel for schedule(static) num_threads(useful(threads, count))
+    for (long at = 0; at < count; at += CHUNK)
+        over(std::min(CHUNK, count - at), [=](long c, long n, int) INLINE {
+            const Vec grad = load(dh + at + c, n);
+            Vec act, slope;
+            Act::slope(load(g + at + c, n), act, slope);
+            store(dg + at + c, grad * load(u + at + c, n) * slope, n);
+            store(du + at + c, grad * act, n);
+        });
+}
+
+}  // namespace
+
+extern "C" {
+
+// activation: 0 gelu, 1 gelu_tanh, 2 relu, 3 silu. g, u, h (count).
+int gated(int activation, long count, const float* g, const float* u, float* h, Threads threads) {
+    constexpr decltype(&forward<Gelu>) run[] = {forward<Gelu>, forward<GeluTanh>, forward<Relu>, forward<Silu>};
+    run[activation](count, g, u, h, threads);
+    return 0;
+}
+EXPORT(gated);
+
+// dh, g, u, dg, du (count).
+int gated_backward(int activation, long count, const float* dh, const float* g, const float* u, float* dg, float* du,
+                   Threads threads) {
+    constexpr decltype(&backward<Gelu>) run[] = {backward<Gelu>, backward<GeluTanh>, backward<Relu>, backward<Silu>};
+    run[activation](count, dh, g, u, dg, du, threads);
+    return 0;
+}
+EXPORT(gated_backward);
+}

@@ -1,0 +1,27 @@
+"""The operations of gated.cpp: a gated hidden activation and its gradients."""
+
+from torch import Tensor
+
+from comera.kernels.cpp.activations import ACTIVATIONS
+from comera.kernels.cpp.library import call, checked, floats, operation
+from comera.kernels.cpp.memory import empty
+
+
+@operation()
+def gated(g: Tensor, u: Tensor, activation: str) -> Tensor:
+    """h = act(g) u, contiguous. activation: a name in ACTIVATIONS.
+
+    Raises RuntimeError for shapes that differ or are not float32 on the CPU.
+    """
+    g, u, h = floats("g", g), checked("u", u, *g.shape), empty(*g.shape)
+    call("gated", ACTIVATIONS.index(activation), h.numel(), g, u, h)
+    return h
+
+
+@operation()
+def gated_backward(dh: Tensor, g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """dg, du. Raises RuntimeError as `gated` does."""
+    g, u, dh = floats("g", g), checked("u", u, *g.shape), checked("dh", dh, *g.shape)
+    dg, du = empty(*g.shape), empty(*g.shape)
+    call("gated_backward", ACTIVATIONS.index(activation), g.numel(), dh, g, u, dg, du)
+    return dg, du
