@@ -130,7 +130,7 @@ def test_a_step_without_any_gradient_does_nothing() -> None:
 def test_several_optimizers_each_adjust_what_they_hold() -> None:
     torch.manual_seed(0)
     model = Tied()
-    groups = {group.pop("name"): group for group in param_groups(model, lr=0.0)}
+    groups = {group.pop("name"): group for group in param_groups(model, lr=0.0, rates="flat")}
     ranks, cores = torch.optim.SGD([groups["ranks"]]), torch.optim.SGD([groups["cores"], groups["tables"]])
     RankController(model, early=EarlyStage(size_weight=1.0, ridge=0.1)).attach(ranks).attach(cores)
     backward(model)

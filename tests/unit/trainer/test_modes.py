@@ -35,6 +35,7 @@ CONFIG = TrainConfig(
     batch_size=BATCH,
     accumulation=2,
     lr=2**-6,  # exact in float32 too, so that rates in tensors are the same
+    rates="flat",
     rank_lr=2**-4,
     schedule="constant",
     warmup=0.0,
