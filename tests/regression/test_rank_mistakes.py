@@ -34,7 +34,7 @@ def test_the_size_of_a_table_counts_its_column_modes() -> None:
 
 def test_parameter_groups_do_not_depend_on_names() -> None:
     model = nn.ModuleDict({"rank_params_of_cores": nn.Linear(3, 3), "dense": TTLinear(TT), "tt": nn.LayerNorm(3)})
-    groups = {g["name"]: g["params"] for g in param_groups(model, lr=1e-3)}
+    groups = {g["name"]: g["params"] for g in param_groups(model, lr=1e-3, rates="flat")}
     assert [len(groups[name]) for name in ("cores", "ranks", "dense", "dense_no_decay")] == [4, 3, 1, 4]
     assert groups["dense"][0] is model["rank_params_of_cores"].weight
 

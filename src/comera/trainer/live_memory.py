@@ -36,7 +36,8 @@ class LiveMemory(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
+                for part in _parts(tensor):
+                    self._add(part.untyped_storage())
         return made
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -57,6 +58,11 @@ class LiveMemory(TorchDispatchMode):
     def restart(self) -> None:
         """Count both peaks from here on."""
         self.peak, self.resident = self.now, self._heap.held
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the elements of a tensor: of a sparse gradient its indices and values."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 class Heap:

@@ -85,6 +85,15 @@ def test_live_memory_follows_every_storage_until_it_is_freed() -> None:
     assert live.peak == live.now == last.nbytes
 
 
+def test_sparse_gradients_are_their_indices_and_values() -> None:
+    table, ids = nn.Embedding(1000, 8, sparse=True), torch.arange(5)
+    with LiveMemory([table.weight]) as live:
+        table(ids).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    assert 5 * 8 * (4 + 4) <= live.peak < 1000 * 8 * 4  # values and their gradient, not a whole table
+
+
 def test_a_gap_is_not_taken_by_a_request_of_its_own_size() -> None:
     """glibc looks for room for the alignment, too, before it cuts what it found to size."""
     heap = Heap()
