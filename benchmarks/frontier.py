@@ -51,7 +51,7 @@ BLOCK, ROWS, LAYERS, HEAD = 256, 4, 4, 64
 TUNING = 5  # times shorter than the run that is tuned
 BUDGET = r"(\d+)(s|steps)"
 HELD_OUT = 64  # batches of the evaluation at the end
-ROUNDS, STEPS = 5, 40  # of `speed`, for each case
+ROUNDS, STEPS = 5, 20  # of `speed`, for each case
 
 
 class Case(NamedTuple):
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 def cases() -> dict[str, Case]:
     """All cases by name."""
-    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (48, 64, 96, 128, 192, 256, 384, 512)}
+    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)}
     found |= {f"dense-{hidden}-{layers}": Case("dense", hidden, layers) for hidden in (128, 256) for layers in (2, 8)}
     for hidden in (128, 192, 256, 384, 432, 512, 768, 1024):
         for rank in (1, 2, 4):
