@@ -154,7 +154,7 @@ def main() -> None:
         "--budget", default="600s", help="of a run: seconds (600s), or steps, the same for all (1600steps)"
     )
     parser.add_argument("--cases", nargs="+", default=list(known), metavar="NAME")
-    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="to tune; one alone: of `final`")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the cores")
     parser.add_argument("--cache", help="folder for prepared text")
@@ -221,7 +221,8 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if options.part == "tune":
             wanted = [(lr, 0, 1 / TUNING, 0) for lr in options.rates]
         else:
-            wanted = [(best_rate(options, name), seed, 1, 1) for seed in range(options.seeds)]
+            lr = options.rates[0] if len(options.rates) == 1 else best_rate(options, name)
+            wanted = [(lr, seed, 1, 1) for seed in range(options.seeds)]
         for lr, seed, share, half in wanted:
             place = (options.part, options.text, options.vocab, options.budget, name, f"{lr:g}", seed)
             if tuple(map(str, place)) not in done or options.again:
