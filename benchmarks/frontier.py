@@ -69,7 +69,7 @@ def cases() -> dict[str, Case]:
     found |= {f"dense-{hidden}-{layers}": Case("dense", hidden, layers) for hidden in (128, 256) for layers in (2, 8)}
     for hidden in (128, 192, 256, 384, 432, 512, 768, 1024):
         for rank in (1, 2, 4):
-            compress = CompressConfig(format="btt", rank=rank, head_rank=rank)
+            compress = CompressConfig(format="btt", rank=rank, blocks=None, head_rank=rank)
             found[f"btt{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
         for rank, blocks in ((4, 8), (8, 4), (16, 2), (32, 1)):  # as many parameters as rank 2 in 16 x 16 blocks
             compress = CompressConfig(format="btt", rank=rank, blocks=(blocks, blocks), head_rank=2)

@@ -120,7 +120,7 @@ class ModelConfig:
 
 
 Format = Literal["tt", "btt"]
-_RANKS: dict[Format, int] = {"tt": 30, "btt": 2}
+_RANKS: dict[Format, int] = {"tt": 30, "btt": 8}
 _HEAD_RANKS: dict[Format, int] = {"tt": 64, "btt": 2}
 
 
@@ -135,10 +135,10 @@ class CompressConfig:
     """Cores in the tensor train of a linear layer; tt only."""
     rank: int | tuple[int, ...] | None = None
     """Initial rank of linear layers: one value, clipped where the modes or blocks allow less, or for tt all order + 1,
-    ones at both ends. Default: 30 for tt, 2 for btt."""
-    blocks: tuple[int, int] | None = None
-    """Input and output blocks of linear layers but the head; btt only. Fewer, larger ones of a higher rank run faster.
-    Default: about the square roots of the features."""
+    ones at both ends. Default: 30 for tt, 8 for btt."""
+    blocks: tuple[int, int] | None = (4, 4)
+    """Input and output blocks of linear layers but the head; btt only. Fewer, larger ones of a higher rank run faster
+    and learned more. None: about the square roots of the features."""
     embedding: Literal["ttm", "dense"] = "ttm"
     """Format of the token embedding; a small table, such as one of bytes, is better left dense."""
     embedding_order: int = 4
