@@ -12,6 +12,7 @@ from pathlib import Path
 from common import RESULTS
 from frontier import RATES, TUNING, cases
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 from comera.report.style import GREY, PURPLE, TEAL, png_and_svg, styled
 
@@ -126,7 +127,14 @@ def _draw(rows: list[dict[str, str]]) -> None:
                 axes.plot(x, y, "o", color=COLORS.get(kind, GREY), markersize=4)
                 if row["seed"] == "0":
                     axes.annotate(row["case"], (x, y), textcoords="offset points", xytext=(4, 3), fontsize=6)
-            axes.set_xscale("log")
+            costs = [float(row[column]) for row in rows]
+            if max(costs) > 10 * min(costs):
+                axes.set_xscale("log")
+            else:
+                axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.margins(x=0.2, y=0.1)
             axes.set_xlabel(label)
         panels[0].set_ylabel("held-out nats per byte")
         FIGURE.write_bytes(png_and_svg(figure, "frontier", "Held-out nats per byte over cost")[0])
