@@ -9,13 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, is_hooked, submodule
+from comera.fusion.registry import BlockPattern, StandIn, is_hooked, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linear
 from comera.ops.cross_entropy import Head, head_cross_entropy
 from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
+
+_LOSS = "ForCausalLMLoss"  # of transformers, which `_loss` computes
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ class CausalLM(BlockPattern):
         head = submodule(module, self.head)
         if type(head) not in (nn.Linear, TTLinear, BTTLinear):
             return f"{self.head} is a {type(head).__name__}, not an nn.Linear, TTLinear or BTTLinear"
-        return f"{self.head} has hooks" if is_hooked(head) else None
+        if is_hooked(head):
+            return f"{self.head} has hooks"
+        loss = getattr(module.loss_function, "__name__", "an object of the user's")
+        return replaced_obstacle(module, self) or (None if loss == _LOSS else f"its loss is {loss}, not {_LOSS}")
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         trained = kwargs.get("labels") is not None and module.training and torch.is_grad_enabled()

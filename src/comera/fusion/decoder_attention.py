@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.qkv import QKV
-from comera.fusion.registry import BlockPattern, forward_obstacle, submodule
+from comera.fusion.registry import BlockPattern, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.ops.attention import attention
 from comera.ops.rotary import rotary
@@ -45,7 +45,7 @@ class RotaryAttention(BlockPattern):
     def obstacle(self, module: nn.Module) -> str | None:
         name = module.config._attn_implementation  # type: ignore[union-attr]
         other = None if name in (*OURS, *OURS.values()) else f"it uses the attention {name!r}, not {STOCK!r}"
-        return forward_obstacle(module) or other
+        return replaced_obstacle(module, self) or other
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         others = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}

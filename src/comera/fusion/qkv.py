@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, forward_obstacle, layers_obstacle, submodule
+from comera.fusion.registry import BlockPattern, StandIn, layers_obstacle, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linears
@@ -26,7 +26,7 @@ class QKV(BlockPattern):
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        return forward_obstacle(module) or layers_obstacle(module, self.layers, (TTLinear, BTTLinear))
+        return replaced_obstacle(module, self) or layers_obstacle(module, self.layers, (TTLinear, BTTLinear))
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         input = args[0] if args else kwargs.get("hidden_states")

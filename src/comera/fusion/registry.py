@@ -104,12 +104,6 @@ def patterns_of(module: nn.Module) -> tuple[BlockPattern, ...]:
     return _REGISTERED.get(path, ()) if kind.__module__ in sys.modules else ()
 
 
-def forward_obstacle(module: nn.Module) -> str | None:
-    """Why the forward of this module cannot be replaced; None if it can."""
-    own = vars(module).get("forward")
-    return None if own is None or isinstance(own, Fused) else "its forward was replaced by someone else"
-
-
 def layers_obstacle(
     module: nn.Module, names: tuple[str, ...], kinds: tuple[type[nn.Module], ...] = (TTLinear,)
 ) -> str | None:
@@ -133,8 +127,7 @@ def layers_obstacle(
 def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:
     """Why this pattern must leave the method of a module alone that somebody else has replaced; None if nobody has."""
     own = vars(module).get(pattern.method)
-    replaced = own is not None and getattr(own, "pattern", None) != pattern
-    return f"its {pattern.method} was replaced by someone else" if replaced else None
+    return None if own is None or isinstance(own, Fused) else f"its {pattern.method} was replaced by someone else"
 
 
 def submodule(module: nn.Module, name: str) -> Any:

@@ -3,8 +3,8 @@
     rows [x, x', rest]:    y = x cos - x' sin,    y' = x' cos' + x sin',    rest stays
     backward               dx = dy cos + dy' sin',    dx' = dy' cos' - dy sin
 
-x and x' are the two halves of the columns that cos and sin have; rest is what a partial embedding leaves alone. torch
-writes and reads eight tensors as large as q and k for this, and saves some of them. On a CPU a C++ kernel
+x and x' are the first and the last R/2 of the R columns that cos and sin have; rest is what a partial embedding leaves
+alone. torch writes and reads eight tensors as large as q and k for this, and saves some of them. On a CPU a C++ kernel
 (kernels/cpp/csrc/rotary.cpp) takes one pass over both, forward and backward, and saves nothing but cos and sin.
 
 Shapes: B batch, H heads of queries, G of keys, T positions, D width of a head, R columns that turn.

@@ -106,3 +106,20 @@ def test_a_head_of_another_kind_is_left_alone_with_the_reason() -> None:
     (row,) = [row for row in comera.fuse_(other, keep_logits=False).left_alone if row.kind == "loss"]
     assert row.reason == "lm_head is a Scaled, not an nn.Linear, TTLinear or BTTLinear"
     assert other(input_ids=batch()[0], labels=batch()[1]).logits is not None
+
+
+def test_a_loss_of_the_users_own_stays() -> None:
+    fused, (ids, labels) = model("BTT"), batch()
+    comera.fuse_(fused, keep_logits=False)
+    fused.loss_function = lambda logits, labels, vocab_size, **_: logits.sum() * 0 + 7
+    assert fused(input_ids=ids, labels=labels).loss.item() == 7
+    (row,) = [row for row in comera.fuse_(fused, keep_logits=False).left_alone if row.kind == "loss"]
+    assert row.reason == "its loss is <lambda>, not ForCausalLMLoss"
+
+
+def test_a_forward_that_somebody_else_replaced_stays() -> None:
+    replaced = model("BTT")
+    replaced.forward = lambda **_: "mine"
+    report = comera.fuse_(replaced, keep_logits=False)
+    assert "its forward was replaced by someone else" in {row.reason for row in report.left_alone}
+    assert replaced() == "mine"
