@@ -46,7 +46,7 @@ demo: install
 		--train.batch_size 8 --train.eval_every 100 --train.eval_batches 16 \
 		--seconds $(SECONDS_EACH) --out $(DEMO_OUT)
 	@echo "three lines that the compressed model completes:"
-	@for prompt in "def read(self, " "    for name in " "import os"; do \
+	@for prompt in "def read(self" "    for name in" "    def __init__(self"; do \
 		$(BIN)/comera generate $(DEMO_OUT)/comera "$$prompt" --max_new_tokens 40 --temperature 0.5; echo "--"; done
 
 test: install
