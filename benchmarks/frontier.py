@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from common import RESULTS, about, update
 
@@ -63,23 +63,41 @@ class Case(NamedTuple):
     compress: CompressConfig | None = None
 
 
-def cases() -> dict[str, Case]:
-    """All cases by name."""
-    found = {f"dense-{hidden}": Case("dense", hidden) for hidden in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)}
-    found |= {f"dense-{hidden}-{layers}": Case("dense", hidden, layers) for hidden in (128, 256) for layers in (2, 8)}
-    for hidden in (128, 192, 256, 384, 432, 512, 768, 1024):
-        for rank in (1, 2, 4):
-            compress = CompressConfig(format="btt", rank=rank, blocks=None, head_rank=rank)
-            found[f"btt{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
-        for rank, blocks in ((4, 8), (8, 4), (16, 2), (32, 1)):  # as many parameters as rank 2 in 16 x 16 blocks
-            compress = CompressConfig(format="btt", rank=rank, blocks=(blocks, blocks), head_rank=2)
-            found[f"btt{rank}b{blocks}-{hidden}"] = Case("comera", hidden, compress=compress)
-    for hidden in (384, 768):
-        for order, rank in ((2, 32), (2, 64), (4, 64), (6, 30), (6, 64)):
-            compress = CompressConfig(format="tt", order=order, rank=rank, head_rank=rank)
-            found[f"tt{order}r{rank}-{hidden}"] = Case("comera", hidden, compress=compress)
-    others: tuple[Method, ...] = ("cola", "galore", "lte")
-    return found | {f"{method}-{hidden}": Case(method, hidden) for method in others for hidden in (192, 384)}
+CASES = [f"dense-{hidden}" for hidden in (64, 96, 128, 192, 256, 384, 512)]
+CASES += [f"dense-{hidden}-{layers}" for hidden in (128, 256) for layers in (2, 8)]
+CASES += [f"btt8b4-{hidden}" for hidden in (192, 256, 384, 512, 768)]
+CASES += [f"btt{rank}b{blocks}-256" for rank, blocks in ((4, 8), (16, 2), (32, 1))]  # about as many parameters as 8, 4
+CASES += ["btt2-256", "btt2-384", "tt2r64-384", "tt4r64-384", "tt6r30-384", "tt6r64-384"]
+CASES += [f"{method}-{hidden}" for method in ("cola", "galore", "lte") for hidden in (192, 384)]
+NAME = re.compile(
+    r"(?:(?P<method>dense|cola|galore|lte)|btt(?P<btt>\d+)(?:b(?P<blocks>\d+))?|tt(?P<order>\d+)r(?P<tt>\d+))"
+    r"(?:e(?P<embedding>\d+))?(?:h(?P<head>\d+)(?:b(?P<head_blocks>\d+))?)?-(?P<hidden>\d+)(?:-(?P<layers>\d+))?"
+)
+
+
+def parse(name: str) -> Case:
+    """The case of a name: the method or the format of the layers, then the width, then the blocks if not 4.
+
+    dense-256-8, cola-384; btt2-384: rank 2 in blocks of about the square root of the features; btt8b4-384: rank 8 in
+    4 x 4 blocks; tt6r30-384: order 6, rank 30; btt4b4e8h1-256: the ranks of the token embedding and of the head, too;
+    btt8b4h8b4-256: a head of rank 8 in 4 x 4 blocks.
+    """
+    found = NAME.fullmatch(name)
+    if found is None:
+        raise SystemExit(f"unknown case {name!r}: expected a name such as {', '.join(CASES[::5])}")
+    part = {key: int(value) for key, value in found.groupdict().items() if value and key != "method"}
+    hidden, layers = part["hidden"], part.get("layers", LAYERS)
+    if found["method"]:
+        return Case(cast(Method, found["method"]), hidden, layers)
+    ranks: dict[str, Any] = {"embedding_rank": part["embedding"]} if "embedding" in part else {}
+    if "tt" in part:
+        ranks |= {"format": "tt", "order": part["order"], "rank": part["tt"], "head_rank": part.get("head", part["tt"])}
+    else:
+        rank, blocks = part["btt"], part.get("blocks")
+        ranks |= {"format": "btt", "rank": rank, "blocks": blocks and (blocks, blocks)}
+        ranks |= {"head_rank": part.get("head", 2 if blocks else rank)}
+        ranks |= {"head_blocks": (part["head_blocks"],) * 2} if "head_blocks" in part else {}
+    return Case("comera", hidden, layers, CompressConfig(**ranks))
 
 
 class Half(LMTask):
@@ -144,7 +162,6 @@ def measured(name: str) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    known = cases()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("costs", "speed", "tune", "final", "one"))
     parser.add_argument("--text", choices=("code", "prose"), default="code")
@@ -153,7 +170,7 @@ def main() -> None:
     parser.add_argument(
         "--budget", default="600s", help="of a run: seconds (600s), or steps, the same for all (1600steps)"
     )
-    parser.add_argument("--cases", nargs="+", default=list(known), metavar="NAME")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="NAME")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="to tune; one alone: of `final`")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the cores")
@@ -165,12 +182,11 @@ def main() -> None:
         parser.error(f"--budget: expected seconds or steps, as 600s or 1600steps, got {options.budget!r}")
     if options.text == "prose" and not options.prose:
         parser.error("--text prose needs --prose, a file or folder of text")
-    if unknown := set(options.cases) - set(known):
-        parser.error(f"unknown cases {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    known = {name: parse(name) for name in options.cases}
     if options.part == "one":
         wanted = json.loads(options.run)
         settings = (wanted[name] for name in ("lr", "seed", "steps"))
-        print(json.dumps(run(configuration(options, known[wanted["case"]], *settings), wanted["half"])))
+        print(json.dumps(run(configuration(options, parse(wanted["case"]), *settings), wanted["half"])))
     elif options.part == "costs":
         costs(options, known)
     elif options.part == "speed":

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from common import RESULTS
-from frontier import RATES, TUNING, cases
+from frontier import RATES, TUNING, parse
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
@@ -95,7 +95,7 @@ def _table(rows: list[dict[str, str]], tuned: set[str]) -> list[str]:
     for row in rows:
         by_case.setdefault(row["case"], []).append(row)
     means = {name: statistics.fmean(float(row["nats_per_byte"]) for row in own) for name, own in by_case.items()}
-    dense = min((mean for name, mean in means.items() if cases()[name].method == "dense"), default=None)
+    dense = min((mean for name, mean in means.items() if parse(name).method == "dense"), default=None)
     lines = ["| case | nats per byte | spread | seeds | to the best dense | rate | steps | parameters | peak MB |"]
     lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for name in sorted(means, key=means.__getitem__):

@@ -149,6 +149,8 @@ class CompressConfig:
     """Output head: share the embedding's cores, untie it in the format of linear layers, or as a dense weight."""
     head_rank: int | tuple[int, ...] | None = None
     """Initial rank of an output head of its own. Default: 64 for tt, 2 for btt."""
+    head_blocks: tuple[int, int] | None = None
+    """Input and output blocks of an output head of its own; btt only. None: about the square roots of the features."""
 
     def __post_init__(self) -> None:
         formats = get_args(Format)
@@ -164,7 +166,9 @@ class CompressConfig:
         """The conversion; learned positions stay dense."""
         overrides: dict[str, TT | TTM | BTT | None] = {"*.wpe": None} if family == "gpt2" else {}
         if self.head != "share":
-            overrides["lm_head"] = self._linear(self.head_rank, _HEAD_RANKS, None) if self.head == "untie" else None
+            overrides["lm_head"] = (
+                self._linear(self.head_rank, _HEAD_RANKS, self.head_blocks) if self.head == "untie" else None
+            )
         return TensorizeConfig(
             linear=self._linear(self.rank, _RANKS, self.blocks),
             embedding=None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank),
