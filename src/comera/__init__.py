@@ -5,7 +5,6 @@ read them in `__init__.pyi`. Where a program uses transformers, its `from_pretra
 """
 
 from importlib import import_module
-from typing import Any
 
 from comera._on_import import import_after
 from comera._version import __version__ as __version__
@@ -36,7 +35,8 @@ _ROOMS = frozenset({"convert", "distributed", "fusion", "nn", "optim", "pretrain
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    value: object
     if name in _HOMES:
         value = getattr(import_module(f"comera.{_HOMES[name]}"), name)
     elif name in _ROOMS:

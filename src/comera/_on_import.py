@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -39,7 +38,7 @@ def import_after(library: str, module: str) -> None:
     when_imported(library, act)
 
 
-class _Watch(MetaPathFinder):
+class _Watch:
     """Waits for one import: finds the library as it would be found otherwise, and adds `act` to its execution."""
 
     def __init__(self, library: str, act: Callable[[], object]) -> None:

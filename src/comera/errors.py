@@ -7,6 +7,10 @@ class ComeraError(Exception):
     """Base class of all errors that comera raises on purpose."""
 
 
+class MissingPackageError(ComeraError, ImportError):
+    """A part of comera was imported without an optional package that it needs."""
+
+
 class SpecError(ComeraError, ValueError):
     """Modes, ranks and features do not fit together."""
 

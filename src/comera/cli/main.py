@@ -17,12 +17,13 @@ from pathlib import Path
 from types import FrameType
 
 from comera._version import __version__
+from comera.cli.interrupt import INTERRUPTED, MESSAGE, interruptible
 from comera.cli.options import first_line, parse, saved_config
 from comera.errors import ComeraError, ConfigError, TrainingError
+from comera.extras import TRAIN, require
 from comera.recipes.paths import typed_path
 from comera.recipes.registry import RECIPES
 
-_INTERRUPTED = 130  # a shell's exit code for SIGINT
 _PIPE = "COMERA_COMPARISON_PIPE"  # for the run that a comparison has started: the file that it watches
 _ARGUMENTS = "arguments.json"  # in the folder of a comparison: its own options
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=first_line(command), add_help=False)
     name = parser.parse_args(arguments[:1]).command
     try:
+        if not {"-h", "--help"} & set(arguments):
+            require(f"comera {name}", "comera[train]", *TRAIN)
         if name != "train" and (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
             raise ConfigError(f"expected one process for `comera {name}`, got {processes}: only train uses several")
         return _COMMANDS[name](arguments[1:])
@@ -48,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"comera: {where}{error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("comera: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        print(MESSAGE, file=sys.stderr)
+        return INTERRUPTED
 
 
 def _train(argv: list[str]) -> int:
@@ -57,25 +60,25 @@ def _train(argv: list[str]) -> int:
     _end_with_comparison()
     name, rest = _split_recipe("train", argv)
     recipe, config, resume = parse("train", name, rest)
-    summary = recipe.run(config, resume=resume)
+    with interruptible():
+        summary = recipe.run(config, resume=resume)
 
+    from comera import report
     from comera.trainer.processes import open_accelerator
 
     accelerator = open_accelerator(config.train.device)
     if accelerator.is_main_process:
-        from comera import report
-
         if not summary.finished:
             resume_with = shlex.join(["comera", "train", name, "--out", str(config.folder), "--resume"])
             print(f"interrupted after step {summary.steps:,}; resume with: {resume_with}", file=sys.stderr)
         runs = {name: folder for name, folder in recipe.runs(config).items() if (folder / "metrics.jsonl").exists()}
-        for folder in runs.values():
-            print(f"report: {report.render(folder)}", file=sys.stderr)
-        if len(runs) > 1 and summary.finished:
-            print(report.compare(runs, config.folder))
-            print(f"comparison: {config.folder / 'compare.html'}", file=sys.stderr)
+        with interruptible():
+            for folder in runs.values():
+                print(f"report: {report.render(folder)}", file=sys.stderr)
+            if len(runs) > 1 and summary.finished:
+                _print_comparison(report.compare(runs, config.folder), config.folder)
     accelerator.end_training()
-    return 0 if summary.finished else _INTERRUPTED
+    return 0 if summary.finished else INTERRUPTED
 
 
 def _compare(argv: list[str]) -> int:
@@ -105,10 +108,10 @@ def _compare(argv: list[str]) -> int:
     for arguments in commands.values():
         resume = ["--resume"] if options.resume else []
         code, interrupted = _run([sys.executable, "-P", "-m", "comera", "train", name, *arguments, *resume])
-        if interrupted or code == _INTERRUPTED:
+        if interrupted or code == INTERRUPTED:
             resume_with = shlex.join(["comera", "compare", name, "--out", str(out), "--resume"])
             print(f"interrupted; resume with: {resume_with}", file=sys.stderr)
-            return _INTERRUPTED
+            return INTERRUPTED
         if code:
             raise TrainingError(
                 f"`comera train {name} {shlex.join(arguments)}` failed with exit code {code}, see above"
@@ -116,8 +119,14 @@ def _compare(argv: list[str]) -> int:
 
     from comera import report
 
-    print(report.compare(runs, out))
+    with interruptible():
+        _print_comparison(report.compare(runs, out), out)
     return 0
+
+
+def _print_comparison(tables: str, out: Path) -> None:
+    print(tables)
+    print(f"comparison: {out / 'compare.html'}", file=sys.stderr)
 
 
 def _parse_comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -207,7 +216,8 @@ def _inspect(argv: list[str]) -> int:
 
     from comera import report
 
-    print(report.inspect(typed_path(path, "RUN")))
+    with interruptible():
+        print(report.inspect(typed_path(path, "RUN")))
     return 0
 
 
@@ -256,11 +266,9 @@ def _export(argv: list[str]) -> int:
     from comera.recipes.trained import open_trained
 
     out = typed_path(options.out, "--out")
-    print(
-        export_run(
-            open_trained(typed_path(options.path, "RUN"), saved_config), options.to, out, overwrite=options.overwrite
-        )
-    )
+    trained = open_trained(typed_path(options.path, "RUN"), saved_config)
+    with interruptible():
+        print(export_run(trained, options.to, out, overwrite=options.overwrite))
     return 0
 
 
@@ -292,7 +300,8 @@ def _generate(argv: list[str]) -> int:
         print(text if started else prompt + text, end="", flush=True)
         started = True
 
-    ended = writer.write(prompt, sampling, show)
+    with interruptible():
+        ended = writer.write(prompt, sampling, show)
     print("" if started else prompt)
     if ended:
         print(f"comera: {ended}", file=sys.stderr)
@@ -318,7 +327,8 @@ def _score(argv: list[str]) -> int:
     trained = open_trained(typed_path(options.path, "RUN"), saved_config)
     file, out = typed_path(options.file, "FILE"), typed_path(options.out, "--out")
     limits = {"batch_size": options.batch_size, "max_bad_rows": options.max_bad_rows}
-    print(score_file(trained, file, out, **limits, overwrite=options.overwrite))
+    with interruptible():
+        print(score_file(trained, file, out, **limits, overwrite=options.overwrite))
     return 0
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -12,12 +13,18 @@ from typing import Any, get_type_hints
 
 from comera.errors import ConfigError
 
+_OWN = {"config", "resume", "help", "help-all", "print_config"}  # options that are not fields
+
 
 def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     """The recipe's module, its configuration (selected preset < --config file < options), and --resume.
 
-    Raises ConfigError for unknown fields and for values of the wrong type or out of range; SystemExit after --help.
+    Raises ConfigError for unknown fields and for values of the wrong type or out of range; SystemExit after --help,
+    --help-all and --print_config.
     """
+    if {"-h", "--help"} & set(argv):
+        print(short_help(command, name))
+        raise SystemExit(0)
     from comera.recipes.interface import load_recipe  # loads torch
 
     recipe = load_recipe(name)
@@ -39,7 +46,24 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     resume = command == "train" and values.resume
     if resume and saved.is_file() and str(saved) not in argv:  # resume with what the run started with
         return parse(command, name, ["--config", str(saved), *argv, "--out", str(config.folder)])
+    if values.print_config:
+        print(_yaml(config), end="")
+        raise SystemExit(0)
     return recipe, config, resume
+
+
+def _yaml(config: Any) -> str:
+    """As a run writes it into its config.yaml."""
+    import yaml
+
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # YAML takes built-in types only
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def short_help(command: str, name: str) -> str:
+    """The help of a recipe that fits a screen; it loads nothing."""
+    file = Path(__file__).parents[1] / "recipes" / name.replace("-", "_") / "help.txt"
+    return file.read_text("utf-8").replace("comera train", f"comera {command}", 1).rstrip()
 
 
 def saved_config(recipe: str, file: Path) -> Any:
@@ -54,8 +78,16 @@ def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     usage = f"{prog} [--config FILE] {'[--resume] ' if resumes else ''}[--FIELD VALUE ...]"
     parser = ArgumentParser(
-        prog=prog, usage=usage, description=first_line(type(default)), exit_on_error=False, print_config=None
+        prog=prog,
+        usage=usage,
+        description=first_line(type(default)),
+        exit_on_error=False,
+        print_config=None,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="store_true", help="show the options that matter most, and exit")
+    parser.add_argument("--help-all", action="help", help="show all options and exit")
+    parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
     parser.add_argument(
         "--config", action=ActionConfigFile, help="YAML file of settings; a run's config.yaml repeats that run"
     )
@@ -69,7 +101,7 @@ def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
 def _check_fields(argv: list[str], files: Mapping[str, dict[str, Any]], known: set[str], prog: str) -> None:
     """Raise ConfigError for an option or a key of a --config file that is not a field; suggests similar fields."""
     names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
-    given = [(f"--{name}", name) for name in names if name not in {"config", "resume", "help"}]
+    given = [(f"--{name}", name) for name in names if name not in _OWN]
     for path, content in files.items():
         given += [(f"{key!r} in {path}", key) for key, _ in _leaves(content)]
     for shown, name in given:
@@ -78,7 +110,7 @@ def _check_fields(argv: list[str], files: Mapping[str, dict[str, Any]], known: s
                 field for field in sorted(known) if field.rpartition(".")[2] == name.rpartition(".")[2]
             ]
             hint = f"did you mean {' or '.join(similar)}?" if similar else "no field is similar."
-            raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help` lists all")
+            raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help-all` lists all")
 
 
 def _inline_files(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:

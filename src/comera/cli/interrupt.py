@@ -1,0 +1,36 @@
+"""Ctrl-C, at any moment of a command, ends it with one line and a shell's exit status for it.
+
+Modules cannot be interrupted while they are imported: some catch the exception and go on broken, others print it from a
+callback. So a command starts under `at_once`, where Ctrl-C ends the process, and only its work, which has something to
+clean up, is under `interruptible`, where Ctrl-C raises KeyboardInterrupt.
+"""
+
+import os
+import signal
+
+INTERRUPTED = 130  # a shell's exit status for SIGINT
+MESSAGE = "comera: interrupted"
+
+
+def at_once() -> None:
+    """From here on, Ctrl-C ends the process; for the first line of a program. Where it is ignored, it stays ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+class interruptible:  # noqa: N801  # a context manager, like contextlib.suppress
+    """A context in which Ctrl-C raises KeyboardInterrupt, in a process that `at_once` has prepared."""
+
+    def __enter__(self) -> None:
+        self._prepared = signal.getsignal(signal.SIGINT) is _end
+        if self._prepared:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._prepared:
+            signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    os.write(2, f"{MESSAGE}\n".encode())
+    os._exit(INTERRUPTED)
