@@ -45,7 +45,7 @@ def config_of(case: str) -> Any:
     """The recipe's configuration for a case."""
     recipe, way = case.split()
     method, options = WAYS[way]
-    config = RECIPES[recipe].preset(method)
+    config = RECIPES[recipe].preset(method, "base")
     return replace(config, train=replace(config.train, batch_size=BATCH, **options))
 
 

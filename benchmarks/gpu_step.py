@@ -63,7 +63,7 @@ class Way:
         device = torch.device("cpu" if dry else "cuda")
         self.kernels = "all" if side == "comera, kernels" else "none"
         self.meter = MemoryMeter.start(device)
-        config = preset("dense" if side == "dense" else "comera")
+        config = preset("dense" if side == "dense" else "comera", "tuned")
         if dry:
             config = replace(config, model=TINY, compress=CompressConfig(order=4, rank=4, embedding_rank=4))
         words = 100 if dry else VOCABULARY

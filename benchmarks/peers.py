@@ -76,7 +76,7 @@ class Side:
     def __init__(self, name: str, samples: int, *, tiny: bool = False) -> None:
         torch.manual_seed(0)
         method, _, variant = name.partition(", ")
-        config = preset(method)  # type: ignore[arg-type]
+        config = preset(method, "tuned")  # type: ignore[arg-type]
         if tiny:
             config = replace(config, model=replace(config.model, hidden=96, layers=1, ffn=192))
         model, applied = build_model(config, VOCABULARY)

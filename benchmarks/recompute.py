@@ -39,7 +39,7 @@ MEMORY_GOAL, TIME_GOAL = 1 / 3, 1.15
 def make_step(side: str, batch_size: int, length: int) -> Callable[[], object]:
     """A step of one side, on its own model."""
     kind, _, recomputed = side.partition(", ")
-    model, _ = build_model(preset("dense" if kind == "dense" else "comera"), 30_522)
+    model, _ = build_model(preset("dense" if kind == "dense" else "comera", "tuned"), 30_522)
     if kind == "fused":
         fuse_(model)
     if recomputed:

@@ -46,7 +46,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[dict[str, object]]:
     """Time both models in turns."""
     torch.manual_seed(0)
-    config = preset()
+    config = preset(preset="tuned")
     full, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
     models = {"before": full, "after": copy.deepcopy(full)}
     comera.round_(models["after"], options.target, multiple=multiple)

@@ -46,7 +46,7 @@ def make_step(side: str, batch: PairBatch, dropout: float, precision: str) -> Ca
     """A step of one side, on its own model."""
     torch.manual_seed(0)
     kind, *ways = side.split(", ")
-    config = preset("dense" if kind == "dense" else "comera")
+    config = preset("dense" if kind == "dense" else "comera", "tuned")
     model, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
     if kind == "fused":
         fuse_(model)

@@ -80,7 +80,7 @@ def test_every_kind_of_head_trains_all_parameters(
 
 def test_the_model_of_the_main_job_is_compressed_as_published() -> None:
     with torch.device("meta"):
-        model, report = build_model(code_lm.preset("comera"), 8192)
+        model, report = build_model(code_lm.preset(preset="base"), 8192)
     assert report is not None
     assert report.size.dense_tensorized / report.size.tensorized > 40
     assert len(dict(named_trains(model))) == 6 * 6 + 3  # six layers per encoder, the embedding, the head's two
@@ -187,7 +187,7 @@ def test_a_run_does_not_resume_on_other_data_or_another_model(config: CodeLMConf
 
 
 def test_estimate_shows_all_methods_without_computing(config: CodeLMConfig) -> None:
-    estimates = code_lm.estimate(code_lm.preset())
+    estimates = code_lm.estimate(code_lm.preset(preset="base"))
     assert set(estimates) == set(COMMON_METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 30
     assert estimates["dense"].flops / estimates["comera"].flops > 3
@@ -196,10 +196,11 @@ def test_estimate_shows_all_methods_without_computing(config: CodeLMConfig) -> N
     assert tiny.gradients == sum(p.numel() * 4 for p in model.parameters())
 
 
-def test_presets_differ_by_method_in_learning_rates_alone() -> None:
-    comera, *others = [code_lm.preset(method).train for method in COMMON_METHODS]
+@pytest.mark.parametrize("preset", code_lm.PRESETS)
+def test_presets_differ_by_method_in_learning_rates_alone(preset: code_lm.Preset) -> None:
+    comera, *others = [code_lm.preset(method, preset).train for method in COMMON_METHODS]
     rates = {"lr": 1.0, "core_lr": None, "rank_lr": None}
-    assert comera.lr != code_lm.preset("dense").train.lr
+    assert (comera.lr != others[0].lr) == (preset == "base")
     for other in others:
         assert replace(comera, **rates) == replace(other, **rates)
 

@@ -292,8 +292,9 @@ def test_estimate_shows_all_methods_without_computing(config: LMConfig, family: 
     assert estimates["narrow"].flops <= estimates["comera"].flops < estimates["dense"].flops
 
 
-def test_presets_differ_by_method_in_learning_rates_alone() -> None:
-    comera, *others = [lm.preset(method).train for method in METHODS if installed(method)]
+@pytest.mark.parametrize("preset", lm.PRESETS)
+def test_presets_differ_by_method_in_learning_rates_alone(preset: lm.Preset) -> None:
+    comera, *others = [lm.preset(method, preset).train for method in METHODS if installed(method)]
     rates = {"lr": 1.0, "core_lr": None}
     assert all(replace(comera, **rates) == replace(other, **rates) for other in others)
     assert lm.preset("narrow").train.lr == lm.preset("dense").train.lr == 3e-3

@@ -95,8 +95,8 @@ def same(one: PairBatch, two: PairBatch) -> bool:
 
 def test_the_full_model_has_the_published_shapes_and_sizes() -> None:
     with torch.device("meta"):
-        dense, _ = build_model(mnli.preset("dense"), 30_522)
-        model, report = build_model(mnli.preset(), 30_522)
+        dense, _ = build_model(mnli.preset("dense", "tuned"), 30_522)
+        model, report = build_model(mnli.preset(preset="tuned"), 30_522)
     assert report is not None
     shapes = {row.name: str(row.spec) for row in report.rows if row.spec}
     square = "TT 12·8·8 / 8·8·12 ranks 12-30-30-30-12"
@@ -140,10 +140,10 @@ def test_the_full_model_has_the_published_settings() -> None:
 
 
 def test_other_widths_and_vocabularies_get_balanced_modes() -> None:
-    config = replace(mnli.preset(), model=ModelConfig(hidden=512, layers=1, heads=8, ffn=2048))
+    config = replace(mnli.preset(preset="tuned"), model=ModelConfig(hidden=512, layers=1, heads=8, ffn=2048))
     with torch.device("meta"):
         _, report = build_model(config, 30_522)
-        _, other = build_model(replace(mnli.preset(), model=ModelConfig(layers=1)), 8_000)
+        _, other = build_model(replace(mnli.preset(preset="tuned"), model=ModelConfig(layers=1)), 8_000)
     assert report is not None
     assert other is not None
     for row in [row for row in report.rows if row.spec] + [row for row in other.rows if row.spec]:
@@ -335,7 +335,7 @@ def test_training_learns_to_answer(config: MNLIConfig, capsys: pytest.CaptureFix
 
 
 def test_estimate_shows_all_methods_without_data(config: MNLIConfig) -> None:
-    estimates = mnli.estimate(replace(mnli.preset(), data=MNLIDataConfig(path="on/the-hub")))
+    estimates = mnli.estimate(replace(mnli.preset(preset="tuned"), data=MNLIDataConfig(path="on/the-hub")))
     assert set(estimates) == set(COMMON_METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 40
     assert estimates["dense"].flops / estimates["comera"].flops > 3
@@ -348,7 +348,7 @@ def test_estimate_shows_all_methods_without_data(config: MNLIConfig) -> None:
 
 
 def test_configurations_that_do_not_fit_are_refused() -> None:
-    train = mnli.preset().train
+    train = mnli.preset(preset="tuned").train
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"method": "lora"}, "method must be one of comera, dense, galore, lte, cola, tensorly, narrow, got 'lora'"),
         ({"preset": "best"}, "preset must be one of tuned, published, short, small, got 'best'"),

@@ -24,9 +24,10 @@ from comera.files import NO_ROOM
 from comera.trainer.checkpoint import checkpoints, clean, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
+from comera.trainer.display import Display
 from comera.trainer.evaluation import evaluate
 from comera.trainer.lock import hold
-from comera.trainer.metrics import Display, Summary
+from comera.trainer.metrics import Summary
 from comera.trainer.optimizer import lr_multiplier
 from comera.trainer.processes import open_accelerator
 from comera.trainer.random_state import rng_state

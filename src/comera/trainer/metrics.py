@@ -1,4 +1,4 @@
-"""Outputs of a run: metrics.jsonl and TensorBoard for the report, a progress bar for the terminal."""
+"""Outputs of a run: metrics.jsonl and TensorBoard for the report, and its summary."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from comera.errors import CheckpointError
 from comera.files import replace_file
@@ -108,49 +105,6 @@ class MetricsLog:
         self._file.close()
         if self._board is not None:
             self._board.close()
-
-
-class Display:
-    """A progress bar on a terminal, elsewhere only announced lines; nothing unless `shown`.
-
-    counted: the unit of the token rate.
-    """
-
-    def __init__(
-        self, name: str, *, shown: bool = True, counted: str = "tokens", console: Console | None = None
-    ) -> None:
-        self.counted = counted
-        self.console = console or Console(stderr=True, quiet=not shown, highlight=False)
-        self._bar = Progress(
-            TextColumn(name),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[text]}"),
-            console=self.console,
-            disable=not (shown and self.console.is_terminal),
-            transient=True,
-        )
-        self._task = self._bar.add_task(name, total=1.0, text="")
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.stop()
-
-    def update(self, done: float, *, step: int, loss: float, tokens_per_s: float, ratio: float, time: float) -> None:
-        """Show the fraction of the run that is `done`, after `time` seconds of training."""
-        left = time / done * (1 - done) if done else 0.0
-        rates = (
-            f"{tokens_per_s:,.0f} {self.counted}/s  {ratio:.1f}x smaller  {int(left) // 60}:{int(left) % 60:02} left"
-        )
-        text = f"step {step:,}  loss {loss:.4f}  {rates}"
-        self._bar.update(self._task, completed=done, text=text)
-
-    def announce(self, text: str) -> None:
-        """Print a line above the bar."""
-        self.console.print(text, markup=False, soft_wrap=True)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

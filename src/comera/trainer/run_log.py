@@ -16,7 +16,8 @@ from comera.nn.size import ModelSize, model_size
 from comera.nn.tensor_train import named_trains
 from comera.rank.report import RankReport
 from comera.rank.size import unpruned_ranks, unpruned_size
-from comera.trainer.metrics import Display, MetricsLog, Summary, to_json
+from comera.trainer.display import Display
+from comera.trainer.metrics import MetricsLog, Summary, to_json
 from comera.trainer.state import TrainState
 
 
@@ -100,7 +101,7 @@ class RunLogger:
                 stage=state.stage,
             )
         about = {"tokens_per_s": tokens_per_s, "ratio": self._size.ratio, "time": progress.time}
-        self._display.update(done, step=progress.step, loss=loss, **about)
+        self._display.update(done, step=progress.step, loss=loss, held_out_loss=progress.held_out_loss, **about)
 
     def log_mode(self, mode: str, built: int) -> None:
         """Log how steps run, "graph" or "eager (why)", and the graphs built so far, if either has changed."""

@@ -1,17 +1,15 @@
-"""What a run writes and shows: whole lines, whole files, numbers that JSON can hold."""
+"""What a run writes: whole lines, whole files, numbers that JSON can hold."""
 
-import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from comera.errors import CheckpointError
-from comera.trainer.metrics import Display, MetricsLog, Summary, to_json
+from comera.trainer.metrics import MetricsLog, Summary, to_json
 
 SUMMARY = Summary("comera", "tiny", 10, 1.5, 640, 0.15, 1 << 30, 2.5, 2.25, 500, 2000, 178, 40.0, 30.0, "steps")
 
@@ -111,30 +109,3 @@ def test_a_foreign_summary_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_only_an_interrupted_run_is_unfinished() -> None:
     assert [replace(SUMMARY, stopped=s).finished for s in ("steps", "time", "interrupted")] == [True, True, False]
-
-
-def show(terminal: bool, shown: bool = True, counted: str = "tokens") -> str:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=terminal, width=160, quiet=not shown, color_system=None)
-    with Display("tiny", shown=shown, counted=counted, console=console) as display:
-        display.update(0.25, step=1234, loss=2.5, tokens_per_s=5678.9, ratio=42.0, time=20.0)
-        display.announce("tiny: held-out loss 2.0 [best]")
-    return screen.getvalue()
-
-
-def test_a_terminal_shows_a_bar_with_loss_speed_ratio_and_time_left() -> None:
-    text = show(terminal=True)
-    for part in ("25%", "step 1,234", "loss 2.5000", "5,679 tokens/s", "42.0x smaller", "1:00 left", "held-out loss"):
-        assert part in text
-
-
-def test_the_rate_is_named_after_what_the_task_counts() -> None:
-    assert "5,679 pairs/s" in show(terminal=True, counted="pairs")
-
-
-def test_without_a_terminal_only_lines_are_printed() -> None:
-    assert show(terminal=False) == "tiny: held-out loss 2.0 [best]\n"
-
-
-def test_nothing_is_printed_when_not_shown() -> None:
-    assert show(terminal=False, shown=False) == ""

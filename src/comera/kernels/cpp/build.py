@@ -62,7 +62,7 @@ def cached(folder: Path, compiler: str) -> Path:
         if not _whole(path):
             for left in folder.glob(f".{path.name}.*.new"):  # by a killed process
                 left.unlink()
-            _log.info("compiling the C++ kernels, once (%s)", path)
+            _log.warning("compiling comera's C++ kernels, once for this processor: about half a minute (%s)", path)
             replace_file(path, lambda beside: _write(compiler, beside, path.name))
             path.chmod(0o755)  # whatever the umask
             flush(folder)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from comera.baselines import (
     rates_by_method,
     widest,
 )
-from comera.errors import ConfigError
+from comera.errors import ConfigError, check_fields
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.interface import Architecture
 from comera.recipes.lm.data import Batch, LMData, LMDataConfig, prepare
@@ -40,6 +40,7 @@ from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary
 
 NAME = "lm"
+Preset = Literal["small", "base"]
 METRIC = "nats_per_byte"
 _WITHOUT_LINEAR: tuple[Method, ...] = ("comera", "dense", "narrow")  # methods for models whose layers are no nn.Linear
 _WIDTH = "baselines.narrow.hidden"
@@ -53,7 +54,11 @@ _TRAIN = TrainConfig(
     prune_every=500,
     eval_batches=16,
 )
-PRESETS = rates_by_method(_TRAIN, _TRAIN)
+_SMALL = replace(_TRAIN, steps=2500, batch_size=8)  # with four blocks of 128 tokens, on two CPU cores
+PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
+    "small": rates_by_method(_SMALL, _SMALL),
+    "base": rates_by_method(_TRAIN, _TRAIN),
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ class LMConfig:
     method: Method = "comera"
     """comera: compressed, with adaptive ranks; dense: the uncompressed model; narrow: a dense model of fewer channels
     that costs as much as the compressed one; the others: baselines for comparison."""
+    preset: Preset = "base"
+    """Where the defaults come from. small: four blocks on short texts, about ten minutes on two CPU cores; base: six
+    blocks on longer texts and more steps, hours."""
     out: str | None = None
     """Folder of the run; default: runs/lm-METHOD."""
     data: LMDataConfig = field(default_factory=LMDataConfig)
@@ -78,6 +86,7 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         check_method(self.method, METHODS)
+        check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
         check_length("data.block_size", self.data.block_size, self.context)
         if self.model.family == "gpt2" and self.method not in _WITHOUT_LINEAR:
             raise ConfigError(
@@ -98,9 +107,12 @@ class LMConfig:
         return self.model.max_positions or self.data.block_size
 
 
-def preset(method: Method = "comera") -> LMConfig:
+def preset(method: Method = "comera", preset: Preset = "small") -> LMConfig:
     """The defaults for a method; methods differ in their learning rates."""
-    return LMConfig(method=method, train=PRESETS[method])
+    config = LMConfig(method=method, preset=preset, train=PRESETS[preset][method])
+    if preset == "small":
+        return replace(config, data=LMDataConfig(block_size=128), model=ModelConfig(layers=4))
+    return config
 
 
 def build_model(config: LMConfig, vocab_size: int, separator: int = 0) -> tuple[PreTrainedModel, Conversion]:

@@ -17,7 +17,7 @@ from transformers import BertForSequenceClassification
 
 from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, check_method, rates_by_method
 from comera.convert import TensorizeConfig
-from comera.errors import ConfigError
+from comera.errors import check_fields
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.bert import BertFormats, ModelConfig
@@ -71,6 +71,7 @@ _SMALL = replace(
     table_lr=2e-3,
     early=EarlyStage(size_weight=0),
     prune_every=40,
+    eval_every=250,
 )
 _SMALL_MODEL = ModelConfig(hidden=128, layers=2, heads=4, ffn=512, dropout=0.1)
 
@@ -115,8 +116,7 @@ class MNLIConfig:
 
     def __post_init__(self) -> None:
         check_method(self.method)
-        if self.preset not in PRESETS:
-            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+        check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
         check_stages(self)
         check_length("data.max_length", self.data.max_length, self.model.max_positions)
 
@@ -126,7 +126,7 @@ class MNLIConfig:
         return runs_folder(self.out, NAME, self.method)
 
 
-def preset(method: Method = "comera", preset: Preset = "tuned") -> MNLIConfig:
+def preset(method: Method = "comera", preset: Preset = "small") -> MNLIConfig:
     """The defaults for a method; methods differ in their learning rates."""
     config = MNLIConfig(method=method, preset=preset, train=PRESETS[preset][method])
     if preset == "short":

@@ -1,0 +1,75 @@
+"""A run on the terminal: a progress bar, and announced lines above it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+
+class Display:
+    """A progress bar on a terminal, elsewhere only announced lines; nothing unless `shown`.
+
+    counted: the unit of the token rate.
+    """
+
+    def __init__(
+        self, name: str, *, shown: bool = True, counted: str = "tokens", console: Console | None = None
+    ) -> None:
+        self.counted = counted
+        self.console = console or Console(stderr=True, quiet=not shown, highlight=False)
+        self._bar = Progress(
+            TextColumn(name),
+            BarColumn(20),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self.console,
+            disable=not (shown and self.console.is_terminal),
+            transient=True,
+        )
+        self._task = self._bar.add_task(name, total=1.0, text="")
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
+
+    def update(
+        self,
+        done: float,
+        *,
+        step: int,
+        loss: float,
+        held_out_loss: float | None,
+        tokens_per_s: float,
+        ratio: float,
+        time: float,
+    ) -> None:
+        """Show the fraction of the run that is `done`, after `time` seconds of training.
+
+        What matters most comes first: a narrow terminal cuts off the rest.
+        """
+        parts = [f"loss {loss:.4f}"]
+        if held_out_loss is not None:
+            parts.append(f"held out {held_out_loss:.4f}")
+        if done:
+            parts.append(f"{remaining(time / done * (1 - done))} left")
+        parts += [f"step {step:,}", f"{tokens_per_s:,.0f} {self.counted}/s", f"{ratio:.1f}x smaller"]
+        self._bar.update(self._task, completed=done, text="  ".join(parts))
+
+    def announce(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+def remaining(seconds: float) -> str:
+    """A time to wait, in hours and minutes, minutes, or seconds.
+
+    >>> remaining(15_540), remaining(200), remaining(12)
+    ('4 h 19 min', '3 min', '12 s')
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
