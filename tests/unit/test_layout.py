@@ -16,7 +16,7 @@ SRC = Path(comera.__file__).parent
 REPOSITORY = SRC.parents[1]
 # A room imports from its own floor and from those above it in this list, never from below.
 FLOORS = (
-    {"__init__", "_on_import", "_version", "errors", "files", "tables"},
+    {"__init__", "_on_import", "_version", "errors", "extras", "files", "tables"},
     {"tt"},
     {"kernels"},
     {"ops"},

@@ -1,5 +1,9 @@
 """Shows runs: tables, plots, an HTML page."""
 
+from comera.extras import require
+
+require("comera.report", "comera[train]", "accelerate", "filelock", "matplotlib", "numpy", "rich", "yaml")
+
 from comera.report.compare import compare
 from comera.report.html import render
 from comera.report.inspect import inspect

@@ -17,7 +17,7 @@ from comera.trainer.metrics import Summary
 
 
 def compare(runs: Mapping[str, Path], out: Path) -> str:
-    """Write compare.md, .json, .png and .html into `out` and return the tables in Markdown.
+    """Write compare.md, .json, .png and .html into `out` and return the tables as text that fits a terminal.
 
     Runs with a metric besides the loss add a second figure, pareto.png; compressed runs add a table of the ranks of one
     block. runs: name -> run folder, in display order; step times are compared with the run named "dense", or else with
@@ -51,7 +51,9 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     body = [html for html, _ in figures.values()]
     body += [section(name, table.html()) for name, table in tables.items()]
     replace_file(out / "compare.html", page(title, lead, body))
-    return text
+    return "\n\n".join(
+        table.fitted() if name == "Results" else f"{name}:\n\n{table.fitted()}" for name, table in tables.items()
+    )
 
 
 def _summaries(runs: Mapping[str, RunData]) -> dict[str, Summary]:

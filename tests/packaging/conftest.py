@@ -1,0 +1,82 @@
+"""The built distributions, and environments that they are installed in, without a network and the source tree."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist of this tree."""
+    folder = tmp_path_factory.mktemp("dist")
+    build(ROOT, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin/ of an environment with the wheel and every third-party package of this one."""
+    return _environment(tmp_path_factory.mktemp("whole"), built, Path(sysconfig.get_path("purelib")))
+
+
+@pytest.fixture(scope="session")
+def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin/ of an environment with the wheel, and what pip would install with it if no extra is named."""
+    packages = tmp_path_factory.mktemp("packages")
+    for name in _closure("comera", set()) - {"comera"}:
+        for top in _top_levels(distribution(name)):
+            (packages / top.name).symlink_to(top)
+    return _environment(tmp_path_factory.mktemp("bare"), built, packages)
+
+
+def build(tree: Path, folder: Path, *options: str) -> None:
+    """Build the distributions of a source tree into a folder."""
+    run(sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options, cwd=tree)
+
+
+def run(*command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command that must end with this exit status, and that sees nothing of this process's paths."""
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment())
+    assert shown.returncode == code, shown.stderr
+    return shown
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process, without its module path."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def _environment(folder: Path, built: Path, packages: Path) -> Path:
+    venv.create(folder, with_pip=False, symlinks=True)
+    (wheel,) = built.glob("*.whl")
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "third_party.pth").write_text(f"{packages}\n")  # the .pth files there, of editable installs, do not count
+    pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", str(wheel), cwd=folder)
+    return folder / "bin"
+
+
+def _closure(name: str, seen: set[str]) -> set[str]:
+    """The names of a distribution and of all that it requires without any extra, in this environment."""
+    if name not in seen:
+        seen.add(name)
+        for line in distribution(name).requires or ():
+            needed = Requirement(line)
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                _closure(needed.name, seen)
+    return seen
+
+
+def _top_levels(found: Distribution) -> set[Path]:
+    """The files and folders of a distribution beside those of others."""
+    parts = {file.parts[0] for file in found.files or () if ".." not in file.parts and "__pycache__" not in file.parts}
+    return {Path(str(found.locate_file(part))) for part in parts}
