@@ -1,7 +1,5 @@
 """The built distributions, and environments that they are installed in, without a network and the source tree."""
 
-import os
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -10,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.distributions import ROOT, build, run
 
 
 @pytest.fixture(scope="session")
@@ -36,23 +33,6 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for top in _top_levels(distribution(name)):
             (packages / top.name).symlink_to(top)
     return _environment(tmp_path_factory.mktemp("bare"), built, packages)
-
-
-def build(tree: Path, folder: Path, *options: str) -> None:
-    """Build the distributions of a source tree into a folder."""
-    run(sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options, cwd=tree)
-
-
-def run(*command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a command that must end with this exit status, and that sees nothing of this process's paths."""
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment())
-    assert shown.returncode == code, shown.stderr
-    return shown
-
-
-def environment() -> dict[str, str]:
-    """The variables of this process, without its module path."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 def _environment(folder: Path, built: Path, packages: Path) -> Path:

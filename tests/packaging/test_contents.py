@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from tests.packaging.conftest import ROOT, build
+from tests.helpers.distributions import ROOT, build
 
 from comera.extras import NAMES, TRAIN
 

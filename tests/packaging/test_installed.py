@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.packaging.conftest import environment, run
+from tests.helpers.distributions import environment, run
 
 STEPS = Path(__file__).parent / "first_steps.py"
 COMMANDS = ("train lm", "train dlrm", "compare lm", "inspect a", "estimate lm", "export a --to dense --out b")
