@@ -156,13 +156,28 @@ def orthogonalized(batches: Sequence[Tensor]) -> list[Tensor]:
     for alike in places.values():
         x_XDE = torch.cat([flat[place] for place in alike]).float()
         x_XDE /= torch.linalg.vector_norm(x_XDE, dim=(1, 2), keepdim=True).clamp_min_(1e-7)
-        for _ in range(_STEPS):
-            gram_XDD = x_XDE @ x_XDE.mT
-            x_XDE = torch.baddbmm(x_XDE, torch.baddbmm(gram_XDD, gram_XDD, gram_XDD, beta=_B, alpha=_C), x_XDE, beta=_A)
-        parts = x_XDE.to(flat[alike[0]].dtype).split([len(flat[place]) for place in alike])
+        parts = _newton_schulz(x_XDE).to(flat[alike[0]].dtype).split([len(flat[place]) for place in alike])
         for place, part in zip(alike, parts, strict=True):
             signs[place] = part if flat[place] is batches[place] else part.mT
     return signs
+
+
+def _newton_schulz(x_XDE: Tensor) -> Tensor:
+    """The iteration, for D ≤ E. Where E is much larger, on small matrices alone: with G = XXᵀ and P = aI + bG + cG² a
+    step is X ← P X and G ← P G P, so the steps collect in Q ← P Q, and X is multiplied once."""
+    d, e = x_XDE.shape[1:]
+    if e < 2 * d:
+        for _ in range(_STEPS):
+            gram_XDD = x_XDE @ x_XDE.mT
+            x_XDE = torch.baddbmm(x_XDE, torch.baddbmm(gram_XDD, gram_XDD, gram_XDD, beta=_B, alpha=_C), x_XDE, beta=_A)
+        return x_XDE
+    gram_XDD = x_XDE @ x_XDE.mT
+    q_XDD = torch.eye(d, dtype=x_XDE.dtype, device=x_XDE.device).expand_as(gram_XDD)
+    for _ in range(_STEPS):
+        p_XDD = torch.baddbmm(gram_XDD, gram_XDD, gram_XDD, beta=_B, alpha=_C)
+        p_XDD.diagonal(dim1=1, dim2=2).add_(_A)
+        q_XDD, gram_XDD = p_XDD @ q_XDD, p_XDD @ gram_XDD @ p_XDD
+    return q_XDD @ x_XDE
 
 
 def _matrices(model: nn.Module, exclude: Sequence[str]) -> set[Tensor]:

@@ -17,6 +17,11 @@ from torch import Tensor
 from comera.tt.spec import BTTSpec
 
 
+def _counts(spec: BTTSpec) -> list[int]:
+    """Components of each block."""
+    return [rank for row in spec.rows_of_ranks for rank in row]
+
+
 def ranks_of_blocks(spec: BTTSpec, device: torch.device) -> Tensor:
     """(B,)"""
     return torch.tensor(spec.rows_of_ranks, device=device).flatten()
@@ -30,20 +35,22 @@ def component_mask(spec: BTTSpec, device: torch.device) -> Tensor:
 
 def in_places(spec: BTTSpec, values: Tensor, dim: int) -> Tensor:
     """Components along `dim` (..., K, ...) in the places of their blocks (..., B, P, ...), zeros in empty ones."""
-    own_BP = component_mask(spec, values.device)
-    if spec.ranks[1] < own_BP.numel():
+    shape = len(_counts(spec)), max(_counts(spec))
+    if spec.ranks[1] < prod(shape):
+        own_BP = component_mask(spec, values.device)
         index_BP = torch.where(own_BP, own_BP.flatten().cumsum(0).view_as(own_BP) - 1, spec.ranks[1])
         zero = values.new_zeros(1).expand(*values.shape[:dim], 1, *values.shape[dim + 1 :])
         values = torch.cat([values, zero], dim).index_select(dim, index_BP.flatten())
-    found: Tensor = values.unflatten(dim, own_BP.shape)
+    found: Tensor = values.unflatten(dim, shape)
     return found
 
 
 def out_of_places(spec: BTTSpec, values: Tensor, dim: int) -> Tensor:
     """Undoes `in_places`: (..., B, P, ...) as (..., K, ...)."""
-    own_BP = component_mask(spec, values.device)
     flat = values.flatten(dim, dim + 1)
-    return flat if spec.ranks[1] == own_BP.numel() else flat.index_select(dim, own_BP.flatten().nonzero().squeeze(1))
+    if spec.ranks[1] == flat.shape[dim]:
+        return flat
+    return flat.index_select(dim, component_mask(spec, values.device).flatten().nonzero().squeeze(1))
 
 
 def group(spec: BTTSpec, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
