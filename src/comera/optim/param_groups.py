@@ -8,7 +8,7 @@ from torch import nn
 
 from comera.errors import ConfigError
 from comera.nn.tensor_train import named_trains
-from comera.optim.core_rates import core_rates
+from comera.optim.core_rates import Reach, adam_reach, core_rates
 from comera.tt.spec import TTMSpec
 
 _NAMES = ("cores", "tables", "ranks", "dense", "dense_no_decay")
@@ -85,6 +85,20 @@ def param_groups(
 
     Source: docs/method.md §9.
     """
+    return groups_for(model, adam_reach, lr, rates, core_lr, table_lr, rank_lr, weight_decay)
+
+
+def groups_for(
+    model: nn.Module,
+    reach: Reach,
+    lr: float,
+    rates: Literal["flat", "spectral"],
+    core_lr: float | None,
+    table_lr: float | None,
+    rank_lr: float | None,
+    weight_decay: float,
+) -> list[dict[str, Any]]:
+    """`param_groups` for an optimizer whose steps move cores of linear layers by `reach`, all others as Adam does."""
     values = {"lr": lr, "core_lr": core_lr, "table_lr": table_lr, "rank_lr": rank_lr, "weight_decay": weight_decay}
     for name, value in values.items():
         if value is not None and (not isfinite(value) or value < 0):
@@ -101,7 +115,7 @@ def param_groups(
         share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
         name = "tables" if isinstance(train.spec, TTMSpec) else "cores"
         rate = given[name]
-        multiples = core_rates(train) if rate is None else None
+        multiples = core_rates(train, adam_reach if name == "tables" else reach) if rate is None else None
         for k, core in enumerate(train.cores):
             role = _Role(name, share, () if rate is not None else (path.split(".")[-2:][0], train.spec.padded_shape, k))
             roles[core] = role
