@@ -44,11 +44,6 @@ class Table:
                 return text
         return self.terminal(width)
 
-    def transposed(self) -> "Table":
-        """With a row for each column. The cells of the first column become the header."""
-        header, *rows = zip(self.header, *self.rows, strict=True)
-        return Table(header, "l" + "r" * len(self.rows), tuple(rows))
-
     def markdown(self) -> str:
         """A Markdown table with an aligned source."""
         head, *body = self._padded(bar="\\|")
@@ -57,6 +52,11 @@ class Table:
             for cell, side in zip(head, self.align, strict=True)
         ]
         return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
+
+    def transposed(self) -> "Table":
+        """With a row for each column. The cells of the first column become the header."""
+        header, *rows = zip(self.header, *self.rows, strict=True)
+        return Table(header, "l" + "r" * len(self.rows), tuple(rows))
 
     def html(self) -> str:
         """A table element in a box that scrolls on narrow pages."""

@@ -13,14 +13,14 @@ COMMANDS = ("train lm", "train dlrm", "compare lm", "inspect a", "estimate lm", 
 COMMANDS += ("generate a b", "score a b --out c", "completion bash")
 # what is imported -> what it says that it needs
 ROOMS = {
-    "comera.trainer": "comera.trainer needs accelerate, numpy, rich, pyyaml: pip install 'comera[train]'",
-    "comera.trainer.loop": "comera.trainer needs accelerate, numpy, rich, pyyaml: pip install 'comera[train]'",
-    "comera.baselines": "comera.baselines needs accelerate, numpy, rich, pyyaml: pip install 'comera[train]'",
-    "comera.report": "comera.report needs accelerate, matplotlib, numpy, rich, pyyaml: pip install 'comera[train]'",
+    "comera.trainer": "comera.trainer needs accelerate, rich, pyyaml: pip install 'comera[train]'",
+    "comera.trainer.loop": "comera.trainer needs accelerate, rich, pyyaml: pip install 'comera[train]'",
+    "comera.baselines": "comera.baselines needs accelerate, rich, pyyaml: pip install 'comera[train]'",
+    "comera.report": "comera.report needs accelerate, matplotlib, rich, pyyaml: pip install 'comera[train]'",
     "comera.recipes.lm.recipe": "comera.recipes.lm needs accelerate, rich, tokenizers, transformers, pyyaml: pip",
     "comera.recipes.code_lm.recipe": "comera.recipes.code_lm needs accelerate, rich, tokenizers, transformers, pyyaml:",
     "comera.recipes.mnli.recipe": "comera.recipes.mnli needs accelerate, rich, tokenizers, transformers, pyyaml: pip",
-    "comera.recipes.dlrm.recipe": "comera.recipes.dlrm needs accelerate, numpy, polars, rich, pyyaml: pip install",
+    "comera.recipes.dlrm.recipe": "comera.recipes.dlrm needs accelerate, polars, rich, pyyaml: pip install",
     "comera.integrations.transformers": "needs transformers: pip install 'comera[train]'",
     "comera.integrations.lightning": "needs lightning: pip install lightning",
     "comera.integrations.peft": "comera.integrations.peft needs peft: pip install peft",
@@ -73,9 +73,9 @@ def test_an_interrupted_command_leaves_no_traceback(moment: float, whole: Path, 
         time.sleep(moment)
         process.send_signal(signal.SIGINT)
         shown = process.communicate()[1]
-    if process.returncode == -signal.SIGINT:  # while Python itself was starting
-        assert "comera/" not in shown.replace(str(whole), "").replace("bin/comera", "")
-    else:
-        assert process.returncode == 130
+    if process.returncode == 130:
         assert "Traceback" not in shown
-        assert "interrupted" in shown.splitlines()[-1] or "resume with" in shown
+        assert "interrupted" in shown
+    else:  # before the first line of comera: Python itself was starting
+        assert process.returncode in (1, -signal.SIGINT)
+        assert "site-packages/comera" not in shown

@@ -35,6 +35,19 @@ def test_markdown_is_aligned_in_its_source() -> None:
     ]
 
 
+def test_a_wide_table_is_transposed_and_a_long_one_continues_below() -> None:
+    wide = Table(("method", "parameters", "step ms"), "lrr", (("dense", "11", "1.0"), ("comera", "5", "2.0")))
+    assert wide.fitted(width=30) == wide.text()
+    assert wide.fitted(width=26).splitlines() == [
+        "method      dense  comera",
+        "──────────  ─────  ──────",
+        "parameters     11       5",
+        "step ms       1.0     2.0",
+    ]
+    long = Table(("layer", "size"), "lr", (("a" * 30, "1"), ("b" * 30, "2"), ("c" * 30, "3")))
+    assert max(map(len, long.fitted(width=20).splitlines())) <= 20
+
+
 def test_html_escapes_and_puts_the_total_into_the_foot() -> None:
     html = TABLE.html()
     assert '<td class="txt">b&lt;c</td><td class="num">1,234</td>' in html

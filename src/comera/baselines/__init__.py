@@ -2,7 +2,7 @@
 
 from comera.extras import require
 
-require("comera.baselines", "comera[train]", "accelerate", "filelock", "numpy", "rich", "yaml")
+require("comera.baselines", "comera[train]", "accelerate", "filelock", "rich", "yaml")
 
 from comera.baselines.cola import CoLA, cola_
 from comera.baselines.common import Applied, Baseline

@@ -81,7 +81,7 @@ def _train(argv: list[str]) -> int:
             for folder in runs.values():
                 print(f"report: {report.render(folder)}", file=sys.stderr)
             if len(runs) > 1 and summary.finished:
-                _print_comparison(report.compare(runs, config.folder), config.folder)
+                _compare_runs(runs, config.folder)
     accelerator.end_training()
     return 0 if summary.finished else INTERRUPTED
 
@@ -124,16 +124,18 @@ def _compare(argv: list[str]) -> int:
                 f"`comera train {name} {shlex.join(arguments)}` failed with exit code {code}, see above"
             )
 
-    from comera import report
-
-    with interruptible():
-        _print_comparison(report.compare(runs, out), out)
+    _compare_runs(runs, out)
     return 0
 
 
-def _print_comparison(tables: str, out: Path) -> None:
-    print(tables)
-    print(f"comparison: {out / 'compare.html'}", file=sys.stderr)
+def _compare_runs(runs: dict[str, Path], out: Path) -> None:
+    """Write the comparison of finished runs; print its tables, and where its page is."""
+    from comera import report
+
+    with interruptible():
+        report.compare(runs, out)
+        print(report.results(runs))
+        print(f"comparison: {out / 'compare.html'}", file=sys.stderr)
 
 
 def _parse_comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

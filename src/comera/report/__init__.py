@@ -2,11 +2,11 @@
 
 from comera.extras import require
 
-require("comera.report", "comera[train]", "accelerate", "filelock", "matplotlib", "numpy", "rich", "yaml")
+require("comera.report", "comera[train]", "accelerate", "filelock", "matplotlib", "rich", "yaml")
 
-from comera.report.compare import compare
+from comera.report.compare import compare, results
 from comera.report.html import render
 from comera.report.inspect import inspect
 from comera.report.run import RunData, read_run
 
-__all__ = ["RunData", "compare", "inspect", "read_run", "render"]
+__all__ = ["RunData", "compare", "inspect", "read_run", "render", "results"]

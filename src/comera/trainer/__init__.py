@@ -2,7 +2,7 @@
 
 from comera.extras import require
 
-require("comera.trainer", "comera[train]", "accelerate", "filelock", "numpy", "rich", "yaml")
+require("comera.trainer", "comera[train]", "accelerate", "filelock", "rich", "yaml")
 
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit

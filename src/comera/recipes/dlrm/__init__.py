@@ -2,6 +2,6 @@
 
 from comera.extras import require
 
-require("comera.recipes.dlrm", "comera[train]", "accelerate", "numpy", "polars", "rich", "yaml")
+require("comera.recipes.dlrm", "comera[train]", "accelerate", "polars", "rich", "yaml")
 
 __all__ = ["click_metrics", "criteo", "model", "recipe", "score", "table_budget"]
