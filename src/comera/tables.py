@@ -78,8 +78,9 @@ class Table:
         from rich.text import Text
 
         drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for name, side in zip(self.header, self.align, strict=True):
-            drawn.add_column(name, justify="right" if side == "r" else "left", overflow="fold")
+        for name, side, cells in zip(self.header, self.align, zip(*self.rows, strict=True), strict=True):
+            names = name == self.header[0] and max(map(len, (name, *cells))) <= width // 2  # stay whole if they can
+            drawn.add_column(name, justify="right" if side == "r" else "left", overflow="fold", no_wrap=names)
         for place, row in enumerate(self.rows, 1):
             drawn.add_row(*map(Text, row), end_section=self.total and place == len(self.rows) - 1)
         console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)

@@ -2,7 +2,9 @@
 
 import sys
 import sysconfig
+import tomllib
 import venv
+from collections.abc import Iterable
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -29,7 +31,8 @@ def whole(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bin/ of an environment with the wheel, and what pip would install with it if no extra is named."""
     packages = tmp_path_factory.mktemp("packages")
-    for name in _closure("comera", set()) - {"comera"}:
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    for name in _closure(named, set()):
         for top in _top_levels(distribution(name)):
             (packages / top.name).symlink_to(top)
     return _environment(tmp_path_factory.mktemp("bare"), built, packages)
@@ -45,14 +48,12 @@ def _environment(folder: Path, built: Path, packages: Path) -> Path:
     return folder / "bin"
 
 
-def _closure(name: str, seen: set[str]) -> set[str]:
-    """The names of a distribution and of all that it requires without any extra, in this environment."""
-    if name not in seen:
-        seen.add(name)
-        for line in distribution(name).requires or ():
-            needed = Requirement(line)
-            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-                _closure(needed.name, seen)
+def _closure(requirements: Iterable[str], seen: set[str]) -> set[str]:
+    """The names of the distributions that are required, and of all that these require without an extra."""
+    for need in map(Requirement, requirements):
+        if need.name not in seen and (need.marker is None or need.marker.evaluate({"extra": ""})):
+            seen.add(need.name)
+            _closure(distribution(need.name).requires or (), seen)
     return seen
 
 

@@ -27,13 +27,10 @@ ROOMS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["whole", "bare"])
-def test_a_model_is_converted_trained_saved_and_loaded(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    programs: Path = request.getfixturevalue(kind)
-    shown = run(str(programs / "python"), "-I", str(STEPS), cwd=tmp_path)
-    assert Path(shown.stdout.strip()).is_relative_to(programs.parent)
+def test_a_model_is_converted_trained_saved_and_loaded(bare: Path, tmp_path: Path) -> None:
+    shown = run(str(bare / "python"), "-I", str(STEPS), cwd=tmp_path)
+    assert Path(shown.stdout.strip()).is_relative_to(bare.parent)
+    assert shown.stderr == ""
 
 
 def test_every_command_without_the_extra_is_one_line(bare: Path, tmp_path: Path) -> None:
@@ -62,7 +59,7 @@ for name, said in {ROOMS!r}.items():
     run(str(bare / "python"), "-I", "-c", script, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("moment", [0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("moment", [0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0])
 def test_an_interrupted_command_leaves_no_traceback(moment: float, whole: Path, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     for name in "ab":
@@ -76,6 +73,6 @@ def test_an_interrupted_command_leaves_no_traceback(moment: float, whole: Path, 
     if process.returncode == 130:
         assert "Traceback" not in shown
         assert "interrupted" in shown
-    else:  # before the first line of comera: Python itself was starting
+    else:  # before the first line of the command: Python itself was starting
         assert process.returncode in (1, -signal.SIGINT)
-        assert "site-packages/comera" not in shown
+        assert "comera/cli/main" not in shown
