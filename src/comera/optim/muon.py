@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from comera.errors import ConfigError
-from comera.nn.tensor_train import named_trains
+from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim.adamw import AdamW
 from comera.optim.core_matrices import as_matrices, from_matrices
-from comera.optim.core_rates import muon_reach
+from comera.optim.core_rates import Reach, adam_reach, muon_reach
 from comera.optim.param_groups import groups_for
 from comera.tt.spec import TTMSpec
 
@@ -82,9 +82,13 @@ class Muon(AdamW):
     ) -> None:
         if not 0 <= momentum < 1:
             raise ConfigError(f"momentum must be in [0, 1), got {momentum}")
-        groups = groups_for(model, muon_reach, lr, rates, core_lr, table_lr, rank_lr, weight_decay)
         self._cores = {core: (train, k) for _, train in named_trains(model) for k, core in enumerate(train.cores)}
         matrices = _matrices(model, exclude)
+
+        def reach_of(train: TensorTrain) -> Reach:
+            return muon_reach if matrices.issuperset(train.cores) else adam_reach
+
+        groups = groups_for(model, reach_of, lr, rates, core_lr, table_lr, rank_lr, weight_decay)
         split = [
             {**group, "params": params, "orthogonal": orthogonal, "momentum": momentum}
             for group in groups

@@ -11,7 +11,7 @@ from comera.errors import ConfigError
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim import AdamW, Muon
 from comera.optim.core_matrices import as_matrices, from_matrices
-from comera.optim.core_rates import core_rates, muon_reach
+from comera.optim.core_rates import adam_reach, core_rates, muon_reach
 from comera.optim.muon import orthogonalized
 from comera.rank.prune import prune_
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
@@ -152,6 +152,11 @@ def test_it_learns_and_leaves_tables_and_excluded_layers_to_adamw(form: comera.B
     optimizer = Muon(model, lr=2e-2, exclude=["3"])
     losses = train(model, optimizer, 40)
     assert losses[-1] < 0.3 * losses[0]
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, reach in (("1.tt", muon_reach), ("3.tt", adam_reach)) if form else ():
+        tensor_train = dict(named_trains(network(form)))[name]
+        for core, multiple in zip(model.get_submodule(name).cores, core_rates(tensor_train, reach), strict=True):
+            assert rates[core] == pytest.approx(2e-2 * multiple)
     by_adamw = {p for group in optimizer.param_groups if not group["orthogonal"] for p in group["params"]}
     moved_alike = {p for p in model[1].parameters() if p.ndim >= 2}
     assert not by_adamw & moved_alike
