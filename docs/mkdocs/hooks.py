@@ -7,15 +7,16 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = r"(?:src|tests|benchmarks|examples|docs)"
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that stand outside of docs/: contributing, the changelog, the scripts of examples/."""
-    for name in ("CONTRIBUTING", "CHANGELOG"):
-        text = (ROOT / f"{name}.md").read_text("utf-8")
-        text = re.sub(r"\]\(docs/", "](", text)  # links of the repository's root
-        files.append(File.generated(config, f"{name.lower()}.md", content=text))
+    """Add the pages that stand outside of docs/: README, contributing, the changelog, the scripts of examples/."""
+    for name, page in PAGES.items():
+        text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")  # links as from the repository's root
+        for other, at in PAGES.items():
+            text = text.replace(f"]({other})", f"]({at})")
+        files.append(File.generated(config, page, content=text))
     for script in sorted((ROOT / "examples").glob("*.py")):
         text = f"# {script.name}\n\n```python\n{script.read_text('utf-8')}```\n"
         files.append(File.generated(config, f"examples/{script.stem}.md", content=text))
