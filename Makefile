@@ -52,7 +52,7 @@ demo: install
 
 docs: install
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "site/index.html"
+	@echo "site/index.html; with the search: $(BIN)/python -m http.server --directory site"
 
 test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2

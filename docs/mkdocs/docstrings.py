@@ -9,9 +9,7 @@ import griffe
 HEADINGS = re.findall(
     r"^## (\d+)\. (.+)$", (Path(__file__).parents[1] / "method.md").read_text("utf-8"), flags=re.MULTILINE
 )
-ANCHORS = {
-    number: f"{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}" for number, title in HEADINGS
-}
+ANCHORS = {number: f"{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}" for number, title in HEADINGS}
 
 
 class Docstrings(griffe.Extension):
