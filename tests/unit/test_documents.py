@@ -71,7 +71,7 @@ def test_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def differences(shown: str, printed: str, tolerance: float = 0.1) -> list[str]:
-    """Lines that a page shows and its code does not print, in order; other machines may be off by a tenth in a number."""
+    """Lines that a page shows and its code does not print, in order; numbers may be a tenth off, on other machines."""
     number = r"\d[\d,]*(?:\.\d+)?"
     lines, found = iter(printed.splitlines()), []
     for line in shown.splitlines():
