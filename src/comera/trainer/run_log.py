@@ -16,7 +16,9 @@ from comera.nn.size import ModelSize, model_size
 from comera.nn.tensor_train import named_trains
 from comera.rank.report import RankReport
 from comera.rank.size import unpruned_ranks, unpruned_size
+from comera.trainer.energy import emissions
 from comera.trainer.metrics import Display, MetricsLog, Summary, to_json
+from comera.trainer.provenance import note
 from comera.trainer.state import TrainState
 
 
@@ -60,12 +62,26 @@ class RunLogger:
             replace_file(out / "layers.json", to_json([*task.report_rows], indent=1) + "\n")
             if task.references:
                 replace_file(out / "references.json", to_json(task.references, indent=1) + "\n")
+            self._note_provenance()
             for name, text in task.files.items():
                 replace_file(out / name, text)
         stack.enter_context(self._display)
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
+
+    def _note_provenance(self) -> None:
+        state = self._state
+        energy = state.energy.unknown or state.energy.basis
+        note(
+            state.out,
+            state.accelerator.device,
+            step=state.progress.step,
+            processes=state.accelerator.num_processes,
+            data=state.task.identity.get("data.prepared"),
+            start_from=state.progress.start_from,
+            energy=energy,
+        )
 
     def sync(self) -> None:
         """Flush all records to the disk."""
@@ -98,6 +114,7 @@ class RunLogger:
                 peak_memory=peak_memory,
                 size=state.controller.size() if state.controller else 0,
                 stage=state.stage,
+                energy=progress.energy,
             )
         about = {"tokens_per_s": tokens_per_s, "ratio": self._size.ratio, "time": progress.time}
         self._display.update(done, step=progress.step, loss=loss, **about)
@@ -179,6 +196,7 @@ class RunLogger:
             tensorized_ratio=size.tensorized_ratio if isfinite(size.tensorized_ratio) else None,
             ratio=size.ratio if isfinite(size.ratio) else None,
             epoch_time=progress.time / progress.step * epoch if epoch else None,
+            co2=emissions(progress.energy, self._state.config.energy),
         )
 
     def _write(self, kind: str, **values: Any) -> None:

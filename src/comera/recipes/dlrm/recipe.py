@@ -192,6 +192,7 @@ class DLRMTask(RecipeTask):
 
     name = NAME
     counted = "samples"
+    references = {"nce": {"click rate alone": 1.0}}  # by the definition of normalized entropy
     part: Literal["validation", "test"] = "validation"
     config: DLRMTaskConfig
     data: ClickData
