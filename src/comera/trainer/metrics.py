@@ -26,7 +26,8 @@ class Summary:
     (None where nothing is stored). held_out_loss: of the last evaluation; metrics: its other values by name.
     stopped: "steps" (or epochs), "time" or "interrupted". mode: how the last steps ran, "eager", "compile", "graph" or
     "eager (why)". energy: joules of training by source, empty where it is unknown (`comera.trainer.energy`). co2: grams
-    of CO2 equivalent. parts: seconds of batches (within `time`), evaluation and pruning (beside it).
+    of CO2 equivalent. parts: seconds of batches (within `time`), evaluation and pruning (beside it). memory: bytes of
+    weights and optimizer state at the end.
     """
 
     method: str
@@ -51,6 +52,7 @@ class Summary:
     energy: dict[str, float] = field(default_factory=dict)
     co2: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:

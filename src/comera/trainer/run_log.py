@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any
 
 import yaml
+from torch import Tensor
 
 from comera.files import replace_file
 from comera.nn.size import ModelSize, model_size
@@ -173,7 +174,8 @@ class RunLogger:
         progress, epoch = self._state.progress, self._state.task.steps_per_epoch
         loss, metrics = progress.held_out_loss, progress.metrics
         epochs = progress.step / epoch if epoch else None
-        self._write("eval", tokens=progress.tokens, loss=loss, metrics=metrics, epoch=epochs)
+        energy = progress.energy
+        self._write("eval", tokens=progress.tokens, loss=loss, metrics=metrics, epoch=epochs, energy=energy)
         self.log_size()
         self.announce(
             f"step {progress.step:,}, {progress.time:.0f} s: held-out loss {loss:.4f}"
@@ -196,8 +198,13 @@ class RunLogger:
             tensorized_ratio=size.tensorized_ratio if isfinite(size.tensorized_ratio) else None,
             ratio=size.ratio if isfinite(size.ratio) else None,
             epoch_time=progress.time / progress.step * epoch if epoch else None,
+            memory={"weights": size.bytes, "optimizer state": self._optimizer_bytes()},
             co2=emissions(progress.energy, self._state.config.energy),
         )
+
+    def _optimizer_bytes(self) -> int:
+        states = self._state.optimizer.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def _write(self, kind: str, **values: Any) -> None:
         if self._metrics:

@@ -192,7 +192,6 @@ class DLRMTask(RecipeTask):
 
     name = NAME
     counted = "samples"
-    references = {"nce": {"click rate alone": 1.0}}  # by the definition of normalized entropy
     part: Literal["validation", "test"] = "validation"
     config: DLRMTaskConfig
     data: ClickData
@@ -203,6 +202,7 @@ class DLRMTask(RecipeTask):
         identity = {f"data.{name}": value for name, value in settings.items()}
         super().__init__(config, data, model, report, first, **identity)
         self.steps_per_epoch = self.epoch_length()
+        self.references = {"nce": {"click rate alone": 1.0}}  # by the definition of normalized entropy
 
     def optimizer(self, train: TrainConfig) -> Optimizer:
         return named_optimizer(self.config.optimizer, self.model, train)
