@@ -162,7 +162,8 @@ def charts_of_runs(runs: Mapping[str, RunData]) -> list[Chart]:
         lines = []
         for each, run in runs.items():
             points = [point for point in run.evals if isfinite(point.value(name))]
-            x = {"time": [point.time / seconds for point in points], "tokens": [point.tokens for point in points]}
+            x: dict[str, Sequence[float]] = {"time": [point.time / seconds for point in points]}
+            x["tokens"] = [point.tokens for point in points]
             if "energy" in axes:
                 x["energy"] = [(total(point.energy) or 0.0) / WATT_HOUR for point in points]
             y = [point.value(name) for point in points]

@@ -115,9 +115,9 @@ def _headline(run: RunData) -> dict[str, tuple[str, str]]:
         results["Peak memory"] = (f"{megabytes(summary.peak_memory)} MB", "")
     if run.energy:
         co2 = summary.co2 if summary else None
-        value, guess, _ = energy_text(run.energy).partition(" (estimated)")
+        energy, guess, _ = energy_text(run.energy).partition(" (estimated)")
         remarks = ["estimated"] * bool(guess) + ([] if co2 is None else [f"{number(co2)} g of CO₂"])
-        results["Energy"] = (value, ", ".join(remarks))
+        results["Energy"] = (energy, ", ".join(remarks))
     return results
 
 

@@ -116,14 +116,14 @@ def _costs(runs: Mapping[str, RunData]) -> list[str]:
         after = run.summary
         if run.method != "comera" or after is None or before is None:
             continue
-        figures = {
+        figures: dict[str, tuple[float, float, str, str]] = {
             "model": (before.size_bytes, after.size_bytes, "smaller", "larger"),
             "peak memory": (before.peak_memory, after.peak_memory, "smaller", "larger"),
             "step": (before.step_time, after.step_time, "faster", "slower"),
         }
-        rates = [(total(s.energy) or 0.0) / s.tokens if s.tokens else 0.0 for s in (before, after)]
+        old_rate, new_rate = ((total(s.energy) or 0.0) / s.tokens if s.tokens else 0.0 for s in (before, after))
         guess = "estimated " if is_estimated(before.energy) or is_estimated(after.energy) else ""
-        figures[f"{guess}energy per {run.unit.removesuffix('s')}"] = (*rates, "smaller", "larger")
+        figures[f"{guess}energy per {run.unit.removesuffix('s')}"] = (old_rate, new_rate, "smaller", "larger")
         parts = [
             f"{what} {times(old / new)} {less}" if old >= new else f"{what} {times(new / old)} {more}"
             for what, (old, new, less, more) in figures.items()

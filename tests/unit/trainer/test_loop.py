@@ -97,7 +97,7 @@ def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
     assert {line["stage"] for line in train} == {"early"}
     assert set(train[0]["lr"]) == {"cores", "ranks", "dense", "dense_no_decay"}
     assert [line["tokens"] for line in train] == [BATCH * LENGTH * step for step in range(1, 13)]
-    fields = {"kind", "step", "time", "tokens", "loss", "metrics", "epoch"}
+    fields = {"kind", "step", "time", "tokens", "loss", "metrics", "epoch", "energy"}
     assert [(line["step"], set(line)) for line in evals] == [(k, fields) for k in (4, 8, 12)]
     assert [(line["metrics"], line["epoch"]) for line in evals] == [({}, None)] * 3
     # evaluations, the cut at 10 and, where there is something left to cut, that at the end
