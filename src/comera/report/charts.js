@@ -51,7 +51,7 @@
         y: { distr: data.log.includes("y") ? 3 : 1, ...(data.zero ? { range: (u, low, high) => [0, high * 1.08 || 1] } : {}) },
       },
       axes: [
-        { stroke, font: font("normal"), grid: { show: false }, ticks: grid, size: 34, values: (u, at) => at.map(tick) },
+        { stroke, font: font("normal"), grid: { show: false }, ticks: grid, size: 34, ...(data.log.includes("x") ? { filter: round } : {}), values: (u, at) => at.map(tick) },
         { stroke, font: font("normal"), grid, ticks: { show: false }, size: sizeOf, values: (u, at) => at.map(tick) },
       ],
       cursor: { sync: dots ? undefined : { key: axis, scales: ["x", null] }, points: { size: 7 } },
@@ -61,6 +61,8 @@
   }
 
   const tick = (value) => (value === null ? "" : Math.abs(value) >= 1e5 ? value.toExponential(0) : value.toLocaleString("en", { maximumSignificantDigits: 6 }));
+  // of a logarithmic axis, the ticks that get a number
+  const round = (u, splits) => splits.map((value) => (/^[125]/.test(value.toExponential()) ? value : null));
   const padded = (u, low, high) => (u.scales.x.distr === 3 ? [low / 1.5, high * 1.5] : [low - (high - low || 1) * 0.15, high + (high - low || 1) * 0.15]);
 
   function marks(u, data, axis) {
@@ -81,6 +83,7 @@
       ctx.fillText(mark.name, x + (ctx.textAlign === "right" ? -4 : 4) * devicePixelRatio, bbox.top + 11 * devicePixelRatio);
     }
     ctx.textAlign = "right";
+    ctx.textBaseline = "alphabetic";
     for (const [name, level] of Object.entries(data.levels)) {
       const y = u.valToPos(level, "y", true);
       if (y >= bbox.top && y <= bbox.top + bbox.height) ctx.fillText(name, bbox.left + bbox.width - 4 * devicePixelRatio, y - 4 * devicePixelRatio);
@@ -95,6 +98,7 @@
     ctx.fillStyle = css("ink");
     ctx.font = `${12 * devicePixelRatio}px ${css("sans")}`;
     ctx.textAlign = "center";
+    ctx.textBaseline = "alphabetic";
     for (let s = 1; s < u.series.length; s++) {
       const index = u.data[s].findIndex((value) => value !== null && value !== undefined);
       if (index < 0 || !u.series[s].show || u.series[s].dash) continue;
