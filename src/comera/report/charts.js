@@ -70,8 +70,10 @@
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = css("muted");
     ctx.font = `${11 * devicePixelRatio}px ${css("sans")}`;
+    ctx.textBaseline = "alphabetic";
     ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash([devicePixelRatio, 3 * devicePixelRatio]);
+    let named = 0;
     for (const mark of data.marks) {
       const x = u.valToPos(mark.x[axis], "x", true);
       if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
@@ -80,10 +82,10 @@
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
       ctx.textAlign = x > bbox.left + bbox.width / 2 ? "right" : "left";
-      ctx.fillText(mark.name, x + (ctx.textAlign === "right" ? -4 : 4) * devicePixelRatio, bbox.top + 11 * devicePixelRatio);
+      ctx.fillText(mark.name, x + (ctx.textAlign === "right" ? -4 : 4) * devicePixelRatio, bbox.top + (11 + 13 * named) * devicePixelRatio);
+      named += mark.name !== "";
     }
     ctx.textAlign = "right";
-    ctx.textBaseline = "alphabetic";
     for (const [name, level] of Object.entries(data.levels)) {
       const y = u.valToPos(level, "y", true);
       if (y >= bbox.top && y <= bbox.top + bbox.height) ctx.fillText(name, bbox.left + bbox.width - 4 * devicePixelRatio, y - 4 * devicePixelRatio);

@@ -124,7 +124,7 @@ def _headline(run: RunData) -> dict[str, tuple[str, str]]:
 def _held_table(summary: Summary) -> Table:
     """What the process held at its peak."""
     rest = summary.peak_memory - sum(summary.memory.values())
-    rows = {**summary.memory, "gradients, activations, all else in the process": rest} if rest > 0 else summary.memory
+    rows = {**summary.memory, "gradients, activations, rest": rest} if rest > 0 else summary.memory
     cells = tuple((name, megabytes(each)) for name, each in rows.items())
     return Table(("part", "MB"), "lr", (*cells, ("peak", megabytes(summary.peak_memory))), total=True)
 
