@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
+from textwrap import fill
 from urllib.parse import quote
 
 from comera.errors import DataError
@@ -65,7 +66,7 @@ def results(runs: Mapping[str, Path]) -> str:
     data = {name: read_run(folder) for name, folder in runs.items()}
     tables = _tables(data, _summaries(data))
     shown = [table.fitted() if name == "Results" else f"{name}:\n\n{table.fitted()}" for name, table in tables.items()]
-    return "\n\n".join([*shown, *of_comparison(data)])
+    return "\n\n".join([*shown, *(fill(sentence, 100) for sentence in of_comparison(data))])
 
 
 def _tables(data: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> dict[str, Table]:
