@@ -57,7 +57,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["comera.recipes.code_lm.recipe", "comera.report.plots", "jsonargparse"])
+    context.set_forkserver_preload(["comera.recipes.code_lm.recipe", "comera.report.html", "jsonargparse"])
     process = context.Process(target=int)  # waits until the server has imported them
     process.start()
     process.join()
