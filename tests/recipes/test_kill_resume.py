@@ -97,7 +97,7 @@ def straight(start: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFact
 
 def course(run: Path) -> list[dict[str, Any]]:
     """All that a run logged, but for what it took."""
-    measured = {"time", "step_time", "tokens_per_s", "peak_memory"}
+    measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in measured} for row in rows]
 
