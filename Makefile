@@ -13,13 +13,14 @@ CRITEO ?=
 BUDGET ?= 600s
 SEEDS ?= 3
 
-.PHONY: help install demo test zoo faults check bench bench-dlrm frontier gpu format clean
+.PHONY: help install demo test zoo faults dist check bench bench-dlrm frontier gpu format clean
 
 help:
 	@echo "make demo    train a language model of code dense, narrow and compressed for the same time and compare them (8 minutes)"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make zoo     check every family of models, write docs/zoo.md (30 minutes)"
 	@echo "make faults  kill, damage, interrupt and starve everything, write docs/faults.md (8 minutes)"
+	@echo "make dist    build the wheel and the sdist, try them in an empty environment"
 	@echo "make check   check lint, format and types"
 	@echo "make bench   measure steps, memory and lookups on this CPU, write docs/benchmarks.md (15 minutes)"
 	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
@@ -42,9 +43,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 
 demo: install
 	@$(BIN)/comera compare lm --methods dense,narrow,comera \
-		--data.vocab_size 32768 --data.block_size 128 --model.hidden 256 --model.layers 4 --model.heads 4 \
-		--train.batch_size 8 --train.eval_every 100 --train.eval_batches 16 \
-		--seconds $(SECONDS_EACH) --out $(DEMO_OUT)
+		--data.vocab_size 32768 --seconds $(SECONDS_EACH) --out $(DEMO_OUT)
 	@echo "three lines that the compressed model completes:"
 	@for prompt in "def read(self" "    for name in" "    def __init__(self"; do \
 		$(BIN)/comera generate $(DEMO_OUT)/comera "$$prompt" --max_new_tokens 40 --temperature 0.5; echo "--"; done
@@ -57,6 +56,10 @@ zoo: install
 
 faults: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "faults or not faults" tests/faults --faults-page docs/faults.md
+
+dist: install
+	@$(BIN)/python -m hatchling build --clean --directory dist
+	@$(BIN)/python -m pytest tests/packaging
 
 check: install
 	@$(BIN)/ruff check src tests benchmarks examples
@@ -72,6 +75,7 @@ bench: install
 	@$(BIN)/python benchmarks/layer.py --seconds 1
 	@$(BIN)/python benchmarks/block_product.py --repeats 10
 	@$(BIN)/python benchmarks/decoder.py --repeats 20
+	@$(BIN)/python benchmarks/optimizer.py
 	@$(BIN)/python benchmarks/peers.py
 	@$(BIN)/python benchmarks/page.py
 

@@ -39,8 +39,9 @@ from comera.recipes.dlrm.model import DLRMConfig
 from comera.recipes.dlrm.recipe import METHODS, DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.recipes.stages import runs
 from comera.trainer.checkpoint import find_checkpoint
+from comera.trainer.config import OptimizerName
 from comera.trainer.memory import MemoryMeter
-from comera.trainer.optimizer import OptimizerName, named_optimizer
+from comera.trainer.optimizer import named_optimizer
 from comera.trainer.step import TrainStep
 
 PARTS = ("size", "memory", "quality", "speed")
@@ -62,8 +63,8 @@ def configuration(options: argparse.Namespace, method: Method, dim: int, optimiz
     """The preset "kaggle" for this side."""
     config = dlrm.preset(method, "kaggle")
     data = replace(config.data, path=options.path, cache=options.cache)
-    train = replace(config.train, device="cpu", progress=False, batch_size=options.batch)
-    return replace(config, data=data, model=DLRMConfig(dim=dim), optimizer=optimizer, train=train)
+    train = replace(config.train, device="cpu", progress=False, batch_size=options.batch, optimizer=optimizer)
+    return replace(config, data=data, model=DLRMConfig(dim=dim), train=train)
 
 
 def size(options: argparse.Namespace) -> Iterator[Row]:
@@ -83,7 +84,7 @@ def size(options: argparse.Namespace) -> Iterator[Row]:
 def make_step(options: argparse.Namespace, config: DLRMTaskConfig, data: ClickData) -> Callable[[], object]:
     """A training step of one side, on the next batch each time."""
     model, _ = build_model(config, KAGGLE_TABLES)
-    optimizer = named_optimizer(config.optimizer, model, config.train)
+    optimizer = named_optimizer(model, config.train)
     step = TrainStep(model, click_loss, optimizer)
     batches = (data.train_batch(index, options.batch, 0) for index in range(10**9))
     return lambda: step([next(batches)])
@@ -159,7 +160,8 @@ def quality(options: argparse.Namespace) -> Iterator[Row]:
                     figures, parameters = held_out(config, run)
                     scores.setdefault(name, []).append(figures["nce"])
                     for figure, value in figures.items():
-                        given = {"optimizer": config.optimizer, "seed": seed, "note": f"{parameters:,} parameters"}
+                        given: dict[str, Any] = {"optimizer": config.train.optimizer, "seed": seed}
+                        given["note"] = f"{parameters:,} parameters"
                         yield row("quality", figure, value, name, 16, **given)
     dense = statistics.mean(scores["dense"])
     for name, values in scores.items():

@@ -70,7 +70,7 @@ def peak(recipe: str, config: Any) -> int:
     model, _ = RECIPES[recipe].build_model(config, vocabulary)
     adapt_(model.train(), config.train, keep_logits=recipe != "lm")
     loss, batch = batch_of(recipe, config, vocabulary)
-    optimizer = named_optimizer("adamw", model, config.train)
+    optimizer = named_optimizer(model, config.train)
     step = TrainStep(model, loss, optimizer, max_grad_norm=config.train.max_grad_norm)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

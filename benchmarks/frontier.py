@@ -1,16 +1,16 @@
 """The frontier: what a language model learns for what it costs, compressed, dense of any width, and by other methods.
 
 Every case trains the recipe lm for the same time and is read in nats per held-out byte. The baseline is the best of the
-dense models of all widths: narrower ones take more steps, wider ones hold more. All run with fused kernels and fused
-AdamW. The held-out text has two halves: rates are chosen on one, figures are read from the other. Rates are tuned
-alike: the same base rates for each case, at a fifth of the budget.
+dense models of all widths: narrower ones take more steps, wider ones hold more. All run with fused kernels and the
+same optimizer. The held-out text has two halves: rates are chosen on one, figures are read from the other. Rates are
+tuned alike: the same base rates for each case, at a fifth of the budget.
 
     python benchmarks/frontier.py costs                       parameters and FLOPs of every case; trains nothing
     python benchmarks/frontier.py speed                       seconds of a step, the cases in turns, on a quiet machine
     python benchmarks/frontier.py tune  --budget 600s         every case at every rate, a fifth of the budget each
     python benchmarks/frontier.py final --budget 600s --seeds 3 --cases dense-192 btt2-384
     options: --text code|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES, --jobs N,
-             --budget 1600steps
+             --budget 1600steps, --optimizer muon|adamw
 
 A budget is one of time, and a case takes as many steps as fit in it by the seconds that `speed` has measured; or one of
 steps, the same for all. So losses do not depend on what else the machine does, and several runs may go at once (--jobs)
@@ -45,8 +45,8 @@ from comera.recipes.lm.tokenizer import BYTES
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 
-KEY = ("part", "text", "vocab", "budget", "case", "lr", "seed")
-RATES = (1e-3, 2e-3, 4e-3)
+KEY = ("part", "text", "vocab", "budget", "optimizer", "case", "lr", "seed")
+RATES = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (4e-3, 8e-3, 16e-3)}
 BLOCK, ROWS, LAYERS, HEAD = 256, 4, 4, 64
 TUNING = 5  # times shorter than the run that is tuned
 BUDGET = r"(\d+)(s|steps)"
@@ -121,7 +121,7 @@ def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int,
     train = TrainConfig(
         steps=steps,
         lr=lr,
-        rates="spectral",
+        optimizer=options.optimizer,
         seed=seed,
         batch_size=ROWS,
         betas=(0.9, 0.95),
@@ -171,13 +171,17 @@ def main() -> None:
         "--budget", default="600s", help="of a run: seconds (600s), or steps, the same for all (1600steps)"
     )
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="NAME")
-    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="to tune; one alone: of `final`")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, help="to tune; one alone: of `final`; default: three of each optimizer"
+    )
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="muon")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the cores")
     parser.add_argument("--cache", help="folder for prepared text")
     parser.add_argument("--again", action="store_true", help="repeat runs that the results hold already")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.rates = options.rates or list(RATES[options.optimizer])
     if not re.fullmatch(BUDGET, options.budget):
         parser.error(f"--budget: expected seconds or steps, as 600s or 1600steps, got {options.budget!r}")
     if options.text == "prose" and not options.prose:
@@ -227,9 +231,10 @@ def speed(options: argparse.Namespace, known: dict[str, Case]) -> None:
     rows = []
     for name, own in seconds.items():
         least, spread = min(own), statistics.median(own) / min(own) - 1
-        rows.append({"vocab": options.vocab, "case": name, "step_ms": f"{least * 1e3:.4g}", "spread": f"{spread:.2f}"})
+        place = {"vocab": options.vocab, "optimizer": options.optimizer, "case": name}
+        rows.append({**place, "step_ms": f"{least * 1e3:.4g}", "spread": f"{spread:.2f}"})
         print(name, *(f"{second * 1e3:.4g}" for second in own), flush=True)
-    update("frontier_speed", [row | about() for row in rows], ("vocab", "case"))
+    update("frontier_speed", [row | about() for row in rows], ("vocab", "optimizer", "case"))
 
 
 def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -243,7 +248,7 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             lr = options.rates[0] if len(options.rates) == 1 else best_rate(options, name)
             wanted = [(lr, seed, 1, 1) for seed in range(options.seeds)]
         for lr, seed, share, half in wanted:
-            place = (options.part, options.text, options.vocab, options.budget, name, f"{lr:g}", seed)
+            place = (*setting(options), name, f"{lr:g}", seed)
             if tuple(map(str, place)) not in done or options.again:
                 steps = max(1, int(share * budget_steps(options, name)))
                 runs.append((place, {"case": name, "lr": lr, "seed": seed, "steps": steps, "half": half}))
@@ -261,6 +266,7 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _run_in_child(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, float] | str:
     """The figures of a run, or the end of what it said when it failed."""
     command = [sys.executable, __file__, "one", "--text", options.text, "--vocab", str(options.vocab)]
+    command += ["--optimizer", options.optimizer]
     command += ["--prose", options.prose] if options.prose else []
     command += ["--cache", options.cache] if options.cache else []
     command += ["--run", json.dumps(settings)]
@@ -279,16 +285,22 @@ def budget_steps(options: argparse.Namespace, name: str) -> float:
     if unit == "steps":
         return int(number)
     for row in measured("frontier_speed"):
-        if (row["vocab"], row["case"]) == (str(options.vocab), name):
+        if (row["vocab"], row["optimizer"], row["case"]) == (str(options.vocab), options.optimizer, name):
             return int(number) / (float(row["step_ms"]) / 1e3)
-    raise SystemExit(f"{name} has no measured step for this vocabulary: run the part speed first, on a quiet machine")
+    raise SystemExit(
+        f"{name} has no measured step for this vocabulary and optimizer: run the part speed first, on a quiet machine"
+    )
+
+
+def setting(options: argparse.Namespace, part: str | None = None) -> tuple[object, ...]:
+    """What the cases of a table have in common."""
+    return part or options.part, options.text, options.vocab, options.budget, options.optimizer
 
 
 def best_rate(options: argparse.Namespace, name: str) -> float:
     """The rate that was tuned for a case."""
-    case = (options.text, str(options.vocab), options.budget, name)
-    rows = measured("frontier")
-    tuned = [row for row in rows if row["part"] == "tune" and tuple(row[key] for key in KEY[1:5]) == case]
+    place = tuple(map(str, (*setting(options, "tune"), name)))
+    tuned = [row for row in measured("frontier") if tuple(row[key] for key in KEY[:6]) == place]
     if not tuned:
         raise SystemExit(f"{name} has no tuned rate for this text, vocabulary and budget: run the part tune first")
     return float(min(tuned, key=lambda row: float(row["nats_per_byte"]))["lr"])

@@ -55,15 +55,17 @@ def main() -> None:
     rows, costs = (_read(RESULTS / f"{name}.csv") for name in ("frontier", "frontier_costs"))
     final = [row for row in rows if row["part"] == "final"]
     settings = sorted({_setting(row) for row in final})
-    rates = ", ".join(f"{rate:g}" for rate in RATES)
+    rates = "; ".join(f"{', '.join(f'{rate:g}' for rate in each)} ({name})" for name, each in RATES.items())
     lines = [HEAD.format(layers=4, rates=rates, tuning=TUNING)]
     if final:
         _draw(final)
         lines += ["## Measured", "", f"![Held-out nats per byte over what each model costs.]({FIGURE.name})"]
-    for text, vocab, budget in settings:
-        chosen = [row for row in final if _setting(row) == (text, vocab, budget)]
-        tuned = {row["case"] for row in rows if row["part"] == "tune" and _setting(row) == (text, vocab, budget)}
-        lines += ["", f"### {text}, vocabulary {vocab:,}, {budget}", "", *_table(chosen, tuned)]
+    for text, vocab, budget, optimizer in settings:
+        chosen = [row for row in final if _setting(row) == (text, vocab, budget, optimizer)]
+        tuned = {
+            row["case"] for row in rows if row["part"] == "tune" and _setting(row) == (text, vocab, budget, optimizer)
+        }
+        lines += ["", f"### {text}, vocabulary {vocab:,}, {budget}, {optimizer}", "", *_table(chosen, tuned)]
     lines += ["", "## Costs", "", "| vocabulary | case | parameters | MFLOPs a token | FLOPs a parameter |"]
     lines.append("|--:|---|--:|--:|--:|")
     for row in costs:
@@ -75,8 +77,8 @@ def main() -> None:
     print(PAGE)
 
 
-def _setting(row: dict[str, str]) -> tuple[str, int, str]:
-    return row["text"], int(row["vocab"]), row["budget"]
+def _setting(row: dict[str, str]) -> tuple[str, int, str, str]:
+    return row["text"], int(row["vocab"]), row["budget"], row["optimizer"]
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -43,6 +43,10 @@ _SECTIONS = {
         "`times_low_rank`, `times_dense`: time over that of the C++ low-rank products, and of torch's linear layer "
         "between narrower features, of as many FLOPs; `kernel_gflops` counts no recomputation.",
     ),
+    "optimizer": (
+        "The optimizer's part of a step",
+        "`part`: of forward, backward and the optimizer's step; models of about as many parameters in pairs.",
+    ),
     "shrunk_step": ("The step after all ranks are cut to 0.2 of the size", "`speed`: compared with before."),
     "lookup": ("Lookup of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),
     "shrinkage": ("Ways of shrinking to 0.2, three seeds", "The way with the lowest held-out loss became the default."),

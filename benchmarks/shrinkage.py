@@ -1,25 +1,25 @@
 """How ranks should fall: held-out loss at equal final size, for several ways, over several seeds.
 
 A small causal language model on the bytes of Python's standard library trains compressed: an early stage at full
-ranks, shared by all ways, then a late stage in which each way brings the compressed layers to 0.2 of their size. A
-way that has not met the target at 0.6 of the late stage is rounded to it there, so that all recover for the same
-time.
+ranks, shared by all ways, then a late stage in which each way brings the compressed layers to 0.2 of their size. The
+late stage is long enough for gates to fall by themselves: `own` is the part of the size that a way had reached at 0.8
+of it, where one that has not met the target is rounded to it, and `fell` the part of all gates pruned by then.
 
     sensitivity   the default: canonical form at the switch, then prune what matters least, along a falling budget
-    surrogate     the paper's: Adam on d with the l1 surrogate, by the achievement rule; at two rates of d
+    surrogate     the paper's text: Adam on d with the l1 surrogate, by the achievement rule; at two rates of d
+    gate_mean     the authors' code: Adam on d with the mean of the unpruned gates, in the late stage; at two rates of d
     proximal      Adam on d with the loss alone, then a decoupled soft threshold with exact zeros
     canonical     a soft threshold on the singular values themselves, in canonical form, every 20 steps
     oneshot       SVD rounding at the switch, then training
     small         ranks of the final size from the first step on
     full          no shrinking at all: what the smaller size costs
 
-    python benchmarks/shrinkage.py [--seeds 3] [--steps 600]      one thread, about 6 minutes a seed
+    python benchmarks/shrinkage.py [--seeds 3] [--steps 200] [--late 1000]      one thread, about 15 minutes a seed
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import sysconfig
 import time
@@ -41,17 +41,20 @@ from comera.rank.size import SizeTable
 from comera.tt.decompose import round_cores
 
 WIDTH, HEADS, LAYERS, LENGTH, BATCH, RANK = 192, 6, 3, 64, 16, 32
-TARGET, FORCED = 0.2, 0.6
+TARGET, FORCED = 0.2, 0.8
 WAYS: dict[str, dict[str, Any]] = {
     "sensitivity": {"shrink": "sensitivity"},
     "surrogate, rate 5e-3": {"shrink": "surrogate", "rank_lr": 5e-3},
     "surrogate, rate 1e-2": {"shrink": "surrogate", "rank_lr": 1e-2},
+    "gate_mean, rate 5e-3": {"shrink": "gate_mean", "rank_lr": 5e-3},
+    "gate_mean, rate 1e-2": {"shrink": "gate_mean", "rank_lr": 1e-2},
     "proximal": {"threshold": 4e-3},
     "canonical": {"singular": 2e-3},
     "oneshot": {"oneshot": True},
     "small": {"rank": 11},
     "full": {},
 }
+EARLY: dict[str, Any] = {}  # the stage that all ways share
 
 
 class Block(nn.Module):
@@ -113,9 +116,9 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Run:
     """A model in training, with everything that its next step depends on."""
 
-    def __init__(self, corpus: Corpus, seed: int, steps: int, way: dict[str, Any]) -> None:
+    def __init__(self, corpus: Corpus, seed: int, all_steps: int, late_steps: int, way: dict[str, Any]) -> None:
         torch.manual_seed(seed)
-        self.corpus, self.steps, self.way = corpus, steps, way
+        self.corpus, self.seed, self.all_steps, self.late_steps, self.way = corpus, seed, all_steps, late_steps, way
         self.model = ByteLM()
         config = comera.TensorizeConfig(
             linear=comera.TT(order=4, rank=way.get("rank", RANK)), embedding=None, overrides={"head": None}
@@ -125,19 +128,22 @@ class Run:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
         self.random = np.random.RandomState(seed)
         self.step = 0
-        self.losses: list[float] = []
-        self.controller: RankController | None = None
+        stage = LateStage(target_size=TARGET, shrink=way.get("shrink", "surrogate"), steps=int(0.4 * late_steps))
+        self.controller = RankController(self.model, EarlyStage(size_weight=0.0), stage)
+        if "shrink" in way or way is EARLY:
+            self.controller.attach(self.optimizer)
+        self.own = self.fell = 0.0
 
-    def late(self, way: dict[str, Any]) -> Run:
-        """A copy of this run that continues in its own way."""
-        other = copy.deepcopy(self)
-        other.way = way
-        stage = LateStage(target_size=TARGET, shrink=way.get("shrink", "surrogate"), steps=int(0.4 * self.steps))
-        other.controller = RankController(other.model, EarlyStage(size_weight=0.0), stage)
-        for loss in self.losses[-100:]:
-            other.controller.observe(torch.tensor(loss))
+    def continued(self, way: dict[str, Any]) -> Run:
+        """A run that goes on from here in its own way."""
+        other = Run(self.corpus, self.seed, self.all_steps, self.late_steps, way)
+        other.model.load_state_dict(self.model.state_dict())
+        other.optimizer.load_state_dict(self.optimizer.state_dict())
+        other.controller.load_state_dict(self.controller.state_dict())
+        other.random.set_state(self.random.get_state())
+        other.step = self.step
         if "shrink" in way:
-            other.controller.attach(other.optimizer).start_late()
+            other.controller.start_late()
         elif way.get("oneshot"):
             comera.round_(other.model, TARGET, optimizers=[other.optimizer])
         return other
@@ -145,9 +151,9 @@ class Run:
     def train(self, steps: int) -> None:
         """Take steps: rates rise over 80 steps and fall along a cosine over both stages."""
         trains = [train for _, train in named_trains(self.model)]
-        first = sum(map(stored, trains))
+        first, gates = sum(map(stored, trains)), sum(train.spec.rank_numel for train in trains)
         for passed in range(steps):
-            progress = self.step / (2 * self.steps)
+            progress = self.step / self.all_steps
             rate = min((self.step + 1) / 80, 1.0) * (0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
             for group, peak in zip(self.optimizer.param_groups, (2e-3, 1e-3, 1e-3, 1e-3), strict=True):
                 own = self.way.get("rank_lr") if group["name"] == "ranks" else None
@@ -156,12 +162,10 @@ class Run:
             self.optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            if self.controller is not None:
-                self.controller.observe(loss)
+            self.controller.observe(loss)
             self.optimizer.step()
-            self.losses.append(loss.item())
             self.step += 1
-            if self.controller is None:
+            if self.way is EARLY:
                 continue
             small = self.controller.size() <= TARGET * first
             if "threshold" in self.way and not small:
@@ -170,8 +174,11 @@ class Run:
                 soft_threshold_singular_values_(trains, 20 * self.way["singular"], self.optimizer)
             if passed % 20 == 19:
                 prune_(self.model, [self.optimizer])
-            if passed == int(FORCED * steps) and self.way.keys() & {"shrink", "threshold", "singular"} and not small:
-                comera.round_(self.model, int(TARGET * first), optimizers=[self.optimizer])
+            if passed == int(FORCED * steps):
+                self.own = self.controller.size() / first
+                self.fell = 1 - sum(train.spec.rank_numel for train in trains) / gates
+                if self.own > TARGET and self.way.keys() & {"shrink", "threshold", "singular"}:
+                    comera.round_(self.model, int(TARGET * first), optimizers=[self.optimizer])
 
     @torch.no_grad()
     def held_out(self) -> float:
@@ -236,30 +243,34 @@ def _right_norms(cores: list[Tensor]) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600, help="of each stage")
+    parser.add_argument("--steps", type=int, default=200, help="of the early stage")
+    parser.add_argument("--late", type=int, default=1000, help="steps of the late stage")
     parser.add_argument("--ways", default=";".join(WAYS), help="ways to run, separated by semicolons")
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in options.ways.split(";")}
     torch.set_num_threads(1)
     corpus, rows = Corpus(), []
     for seed in range(options.seeds):
-        early = Run(corpus, seed, options.steps, {})
+        early = Run(corpus, seed, options.steps + options.late, options.late, EARLY)
         early.train(options.steps)
         switch = early.held_out()
         full = sum(stored(train) for _, train in named_trains(early.model))
         for name, way in ways.items():
             started = time.perf_counter()
             if "rank" in way:
-                run = Run(corpus, seed, options.steps, way)
-                run.train(2 * options.steps)
+                run = Run(corpus, seed, options.steps + options.late, options.late, way)
+                run.train(options.steps + options.late)
             else:
-                run = early.late(way)
-                run.train(options.steps)
+                run = early.continued(way)
+                run.train(options.late)
             trains = [train for _, train in named_trains(run.model)]
             row = {
                 "way": name,
                 "seed": seed,
                 "steps": options.steps,
+                "late": options.late,
+                "own": f"{run.own:.4f}",
+                "fell": f"{run.fell:.3f}",
                 "size": sum(map(stored, trains)),
                 "part": f"{sum(map(stored, trains)) / full:.4f}",
                 "dead": sum(0 in train.spec.inner_ranks for train in trains),

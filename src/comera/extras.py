@@ -6,10 +6,10 @@ from comera.errors import MissingPackageError
 
 # Of the extra `train`: what is imported -> the name under which it is installed, where that is another one.
 TRAIN = (
-    *("accelerate", "filelock", "jsonargparse", "matplotlib", "numpy", "polars", "yaml", "rich"),
+    *("accelerate", "filelock", "jsonargparse", "matplotlib", "polars", "yaml", "rich"),
     *("shtab", "tokenizers", "transformers"),
 )
-_NAMES = {"yaml": "pyyaml"}
+NAMES = {"yaml": "pyyaml"}
 
 
 def require(part: str, install: str, *modules: str) -> None:
@@ -17,7 +17,7 @@ def require(part: str, install: str, *modules: str) -> None:
 
     Imports nothing. install: what to give pip, such as "comera[train]".
     """
-    missing = [_NAMES.get(module, module) for module in modules if not installed(module)]
+    missing = [NAMES.get(module, module) for module in modules if not installed(module)]
     if missing:
         quoted = f"'{install}'" if "[" in install else install
         raise MissingPackageError(f"{part} needs {', '.join(missing)}: pip install {quoted}")

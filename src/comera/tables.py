@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.util import find_spec
 from io import StringIO
 from typing import Any
 
-from comera.errors import ComeraError
+from comera.extras import installed, require
+
+WIDTH = 100  # columns of a terminal that every result fits
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,17 @@ class Table:
         lines = [head, rule, *body[:-1], rule, body[-1]] if self.total and body else [head, rule, *body]
         return "\n".join("  ".join(line).rstrip() for line in lines)
 
+    def fitted(self, width: int = WIDTH) -> str:
+        """As text of at most `width` columns: as it is, else transposed, else with long cells that continue below.
+
+        The last of them needs rich.
+        """
+        for table in (self, self.transposed()):
+            text = table.text()
+            if max(map(len, text.splitlines())) <= width:
+                return text
+        return self.terminal(width)
+
     def markdown(self) -> str:
         """A Markdown table with an aligned source."""
         head, *body = self._padded(bar="\\|")
@@ -40,6 +52,11 @@ class Table:
             for cell, side in zip(head, self.align, strict=True)
         ]
         return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
+
+    def transposed(self) -> "Table":
+        """With a row for each column. The cells of the first column become the header."""
+        header, *rows = zip(self.header, *self.rows, strict=True)
+        return Table(header, "l" + "r" * len(self.rows), tuple(rows))
 
     def html(self) -> str:
         """A table element in a box that scrolls on narrow pages."""
@@ -61,8 +78,9 @@ class Table:
         from rich.text import Text
 
         drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for name, side in zip(self.header, self.align, strict=True):
-            drawn.add_column(name, justify="right" if side == "r" else "left", overflow="fold")
+        for name, side, cells in zip(self.header, self.align, zip(*self.rows, strict=True), strict=True):
+            names = name == self.header[0] and max(map(len, (name, *cells))) <= width // 2  # stay whole if they can
+            drawn.add_column(name, justify="right" if side == "r" else "left", overflow="fold", no_wrap=names)
         for place, row in enumerate(self.rows, 1):
             drawn.add_row(*map(Text, row), end_section=self.total and place == len(self.rows) - 1)
         console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
@@ -108,10 +126,9 @@ class Report(ABC):
     def to_frame(self) -> Any:
         """The rows as a polars DataFrame; `.to_pandas()` makes one of pandas of it.
 
-        Raises ComeraError without polars.
+        Raises MissingPackageError without polars.
         """
-        if find_spec("polars") is None:
-            raise ComeraError("to_frame needs polars, which is not installed: pip install 'comera[train]'")
+        require("to_frame", "comera[train]", "polars")
         import polars
 
         return polars.DataFrame(self.records(), infer_schema_length=None)
@@ -120,7 +137,7 @@ class Report(ABC):
         return f"{table}\n\n{self.headline}" if self.table().rows else self.headline
 
     def __str__(self) -> str:
-        if sys.stdout.isatty() and find_spec("rich") is not None:
+        if sys.stdout.isatty() and installed("rich"):
             return self._under(self.table().terminal(shutil.get_terminal_size().columns))
         return self.markdown()
 

@@ -31,6 +31,7 @@ OPTIONS = {
     "data.vocab_size": 300,
     "data.block_size": 16,
     "data.held_out": 0.2,
+    "preset": "base",
     "model.hidden": 32,
     "model.layers": 1,
     "model.heads": 2,

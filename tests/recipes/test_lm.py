@@ -166,11 +166,14 @@ def test_the_help_offers_what_these_tests_run() -> None:
     assert set(get_args(Method)) == set(METHODS)
 
 
-@pytest.mark.parametrize(("method", "rates"), [("comera", "flat"), ("comera", "spectral"), ("narrow", "flat")])
+@pytest.mark.parametrize(
+    ("method", "rates", "optimizer"),
+    [("comera", "flat", "adamw"), ("comera", "spectral", "muon"), ("narrow", "flat", "adamw")],
+)
 def test_a_stopped_run_resumes_to_the_bit(
-    config: LMConfig, method: Method, rates: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: LMConfig, method: Method, rates: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    train = replace(config.train, steps=6, save_every=2, threads=1, rates=rates)
+    train = replace(config.train, steps=6, save_every=2, threads=1, rates=rates, optimizer=optimizer)
     config = replace(config, method=method, model=replace(TINY, dropout=0.1), train=train)
     whole = lm.run(replace(config, out=str(tmp_path / "whole")))
     batch = LMTask.train_batch
@@ -264,8 +267,15 @@ def test_every_kind_of_head_trains_all_parameters(config: LMConfig, data: LMData
         assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-def test_training_learns_about_held_out_code(config: LMConfig, data: LMData) -> None:
-    train = replace(config.train, steps=60, batch_size=16, lr=2e-2, eval_every=0, eval_batches=0)
+def test_a_method_with_an_optimizer_of_its_own_refuses_another(config: LMConfig) -> None:
+    config = replace(config, method="cola", train=replace(config.train, optimizer="muon"))
+    with pytest.raises(ConfigError, match=r"train\.optimizer: lm has an optimizer of its own with method 'cola'"):
+        lm.run(config)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_learns_about_held_out_code(config: LMConfig, data: LMData, optimizer: Any) -> None:
+    train = replace(config.train, steps=60, batch_size=16, lr=2e-2, eval_every=0, eval_batches=0, optimizer=optimizer)
     summary = lm.run(replace(config, model=replace(TINY, layers=1), train=train))
     assert summary.metrics[METRIC] < data.ngram_losses(16)["unigrams"] - 0.3
 

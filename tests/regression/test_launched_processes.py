@@ -19,6 +19,7 @@ TINY = {
     "data.vocab_size": 400,
     "data.block_size": 32,
     "data.held_out": 0.2,
+    "preset": "base",
     "model.hidden": 32,
     "model.layers": 1,
     "model.heads": 2,

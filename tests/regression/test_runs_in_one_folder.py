@@ -91,6 +91,7 @@ def test_a_killed_comparison_takes_its_run_down(tmp_path: Path) -> None:
         "data.vocab_size": 400,
         "data.block_size": 32,
         "data.held_out": 0.2,
+        "preset": "base",
         "model.hidden": 32,
         "model.layers": 1,
         "model.heads": 2,

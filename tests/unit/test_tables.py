@@ -35,6 +35,19 @@ def test_markdown_is_aligned_in_its_source() -> None:
     ]
 
 
+def test_a_wide_table_is_transposed_and_a_long_one_continues_below() -> None:
+    wide = Table(("method", "parameters", "step ms"), "lrr", (("dense", "11", "1.0"), ("comera", "5", "2.0")))
+    assert wide.fitted(width=30) == wide.text()
+    assert wide.fitted(width=26).splitlines() == [
+        "method      dense  comera",
+        "──────────  ─────  ──────",
+        "parameters     11       5",
+        "step ms       1.0     2.0",
+    ]
+    long = Table(("layer", "size"), "lr", (("a" * 30, "1"), ("b" * 30, "2"), ("c" * 30, "3")))
+    assert max(map(len, long.fitted(width=20).splitlines())) <= 20
+
+
 def test_html_escapes_and_puts_the_total_into_the_foot() -> None:
     html = TABLE.html()
     assert '<td class="txt">b&lt;c</td><td class="num">1,234</td>' in html
@@ -83,7 +96,7 @@ def test_a_report_in_a_terminal_is_as_wide_as_the_terminal(monkeypatch: pytest.M
     lines = str(Made()).splitlines()
     assert "|" not in lines[0]
     assert max(map(len, lines)) <= 16
-    monkeypatch.setattr(tables, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     assert str(Made()) == Made().markdown()  # without rich
 
 
@@ -95,6 +108,6 @@ def test_a_report_in_a_notebook_is_html() -> None:
 
 def test_a_report_as_a_data_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Made().to_frame().to_dicts() == Made().records()
-    monkeypatch.setattr(tables, "find_spec", lambda name: None)
-    with pytest.raises(ComeraError, match=r"to_frame needs polars, .*: pip install 'comera\[train\]'"):
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(ComeraError, match=r"to_frame needs polars: pip install 'comera\[train\]'"):
         Made().to_frame()

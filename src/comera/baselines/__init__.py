@@ -1,5 +1,9 @@
 """What a user would pick instead of compressing, for comparisons on the same model, data and batch."""
 
+from comera.extras import require
+
+require("comera.baselines", "comera[train]", "accelerate", "filelock", "rich", "yaml")
+
 from comera.baselines.cola import CoLA, cola_
 from comera.baselines.common import Applied, Baseline
 from comera.baselines.galore import GaLore

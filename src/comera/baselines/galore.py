@@ -34,8 +34,7 @@ from comera.errors import check_fields
 from comera.trainer.config import TrainConfig
 
 _ALIAS = "_comera_galore_torch"
-# Its plain AdamW needs torch and transformers, but not bitsandbytes, which the package requires.
-_PACKAGE = Package("galore", "galore_torch", "galore-torch", "pip install --no-deps galore-torch")
+_PACKAGE = Package("galore", "galore_torch", "galore-torch", "pip install 'comera[baselines]'")
 
 
 @dataclass(frozen=True)

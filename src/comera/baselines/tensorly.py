@@ -19,7 +19,7 @@ from comera.errors import check_fields
 from comera.tt.format import clip_ranks
 from comera.tt.shapes import balanced_modes
 
-_PACKAGE = Package("tensorly", "tltorch", "tensorly-torch", "pip install tensorly tensorly-torch opt_einsum")
+_PACKAGE = Package("tensorly", "tltorch", "tensorly-torch", "pip install 'comera[baselines]'")
 
 
 Form = Literal["factorized", "reconstructed"]

@@ -1,4 +1,4 @@
-"""The command line: comera train | compare | inspect | estimate | export | generate | score.
+"""The command line: comera train | compare | inspect | estimate | export | generate | score | completion.
 
 A command imports torch and the rooms only once its arguments are parsed, so help and typing errors answer at once.
 `options` makes the options of a recipe.
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from comera._version import __version__
+from comera.cli.completion import SHELLS, completion
 from comera.cli.interrupt import INTERRUPTED, MESSAGE, interruptible
 from comera.cli.options import first_line, parse, saved_config
 from comera.errors import ComeraError, ConfigError, TrainingError
@@ -60,7 +61,11 @@ def _train(argv: list[str]) -> int:
     _end_with_comparison()
     name, rest = _split_recipe("train", argv)
     recipe, config, resume = parse("train", name, rest)
+    from comera.trainer.lock import check_folder
+
     with interruptible():
+        if os.environ.get("RANK", "0") == "0":  # one process asks for all
+            check_folder(config.folder)
         summary = recipe.run(config, resume=resume)
 
     from comera import report
@@ -76,7 +81,7 @@ def _train(argv: list[str]) -> int:
             for folder in runs.values():
                 print(f"report: {report.render(folder)}", file=sys.stderr)
             if len(runs) > 1 and summary.finished:
-                _print_comparison(report.compare(runs, config.folder), config.folder)
+                _compare_runs(runs, config.folder)
     accelerator.end_training()
     return 0 if summary.finished else INTERRUPTED
 
@@ -102,7 +107,9 @@ def _compare(argv: list[str]) -> int:
             )
     if not options.resume:
         from comera.files import replace_file
+        from comera.trainer.lock import check_folder
 
+        check_folder(out)
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / _ARGUMENTS, json.dumps(rest))
     for arguments in commands.values():
@@ -117,16 +124,18 @@ def _compare(argv: list[str]) -> int:
                 f"`comera train {name} {shlex.join(arguments)}` failed with exit code {code}, see above"
             )
 
-    from comera import report
-
-    with interruptible():
-        _print_comparison(report.compare(runs, out), out)
+    _compare_runs(runs, out)
     return 0
 
 
-def _print_comparison(tables: str, out: Path) -> None:
-    print(tables)
-    print(f"comparison: {out / 'compare.html'}", file=sys.stderr)
+def _compare_runs(runs: dict[str, Path], out: Path) -> None:
+    """Write the comparison of finished runs; print its tables, and where its page is."""
+    from comera import report
+
+    with interruptible():
+        report.compare(runs, out)
+        print(report.results(runs))
+        print(f"comparison: {out / 'compare.html'}", file=sys.stderr)
 
 
 def _parse_comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -231,7 +240,7 @@ def _estimate(argv: list[str]) -> int:
     estimates = recipe.estimate(config)
     dense = estimates["dense"]
     parts = ("weights", "gradients", "optimizer", "activations", "total")
-    header = ("one training step", *(f"{part} MB" for part in parts), "GFLOPs", "memory ratio", "compute ratio")
+    header = ("MB of a step", *parts, "GFLOPs", "less memory", "less compute")
     rows = [
         (
             method,
@@ -242,7 +251,7 @@ def _estimate(argv: list[str]) -> int:
         )
         for method, step in sorted(estimates.items(), key=lambda item: item[0] != "dense")
     ]
-    print(Table(header, "l" + "r" * (len(header) - 1), tuple(rows)).text())
+    print(Table(header, "l" + "r" * (len(header) - 1), tuple(rows)).fitted())
     return 0
 
 
@@ -333,6 +342,21 @@ def _score(argv: list[str]) -> int:
     return 0
 
 
+def _completion(argv: list[str]) -> int:
+    """Print a script that completes commands and options in bash or zsh."""
+    parser = argparse.ArgumentParser(
+        "comera completion",
+        description=first_line(_completion),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="once, for every later shell:\n"
+        "  comera completion bash > ~/.local/share/bash-completion/completions/comera\n"
+        "  comera completion zsh > FOLDER/_comera    (a folder in $fpath)",
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    print(completion(parser.parse_args(argv).shell, _COMMANDS))
+    return 0
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "compare": _compare,
@@ -341,6 +365,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": _export,
     "generate": _generate,
     "score": _score,
+    "completion": _completion,
 }
 
 

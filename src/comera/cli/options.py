@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from comera.errors import ConfigError
 
-_OWN = {"config", "resume", "help", "help-all", "print_config"}  # options that are not fields
+RESERVED = {"config", "resume", "help", "help-all", "print_config"}  # options that are not fields
 
 
 def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
@@ -30,7 +30,7 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     recipe = load_recipe(name)
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
-    hints = dict(_field_types(type(default)))
+    hints = dict(field_types(type(default)))
     inlined, files = _inline_files(argv)
     _check_fields(argv, files, set(hints), f"comera {command} {name}")
     try:
@@ -101,7 +101,7 @@ def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
 def _check_fields(argv: list[str], files: Mapping[str, dict[str, Any]], known: set[str], prog: str) -> None:
     """Raise ConfigError for an option or a key of a --config file that is not a field; suggests similar fields."""
     names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
-    given = [(f"--{name}", name) for name in names if name not in _OWN]
+    given = [(f"--{name}", name) for name in names if name not in RESERVED]
     for path, content in files.items():
         given += [(f"{key!r} in {path}", key) for key, _ in _leaves(content)]
     for shown, name in given:
@@ -154,12 +154,12 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and types of a configuration's fields, nested configurations included."""
     for name, hint in get_type_hints(kind).items():
         yield prefix + name, hint
         if dataclasses.is_dataclass(hint):
-            yield from _field_types(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+            yield from field_types(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
 
 
 def _explain(message: str, hints: dict[str, Any]) -> str:

@@ -7,12 +7,13 @@ that were cut, and the callback's own entry holds the controller. Compress the m
 
 import sys
 import warnings
-from importlib import import_module, util
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from comera.errors import ConfigError
+from comera.extras import installed, require
 from comera.nn.tensor_train import named_trains
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
@@ -24,8 +25,9 @@ _EARLY, _LATE = EarlyStage(), LateStage()
 # One library under two names; a program that imports one of them means that one.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 _NAME = next((name for name in _NAMES if name in sys.modules), None) or next(
-    (name for name in _NAMES if util.find_spec(name.partition(".")[0])), _NAMES[0]
+    (name for name in _NAMES if installed(name.partition(".")[0])), _NAMES[0]
 )
+require("comera.integrations.lightning", "lightning", _NAME.partition(".")[0])
 _Callback: Any = import_module(_NAME).Callback
 
 

@@ -4,6 +4,10 @@ An adapter adds its product to what the tensor train computes. It cannot be merg
 would have to grow for it: keep the adapter beside the model, or `materialize_` the model and then merge.
 """
 
+from comera.extras import require
+
+require("comera.integrations.peft", "peft", "peft")
+
 from typing import Any
 
 from peft import LoraConfig

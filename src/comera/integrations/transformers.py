@@ -4,6 +4,10 @@ Checkpoints need nothing else: ranks are part of a model's state, so that `resum
 `load_best_model_at_end` load those that were cut, and the callback's entry in trainer_state.json holds the controller.
 """
 
+from comera.extras import require
+
+require("comera.integrations.transformers", "comera[train]", "transformers")
+
 import logging
 import warnings
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
-"""Parameter groups and an AdamW for compressed models."""
+"""Parameter groups and optimizers for compressed models."""
 
 from comera.optim.adamw import AdamW
+from comera.optim.muon import Muon
 from comera.optim.param_groups import param_groups
 
-__all__ = ["AdamW", "param_groups"]
+__all__ = ["AdamW", "Muon", "param_groups"]

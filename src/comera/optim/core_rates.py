@@ -1,37 +1,48 @@
 """One learning rate: how the rates of cores follow from the rate that a dense weight would have.
 
-Under Adam, a step at rate η moves every entry by about η, and so a matrix by at most η·√(d_in·d_out) in spectral norm.
-Core k, as the matrix (d_in^k × d_out^k) that the product applies, moves the weight of K cores to first order by
+A step at rate η moves a matrix by at most `reach(d_in, d_out)` · η in spectral norm: √(d_in·d_out) under Adam, which
+moves every entry by about η; 0.2·√max(d_in, d_out) under Muon. Core k, as the matrix (d_in^k × d_out^k) that the
+product applies (`as_matrices`), moves the weight of K cores to first order by
 
     ‖ΔW‖ ≤ Σ_k ‖ΔG_k‖ · Π_{j≠k} ‖G_j‖
 
 Its rate η_k is such that each term is 1/K of what the dense rate η allows a dense weight::
 
-    η_k · √(d_in^k · d_out^k) · Π_{j≠k} ‖G_j‖  =  η · √(in · out) / K
+    η_k · reach(d_in^k, d_out^k) · Π_{j≠k} ‖G_j‖  =  η · reach(in, out) / K
 
-TT: input cores are (r_{k-1}·n_k × r_k), output cores (r_{k-1} × m_k·r_k). BTT: R is block-diagonal with blocks (b ×
-components of the input block), L with blocks (components of the output block × d): the largest of them counts. TTM,
-where a row is looked up: the slice of an id's digit, (r_{k-1} × n_k·r_k), and for the dense rate one row.
-Source: the bound, to first order in the steps; the norms are those of the cores as they are. docs/method.md §9.
+In a TTM the dense weight is one row. Source: the bound, to first order in the steps; the norms are those of the cores
+as they are. docs/method.md §9.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from math import prod, sqrt
 
 import torch
 from torch import Tensor
 
 from comera.nn.tensor_train import TensorTrain
-from comera.tt.blocks import group
-from comera.tt.spec import BTTSpec, TTMSpec
+from comera.optim.core_matrices import as_matrices
+from comera.tt.spec import TTMSpec
+
+Reach = Callable[[int, int], float]
 
 # A row of a dense table gets its gradients far apart, so Adam's second moment has decayed when one comes, and the row
 # moves by some 10 (β₂ = 0.99) to 30 (0.999) times the rate. A compressed row moves with its cores, in every step.
 RARE = 10.0
 
 
+def adam_reach(d_in: int, d_out: int) -> float:
+    """How far, in spectral norm, a step of Adam at rate 1 moves a matrix at most."""
+    return sqrt(d_in * d_out)
+
+
+def muon_reach(d_in: int, d_out: int) -> float:
+    """How far, in spectral norm, a step of Muon at rate 1 moves a matrix: its entries by 0.2 as a root mean square."""
+    return 0.2 * sqrt(max(d_in, d_out))
+
+
 @torch.no_grad()
-def core_rates(train: TensorTrain) -> list[float] | None:
+def core_rates(train: TensorTrain, reach: Reach = adam_reach) -> list[float] | None:
     """Rates of the cores of a tensor train as multiples of the dense rate, from the cores as they are now.
 
     None where there is nothing to measure: on the meta device, and for a weight of zeros, as of rank 0.
@@ -40,27 +51,16 @@ def core_rates(train: TensorTrain) -> list[float] | None:
     cores = [_whole(core) for core in train.cores]
     if cores[0].is_meta or not all(core.numel() for core in cores):
         return None
-    matrices = _matrices(train, cores)
+    matrices = [as_matrices(spec, k, core.double()) for k, core in enumerate(cores)]
     norms = [float(torch.linalg.eigvalsh(_gram(matrix)).amax().clamp_min(0).sqrt()) for matrix in matrices]
     if not all(norms):
         return None
-    dense = sqrt(prod(spec.shape)) if not isinstance(spec, TTMSpec) else RARE * sqrt(spec.embedding_dim)
+    dense = RARE * reach(1, spec.embedding_dim) if isinstance(spec, TTMSpec) else reach(*spec.shape)
     rates = []
     for matrix, norm in zip(matrices, norms, strict=True):
-        moved = sqrt(prod(matrix.shape[-2:])) * prod(norms) / norm
+        moved = reach(*matrix.shape[-2:]) * prod(norms) / norm
         rates.append(float(f"{dense / spec.order / moved:.3g}"))
     return rates
-
-
-def _matrices(train: TensorTrain, cores: Sequence[Tensor]) -> list[Tensor]:
-    """The cores as the product applies them, each a matrix or a batch of equally large ones, in float64."""
-    spec, cores = train.spec, [core.double() for core in cores]
-    if isinstance(spec, BTTSpec):
-        r_BNP, l_BPM = (blocks.unflatten(0, spec.blocks) for blocks in group(spec, cores))
-        return [r_BNP.movedim(1, 2).flatten(2), l_BPM.movedim(0, 1).flatten(1, 2)]
-    if isinstance(spec, TTMSpec):
-        return [core.movedim(1, 0).flatten(2) for core in cores]
-    return [core.flatten(0, 1) if k < spec.split else core.flatten(1) for k, core in enumerate(cores)]
 
 
 def _gram(matrix: Tensor) -> Tensor:

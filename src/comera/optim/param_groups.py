@@ -1,5 +1,6 @@
 """Parameter groups for any torch optimizer, with a learning rate for each role of a parameter."""
 
+from collections.abc import Callable
 from math import isfinite
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -7,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from comera.errors import ConfigError
-from comera.nn.tensor_train import named_trains
-from comera.optim.core_rates import core_rates
+from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.optim.core_rates import Reach, adam_reach, core_rates
 from comera.tt.spec import TTMSpec
 
 _NAMES = ("cores", "tables", "ranks", "dense", "dense_no_decay")
@@ -85,6 +86,20 @@ def param_groups(
 
     Source: docs/method.md §9.
     """
+    return groups_for(model, lambda train: adam_reach, lr, rates, core_lr, table_lr, rank_lr, weight_decay)
+
+
+def groups_for(
+    model: nn.Module,
+    reach_of: Callable[[TensorTrain], Reach],
+    lr: float,
+    rates: Literal["flat", "spectral"],
+    core_lr: float | None,
+    table_lr: float | None,
+    rank_lr: float | None,
+    weight_decay: float,
+) -> list[dict[str, Any]]:
+    """`param_groups` for an optimizer whose steps have a reach of their own for each tensor train (`core_rates`)."""
     values = {"lr": lr, "core_lr": core_lr, "table_lr": table_lr, "rank_lr": rank_lr, "weight_decay": weight_decay}
     for name, value in values.items():
         if value is not None and (not isfinite(value) or value < 0):
@@ -101,9 +116,11 @@ def param_groups(
         share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
         name = "tables" if isinstance(train.spec, TTMSpec) else "cores"
         rate = given[name]
-        multiples = core_rates(train) if rate is None else None
+        reach = reach_of(train)
+        multiples = core_rates(train, reach) if rate is None else None
         for k, core in enumerate(train.cores):
-            role = _Role(name, share, () if rate is not None else (path.split(".")[-2:][0], train.spec.padded_shape, k))
+            own = (path.split(".")[-2:][0], train.spec.padded_shape, k, reach)
+            role = _Role(name, share, () if rate is not None else own)
             roles[core] = role
             if rate is not None:
                 lrs[role] = rate

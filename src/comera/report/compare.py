@@ -29,13 +29,7 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
 
     data = {name: read_run(folder) for name, folder in runs.items()}
     summaries = _summaries(data)
-    tables = {"Results": _results(data, summaries)}
-    for name, values in {name: values for run in data.values() for name, values in run.references.items()}.items():
-        cells = tuple(metric(name, value) for value in values.values())
-        tables[f"For comparison, {label(name)}"] = Table(tuple(values), "r" * len(values), (cells,))
-    block, ranks = _ranks_of_a_block(data)
-    if ranks:
-        tables[f"Ranks of {block}"] = ranks
+    tables = _tables(data, summaries)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     figures = write_figures(PLOTS_OF_RUNS, data, out)
@@ -52,6 +46,27 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     body += [section(name, table.html()) for name, table in tables.items()]
     replace_file(out / "compare.html", page(title, lead, body))
     return text
+
+
+def results(runs: Mapping[str, Path]) -> str:
+    """The tables of `compare` as text that fits a terminal. Raises DataError as `compare` does."""
+    data = {name: read_run(folder) for name, folder in runs.items()}
+    tables = _tables(data, _summaries(data))
+    return "\n\n".join(
+        table.fitted() if name == "Results" else f"{name}:\n\n{table.fitted()}" for name, table in tables.items()
+    )
+
+
+def _tables(data: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> dict[str, Table]:
+    """The tables of a comparison by title."""
+    tables = {"Results": _results(data, summaries)}
+    for name, values in {name: values for run in data.values() for name, values in run.references.items()}.items():
+        cells = tuple(metric(name, value) for value in values.values())
+        tables[f"For comparison, {label(name)}"] = Table(tuple(values), "r" * len(values), (cells,))
+    block, ranks = _ranks_of_a_block(data)
+    if ranks:
+        tables[f"Ranks of {block}"] = ranks
+    return tables
 
 
 def _summaries(runs: Mapping[str, RunData]) -> dict[str, Summary]:

@@ -81,19 +81,19 @@ def _describe(folder: Path, kinds: Mapping[str, str] | None = None) -> str:
 
     total, tensorized = _total([*trains, *dense]), _total(trains)
     rows = [*trains, *dense, total if trains else total._replace(flops=None, dense_flops=None)]
-    header = ("layer", "type", "modes", "ranks", "parameters", "dense", "ratio", "kFLOPs", "dense kFLOPs")
-    table = Table(header, "llllrrrrr", tuple(map(_cells, rows)), total=True)
+    header = ("layer", "format", "ranks", "parameters", "ratio", "kFLOPs", "dense")
+    table = Table(header, "lllrrrr", tuple(map(_cells, rows)), total=True)
     size = f"{total.stored:,} parameters, {megabytes(sum(nbytes.values()))} MB"
     if not trains:
-        return f"{table.text()}\n\nmodel       {size}{'' if kinds else ', no layer compressed'}"
+        return f"{table.fitted()}\n\nmodel       {size}{'' if kinds else ', no layer compressed'}"
     train_size = megabytes(sum(nbytes.values()) - sum(nbytes[key] for key in others))
     ratios = ModelSize(total.stored, tensorized.stored, total.dense, tensorized.dense, sum(nbytes.values()))
     lines = (
-        table.text(),
+        table.fitted(),
         "",
         f"model       {size}, {times(ratios.ratio)} smaller than dense",
         f"tensorized  {tensorized.stored:,} parameters, {train_size} MB, {times(ratios.tensorized_ratio)} smaller",
-        f"FLOPs       forward and backward, per token in batches of {TOKENS:,}, compressed layers only",
+        f"kFLOPs      forward and backward, per token in batches of {TOKENS:,}: of compressed layers, and dense ones",
     )
     return "\n".join(lines)
 
@@ -117,7 +117,8 @@ def _total(rows: Sequence[_Row]) -> _Row:
 def _cells(row: _Row) -> tuple[str, ...]:
     flops = [number(value / 1e3) if value is not None else "" for value in (row.flops, row.dense_flops)]
     ratio = times(row.dense / row.stored if row.stored else float("inf")) if row.dense not in (0, row.stored) else ""
-    return (row.name, row.kind, row.modes, row.ranks, f"{row.stored:,}", f"{row.dense:,}", ratio, *flops)
+    form = row.modes if row.ranks else f"{row.kind} {row.modes}".rstrip()
+    return (row.name, form, row.ranks, f"{row.stored:,}", ratio, *flops)
 
 
 def _train_row(train: SavedTrain) -> _Row:

@@ -1,5 +1,9 @@
 """Training: configuration, task, step, loop, checkpoints, logging, memory."""
 
+from comera.extras import require
+
+require("comera.trainer", "comera[train]", "accelerate", "filelock", "rich", "yaml")
+
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.step import TrainStep

@@ -17,6 +17,8 @@ _FREE = {
     *("trackers", "progress", "threads", "device", "mode", "recompute"),
 }
 
+OptimizerName = Literal["adamw", "muon", "adagrad", "sgd"]
+
 _EVAL_STEPS = 100  # between evaluations, without eval_every and epochs
 
 # Names under which earlier versions stored fields, in config.yaml and in the identities of checkpoints: present names.
@@ -35,9 +37,9 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
 def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a stored configuration or identity, which an earlier version may have written, by present names.
 
-    Versions that stored a whole configuration without `rates` had flat ones.
+    Versions that stored a whole configuration without `rates` had flat ones, and without `optimizer` AdamW.
     """
-    before: dict[str, Any] = {"rates": "flat"} if set(stored) >= _ALWAYS else {}
+    before: dict[str, Any] = {"rates": "flat", "optimizer": "adamw"} if set(stored) >= _ALWAYS else {}
     stored = dict(stored)
     if stored.pop("tensorboard", False):  # a switch of its own
         before["trackers"] = ["tensorboard"]
@@ -65,11 +67,14 @@ class TrainConfig:
     accumulation: int = 1
     """Micro-batches per step, whose gradients are averaged."""
 
+    optimizer: OptimizerName = "adamw"
+    """muon: orthogonalized momentum for linear layers, dense or compressed, and AdamW for the rest. adagrad and sgd
+    update only those rows of dense tables that are in the batch (dlrm)."""
     lr: float = 1e-3
     """Peak learning rate of the dense parameters."""
     rates: Literal["flat", "spectral"] = "spectral"
     """How the rates of cores follow from lr where none is given. flat: they are lr; spectral: a core moves its weight
-    as far as lr moves a dense one, for AdamW."""
+    as far as lr moves a dense one, for AdamW and Muon; Adagrad and SGD have flat rates."""
     core_lr: float | None = None
     """Peak learning rate of the cores of linear layers. Default: as `rates` says."""
     table_lr: float | None = None
@@ -78,7 +83,7 @@ class TrainConfig:
     """Peak learning rate of the gates (rank parameters). Default: lr."""
 
     weight_decay: float = 0.0
-    """Decoupled weight decay of AdamW; never on biases, norms and gates."""
+    """Decoupled weight decay of AdamW and Muon; never on biases, norms and gates."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     max_grad_norm: float = 1.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+_BAR = 20  # columns of the bar
+
 
 class Display:
     """A progress bar on a terminal, elsewhere only announced lines; nothing unless `shown`.
@@ -15,11 +17,11 @@ class Display:
     def __init__(
         self, name: str, *, shown: bool = True, counted: str = "tokens", console: Console | None = None
     ) -> None:
-        self.counted = counted
+        self.name, self.counted = name, counted
         self.console = console or Console(stderr=True, quiet=not shown, highlight=False)
         self._bar = Progress(
             TextColumn(name),
-            BarColumn(20),
+            BarColumn(_BAR),
             TaskProgressColumn(),
             TextColumn("{task.fields[text]}"),
             console=self.console,
@@ -48,7 +50,7 @@ class Display:
     ) -> None:
         """Show the fraction of the run that is `done`, after `time` seconds of training.
 
-        What matters most comes first: a narrow terminal cuts off the rest.
+        What matters most comes first: a narrow terminal leaves out the rest.
         """
         parts = [f"loss {loss:.4f}"]
         if held_out_loss is not None:
@@ -56,6 +58,9 @@ class Display:
         if done:
             parts.append(f"{remaining(time / done * (1 - done))} left")
         parts += [f"step {step:,}", f"{tokens_per_s:,.0f} {self.counted}/s", f"{ratio:.1f}x smaller"]
+        room = self.console.width - len(f"{self.name}  100% ") - _BAR
+        while len("  ".join(parts)) > room and len(parts) > 1:
+            parts.pop()
         self._bar.update(self._task, completed=done, text="  ".join(parts))
 
     def announce(self, text: str) -> None:

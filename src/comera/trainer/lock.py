@@ -40,6 +40,12 @@ def hold(folder: Path, accelerator: Accelerator) -> Iterator[None]:
             held.__exit__(None, None, None)
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError for a run folder that `hold` would refuse: before data are prepared for it. Leaves nothing."""
+    with _hold(folder):
+        pass
+
+
 @contextmanager
 def _hold(folder: Path) -> Iterator[None]:
     file = folder / _LOCK

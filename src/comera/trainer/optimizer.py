@@ -1,7 +1,7 @@
 """Optimizers by name, and the learning-rate schedule as a pure function."""
 
 from math import cos, pi
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -9,22 +9,22 @@ from torch.optim import Optimizer
 
 from comera.errors import ConfigError
 from comera.optim.adamw import AdamW
+from comera.optim.muon import Muon
 from comera.optim.param_groups import param_groups
 from comera.trainer.config import TrainConfig
 
-OptimizerName = Literal["adamw", "adagrad", "sgd"]
-OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
-
-def named_optimizer(name: OptimizerName, model: nn.Module, config: TrainConfig) -> Optimizer:
-    """An optimizer over `param_groups` at the configuration's rates; Adagrad and SGD support sparse gradients too."""
-    rates = ("lr", "core_lr", "table_lr", "rank_lr", "weight_decay")
-    rule = config.rates if name == "adamw" else "flat"  # the rule is one for Adam's steps
-    groups = param_groups(model, rates=rule, **{name: getattr(config, name) for name in rates})
-    if name == "adamw":
+def named_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """The optimizer of a configuration, at its rates, over `param_groups`."""
+    rates = {name: getattr(config, name) for name in ("lr", "core_lr", "table_lr", "rank_lr", "weight_decay")}
+    if config.optimizer == "muon":
+        return Muon(model, rates=config.rates, betas=config.betas, **rates)
+    # the spectral rule is one for Adam's steps
+    groups = param_groups(model, rates=config.rates if config.optimizer == "adamw" else "flat", **rates)
+    if config.optimizer == "adamw":
         # Fused where torch takes the step: 2-3 times faster over dense weights on a CPU.
         return AdamW(groups, betas=config.betas, fused=True)
-    if name == "adagrad":
+    if config.optimizer == "adagrad":
         # This is the default, but torch warns when Adagrad makes sparse tensors and it was not set explicitly.
         torch.sparse.check_sparse_tensor_invariants.disable()
         return torch.optim.Adagrad(_split_by_fused(groups, model))

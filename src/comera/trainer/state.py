@@ -84,7 +84,12 @@ def build_state(
     set_seed(config.seed, device_specific=True)  # each process draws its own dropout
     model = _prepare_model(task, config, accelerator)
     own_optimizer = task.optimizer(config)
-    optimizer = own_optimizer or named_optimizer("adamw", model, config)
+    if own_optimizer and config.optimizer != "adamw":
+        raise ConfigError(
+            f"train.optimizer: {task.name} has an optimizer of its own with method {task.method!r}, got "
+            f"{config.optimizer!r}: leave train.optimizer out, or take the method dense, narrow or comera"
+        )
+    optimizer = own_optimizer or named_optimizer(model, config)
     for k, group in enumerate(optimizer.param_groups):
         group.setdefault("name", f"group_{k}")
     groups = optimizer.param_groups

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
+from comera.optim.muon import Muon
 from comera.rank.controller import RankController
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
@@ -229,6 +230,8 @@ class TrainStep:
             return "gradients are averaged over several processes, which is not captured"
         if not all("capturable" in group for group in self.optimizer.param_groups):
             return f"{type(self.optimizer).__name__} has no capturable form"
+        if isinstance(self.optimizer, Muon):
+            return "Muon's step over matrices is not captured: use mode eager or compile, or train.optimizer adamw"
         return ""
 
     def _make_capturable(self) -> None:

@@ -17,6 +17,11 @@ from torch import Tensor
 from comera.tt.spec import BTTSpec
 
 
+def _counts(spec: BTTSpec) -> list[int]:
+    """Components of each block."""
+    return [rank for row in spec.rows_of_ranks for rank in row]
+
+
 def ranks_of_blocks(spec: BTTSpec, device: torch.device) -> Tensor:
     """(B,)"""
     return torch.tensor(spec.rows_of_ranks, device=device).flatten()
@@ -28,12 +33,30 @@ def component_mask(spec: BTTSpec, device: torch.device) -> Tensor:
     return place_P < ranks_of_blocks(spec, device)[:, None]
 
 
+def in_places(spec: BTTSpec, values: Tensor, dim: int) -> Tensor:
+    """Components along `dim` (..., K, ...) in the places of their blocks (..., B, P, ...), zeros in empty ones."""
+    shape = len(_counts(spec)), max(_counts(spec))
+    if spec.ranks[1] < prod(shape):
+        own_BP = component_mask(spec, values.device)
+        index_BP = torch.where(own_BP, own_BP.flatten().cumsum(0).view_as(own_BP) - 1, spec.ranks[1])
+        zero = values.new_zeros(1).expand(*values.shape[:dim], 1, *values.shape[dim + 1 :])
+        values = torch.cat([values, zero], dim).index_select(dim, index_BP.flatten())
+    found: Tensor = values.unflatten(dim, shape)
+    return found
+
+
+def out_of_places(spec: BTTSpec, values: Tensor, dim: int) -> Tensor:
+    """Undoes `in_places`: (..., B, P, ...) as (..., K, ...)."""
+    flat = values.flatten(dim, dim + 1)
+    if spec.ranks[1] == flat.shape[dim]:
+        return flat
+    return flat.index_select(dim, component_mask(spec, values.device).flatten().nonzero().squeeze(1))
+
+
 def group(spec: BTTSpec, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Both cores block by block, R (B, N, P) and L (B, P, M), with zeros where a block has fewer than P components."""
-    own_BP = component_mask(spec, cores[0].device)
-    index_BP = torch.where(own_BP, own_BP.flatten().cumsum(0).view_as(own_BP) - 1, spec.ranks[1])
-    r_NK, l_KM = F.pad(cores[0].flatten(0, 1), (0, 1)), F.pad(cores[1].flatten(1), (0, 0, 0, 1))
-    return r_NK[:, index_BP].movedim(0, 1), l_KM[index_BP]
+    r_NK, l_KM = cores[0].flatten(0, 1), cores[1].flatten(1)
+    return in_places(spec, r_NK, 1).movedim(0, 1), in_places(spec, l_KM, 0)
 
 
 def ungroup(r_BNP: Tensor, l_BPM: Tensor, kept_BP: Tensor) -> list[Tensor]:

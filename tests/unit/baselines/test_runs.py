@@ -157,7 +157,9 @@ def test_a_method_without_its_package_is_refused_before_anything_runs(
     out = tmp_path / "runs"
     assert cli.main(["compare", "code-lm", "--methods", "dense,galore", "--out", str(out)]) == 2
     shown = capsys.readouterr().err
-    assert "method galore needs the package galore-torch, which is not installed: pip install --no-deps" in shown
+    assert (
+        "method galore needs the package galore-torch, which is not installed: pip install 'comera[baselines]'" in shown
+    )
     assert not out.exists()
 
     def parts(method: Method) -> tuple[nn.Module, None, Callable[[], Tensor]]:

@@ -38,6 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "data.vocab_size": 400,
         "data.block_size": 32,
         "data.held_out": 0.2,
+        "preset": "base",
         "model.hidden": 32,
         "model.layers": 1,
         "model.heads": 2,
@@ -82,9 +83,9 @@ def field_docs(kind: type) -> Iterator[tuple[str, str]]:
                 yield node.target.id, inspect.cleandoc(following.value.value)
 
 
-def test_help_shows_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_help_shows_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "code-lm", "--help"])
+        main(["train", "code-lm", "--help-all"])
     shown = "".join(capsys.readouterr().out.split())  # however the lines are broken
     groups = {
         "": code_lm.CodeLMConfig,

@@ -170,7 +170,7 @@ def test_other_folders_and_damaged_ones_are_refused(
 
 def test_a_run_of_another_recipe_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fields = {name: value for name, value in TINY.items() if not name.startswith("compress")}
-    options = {**fields, "data.cache": tmp_path / "cache", "out": tmp_path / "code", "model.ffn": 64}
+    options = {**fields, "data.cache": tmp_path / "cache", "out": tmp_path / "code", "model.ffn": 64, "preset": "base"}
     assert main(["train", "code-lm", *(w for name, value in options.items() for w in (f"--{name}", str(value)))]) == 0
     capfd.readouterr()
     assert main(["generate", str(tmp_path / "code"), "def "]) == 2

@@ -347,6 +347,6 @@ def test_nan_and_inf_spread_as_in_torch():
 
 
 def test_runs_use_it():
-    optimizer = named_optimizer("adamw", nn.Linear(3, 2), TrainConfig(steps=1, lr=1e-3, betas=(0.8, 0.9)))
+    optimizer = named_optimizer(nn.Linear(3, 2), TrainConfig(steps=1, lr=1e-3, betas=(0.8, 0.9)))
     assert type(optimizer) is AdamW
     assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.9)}

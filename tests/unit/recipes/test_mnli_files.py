@@ -130,7 +130,7 @@ def test_a_hub_that_cannot_be_reached_is_a_data_error(tmp_path: Path, monkeypatc
     config = MNLIDataConfig(path="someone/mnli", vocab=vocab, cache=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"got someone/mnli, which could not be loaded \(ConnectionError: no route"):
         prepare(config, quiet=True)
-    with pytest.raises(DataError, match=r"no place to look, .*: set data\.vocab"):
+    with pytest.raises(DataError, match=r"got no folder at data\.path \('someone/mnli'\) .*: unpack https://"):
         prepare(MNLIDataConfig(path="someone/mnli"), quiet=True)
 
 

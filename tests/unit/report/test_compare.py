@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from comera.errors import DataError
-from comera.report import compare, render
+from comera.report import compare, render, results
 from comera.trainer.metrics import Summary
 
 from ...helpers.run_folders import TT, Page, assert_self_contained, png_size, write_run
@@ -37,6 +37,7 @@ def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
     ]
     assert [comera[c] for c in ("steps", "tokens", "held-out loss")] == ["60", "60.0 k", "4.500"]
     assert text in (tmp_path / "out" / "compare.md").read_text("utf-8")
+    assert max(map(len, results({f"{name} {k}": run for name, run in runs.items() for k in "abc"}).splitlines())) <= 100
     rows = json.loads((tmp_path / "out" / "compare.json").read_text("utf-8"))
     assert [(row["name"], row["held_out_loss"]) for row in rows] == [("dense", 4.5), ("comera", 4.5)]
     assert png_size(tmp_path / "out" / "compare.png") == (1600, 600)

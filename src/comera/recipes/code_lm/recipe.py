@@ -72,7 +72,7 @@ _TRAIN = TrainConfig(
     eval_batches=16,
 )
 # Four narrow encoders on two CPU cores; fewer and larger cores suit them, at rates that follow from lr.
-_SMALL = replace(_TRAIN, steps=2000, batch_size=8, lr=1e-3, core_lr=None)
+_SMALL = replace(_TRAIN, steps=3000, batch_size=8, lr=1e-3, core_lr=None)
 _SMALL_MODEL = ModelConfig(hidden=256, layers=4, heads=4, ffn=1024)
 PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
     "small": rates_by_method(_SMALL, _SMALL),

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from comera.baselines import Method
 from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
@@ -33,14 +32,15 @@ from comera.trainer.evaluation import evaluate
 from comera.trainer.memory import MemoryEstimate, check_memory
 from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary, to_json
-from comera.trainer.optimizer import OPTIMIZERS, OptimizerName, named_optimizer
 from comera.trainer.processes import open_accelerator
 
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
 PRESETS: tuple[Preset, ...] = ("sample", "kaggle")
 METHODS: tuple[Method, ...] = ("dense", "comera")
-_SPARSE = ("adagrad", "sgd")  # optimizers that support sparse gradients, with the rows of the batch only
+# Optimizers that support sparse gradients, so that a step touches only the rows of its batch. Large dense tables need
+# that; for small ones, AdamW with dense gradients is as fast.
+_SPARSE = ("adagrad", "sgd")
 _LARGE = 2**15  # elements of a layer worth a tensor train
 _EXAMPLE_ROWS = 1024  # of an example batch
 
@@ -120,9 +120,6 @@ class DLRMTaskConfig:
     late_epochs: float = 0.5
     """Passes over the training rows in each late stage (train.epochs sets those of the early stage). The size shrinks
     during the first half of them, unless train.late.steps is set."""
-    optimizer: OptimizerName = "adamw"
-    """adagrad and sgd use sparse gradients for dense tables: a step touches only the rows of its batch. Large dense
-    tables need that; for small ones, adamw with dense gradients is as fast."""
     data: CriteoConfig = field(default_factory=CriteoConfig)
     """The click log, and how its categories map to rows of tables."""
     model: DLRMConfig = field(default_factory=DLRMConfig)
@@ -142,8 +139,6 @@ class DLRMTaskConfig:
             )
         if self.preset not in PRESETS:
             raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         check_stages(self)
 
     @property
@@ -176,7 +171,7 @@ def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLR
         model = DLRM(config.model, table_sizes, config.data.number_count)
     for table in model.tables:
         if isinstance(table, nn.EmbeddingBag):
-            table.sparse = config.optimizer in _SPARSE
+            table.sparse = config.train.optimizer in _SPARSE
     return model, report
 
 
@@ -201,9 +196,6 @@ class DLRMTask(RecipeTask):
         identity = {f"data.{name}": value for name, value in settings.items()}
         super().__init__(config, data, model, report, first, **identity)
         self.steps_per_epoch = self.epoch_length()
-
-    def optimizer(self, train: TrainConfig) -> Optimizer:
-        return named_optimizer(self.config.optimizer, self.model, train)
 
     def eval_batches(self) -> Iterator[ClickBatch]:
         """The held-out rows in time order, in batches of the training size."""
@@ -276,7 +268,7 @@ def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dic
             model, _ = build_model(replace(config, method=method), sizes)
             ids = torch.empty(rows, len(sizes), dtype=torch.int64)
             batch = ClickBatch(torch.empty(rows, config.data.number_count), ids, torch.empty(rows))
-            step = estimate_step(model, partial(click_loss, model, batch), optimizer=config.optimizer)
+            step = estimate_step(model, partial(click_loss, model, batch), optimizer=config.train.optimizer)
             tables = [table.weight for table in model.tables if isinstance(table, nn.EmbeddingBag) and table.sparse]
             for weight in tables:  # sparse: a row and its id for each row of the batch
                 saved = weight.nbytes - rows * (weight.element_size() * weight.shape[1] + ids.element_size())
@@ -288,7 +280,9 @@ def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dic
 def architecture(config: DLRMTaskConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     sizes = identity["data.table_sizes"]
-    dense = replace(config, method="dense", optimizer="adamw")  # load_pretrained cannot convert sparse tables
+    dense = replace(
+        config, method="dense", train=replace(config.train, optimizer="adamw")
+    )  # load_pretrained cannot convert sparse tables
     rng = torch.Generator().manual_seed(0)
     dense_BI = 5 * torch.rand(_EXAMPLE_ROWS, config.data.number_count, generator=rng)
     ids_BF = torch.stack([torch.randint(size, (_EXAMPLE_ROWS,), generator=rng) for size in sizes], 1)

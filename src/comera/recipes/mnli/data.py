@@ -30,6 +30,8 @@ SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MA
 SHORTEST = 5  # [CLS] a [SEP] b [SEP]
 VOCABULARY = "vocab.txt"
 USUAL_VOCABULARY = Path("vocab", "bert-base-uncased", VOCABULARY)  # beside the data's folder
+PAIRS_AT = "https://dl.fbaipublicfiles.com/glue/data/MNLI.zip"  # for those who have none
+VOCABULARY_AT = "https://huggingface.co/google-bert/bert-base-uncased"
 _, NO_PREMISE, NO_HYPOTHESIS = SKIPS
 ENCODE_PAIRS = 4096  # per call of the tokenizer: bounds memory, and keeps all cores busy
 
@@ -149,8 +151,17 @@ def find_vocabulary(config: MNLIDataConfig) -> Path:
     for file in candidates:
         if file.is_file():
             return file
-    looked = " or ".join(map(str, candidates)) or "no place to look, as the data are not in a folder"
-    raise DataError(f"expected a WordPiece vocabulary, one token a line, got nothing at {looked}: set data.vocab")
+    if not candidates:
+        raise DataError(
+            f"expected MNLI's sentence pairs and a vocabulary, got no folder at data.path ({config.path!r}) and no "
+            f"data.vocab: unpack {PAIRS_AT}, of which train.tsv and dev_matched.tsv are read, put {VOCABULARY} of "
+            f"{VOCABULARY_AT} beside them, and run `comera train mnli --data.path FOLDER`"
+        )
+    looked = " or ".join(map(str, candidates))
+    raise DataError(
+        f"expected a WordPiece vocabulary, one token a line, got nothing at {looked}: put {VOCABULARY} of "
+        f"{VOCABULARY_AT} there, or give its place as data.vocab"
+    )
 
 
 def parse_vocabulary(words: bytes, file: Path) -> dict[str, int]:

@@ -1,0 +1,25 @@
+"""Builds distributions of the source tree, and runs programs that cannot see that tree."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(tree: Path, folder: Path, *options: str) -> None:
+    """Build the distributions of a source tree into a folder."""
+    run(sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options, cwd=tree)
+
+
+def run(*command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command that must end with this exit status, and that sees nothing of this process's paths."""
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment())
+    assert shown.returncode == code, shown.stderr
+    return shown
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process, without its module path."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -1,0 +1,63 @@
+"""The built distributions, and environments that they are installed in, without a network and the source tree."""
+
+import sys
+import sysconfig
+import tomllib
+import venv
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from tests.helpers.distributions import ROOT, build, run
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist of this tree."""
+    folder = tmp_path_factory.mktemp("dist")
+    build(ROOT, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin/ of an environment with the wheel and every third-party package of this one."""
+    return _environment(tmp_path_factory.mktemp("whole"), built, Path(sysconfig.get_path("purelib")))
+
+
+@pytest.fixture(scope="session")
+def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin/ of an environment with the wheel, and what pip would install with it if no extra is named."""
+    packages = tmp_path_factory.mktemp("packages")
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    for name in _closure(named, set()):
+        for top in _top_levels(distribution(name)):
+            (packages / top.name).symlink_to(top)
+    return _environment(tmp_path_factory.mktemp("bare"), built, packages)
+
+
+def _environment(folder: Path, built: Path, packages: Path) -> Path:
+    venv.create(folder, with_pip=False, symlinks=True)
+    (wheel,) = built.glob("*.whl")
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "third_party.pth").write_text(f"{packages}\n")  # the .pth files there, of editable installs, do not count
+    pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", str(wheel), cwd=folder)
+    return folder / "bin"
+
+
+def _closure(requirements: Iterable[str], seen: set[str]) -> set[str]:
+    """The names of the distributions that are required, and of all that these require without an extra."""
+    for need in map(Requirement, requirements):
+        if need.name not in seen and (need.marker is None or need.marker.evaluate({"extra": ""})):
+            seen.add(need.name)
+            _closure(distribution(need.name).requires or (), seen)
+    return seen
+
+
+def _top_levels(found: Distribution) -> set[Path]:
+    """The files and folders of a distribution beside those of others."""
+    parts = {file.parts[0] for file in found.files or () if ".." not in file.parts and "__pycache__" not in file.parts}
+    return {Path(str(found.locate_file(part))) for part in parts}

@@ -1,0 +1,97 @@
+"""What the wheel and the sdist hold and claim."""
+
+import re
+import tarfile
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from tests.helpers.distributions import ROOT, build
+
+from comera.extras import NAMES, TRAIN
+
+SOURCE = ROOT / "src" / "comera"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def files_of(archive: Path) -> dict[str, bytes]:
+    """The files of a wheel or of an sdist, whose own folder is left out of their names."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return {name: wheel.read(name) for name in wheel.namelist()}
+    with tarfile.open(archive) as sdist:
+        members = [member for member in sdist.getmembers() if member.isfile()]
+        return {member.name.partition("/")[2]: sdist.extractfile(member).read() for member in members}  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="session")
+def wheel(built: Path) -> dict[str, bytes]:
+    (archive,) = built.glob("*.whl")
+    return files_of(archive)
+
+
+@pytest.fixture(scope="session")
+def sdist(built: Path) -> dict[str, bytes]:
+    (archive,) = built.glob("*.tar.gz")
+    return files_of(archive)
+
+
+def test_both_hold_the_whole_package_and_its_licence(wheel: dict[str, bytes], sdist: dict[str, bytes]) -> None:
+    source = {
+        path.relative_to(SOURCE).as_posix(): path.read_bytes()
+        for path in SOURCE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {"py.typed", "kernels/cpp/csrc/merge.cpp", "kernels/cpp/csrc/products.h", "recipes/lm/help.txt"} <= set(
+        source
+    )
+    info = next(name.partition("/")[0] for name in wheel if name.endswith(".dist-info/METADATA"))
+    assert {name: content for name, content in wheel.items() if not name.startswith(info)} == {
+        f"comera/{name}": content for name, content in source.items()
+    }
+    assert wheel[f"{info}/licenses/LICENSE"] == sdist["LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert all(sdist[f"src/comera/{name}"] == content for name, content in source.items())
+    assert not [name for name in sdist if name.startswith(("tests/", "benchmarks/", "docs/", "runs/"))]
+
+
+def test_the_sdist_builds_the_same_wheel(built: Path, wheel: dict[str, bytes], tmp_path: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.iterdir()
+    build(tree, tmp_path / "dist", "-t", "wheel")
+    (again,) = (tmp_path / "dist").glob("*.whl")
+    assert files_of(again) == wheel
+
+
+def test_the_versions_claimed_are_the_versions_tested(wheel: dict[str, bytes]) -> None:
+    text = next(content for name, content in wheel.items() if name.endswith("/METADATA")).decode()
+    claims = Parser().parsestr(text)
+    claimed = re.findall(r"Programming Language :: Python :: (3\.\d+)", str(claims.get_all("Classifier")))
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8")
+    tested = re.findall(r'python-version: "(3\.\d+)"', workflow)
+    assert claimed == tested
+    assert claims["Requires-Python"] == f">={claimed[0]}"
+    lock = (ROOT / "requirements.lock").read_text("utf-8")
+    torch = re.findall(r"^torch==([\d.]+)", lock, re.MULTILINE)[0]
+    minor = ".".join(torch.split(".")[:2])
+    (bounds,) = (need.specifier for need in map(Requirement, PROJECT["dependencies"]) if need.name == "torch")
+    after = f"{minor.partition('.')[0]}.{int(minor.partition('.')[2]) + 1}"
+    assert bounds == SpecifierSet(f">={minor},<{after}")
+
+
+def test_what_the_command_line_asks_for_is_the_extra_train() -> None:
+    named = {Requirement(line).name for line in PROJECT["optional-dependencies"]["train"]}
+    assert {NAMES.get(module, module) for module in TRAIN} == named - {
+        "tensorboard"
+    }  # only --train.tensorboard needs it
+
+
+def test_the_extra_all_has_every_other_one_for_users() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (line,) = extras["all"]
+    assert Requirement(line).extras == set(extras) - {"all", "dev", "docs"}

@@ -1,0 +1,78 @@
+"""The wheel, installed where the source tree cannot be seen: it works, says what is missing, and can be interrupted."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tests.helpers.distributions import environment, run
+
+STEPS = Path(__file__).parent / "first_steps.py"
+COMMANDS = ("train lm", "train dlrm", "compare lm", "inspect a", "estimate lm", "export a --to dense --out b")
+COMMANDS += ("generate a b", "score a b --out c", "completion bash")
+# what is imported -> what it says that it needs
+ROOMS = {
+    "comera.trainer": "comera.trainer needs accelerate, rich, pyyaml: pip install 'comera[train]'",
+    "comera.trainer.loop": "comera.trainer needs accelerate, rich, pyyaml: pip install 'comera[train]'",
+    "comera.baselines": "comera.baselines needs accelerate, rich, pyyaml: pip install 'comera[train]'",
+    "comera.report": "comera.report needs accelerate, matplotlib, rich, pyyaml: pip install 'comera[train]'",
+    "comera.recipes.lm.recipe": "comera.recipes.lm needs accelerate, rich, tokenizers, transformers, pyyaml: pip",
+    "comera.recipes.code_lm.recipe": "comera.recipes.code_lm needs accelerate, rich, tokenizers, transformers, pyyaml:",
+    "comera.recipes.mnli.recipe": "comera.recipes.mnli needs accelerate, rich, tokenizers, transformers, pyyaml: pip",
+    "comera.recipes.dlrm.recipe": "comera.recipes.dlrm needs accelerate, polars, rich, pyyaml: pip install",
+    "comera.integrations.transformers": "needs transformers: pip install 'comera[train]'",
+    "comera.integrations.lightning": "needs lightning: pip install lightning",
+    "comera.integrations.peft": "comera.integrations.peft needs peft: pip install peft",
+}
+
+
+def test_a_model_is_converted_trained_saved_and_loaded(bare: Path, tmp_path: Path) -> None:
+    shown = run(str(bare / "python"), "-I", str(STEPS), cwd=tmp_path)
+    assert Path(shown.stdout.strip()).is_relative_to(bare.parent)
+    assert shown.stderr == ""
+
+
+def test_every_command_without_the_extra_is_one_line(bare: Path, tmp_path: Path) -> None:
+    for command in COMMANDS:
+        shown = run(str(bare / "comera"), *command.split(), cwd=tmp_path, code=2)
+        name = command.partition(" ")[0]
+        assert shown.stderr.startswith(f"comera: comera {name} needs accelerate, ")
+        assert shown.stderr.endswith(": pip install 'comera[train]'\n")
+        assert shown.stderr.count("\n") == 1
+    for command in ("--help", "--version", "train --help", "train lm --help", "export --help"):
+        assert run(str(bare / "comera"), *command.split(), cwd=tmp_path).stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_room_without_its_packages_is_one_line(bare: Path, tmp_path: Path) -> None:
+    script = f"""
+from importlib import import_module
+for name, said in {ROOMS!r}.items():
+    try:
+        import_module(name)
+    except ImportError as error:
+        assert said in str(error) and "\\n" not in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+    run(str(bare / "python"), "-I", "-c", script, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("moment", [0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0])
+def test_an_interrupted_command_leaves_no_traceback(moment: float, whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    for name in "ab":
+        (tmp_path / "code" / f"{name}.py").write_text(f"def {name}(x):\n    return x\n" * 200)
+    options = ("--data.path", "code", "--data.held_out", "0.5", "--data.cache", "cache", "--data.vocab_size", "300")
+    command = (str(whole / "comera"), "train", "code-lm", "--out", "run", *options)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment()) as process:
+        time.sleep(moment)
+        process.send_signal(signal.SIGINT)
+        shown = process.communicate()[1]
+    if process.returncode == 130:
+        assert "Traceback" not in shown
+        assert "interrupted" in shown
+    else:  # before the first line of the command: Python itself was starting
+        assert process.returncode in (1, -signal.SIGINT)
+        assert "comera/cli/main" not in shown
