@@ -47,13 +47,13 @@ def _json(file: Path, lines: Iterable[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"{file}, line {number}"
+        where, shown = f"{file}, line {number}", line.rstrip("\r\n")[:80]
         try:
             values = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}: expected JSON, got {line[:80].rstrip()!r} ({error})") from error
+            raise DataError(f"{where}: expected JSON, got {shown!r} ({error})") from error
         if not isinstance(values, dict):
-            raise DataError(f'{where}: expected a JSON object, such as {{"text": "..."}}, got {line[:80].rstrip()!r}')
+            raise DataError(f'{where}: expected a JSON object, such as {{"text": "..."}}, got {shown!r}')
         yield Row(number, values)
 
 

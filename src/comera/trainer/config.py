@@ -140,9 +140,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # YAML has lists only
-        object.__setattr__(
-            self, "trackers", (self.trackers,) if isinstance(self.trackers, str) else tuple(self.trackers)
-        )
+        object.__setattr__(self, "trackers", tuple(self.trackers))
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             raise ConfigError(
                 "expected a bound of the run, got none: set train.steps, train.epochs, train.max_seconds or several"

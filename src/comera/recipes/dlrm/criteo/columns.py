@@ -23,7 +23,7 @@ from comera.files import replace_file
 from comera.recipes.dlrm.criteo.config import CriteoConfig
 from comera.recipes.dlrm.criteo.files import BLOCK, END_MISSING, START, Block, Place, read_blocks
 from comera.recipes.dlrm.criteo.ids import IDS
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, CUT_SHORT, INTEGERS, KINDS, Array, RowFormat, Rows
+from comera.recipes.dlrm.criteo.parse import ALL_KINDS, CATEGORIES, CUT_SHORT, INTEGERS, Array, RowFormat, Rows
 from comera.recipes.progress import Progress
 
 LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
@@ -133,7 +133,9 @@ def read_columns(
 
 def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, rows_of: RowFormat, limit: int) -> None:
     """Count the bad rows of a block; raises DataError for the first one beyond the limit."""
-    found = [(line, KINDS[kind]) for line, kind in zip(rows.bad_lines.tolist(), rows.bad_kinds.tolist(), strict=True)]
+    found = [
+        (line, ALL_KINDS[kind]) for line, kind in zip(rows.bad_lines.tolist(), rows.bad_kinds.tolist(), strict=True)
+    ]
     if block.cut_short:
         found.append((0, CUT_SHORT))
     lines: list[bytes] = []

@@ -17,15 +17,15 @@ import polars as pl
 from comera.recipes.dlrm.criteo.files import START, Place
 
 INTEGERS, CATEGORIES = 13, 26
-TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY, NUMBER, UNREADABLE = KINDS = (
+TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY = KINDS = (
     "too few fields",
     "too many fields",
     "label other than 0 or 1",
     "unparsable integer",
     "category that is not hexadecimal",
-    "unparsable number",
-    "quotation marks that do not match",
 )
+NUMBER, UNREADABLE = "unparsable number", "quotation marks that do not match"  # of tables
+ALL_KINDS = (*KINDS, NUMBER, UNREADABLE)
 CUT_SHORT = "file cut short"  # a compressed file lacks its end, and part of its last row
 FORMS = {"label": "[01]", "integer": "(-?[0-9]{1,10})?", "category": "[0-9a-fA-F]{0,8}"}
 WANTED = {"label": "0 or 1", "integer": "a decimal integer of 32 bits", "category": "up to 8 hexadecimal digits"}
@@ -77,7 +77,7 @@ class CriteoRows:
 class Rows(NamedTuple):
     """The good rows of a block, and the places of the bad ones. labels: (R,) uint8; dense: (13, R) float32, log(1 + x);
     values: (26, R) uint32, 0 where missing; of other tables, as many as they have. lines: in the block. bad_lines:
-    int64 indices, from 0, of the bad lines; bad_kinds: uint8 indices into KINDS of their first mistakes."""
+    int64 indices, from 0, of the bad lines; bad_kinds: uint8 indices into ALL_KINDS of their first mistakes."""
 
     labels: Array
     dense: Array

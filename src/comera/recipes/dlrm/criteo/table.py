@@ -20,7 +20,7 @@ from comera.errors import ConfigError, DataError
 from comera.recipes.dlrm.criteo.config import CriteoConfig
 from comera.recipes.dlrm.criteo.files import GZIP_ERRORS, Place, first_line
 from comera.recipes.dlrm.criteo.ids import MISSING
-from comera.recipes.dlrm.criteo.parse import KINDS, LABEL, NUMBER, TOO_FEW, TOO_MANY, UNREADABLE, Rows, quote
+from comera.recipes.dlrm.criteo.parse import ALL_KINDS, LABEL, NUMBER, TOO_FEW, TOO_MANY, UNREADABLE, Rows, quote
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TableRows:
             mistake = self._mistake(fields, line)
             if mistake is not None:
                 bad_lines.append(place)
-                bad_kinds.append(KINDS.index(mistake[0]))
+                bad_kinds.append(ALL_KINDS.index(mistake[0]))
                 continue
             assert fields is not None
             labels.append(0 if self.label is None else int(float(fields[self.label])))
