@@ -142,9 +142,9 @@ SCENARIOS = {
         lambda place: dense_state(place / "out"),
     ),
     "export_program": Scenario(
-        lambda place: export_program(model(1), [INPUTS], place / "model.pt2"),
-        lambda place: export_program(model(2), [INPUTS], place / "model.pt2", overwrite=True),
-        program_state,
+        lambda place: export_program(model(1), [INPUTS], place / "out"),
+        lambda place: export_program(model(2), [INPUTS], place / "out", overwrite=True),
+        lambda place: program_state(place / "out"),
     ),
 }
 EVERY = 4  # in `make test`, one of so many operations

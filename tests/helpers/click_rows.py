@@ -18,7 +18,7 @@ from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.criteo import columns as criteo_columns
 from comera.recipes.dlrm.criteo import files as criteo_files
 from comera.recipes.dlrm.criteo import ids as criteo_ids
-from comera.recipes.dlrm.criteo.columns import FEATURES
+from comera.recipes.dlrm.criteo.columns import features
 from comera.recipes.dlrm.criteo.parse import CATEGORY, INTEGER, LABEL, TOO_FEW, TOO_MANY
 
 INTEGERS, CATEGORIES = 13, 26
@@ -144,7 +144,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, size: int = 8192, checkpoint: 
 
 
 def assert_same_rows(left: ClickData, right: ClickData) -> None:
-    for name in ("label.bin", "dense.bin", *(f"{feature}.ids.bin" for feature in FEATURES)):
+    for name in ("label.bin", "dense.bin", *(f"{feature}.ids.bin" for feature in features())):
         assert (left.folder / name).read_bytes() == (right.folder / name).read_bytes()
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,11 +34,12 @@ print(sorted(name for name in ("comera", "transformers") if name in sys.modules)
 def run_without_comera(program: Path, batches: Sequence[Sequence[Tensor] | Mapping[str, Tensor]]) -> list[Any]:
     """The program's outputs for each batch, which is a list of arguments or a mapping from their names."""
     calls = [((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {}) for batch in batches]
-    inputs, outputs = program.with_name("inputs.pt"), program.with_name("outputs.pt")
-    torch.save(calls, inputs)
-    command = [sys.executable, "-I", "-c", _SCRIPT, str(program), str(inputs), str(outputs)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout == "[]\n"
-    results: list[Any] = torch.load(outputs)
+    with TemporaryDirectory() as place:
+        inputs, outputs = f"{place}/inputs.pt", f"{place}/outputs.pt"
+        torch.save(calls, inputs)
+        command = [sys.executable, "-I", "-c", _SCRIPT, str(program), inputs, outputs]
+        shown = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout == "[]\n"
+        results: list[Any] = torch.load(outputs)
     return results

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.distributions import environment, run
 
 STEPS = Path(__file__).parent / "first_steps.py"
-COMMANDS = ("train lm", "train dlrm", "compare lm", "inspect a", "estimate lm", "export a --to dense --out b")
+COMMANDS = ("train lm", "train dlrm", "compare lm", "inspect a", "estimate lm", "export a --to onnx --out b")
 COMMANDS += ("generate a b", "score a b --out c", "completion bash")
 # what is imported -> what it says that it needs
 ROOMS = {

@@ -9,11 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import BertForMaskedLM, BertForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+)
 
 from comera import load_pretrained
 from comera.cli import options
@@ -27,6 +34,10 @@ from comera.recipes.code_lm.data import CodeDataConfig
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.criteo import CriteoConfig
 from comera.recipes.dlrm.model import DLRMConfig
+from comera.recipes.lm import recipe as lm
+from comera.recipes.lm.data import LMDataConfig
+from comera.recipes.lm.data import prepare as lm_prepare
+from comera.recipes.lm.model import ModelConfig as LMModelConfig
 from comera.recipes.mnli import recipe as mnli
 from comera.recipes.mnli.data import MNLIDataConfig
 from comera.trainer.checkpoint import find_checkpoint
@@ -37,6 +48,8 @@ from ..helpers.without_comera import run_without_comera
 TRAIN = TrainConfig(
     steps=3, batch_size=8, lr=1e-3, core_lr=1e-2, early=EarlyStage(1.0), eval_batches=1, progress=False, device="cpu"
 )
+DENSE = ("--to", "safetensors", "--dense")
+SHAPES = ((1, 5), (5, 9), (2, 24))  # rows and tokens
 BERT = ModelConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1, max_positions=40)
 TABLES = (700, 40, 1500, 400, *[7] * 22)
 
@@ -48,10 +61,10 @@ class Run:
     folder: Path
     model: nn.Module
     plain: Callable[[Path], nn.Module]
-    inputs: Callable[[int], dict[str, Tensor]]
+    inputs: Callable[..., dict[str, Tensor]]
 
-    def logits(self, model: Callable[..., Any], rows: int) -> Tensor:
-        outputs = model(**self.inputs(rows))
+    def logits(self, model: Callable[..., Any], rows: int, length: int = 9) -> Tensor:
+        outputs = model(**self.inputs(rows, length))
         logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs["logits"]
         return logits
 
@@ -68,9 +81,29 @@ def code_run(out: Path, cache: Path) -> Run:
     config = code_lm.CodeLMConfig(out=str(out), data=data, model=BERT, compress=ranks, train=TRAIN)
     code_lm.run(config)
     task = code_lm.CodeLMTask(config, code_lm.prepare(data, quiet=True))
-    return trained(
-        out, task, BertForMaskedLM.from_pretrained, lambda rows: {"input_ids": torch.arange(9 * rows).view(rows, 9)}
-    )
+    return trained(out, task, BertForMaskedLM.from_pretrained, ids_of)
+
+
+def ids_of(rows: int, length: int = 9) -> dict[str, Tensor]:
+    return {"input_ids": (torch.arange(length * rows) % 261).view(rows, length)}
+
+
+def lm_run(out: Path, cache: Path, family: Any, ranks: lm.CompressConfig) -> Run:
+    data = LMDataConfig(path=str(Path(json.__file__).parent), cache=str(cache), vocab_size=300, block_size=24)
+    sizes = LMModelConfig(family=family, hidden=32, layers=1, heads=2, ffn=64)
+    config = lm.LMConfig(out=str(out), data=data, model=sizes, compress=ranks, train=TRAIN)
+    lm.run(config)
+    task = lm.LMTask(config, lm_prepare(data, quiet=True))
+    return trained(out, task, AutoModelForCausalLM.from_pretrained, ids_of)
+
+
+def llama_run(out: Path, cache: Path) -> Run:
+    return lm_run(out, cache, "llama", lm.CompressConfig(rank=2, embedding_order=2, embedding_rank=4))
+
+
+def gpt2_run(out: Path, cache: Path) -> Run:
+    ranks = lm.CompressConfig(format="tt", order=4, rank=4, embedding_order=2, embedding_rank=4, head="share")
+    return lm_run(out, cache, "gpt2", ranks)
 
 
 def mnli_run(out: Path, cache: Path) -> Run:
@@ -85,9 +118,10 @@ def mnli_run(out: Path, cache: Path) -> Run:
     config = mnli.MNLIConfig(out=str(out), late_targets=(), data=data, model=BERT, compress=ranks, train=TRAIN)
     mnli.run(config)
 
-    def inputs(rows: int) -> dict[str, Tensor]:
-        ids, mask = torch.arange(10 * rows).view(rows, 10) % 10, torch.ones(rows, 10, dtype=torch.int64)
-        mask[0, 7:] = 0
+    def inputs(rows: int, length: int = 10) -> dict[str, Tensor]:
+        ids = torch.arange(length * rows).view(rows, length) % 10
+        mask = torch.ones(rows, length, dtype=torch.int64)
+        mask[0, length - 3 :] = 0
         return {"input_ids": ids, "token_type_ids": (ids > 5).long(), "attention_mask": mask}
 
     task = mnli.MNLITask(config, mnli.prepare(data, quiet=True))
@@ -107,7 +141,7 @@ def dlrm_run(out: Path, cache: Path) -> Run:
     )
     dlrm.run(config)
 
-    def inputs(rows: int) -> dict[str, Tensor]:
+    def inputs(rows: int, length: int = 0) -> dict[str, Tensor]:
         ids = torch.stack([torch.arange(rows) % size for size in TABLES], 1)
         return {"dense": torch.arange(13.0 * rows).view(rows, 13) % 5, "ids": ids}
 
@@ -115,7 +149,7 @@ def dlrm_run(out: Path, cache: Path) -> Run:
     return trained(out / "early", task, lambda folder: dlrm.DLRM(config.model, TABLES), inputs)
 
 
-RUNS = {"code-lm": code_run, "mnli": mnli_run, "dlrm": dlrm_run}
+RUNS = {"code-lm": code_run, "mnli": mnli_run, "dlrm": dlrm_run, "llama": llama_run, "gpt2": gpt2_run}
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -131,25 +165,61 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_program_runs_without_this_library(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "model.pt2"
+    out = tmp_path / "program"
     assert main(["export", str(run.folder), "--to", "program", "--out", str(out)]) == 0
     shown, named = capsys.readouterr().out, ", ".join(f"{name}=..." for name in run.inputs(2))
     assert shown.startswith(f"{out}: ")
-    assert f"run it with torch.export.load('{out}').module()({named})" in shown
-    batches = [run.inputs(rows) for rows in (1, 5)]
+    assert (out / "tokenizer.json").exists() == (run.folder / "tokenizer.json").exists()
+    assert f"run it with torch.export.load('{out}/model.pt2').module()({named})" in shown
+    batches = [run.inputs(*shape) for shape in SHAPES]
     with torch.no_grad():
-        wanted = [run.logits(run.model, rows) for rows in (1, 5)]
-    for outputs, logits in zip(run_without_comera(out, batches), wanted, strict=True):
+        wanted = [run.logits(run.model, *shape) for shape in SHAPES]
+    for outputs, logits in zip(run_without_comera(out / "model.pt2", batches), wanted, strict=True):
         got = outputs if isinstance(outputs, Tensor) else outputs["logits"]
         torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("run", ["mnli", "dlrm", "llama", "gpt2"], indirect=True)
+@torch.no_grad()
+def test_onnxruntime_agrees_on_batches_and_lengths(run: Run, dense: bool, tmp_path: Path) -> None:
+    out, weights = tmp_path / "onnx", ["--dense"] if dense else []
+    assert main(["export", str(run.folder), "--to", "onnx", *weights, "--out", str(out)]) == 0
+    assert (out / "tokenizer.json").exists() == (run.folder / "tokenizer.json").exists()
+    session = onnxruntime.InferenceSession(out / "model.onnx")
+
+    def onnx(**inputs: Tensor) -> Tensor:
+        (logits,) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+        return torch.from_numpy(logits)
+
+    for shape in SHAPES:
+        torch.testing.assert_close(run.logits(onnx, *shape), run.logits(run.model, *shape), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("run", ["mnli", "code-lm", "llama"], indirect=True)
+def test_exports_have_the_tokenizer_of_the_run(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = AutoTokenizer.from_pretrained(run.folder)("a man eats", "a man never").input_ids
+    assert len(ids) > 3
+    for place, target in (("compressed", DENSE[:2]), ("dense", DENSE)):
+        out = tmp_path / place
+        assert main(["export", str(run.folder), *target, "--out", str(out)]) == 0
+        assert AutoTokenizer.from_pretrained(out)("a man eats", "a man never").input_ids == ids
+    (run.folder / "tokenizer.json").rename(run.folder / "moved")
+    try:
+        assert "expected the run's tokenizer in" in refused(capsys, run.folder, tmp_path / "out", "--to", "program")
+    finally:
+        (run.folder / "moved").rename(run.folder / "tokenizer.json")
 
 
 @torch.no_grad()
 def test_dense_weights_load_into_the_original_architecture(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "dense"
-    assert main(["export", str(find_checkpoint(run.folder)), "--to", "dense", "--out", str(out)]) == 0
+    checkpoint = str(find_checkpoint(run.folder))
+    assert main(["export", checkpoint, "--to", "safetensors", "--dense", "--out", str(out)]) == 0
     plain = run.plain(out).eval()
-    if not (out / "config.json").exists():
+    if (out / "config.json").exists():
+        assert type(AutoModel.from_pretrained(out)).__name__ in type(plain).__name__ + "BertModel LlamaModel GPT2Model"
+    else:
         plain.load_state_dict(load_file(out / "model.safetensors"))
     torch.testing.assert_close(run.logits(plain, 4), run.logits(run.model, 4), rtol=1e-5, atol=1e-5)
 
@@ -178,12 +248,12 @@ def test_runs_of_other_methods_leave_in_the_forms_that_they_have(
     run = tmp_path / "run"
     code_lm.run(replace(saved, method=method, out=str(run)))
     capsys.readouterr()
-    for target, name in (("safetensors", "small"), ("program", "model.pt2")):
-        assert main(["export", str(run), "--to", target, "--out", str(tmp_path / name)]) == 0
+    for target in ("safetensors", "program"):
+        assert main(["export", str(run), "--to", target, "--out", str(tmp_path / target)]) == 0
     if method == "dense":
-        assert main(["export", str(run), "--to", "dense", "--out", str(tmp_path / "dense")]) == 0
+        assert main(["export", str(run), *DENSE, "--out", str(tmp_path / "dense")]) == 0
     else:
-        assert "do not fit the dense" in refused(capsys, run, tmp_path / "dense", "--to", "dense")
+        assert "do not fit the dense" in refused(capsys, run, tmp_path / "dense", *DENSE)
 
 
 def refused(capsys: pytest.CaptureFixture[str], path: Path, out: Path, *options: str) -> str:
@@ -197,7 +267,7 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, out: Path, *options:
 
 def test_what_is_no_run_is_refused(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    to = ("--to", "dense")
+    to = DENSE
     assert "found nothing" in refused(capsys, tmp_path / "nowhere", out, *to)
     (tmp_path / "file").write_text("")
     assert "found a file" in refused(capsys, tmp_path / "file", out, *to)
@@ -243,11 +313,12 @@ def test_an_unfinished_or_damaged_checkpoint_is_refused(damaged: Path, capsys: p
 def test_what_is_there_is_kept(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["export", str(code.folder), "--to", "safetensors", "--out", str(out)]) == 0
-    assert "that is not there yet" in refused(capsys, code.folder, out, "--to", "dense")
+    assert "that is not there yet" in refused(capsys, code.folder, out, *DENSE)
     assert (out / "comera.json").exists()
-    assert main(["export", str(code.folder), "--to", "dense", "--out", str(out), "--overwrite"]) == 0
+    assert main(["export", str(code.folder), *DENSE, "--out", str(out), "--overwrite"]) == 0
     assert not (out / "comera.json").exists()
-    assert "an earlier export to overwrite" in refused(capsys, code.folder, code.folder, "--to", "dense", "--overwrite")
+    assert "an earlier export to overwrite" in refused(capsys, code.folder, code.folder, *DENSE, "--overwrite")
+    assert "a folder to export to" in refused(capsys, code.folder, tmp_path / "model.onnx", "--to", "onnx")
 
 
 def test_only_runs_of_dlrm_are_scored(code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +329,7 @@ def test_only_runs_of_dlrm_are_scored(code: Run, tmp_path: Path, capsys: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["rows.txt"]
 
 
-@pytest.mark.parametrize("argv", [[], ["run", "--to", "dense"], ["run", "--to", "pickle", "--out", "out"]])
+@pytest.mark.parametrize("argv", [[], ["run", "--to", "onnx"], ["run", "--to", "pickle", "--out", "out"]])
 def test_a_wrong_command_shows_its_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["export", *argv])

@@ -137,7 +137,7 @@ def test_two_steps_with_every_option(config: LMConfig, choice: str) -> None:
     pieces: list[str] = []
     writer.write("def ", Sampling(max_new_tokens=4), pieces.append)
     out = config.folder.parent / "dense"
-    assert export_run(open_trained(config.folder, saved_config), "dense", out).difference < 1e-4
+    assert export_run(open_trained(config.folder, saved_config), "safetensors", out, dense=True).difference < 1e-4
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == 400
     again: list[str] = []
     open_writer(out, saved_config).write("def ", Sampling(max_new_tokens=4), again.append)

@@ -181,7 +181,7 @@ def test_odd_paths_are_one_line(
         "resume": [*train, "--out", odd, "--resume"],
         "compare": ["compare", "code-lm", "--out", odd, "--resume"],
         "inspect": ["inspect", odd],
-        "export": ["export", odd, "--to", "dense", "--out", "exported"],
+        "export": ["export", odd, "--to", "onnx", "--out", "exported"],
         "cache": [*train, "--data.cache", odd],
     }[command]
     one_line(argv, capsys)
@@ -201,7 +201,7 @@ def test_an_unreadable_folder_is_one_line(command: str, tmp_path: Path, capsys: 
         "resume": [*train, "--out", odd, "--resume"],
         "compare": ["compare", "code-lm", "--out", odd, "--resume"],
         "inspect": ["inspect", odd],
-        "export": ["export", odd, "--to", "dense", "--out", "exported"],
+        "export": ["export", odd, "--to", "onnx", "--out", "exported"],
         "cache": [*train, "--data.cache", odd],
         "data": [*train, "--data.path", odd],
     }[command]

@@ -256,19 +256,20 @@ def _estimate(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    """Export a trained model: compressed weights, dense weights, or a program that needs torch alone."""
+    """Export a trained model: its weights, a program that needs torch alone, or ONNX."""
     parser = argparse.ArgumentParser(
         "comera export",
         description=first_line(_export),
-        epilog="safetensors: a folder with compressed weights, for comera.load_pretrained. dense: a folder with dense "
-        "weights under the original names, for load_state_dict or from_pretrained. program: a .pt2 file for "
-        "torch.export.load, for any batch size. Every export is loaded again and compared with the model before it "
-        "appears at PATH.",
+        epilog="safetensors: weights, for comera.load_pretrained; with --dense under the original names, for "
+        "transformers' from_pretrained or load_state_dict. program: model.pt2, for torch.export.load. onnx: "
+        "model.onnx, for onnxruntime and other engines. The folder also gets the run's tokenizer. Every export is "
+        "loaded again and compared with the model before it appears.",
     )
     parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (last checkpoint) or checkpoint")
-    parser.add_argument("--to", choices=("safetensors", "dense", "program"), required=True, help="format to write")
-    parser.add_argument("--out", required=True, metavar="PATH", help="folder to write, or .pt2 file for a program")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at PATH")
+    parser.add_argument("--to", choices=("safetensors", "program", "onnx"), required=True, help="format to write")
+    parser.add_argument("--dense", action="store_true", help="with dense weights instead of compressed ones")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
     options = parser.parse_args(argv)
 
     from comera.export.runs import export_run
@@ -277,14 +278,14 @@ def _export(argv: list[str]) -> int:
     out = typed_path(options.out, "--out")
     trained = open_trained(typed_path(options.path, "RUN"), saved_config)
     with interruptible():
-        print(export_run(trained, options.to, out, overwrite=options.overwrite))
+        print(export_run(trained, options.to, out, dense=options.dense, overwrite=options.overwrite))
     return 0
 
 
 def _generate(argv: list[str]) -> int:
     """Continue a text with a trained lm run; the text streams as it is written."""
     parser = argparse.ArgumentParser("comera generate", description=first_line(_generate))
-    where = "folder of a run (last checkpoint), of a checkpoint, or of an export as safetensors or dense"
+    where = "folder of a run (last checkpoint), of a checkpoint, or of an export to safetensors"
     parser.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT", help=where)
     parser.add_argument("prompt", metavar="TEXT", help="the beginning of a document, such as 'def '")
     options = (
@@ -318,10 +319,10 @@ def _generate(argv: list[str]) -> int:
 
 
 def _score(argv: list[str]) -> int:
-    """Score rows in Criteo's format with a trained dlrm run, using its compressed tables."""
+    """Score rows with a trained dlrm run, using its compressed tables."""
     parser = argparse.ArgumentParser("comera score", description=first_line(_score))
     parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (last checkpoint) or checkpoint")
-    parser.add_argument("file", metavar="FILE", help="rows in Criteo's format, with or without labels, plain or .gz")
+    parser.add_argument("file", metavar="FILE", help="rows as in training, with or without labels, plain or .gz")
     parser.add_argument("--out", required=True, metavar="CSV", help="output: line, logit and probability of each row")
     parser.add_argument("--batch_size", type=int, default=4096, metavar="N", help="rows per batch (default: 4096)")
     parser.add_argument(

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera.convert import materialize_
 from comera.errors import ConversionError
 from comera.fusion.fuse import fuse_
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
@@ -38,6 +39,14 @@ def copy_with_own_trains(model: nn.Module) -> nn.Module:
     owned = {p for module in model.modules() if isinstance(module, TensorTrain) for p in module.parameters()}
     shared = [t for t in (*model.parameters(), *model.buffers()) if t not in owned]
     return deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def dense_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model with dense weights in the place of compressed ones; all others are shared."""
+    copy = copy_with_own_trains(model)
+    if any(isinstance(module, CompressedLayer) for module in copy.modules()):
+        materialize_(copy)
+    return copy
 
 
 @torch.no_grad()
@@ -63,11 +72,16 @@ def serving_copy(model: nn.Module) -> nn.Module:
         return _INFERENCE[type(layer)](layer, cores[layer.tt])
 
     swaps: dict[nn.Module, nn.Module] = {m: replacement(m) for m in copy.modules() if isinstance(m, CompressedLayer)}
+    swaps |= {m: _DenseBag(m) for m in copy.modules() if type(m) is nn.EmbeddingBag and _sums_rows(m)}
     for parent in list(copy.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     return swaps.get(copy, copy).eval()
+
+
+def _sums_rows(bag: nn.EmbeddingBag) -> bool:
+    return bag.mode == "sum" and bag.max_norm is None and bag.padding_idx is None
 
 
 class _Cores(nn.Module):
@@ -131,10 +145,12 @@ class _Table(nn.Module):
 
     def rows(self, ids_U: Tensor) -> Tensor:
         """Rows (U, D); an id outside the table is a runtime error."""
-        inside = ((ids_U >= 0) & (ids_U < self.spec.num_embeddings)).all()
-        torch._assert_async(inside, f"expected every id in 0 ... {self.spec.num_embeddings - 1}")
+        inside_U = (ids_U >= 0) & (ids_U < self.spec.num_embeddings)
+        torch._assert_async(inside_U.all(), f"expected every id in 0 ... {self.spec.num_embeddings - 1}")
         left_MNR, right_RMN = self.tt.factors()
         right_MRN = right_RMN.transpose(0, 1)
+        # ONNX has no assertions: there, an id after the last row fails in its own lookup
+        ids_U = torch.where(inside_U, ids_U, left_MNR.shape[0] * right_MRN.shape[0])
         i_U, k_U = ids_U // right_MRN.shape[0], ids_U % right_MRN.shape[0]
         rows_UNN = torch.bmm(left_MNR[i_U], right_MRN[k_U])
         rows_UD = rows_UNN.flatten(1)[:, : self.spec.embedding_dim].to(self.tt.cores[0].dtype)
@@ -177,6 +193,22 @@ class _Bag(_Table):
             starts_B = (offsets[:-1] if self.include_last_offset else offsets).long()
             sums_BD = F.embedding_bag(torch.arange(ids_N.shape[0], device=input.device), rows_ND, starts_B, mode="sum")
         return sums_BD if self.mode == "sum" else sums_BD[:, :-1] / sums_BD[:, -1:].clamp(min=1)
+
+
+class _DenseBag(nn.Module):
+    """Sums of rows of a dense table, by a lookup: ONNX has no bags, and torch's translation loops over them."""
+
+    def __init__(self, layer: nn.EmbeddingBag) -> None:
+        super().__init__()
+        self.bag = layer
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if offsets is not None:
+            return self.bag(input, offsets, per_sample_weights)  # type: ignore[no-any-return]
+        rows_BUD = F.embedding(input, self.bag.weight)
+        if per_sample_weights is not None:
+            rows_BUD = rows_BUD * per_sample_weights.unsqueeze(-1)
+        return rows_BUD.sum(1)
 
 
 class _Projection(_Table):

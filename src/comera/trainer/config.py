@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from comera.errors import ConfigError, check_fields
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.energy import EnergyConfig
+from comera.trainer.trackers import TrackerName
 
 # Fields that a resumed run may change: they decide what is shown, written and measured and how it is computed, but not
 # what is learned.
 _FREE = {
     *("eval_every", "eval_batches", "save_every", "log_every"),
-    *("tensorboard", "progress", "threads", "device", "mode", "recompute", "energy"),
+    *("trackers", "progress", "threads", "device", "mode", "recompute", "energy"),
 }
 
 OptimizerName = Literal["adamw", "muon", "adagrad", "sgd"]
@@ -39,7 +40,10 @@ def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
 
     Versions that stored a whole configuration without `rates` had flat ones, and without `optimizer` AdamW.
     """
-    before = {"rates": "flat", "optimizer": "adamw"} if set(stored) >= _ALWAYS else {}
+    before: dict[str, Any] = {"rates": "flat", "optimizer": "adamw"} if set(stored) >= _ALWAYS else {}
+    stored = dict(stored)
+    if stored.pop("tensorboard", False):  # a switch of its own
+        before["trackers"] = ["tensorboard"]
     return before | {_RENAMED.get(name, name): value for name, value in stored.items()}
 
 
@@ -130,8 +134,9 @@ class TrainConfig:
     energy: EnergyConfig = field(default_factory=EnergyConfig)
     """Watts and grid intensity, from which energy and emissions of the run follow."""
 
-    tensorboard: bool = False
-    """Also write TensorBoard event files."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Experiment trackers to log to besides metrics.jsonl: tensorboard, wandb, mlflow, csv, or several, such as
+    "[wandb, csv]". Their own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI, ...) say where to."""
     progress: bool = True
     """Show a progress bar, or a line per evaluation without a terminal."""
     threads: int | None = None
@@ -139,6 +144,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # YAML has lists only
+        object.__setattr__(self, "trackers", tuple(self.trackers))
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             raise ConfigError(
                 "expected a bound of the run, got none: set train.steps, train.epochs, train.max_seconds or several"
@@ -151,11 +157,16 @@ class TrainConfig:
         for name, hint in get_type_hints(TrainConfig).items():
             if get_origin(hint) is Literal:
                 checks[name] = getattr(self, name) in get_args(hint), f"one of {', '.join(get_args(hint))}"
+        known = get_args(TrackerName)
         decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         checks |= {
             "warmup": (self.warmup < 1, "a fraction of the run, >= 0 and < 1"),
             "final_lr": (self.final_lr <= 1, "a fraction of the peak, >= 0 and <= 1"),
             "betas": (decays, "two numbers >= 0 and < 1"),
+            "trackers": (
+                set(self.trackers) <= set(known) and len(set(self.trackers)) == len(self.trackers),
+                f"different ones of {', '.join(known)}",
+            ),
         }
         check_fields(self, "train.", checks)
 

@@ -35,6 +35,7 @@ from comera.trainer.random_state import rng_state
 from comera.trainer.run_log import RunLogger
 from comera.trainer.state import TrainState, build_state
 from comera.trainer.task import Batch, Task
+from comera.trainer.trackers import check_installed
 
 # The first steps after a start are slower (memory pools, threads, plans), so no step time counts them.
 _WARM_UP_STEPS = 3
@@ -70,13 +71,15 @@ def fit(
     Raises:
         ConfigError: `out` holds a run and `resume` is not set, or a run with another configuration; another process
             trains in `out`, or it cannot be a folder; a late stage that nothing starts;
-            processes that were started together but are not connected.
+            processes that were started together but are not connected; a tracker that cannot start.
+        MissingPackageError: a tracker whose package is not installed.
         DataError: a batch without weight.
         CheckpointError: a run that cannot be read or taken over.
         RankError: an impossible target size.
         TrainingError: a loss or gradient that is not finite, or a full disk; the last good checkpoint stays.
     """
     out = Path(out)
+    check_installed(config.trackers)
     accelerator = open_accelerator(config.device)
     with hold(out, accelerator):
         try:

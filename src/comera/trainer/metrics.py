@@ -1,10 +1,10 @@
-"""Outputs of a run: metrics.jsonl and TensorBoard for the report, and its summary."""
+"""Outputs of a run for its report: metrics.jsonl, and its summary."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -80,37 +80,27 @@ class MetricsLog:
     """Appends records to `folder`/metrics.jsonl, one JSON object per line, each flushed as it is written.
 
     step: records of later steps, from a run that was killed after its last checkpoint, are removed first; -1 for all.
-    tensorboard: write every value of a record as a scalar too. Raises CheckpointError for a file of other records.
+    Raises CheckpointError for a file of other records.
     """
 
-    def __init__(self, folder: Path, *, step: int = -1, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, *, step: int = -1) -> None:
         path = folder / "metrics.jsonl"
         if path.exists():
             replace_file(path, "".join(_lines_until(path, step)))
         self._file = path.open("a", encoding="utf-8")
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a record; values are scalars, or mappings and sequences of them."""
         self._file.write(to_json({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, scalar in _scalars(kind, values):
-                self._board.add_scalar(name, scalar, step)
 
     def sync(self) -> None:
         """Flush all records to the disk: a checkpoint promises the records up to its step."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -146,13 +136,3 @@ def _lines_until(path: Path, step: int) -> Iterator[str]:
             )
         if found <= step:
             yield line
-
-
-def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Every scalar in `value` with its path."""
-    if isinstance(value, int | float):
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
-        for key, item in items:
-            yield from _scalars(f"{name}/{key}", item)

@@ -22,6 +22,7 @@ from comera.trainer.energy import emissions
 from comera.trainer.metrics import MetricsLog, Summary, to_json
 from comera.trainer.provenance import note
 from comera.trainer.state import TrainState
+from comera.trainer.trackers import Trackers
 
 
 class RunLogger:
@@ -43,6 +44,7 @@ class RunLogger:
         self._is_main: bool = state.accelerator.is_main_process
         self._display = Display(task.name, shown=config.progress and self._is_main, counted=task.counted)
         self._metrics: MetricsLog | None = None
+        self._trackers: Trackers | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> RunLogger:
@@ -55,7 +57,8 @@ class RunLogger:
         if self._is_main:
             out, config = self._state.out, self._state.config
             out.mkdir(parents=True, exist_ok=True)
-            self._metrics = MetricsLog(out, step=self._state.progress.step or -1, tensorboard=config.tensorboard)
+            step = self._state.progress.step
+            self._metrics = MetricsLog(out, step=step or -1)
             stack.callback(self._metrics.close)
             settings = {"train": asdict(config)} if self._resolved is None else dict(self._resolved)
             settings = json.loads(json.dumps(settings, default=str))  # YAML takes built-in types only
@@ -67,10 +70,17 @@ class RunLogger:
             self._note_provenance()
             for name, text in task.files.items():
                 replace_file(out / name, text)
+            self._trackers = Trackers(config.trackers, out, settings, step=step)
+            stack.push(self._close_trackers)
         stack.enter_context(self._display)
 
-    def __exit__(self, *raised: object) -> None:
-        self._stack.close()
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
+
+    def _close_trackers(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if self._trackers:
+            interrupted = self._state.progress.stopped == "interrupted"
+            self._trackers.close(failed=kind is not None, interrupted=interrupted)
 
     def _note_provenance(self) -> None:
         state = self._state
@@ -185,10 +195,10 @@ class RunLogger:
         )
 
     def summary(self) -> Summary:
-        """The summary of the run at its end."""
+        """The summary of the run at its end; the trackers get it, too."""
         progress, size, epoch = self._state.progress, self._size, self._state.task.steps_per_epoch
         shared = {f.name: getattr(progress, f.name) for f in fields(Summary) if hasattr(progress, f.name)}
-        return Summary(
+        summary = Summary(
             **shared,
             method=self._state.method,
             recipe=self._state.task.name,
@@ -202,6 +212,9 @@ class RunLogger:
             memory={"weights": size.bytes, "optimizer state": self._optimizer_bytes()},
             co2=emissions(progress.energy, self._state.config.energy),
         )
+        if self._trackers:
+            self._trackers.log("summary", progress.step, asdict(summary))
+        return summary
 
     def _optimizer_bytes(self) -> int:
         states = self._state.optimizer.state.values()
@@ -211,6 +224,8 @@ class RunLogger:
         if self._metrics:
             progress = self._state.progress
             self._metrics.write(kind, progress.step, time=progress.time, **values)
+        if self._trackers:
+            self._trackers.log(kind, progress.step, {"time": progress.time, **values})
 
     def _model_size(self) -> ModelSize:
         return model_size(self._state.model, dense_total=self._state.task.dense_total)

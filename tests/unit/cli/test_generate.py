@@ -58,9 +58,9 @@ def test_a_run_its_checkpoint_and_its_exports_write_the_same(
     assert text.endswith("\n")
     assert len(text) > len("def \n")
     places = [next((run / "checkpoints").glob("step-*"))]
-    for target in ("safetensors", "dense"):
-        places.append(tmp_path / target)
-        assert main(["export", str(run), "--to", target, "--out", str(places[-1])]) == 0
+    for target in (["safetensors"], ["safetensors", "--dense"]):
+        places.append(tmp_path / "-".join(target))
+        assert main(["export", str(run), "--to", *target, "--out", str(places[-1])]) == 0
         assert Tokenizer.from_file(str(places[-1] / "tokenizer.json")).get_vocab_size() == 300
     assert [write(capfd, place, *options) for place in places] == [text] * 3
     assert write(capfd, run, "def ", "--max_new_tokens", 12, "--seed", 4) != text
@@ -156,8 +156,8 @@ def test_other_folders_and_damaged_ones_are_refused(
     refused(other, "expected the tokenizer that the model was trained with, of 300 tokens, got one of 256")
     (other / "tokenizer.json").unlink()
     refused(other, "expected the run's tokenizer in")
-    for target in ("safetensors", "dense"):
-        assert main(["export", str(run), "--to", target, "--out", str(tmp_path / target)]) == 0
+    for name, dense in (("safetensors", []), ("dense", ["--dense"])):
+        assert main(["export", str(run), "--to", "safetensors", *dense, "--out", str(tmp_path / name)]) == 0
     weights = tmp_path / "dense" / "model.safetensors"
     tensors = load_file(weights)
     save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, weights)

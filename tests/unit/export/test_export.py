@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from comera import BTT, TT, TTM, TensorizeConfig, load_pretrained, tensorize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
-from comera.export import export_compressed, export_dense, export_program, serving_copy, write
+from comera.export import export_compressed, export_dense, export_program, program, serving_copy, write
 from comera.fusion import fuse_
 from comera.nn import BTTLinear, TTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import CompressedLinear
@@ -82,7 +83,7 @@ def leftovers(folder: Path) -> list[str]:
 @FORMATS
 def test_a_program_of_an_mlp_runs_without_this_library(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
     specs = [train.spec for _, train in named_trains(model)]
-    written = export_program(model, (x,), tmp_path / "mlp.pt2")
+    written = export_program(model, (x,), tmp_path / "mlp")
     assert model.training
     assert [train.spec for _, train in named_trains(model)] == specs  # the model is unchanged
     assert written.parameters < sum(p.numel() for p in model.parameters())
@@ -90,9 +91,11 @@ def test_a_program_of_an_mlp_runs_without_this_library(model: nn.Sequential, x: 
     assert "differ from the model's by at most" in str(written)
     batches = [torch.randn(rows, 30) for rows in (0, 1, 2, 33)]
     model.eval()
-    for batch, outputs in zip(batches, run_without_comera(written.path, [[b] for b in batches]), strict=True):
+    for batch, outputs in zip(
+        batches, run_without_comera(written.path / "model.pt2", [[b] for b in batches]), strict=True
+    ):
         close(outputs, model(batch))
-    assert leftovers(tmp_path) == ["inputs.pt", "mlp.pt2", "outputs.pt"]
+    assert leftovers(tmp_path) == ["mlp"]
 
 
 def test_a_program_of_a_bert_takes_any_batch_and_length(tmp_path: Path) -> None:
@@ -103,14 +106,16 @@ def test_a_program_of_a_bert_takes_any_batch_and_length(tmp_path: Path) -> None:
     mask[1, 6:] = 0
     example = {"input_ids": ids(2, 9), "attention_mask": mask}
     shapes = {name: {0: batch, 1: length} for name in example}
-    written = export_program(model, example, tmp_path / "bert.pt2", dynamic_shapes=shapes)
+    written = export_program(model, example, tmp_path / "bert", dynamic_shapes=shapes)
     longer = {"input_ids": ids(3, 40), "attention_mask": torch.ones(3, 40, dtype=torch.int64)}
     model.eval()
-    for inputs, outputs in zip([example, longer], run_without_comera(written.path, [example, longer]), strict=True):
+    for inputs, outputs in zip(
+        [example, longer], run_without_comera(written.path / "model.pt2", [example, longer]), strict=True
+    ):
         close(outputs["logits"], model(**inputs).logits)
     assert fuse_(model).fused("mlp")  # the model is unchanged
     with pytest.raises(RuntimeError, match=r"expected every id in 0 \.\.\. 299"):
-        torch.export.load(written.path).module()(**{**example, "input_ids": ids(2, 9) + 300})
+        torch.export.load(written.path / "model.pt2").module()(**{**example, "input_ids": ids(2, 9) + 300})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -177,10 +182,31 @@ def test_a_program_of_bags_takes_any_number_of_ids_and_bags(tmp_path: Path) -> N
     model = Bags(TTMEmbeddingBag(ttm_spec(50, 12, order=3, rank=5), "mean"))
     shapes = {"ids": {0: torch.export.Dim("ids")}, "offsets": {0: torch.export.Dim("bags")}}
     example = torch.arange(7), torch.tensor([0, 2, 6])
-    export_program(model, example, tmp_path / "bags.pt2", dynamic_shapes=shapes)
-    program = torch.export.load(tmp_path / "bags.pt2").module()
+    export_program(model, example, tmp_path / "bags", dynamic_shapes=shapes)
+    program = torch.export.load(tmp_path / "bags" / "model.pt2").module()
     for ids, offsets in [(torch.arange(30) % 50, torch.tensor([0, 4, 9, 9, 21])), (torch.arange(1), torch.tensor([0]))]:
         close(program(ids, offsets), model(ids, offsets))
+
+
+def test_a_program_can_hold_dense_weights(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
+    written = export_program(model, (x,), tmp_path / "mlp", dense=True)
+    loaded = torch.export.load(written.path / "model.pt2")
+    assert written.parameters == sum(p.numel() for p in mlp().parameters())
+    close(loaded.module()(x), model.eval()(x))
+
+
+def test_dense_bags_are_lookups_where_that_is_the_same() -> None:
+    torch.manual_seed(0)
+    ids, weights = torch.randint(50, (4, 3)), torch.rand(4, 3)
+    for bag in (nn.EmbeddingBag(50, 6, mode="sum"), nn.EmbeddingBag(50, 6, mode="sum", sparse=True)):
+        served = serving_copy(nn.Sequential(bag))[0]
+        assert type(served) is not nn.EmbeddingBag
+        close(served(ids), bag(ids))
+        close(served(ids, None, weights), bag(ids, None, weights))
+        close(served(ids.view(-1), torch.tensor([0, 2, 7])), bag(ids.view(-1), torch.tensor([0, 2, 7])))
+    for bag in (nn.EmbeddingBag(50, 6), nn.EmbeddingBag(50, 6, mode="sum", padding_idx=1)):
+        assert serving_copy(nn.Sequential(bag))[0] is not bag
+        assert type(serving_copy(nn.Sequential(bag))[0]) is nn.EmbeddingBag
 
 
 def test_rank_zero_is_exported_as_the_bias(x: Tensor, tmp_path: Path) -> None:
@@ -188,8 +214,8 @@ def test_rank_zero_is_exported_as_the_bias(x: Tensor, tmp_path: Path) -> None:
     tensorize_(model, TensorizeConfig(linear=TT(order=4, rank=6)))
     with torch.no_grad():
         model[3].tt.rank_params[0].zero_()
-    export_program(model, (x,), tmp_path / "mlp.pt2")
-    served = torch.export.load(tmp_path / "mlp.pt2").module()
+    export_program(model, (x,), tmp_path / "mlp")
+    served = torch.export.load(tmp_path / "mlp" / "model.pt2").module()
     close(served(x), model.eval()(x))
 
 
@@ -250,7 +276,7 @@ def test_a_dense_model_is_exported_unchanged(x: Tensor, tmp_path: Path) -> None:
     model = mlp().eval()
     for export, name in ((export_dense, "dense"), (export_compressed, "compressed")):
         assert export(model, (x,), tmp_path / name, lambda folder: mlp()).difference == 0
-    assert export_program(model, (x,), tmp_path / "mlp.pt2").difference < 1e-6
+    assert export_program(model, (x,), tmp_path / "mlp").difference < 1e-6
 
 
 def test_only_an_earlier_export_is_overwritten(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
@@ -262,28 +288,32 @@ def test_only_an_earlier_export_is_overwritten(model: nn.Sequential, x: Tensor, 
             export(model, (x,), tmp_path / "mine", fresh)
         with pytest.raises(ConfigError, match="expected an earlier export to overwrite"):
             export(model, (x,), tmp_path / "mine", fresh, overwrite=True)
-    (tmp_path / "mine.pt2").mkdir()
     with pytest.raises(ConfigError, match="expected an earlier export to overwrite"):
-        export_program(model, (x,), tmp_path / "mine.pt2", overwrite=True)
+        export_program(model, (x,), tmp_path / "mine", overwrite=True)
+    shutil.copytree(tmp_path / "mine", tmp_path / "checkpoint")
+    for name in ("model.safetensors", "trainer.json"):
+        (tmp_path / "checkpoint" / name).touch()
+    with pytest.raises(ConfigError, match="expected an earlier export to overwrite"):
+        export_program(model, (x,), tmp_path / "checkpoint", overwrite=True)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "keep"
     export_dense(model, (x,), tmp_path / "out", fresh)
     export_compressed(model, (x,), tmp_path / "out", fresh, overwrite=True)
     assert leftovers(tmp_path / "out") == ["comera.json", "model.safetensors"]
-    export_program(model, (x,), tmp_path / "a.pt2")
-    with pytest.raises(ConfigError, match="expected a file that is not there yet"):
-        export_program(model, (x,), tmp_path / "a.pt2")
-    export_program(model, (x,), tmp_path / "a.pt2", overwrite=True)
-    assert leftovers(tmp_path) == ["a.pt2", "mine", "mine.pt2", "out"]
+    export_program(model, (x,), tmp_path / "out", overwrite=True)
+    with pytest.raises(ConfigError, match="expected a folder that is not there yet"):
+        export_program(model, (x,), tmp_path / "out")
+    assert leftovers(tmp_path / "out") == ["model.pt2"]
+    assert leftovers(tmp_path) == ["checkpoint", "mine", "out"]
 
 
 def test_a_path_that_cannot_be_written_is_an_error(model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="expected a place that can be written to"):
-        export_program(model, (x,), tmp_path / "file" / "a.pt2")
+        export_program(model, (x,), tmp_path / "file" / "a")
     with pytest.raises(ConfigError, match="expected a place that can be written to"):
         export_dense(model, (x,), tmp_path / "file" / "a", lambda folder: mlp())
-    with pytest.raises(ConfigError, match=r"expected a file that ends in \.pt2"):
-        export_program(model, (x,), tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=r"expected a folder to export to, got .*a\.pt2, the name of a file"):
+        export_program(model, (x,), tmp_path / "a.pt2")
 
 
 def test_nothing_is_written_if_outputs_differ_after_loading(
@@ -298,7 +328,7 @@ def test_nothing_is_written_if_outputs_differ_after_loading(
     with torch.no_grad():
         model[0].bias[0] = torch.nan
     with pytest.raises(CheckpointError, match="nan off"):
-        export_program(model, (x,), tmp_path / "out.pt2")
+        export_program(model, (x,), tmp_path / "out")
     assert leftovers(tmp_path) == []
 
 
@@ -319,7 +349,7 @@ class Branching(nn.Module):
 
 def test_a_model_that_cannot_be_traced_is_an_error(x: Tensor, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="cannot trace this Branching"):
-        export_program(Branching(), (x,), tmp_path / "out.pt2")
+        export_program(Branching(), (x,), tmp_path / "out")
     assert leftovers(tmp_path) == []
 
 
@@ -331,10 +361,11 @@ def test_an_interrupted_export_leaves_nothing(
 
     export_dense(model, (x,), tmp_path / "out", lambda folder: mlp())
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(write, "_compare", stop)
+    for module in (write, program):
+        monkeypatch.setattr(module, "compare", stop)
     with pytest.raises(KeyboardInterrupt):
         export_dense(model, (x,), tmp_path / "out", lambda folder: mlp(), overwrite=True)
     with pytest.raises(KeyboardInterrupt):
-        export_program(model, (x,), tmp_path / "out.pt2")
+        export_program(model, (x,), tmp_path / "other")
     assert leftovers(tmp_path) == ["out"]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before

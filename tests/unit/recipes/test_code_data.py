@@ -240,7 +240,7 @@ def test_a_missing_folder_a_file_or_a_folder_without_code_is_a_data_error(tmp_pa
     with pytest.raises(DataError, match=r"nowhere, which does not exist: check data\.path"):
         prepare(CodeDataConfig(path=str(tmp_path / "nowhere"), cache=cache))
     (tmp_path / "notes.txt").write_text("no code")
-    with pytest.raises(DataError, match=r"notes\.txt, which is a file"):
+    with pytest.raises(DataError, match=r"at least two documents.* in .*notes\.txt, got 1"):
         prepare(CodeDataConfig(path=str(tmp_path / "notes.txt"), cache=cache))
     with pytest.raises(DataError, match=r"at least two source files .* got 0"):
         prepare(CodeDataConfig(path=str(tmp_path), cache=cache))

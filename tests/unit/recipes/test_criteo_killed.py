@@ -17,7 +17,7 @@ from comera.recipes.dlrm.criteo import ClickData, preparation
 from comera.recipes.dlrm.criteo import columns as criteo_columns
 from comera.recipes.dlrm.criteo import files as criteo_files
 from comera.recipes.dlrm.criteo import ids as criteo_ids
-from comera.recipes.dlrm.criteo.columns import FEATURES, State
+from comera.recipes.dlrm.criteo.columns import State, features
 from comera.recipes.dlrm.criteo.files import Place
 from comera.recipes.dlrm.criteo.parse import LABEL
 
@@ -73,7 +73,7 @@ def test_a_killed_preparation_goes_on_where_it_was(
     monkeypatch.setattr(preparation, "make_ids", lambda *a, **k: made.append(a) or make_ids(*a, **k))
     assert contents(read(path).folder) == contents(reference.folder)
     assert places == ([state.place] if name == "append" else [])
-    assert len(made) == 26 - (0 if name == "append" else len(FEATURES) - len(made))
+    assert len(made) == 26 - (0 if name == "append" else len(features()) - len(made))
     assert sorted(file.suffix for file in cache.iterdir()) == ["", ".lock"]
 
 

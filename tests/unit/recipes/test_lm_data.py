@@ -22,8 +22,8 @@ from comera.errors import ConfigError, DataError
 from comera.recipes.corpus import train_tokenizer
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.ngrams import NAMES, ngram_losses
-from comera.recipes.lm.sources import LARGE_FILE
 from comera.recipes.lm.tokenizer import END_OF_TEXT, byte_tokenizer, run_files, separator_of, token_bytes
+from comera.recipes.sources import LARGE_FILE
 
 TEXTS = [f"Document {i}: é, 漢字 and 🙂.\n" + f"def f_{i}(x):\n    return x + {i}\n" * 9 for i in range(30)]
 

@@ -137,7 +137,7 @@ def test_a_hub_that_cannot_be_reached_is_a_data_error(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda splits: splits.pop("validation_matched"), "expected the splits train, validation_matched, got train"),
+        (lambda splits: splits.pop("train"), "expected the split train, got validation_matched"),
         (lambda splits: splits["train"].column_names.remove("label"), r"columns premise, hypothesis, label, got"),
         (lambda splits: splits["train"].rows.append(("a", "b", 7)), r"hub/x \(train\), line 4: .* got 7"),
     ],

@@ -84,7 +84,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    summary = fit(Tiny(), replace(CONFIG, tensorboard=True), run)
+    summary = fit(Tiny(), replace(CONFIG, trackers=["tensorboard"]), run)
     names = {"config.yaml", "metrics.jsonl", "layers.json", "provenance.json", "summary.json", "checkpoints"}
     assert {path.name for path in run.iterdir()} == names | {"tensorboard"}
     assert json.loads((run / "summary.json").read_text()) == asdict(summary)
@@ -390,7 +390,7 @@ def test_resuming_under_another_configuration_names_what_changed(
 
 def test_resuming_may_change_what_is_shown(tmp_path: Path) -> None:
     fit(Interrupting(6, signal.SIGTERM), CONFIG, tmp_path)
-    config = replace(CONFIG, eval_every=3, save_every=0, tensorboard=True, threads=1)
+    config = replace(CONFIG, eval_every=3, save_every=0, trackers=("tensorboard",), threads=1)
     assert fit(Tiny(), config, tmp_path, resume=True).stopped == "steps"
 
 

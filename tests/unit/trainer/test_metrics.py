@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from comera.errors import CheckpointError
 from comera.trainer.metrics import MetricsLog, Summary, to_json
@@ -57,29 +56,6 @@ def test_a_torn_last_line_is_cut(tmp_path: Path, torn: str) -> None:
 def test_numbers_that_json_lacks_become_null() -> None:
     value = {"ratio": float("inf"), "deep": [1.0, float("nan"), (2, -float("inf"))], "none": None}
     assert json.loads(to_json(value)) == {"ratio": None, "deep": [1.0, None, [2, None]], "none": None}
-
-
-def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    metrics = MetricsLog(tmp_path, tensorboard=True)
-    metrics.write("train", 1, time=0.5, loss=2.0, lr={"cores": 0.25})
-    metrics.write("size", 1, time=0.5, ranks={"encoder.tt": (3, 7)}, ratio=float("inf"))
-    metrics.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert scalars == {
-        "train/time": [(1, 0.5)],
-        "train/loss": [(1, 2.0)],
-        "train/lr/cores": [(1, 0.25)],
-        "size/time": [(1, 0.5)],
-        "size/ranks/encoder.tt/1": [(1, 3.0)],
-        "size/ranks/encoder.tt/2": [(1, 7.0)],
-        "size/ratio": [(1, float("inf"))],
-    }
-
-
-def test_no_tensorboard_files_unless_asked(tmp_path: Path) -> None:
-    log(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_summary_round_trips_and_null_stands_for_infinite(tmp_path: Path) -> None:

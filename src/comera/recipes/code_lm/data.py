@@ -10,14 +10,15 @@ B batch, T block size, P masked positions, V vocabulary."""
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from comera.errors import DataError, check_fields
@@ -39,11 +40,13 @@ from comera.recipes.corpus import (
 )
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
+from comera.recipes.sources import Document, Part, is_dataset, open_corpus, sample, split
+from comera.recipes.tokenizer_files import tokenizer_files
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 START, PAD, END, UNKNOWN, MASK = range(len(SPECIAL_TOKENS))
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE starts with the 256 bytes
-FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
+FORMAT = 2  # of the cache folder; raise it when its contents, or how they are made, change
 HELD_OUT_SEED = 0x5EED  # the same held-out masks for every method and every training seed
 
 
@@ -52,13 +55,19 @@ class CodeDataConfig:
     """The source code and how it becomes blocks of tokens."""
 
     path: str | None = None
-    """Folder of source code, including subfolders; default: Python's own standard library."""
+    """Folder of source code, including subfolders; a file of JSON lines, CSV or TSV (also .gz), a folder written by
+    save_to_disk of Hugging Face's datasets, or the name of a data set on their hub, with a source file in each row;
+    default: Python's own standard library."""
     suffixes: tuple[str, ...] = SUFFIXES
-    """File name suffixes to read."""
+    """File name suffixes to read in a folder."""
+    text_field: str = "text"
+    """Field of JSON lines, column of tables and data sets that holds the source code."""
+    subset: str | None = None
+    """Subset of a data set on the hub, for those that have several."""
     max_bytes: int | None = None
-    """Read only a random subset of the files, of at most this many bytes; the same subset every time."""
+    """Read only a random subset of the files or rows, of at most about this many bytes; the same subset every time."""
     held_out: float = 0.05
-    """Fraction of the files held out of training, to measure the loss on."""
+    """Fraction of the files or rows held out of training, to measure the loss on."""
     vocab_size: int = 8192
     """Size of the byte-level BPE vocabulary, including five special tokens and the 256 bytes."""
     tokenizer_bytes: int = 4_000_000
@@ -159,27 +168,48 @@ class CodeData:
         return Batch(*(torch.from_numpy(a) for a in (ids.reshape(blocks.shape), positions, labels)))
 
 
+def run_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
+    """The tokenizer for transformers' AutoTokenizer, which frames a text as training did. longest: tokens of a text."""
+    start, pad, end, unknown, mask = SPECIAL_TOKENS
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}", special_tokens=[(start, START), (end, END)]
+    )
+    roles = {"bos_token": start, "pad_token": pad, "eos_token": end, "unk_token": unknown, "mask_token": mask}
+    return tokenizer_files(tokenizer, longest, **roles)
+
+
 def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
     """Read, tokenize and cache the source code that `config` names; a second call with the same files opens the cache.
     One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for a
     missing folder, or one without enough code."""
     root = typed_path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path, "data.path")
-    sources, skipped = find_sources(root, config)
-    train, held_out = split_sources(sources, config.held_out)
-    digest = settings_digest([FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out, sources])
-
+    settings: list[Any] = [FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out]
+    if root.is_dir() and not is_dataset(root):
+        sources, skipped = find_sources(root, config)
+        settings.append(sources)
+        parts: Callable[[Counter[str]], dict[str, Part]] = lambda _: _parts_of_files(root, sources, config)  # noqa: E731
+    else:
+        corpus = open_corpus(root, "data.path", config.suffixes, config.text_field, config.subset)
+        skipped = corpus.skipped
+        settings += [config.max_bytes, corpus.identity]
+        parts = lambda rows: split(corpus, None, config.held_out, config.max_bytes, rows)  # noqa: E731
     return open_or_make(
-        cache_folder(config.cache) / f"code-{digest}",
+        cache_folder(config.cache) / f"code-{settings_digest(settings)}",
         lambda folder: CodeData(folder, config),
-        lambda folder: _write(folder, root, {"train": train, "held_out": held_out}, skipped, config, quiet),
+        lambda folder: _write(folder, parts, Counter(skipped), config, quiet),
     )
+
+
+def _parts_of_files(root: Path, sources: Sequence[Source], config: CodeDataConfig) -> dict[str, Part]:
+    def part(files: Sequence[Source]) -> Part:
+        documents = lambda: (Document(file.path, read(root, file)) for file in files)  # noqa: E731
+        return Part(documents, len(files), sum(file.size for file in files))
+
+    return dict(zip(("train", "held_out"), map(part, split_sources(sources, config.held_out)), strict=True))
 
 
 def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
     """The source files below `root`, sorted by path, and how many were skipped, by reason (see `find_files`)."""
-    if not root.is_dir():
-        state = "is a file" if root.exists() else "does not exist"
-        raise DataError(f"expected a folder of source code, got {root}, which {state}: check data.path")
     sources, skipped = find_files(root, config.suffixes, config.max_bytes)
     if len(sources) < 2:
         raise DataError(
@@ -200,19 +230,17 @@ def split_sources(sources: Sequence[Source], share: float) -> tuple[list[Source]
 
 def _write(
     folder: Path,
-    root: Path,
-    parts: dict[str, list[Source]],
-    skipped: dict[str, int],
+    make_parts: Callable[[Counter[str]], dict[str, Part]],
+    skipped: Counter[str],
     config: CodeDataConfig,
     quiet: bool,
 ) -> None:
     with Progress(quiet) as progress:
         progress.start("training the tokenizer", None)
         long_words: list[str] = []
-        # a random but fixed subset of the files
-        texts = ((s.path, read(root, s)) for s in sorted(parts["train"], key=lambda s: place("tokenizer", s.path)))
-        sample = sample_texts(texts, config.tokenizer_bytes, long_words)
-        tokenizer = train_tokenizer(sample, config.vocab_size, SPECIAL_TOKENS)
+        parts = make_parts(skipped)
+        texts = sample_texts(sample(parts["train"], config.tokenizer_bytes), config.tokenizer_bytes, long_words)
+        tokenizer = train_tokenizer(texts, config.vocab_size, SPECIAL_TOKENS)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
         dtype = id_dtype(tokenizer.get_vocab_size())
@@ -222,11 +250,11 @@ def _write(
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 yield np.array([START, *encoding.ids, END], dtype)
 
-        progress.start("tokenizing the source code", sum(s.size for part in parts.values() for s in part))
-        for part, sources in parts.items():
-            tokens = write_tokens(folder / f"{part}.bin", (read(root, s) for s in sources), encode, progress)
-            manifest[part] = {"files": len(sources), "bytes": sum(s.size for s in sources), "tokens": tokens}
-    manifest["skipped"], manifest["long_words"] = skipped, len(long_words)
+        progress.start("tokenizing the source code", sum(part.bytes for part in parts.values()))
+        for name, part in parts.items():
+            tokens = write_tokens(folder / f"{name}.bin", (d.text for d in part.read()), encode, progress)
+            manifest[name] = {"files": part.documents, "bytes": part.bytes, "tokens": tokens}
+    manifest["skipped"], manifest["long_words"] = dict(skipped), len(long_words)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]

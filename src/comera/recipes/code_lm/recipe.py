@@ -21,10 +21,11 @@ from comera.convert import TT, TTM, TensorizeConfig
 from comera.errors import check_fields
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.bert import BertFormats, ModelConfig
-from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare
+from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare, run_files
 from comera.recipes.interface import Architecture
 from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
+from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate
@@ -157,6 +158,7 @@ class CodeLMTask(RecipeTask):
             model.cls.predictions.bias.copy_(data.log_frequencies())
         settings = {f"data.{name}": getattr(config.data, name) for name in ("block_size", "mask_share")}
         super().__init__(config, data, model, report, **settings, **config.baselines.identity(config.method))
+        self.files = run_files(data.tokenizer, config.model.max_positions)
 
     def eval_batches(self) -> Iterator[Batch]:
         """Held-out blocks, in batches of the training size."""
@@ -211,5 +213,6 @@ def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: 
         {"input_ids": example_ids(vocab_size, config.data.block_size)},
         config.model,
         longest=config.model.max_positions,
+        files=stored_tokenizer(checkpoint.parents[1]),
         vocab_size=vocab_size,
     )

@@ -21,7 +21,6 @@ from comera.pretrained import load_pretrained
 from comera.rank.objective import EarlyStage
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, prepare
-from comera.recipes.dlrm.criteo.parse import INTEGERS
 from comera.recipes.dlrm.model import DLRM, DLRMConfig
 from comera.recipes.dlrm.table_budget import ORDERS, fit_tables
 from comera.recipes.interface import Architecture
@@ -107,7 +106,7 @@ _RATES: dict[Method, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, 
 
 @dataclass(frozen=True)
 class DLRMTaskConfig:
-    """Click prediction with DLRM on Criteo's log: will this user click on this ad?"""
+    """Click prediction with DLRM, on Criteo's log or a table of one's own: will this user click on this ad?"""
 
     method: Method = "comera"
     """comera: compressed tables, in an early stage and late ones; dense: uncompressed tables, for comparison."""
@@ -164,12 +163,12 @@ def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLR
     if config.method == "comera":
         device = torch.get_default_device()
         with torch.device("meta"):
-            model = DLRM(config.model, table_sizes, INTEGERS)
+            model = DLRM(config.model, table_sizes, config.data.number_count)
             report = tensorize_(model, config.compress.tensorize(model))
         if device.type != "meta":
             model.to_empty(device=device).reset_parameters()
     else:
-        model = DLRM(config.model, table_sizes, INTEGERS)
+        model = DLRM(config.model, table_sizes, config.data.number_count)
     for table in model.tables:
         if isinstance(table, nn.EmbeddingBag):
             table.sparse = config.train.optimizer in _SPARSE
@@ -269,7 +268,7 @@ def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dic
         for method in dict.fromkeys(methods):
             model, _ = build_model(replace(config, method=method), sizes)
             ids = torch.empty(rows, len(sizes), dtype=torch.int64)
-            batch = ClickBatch(torch.empty(rows, INTEGERS), ids, torch.empty(rows))
+            batch = ClickBatch(torch.empty(rows, config.data.number_count), ids, torch.empty(rows))
             step = estimate_step(model, partial(click_loss, model, batch), optimizer=config.train.optimizer)
             tables = [table.weight for table in model.tables if isinstance(table, nn.EmbeddingBag) and table.sparse]
             for weight in tables:  # sparse: a row and its id for each row of the batch
@@ -286,7 +285,7 @@ def architecture(config: DLRMTaskConfig, identity: Mapping[str, Any], checkpoint
         config, method="dense", train=replace(config.train, optimizer="adamw")
     )  # load_pretrained cannot convert sparse tables
     rng = torch.Generator().manual_seed(0)
-    dense_BI = 5 * torch.rand(_EXAMPLE_ROWS, INTEGERS, generator=rng)
+    dense_BI = 5 * torch.rand(_EXAMPLE_ROWS, config.data.number_count, generator=rng)
     ids_BF = torch.stack([torch.randint(size, (_EXAMPLE_ROWS,), generator=rng) for size in sizes], 1)
     batch = torch.export.Dim("batch")
     return Architecture(

@@ -1,4 +1,4 @@
-"""Scores new rows with a trained DLRM: a file in Criteo's format, through the model's compressed tables.
+"""Scores new rows with a trained DLRM: a file in the format of its training data, through its compressed tables.
 
     file -> blocks of text -> rows -> ids by the dictionaries of the training data -> logits -> line, logit, probability
 
@@ -21,8 +21,9 @@ from comera.errors import CheckpointError, ConfigError, DataError
 from comera.files import replace_file
 from comera.recipes.cache import cache_folder
 from comera.recipes.dlrm.criteo.batches import RowEncoder
-from comera.recipes.dlrm.criteo.files import END_MISSING, find_files, read_blocks
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, explain, parse
+from comera.recipes.dlrm.criteo.files import END_MISSING, START, find_files, read_blocks
+from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, CriteoRows, RowFormat
+from comera.recipes.dlrm.criteo.table import open_table
 from comera.recipes.progress import Progress
 from comera.recipes.trained import Trained
 from comera.trainer.step import autocast
@@ -75,7 +76,8 @@ def score(
 ) -> Scores:
     """Write the logit of each row of `file` to `out`, a CSV file that appears once it is complete.
 
-    file: rows in Criteo's format, with or without a label in front, plain or gzipped. max_bad_rows: bad rows to skip
+    file: rows in Criteo's format, with or without a label in front; for a run on a table (.csv, .tsv), a table with the
+    same columns, in any order, with or without labels; plain or gzipped. max_bad_rows: bad rows to skip
     before giving up. overwrite: replace existing scores in `out`. The model is in evaluation mode, in the precision of
     its training. Raises ConfigError for a run of another recipe, and if `out` exists (with `overwrite`: and holds
     anything but scores). Raises DataError, with file and line, for too many bad rows or a file that is cut short, and
@@ -97,6 +99,7 @@ def score(
         what = f"the folder {file}: name a file in it" if file.is_dir() else f"{file}, where there is nothing"
         raise DataError(f"expected a file of rows, got {what}")
     files, made = find_files(str(file)), trained.config.data
+    rows_of = open_table(file, made, labeled=None) if made.numbers else None
     encoder = RowEncoder(cache_folder(made.cache) / trained.identity["data.prepared"], hashed_sizes=made.hashed_sizes)
     scores, start = Scores(out), perf_counter()
 
@@ -104,7 +107,7 @@ def score(
         with open(beside, "w", encoding="ascii", newline="\n") as target, Progress(quiet) as progress:
             target.write(HEADER)
             progress.start("scoring", file.stat().st_size)
-            for read in _score(trained, encoder, files, target, scores, batch_size, max_bad_rows):
+            for read in _score(trained, encoder, files, rows_of, target, scores, batch_size, max_bad_rows):
                 progress.to(read)
 
     try:
@@ -118,22 +121,28 @@ def score(
 
 @torch.no_grad()
 def _score(
-    trained: Trained, encoder: RowEncoder, files: list[Path], target: TextIO, scores: Scores, size: int, limit: int
+    trained: Trained,
+    encoder: RowEncoder,
+    files: list[Path],
+    rows_of: RowFormat | None,
+    target: TextIO,
+    scores: Scores,
+    size: int,
+    limit: int,
 ) -> Iterator[int]:
     """Write and count the scores of all rows; yields the bytes of the file read so far, after each block."""
     model, precision = trained.model, trained.config.train.precision
-    labeled: bool | None = None
-    for block in read_blocks(files):
+    for block in read_blocks(files, rows_of.start if rows_of else START):
         file, line = files[block.begin.file], block.begin.line
         if block.cut_short:
             raise DataError(f"{file}, line {line + 1}: {END_MISSING}: fetch it again")
-        if labeled is None:
-            labeled = scores.labeled = _has_labels(block.text)
-        rows = parse(block.text, labeled)
+        rows_of = rows_of or CriteoRows(_has_labels(block.text))
+        scores.labeled = labeled = rows_of.labeled
+        rows = rows_of.parse(block.text)
         scores.bad += len(rows.bad_lines)
         if scores.bad > limit:
             bad = int(rows.bad_lines[limit - scores.bad])  # the first one too many
-            wrong = explain(block.text.split(bytes([10]))[bad], labeled)
+            wrong = rows_of.explain(block.text.split(bytes([10]))[bad])
             raise DataError(
                 f"{file}, line {line + bad + 1}: {wrong}; that is one bad row more than max_bad_rows "
                 f"({limit:,}) allows: repair the file, or raise the limit to skip such rows"

@@ -8,14 +8,11 @@ predicted once. Batches are pure functions of their index, so a resumed run sees
 B batch, T block size, V vocabulary."""
 
 import json
-import math
 import sys
 import sysconfig
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +24,9 @@ from torch import Tensor
 from comera.errors import ConfigError, DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.corpus import (
-    as_text,
     id_dtype,
     open_tokens,
     permutation,
-    place,
     report_skipped,
     sample_texts,
     train_rows,
@@ -39,11 +34,9 @@ from comera.recipes.corpus import (
     write_tokens,
 )
 from comera.recipes.lm.ngrams import ngram_losses
-from comera.recipes.lm.sources import TEXT_SUFFIXES, Corpus, Document, open_corpus
 from comera.recipes.lm.tokenizer import (
     BYTES,
     END_OF_TEXT,
-    FILE,
     ByteTable,
     byte_tokenizer,
     read_tokenizer,
@@ -52,6 +45,8 @@ from comera.recipes.lm.tokenizer import (
 )
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
+from comera.recipes.sources import TEXT_SUFFIXES, Corpus, Part, open_corpus, sample, split
+from comera.recipes.tokenizer_files import FILE
 
 FORMAT = 1  # of the cache folders; raise it when their contents, or how they are made, change
 HELD_OUT_SEED = 0x5EED  # the same order of held-out blocks for every method and every training seed
@@ -64,16 +59,17 @@ class LMDataConfig:
     """Text or code, and how it becomes blocks of tokens."""
 
     path: str | None = None
-    """File or folder of text or code (.txt, .md, .py, ..., .jsonl, .jsonl.gz), a folder written by save_to_disk of
-    Hugging Face's datasets, or the name of a data set on their hub; default: Python's own standard library."""
+    """File or folder of text or code (.txt, .md, .py, ..., .jsonl, also .gz), a table (.csv, .tsv), a folder written by
+    save_to_disk of Hugging Face's datasets, or the name of a data set on their hub; default: Python's own standard
+    library."""
     held_out_path: str | None = None
     """The same, of held-out text; default: a fraction of the documents in path."""
     held_out: float = 0.05
     """Fraction of the documents held out of training, without held_out_path. Large files count as several documents."""
     suffixes: tuple[str, ...] = TEXT_SUFFIXES
-    """File name suffixes to read in a folder."""
+    """File name suffixes to read in a folder; .csv and .tsv are not among the default ones."""
     text_field: str = "text"
-    """Field of JSON lines and data sets that holds the text."""
+    """Field of JSON lines, column of tables and data sets that holds the text."""
     subset: str | None = None
     """Subset of a data set on the hub, for those that have several."""
     max_bytes: int | None = None
@@ -218,46 +214,6 @@ def prepare(config: LMDataConfig, *, quiet: bool = False) -> LMData:
     )
 
 
-class _Split(NamedTuple):
-    """Which documents belong to a part. read: its documents; documents, bytes: how many."""
-
-    read: Callable[[], Iterator[Document]]
-    documents: int
-    bytes: int
-
-
-def _split(corpus: Corpus, apart: Corpus | None, config: LMDataConfig, skipped: Counter[str]) -> dict[str, _Split]:
-    """The training and the held-out part. A document keeps its side when others come and go."""
-    sizes = [(place("subset", d.key), place("held-out", d.key), len(d.text.encode())) for d in corpus.read(skipped)]
-    total = sum(size for *_, size in sizes)
-    subset = 1.0 if config.max_bytes is None else config.max_bytes / max(1, total)
-    chosen = [(where, size) for random, where, size in sizes if random <= subset]
-    places = {where for where, _ in chosen}
-    if len(places) < (1 if apart else 2):
-        raise DataError(
-            f"expected at least {'one document' if apart else 'two documents, one to train on and one to hold out,'} "
-            f"in {corpus.name}, got {len(places)} (skipped: {as_text(skipped) or 'none'}): check "
-            f"data.path, data.suffixes ({' '.join(config.suffixes)}) and data.max_bytes ({config.max_bytes})"
-            f"{'' if apart else ', or give data.held_out_path'}"
-        )
-    # at least one document on each side
-    border = 0.0 if apart else min(max(config.held_out, math.nextafter(min(places), 2)), max(places))
-
-    def part(held_out: bool) -> _Split:
-        def documents() -> Iterator[Document]:
-            for d in corpus.read(Counter()):
-                if place("subset", d.key) <= subset and (place("held-out", d.key) < border) == held_out:
-                    yield d
-
-        mine = [size for where, size in chosen if (where < border) == held_out]
-        return _Split(documents, len(mine), sum(mine))
-
-    if apart is None:
-        return {"train": part(False), "held_out": part(True)}
-    others = [len(d.text.encode()) for d in apart.read(skipped)]
-    return {"train": part(False), "held_out": _Split(lambda: apart.read(Counter()), len(others), sum(others))}
-
-
 def _write(
     folder: Path, corpus: Corpus, apart: Corpus | None, given: Tokenizer | None, config: LMDataConfig, quiet: bool
 ) -> None:
@@ -267,7 +223,7 @@ def _write(
     long_words: list[str] = []
     with Progress(quiet) as progress:
         progress.start("reading", None)
-        parts = _split(corpus, apart, config, skipped)
+        parts = split(corpus, apart, config.held_out, config.max_bytes, skipped)
         tokenizer = given or _trained(parts["train"], config, long_words, progress)
         (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<|endoftext|>" in a text is ordinary text
@@ -302,12 +258,8 @@ def _write(
         print(*(f"text: {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
-def _trained(train: _Split, config: LMDataConfig, long_words: list[str], progress: Progress) -> Tokenizer:
+def _trained(train: Part, config: LMDataConfig, long_words: list[str], progress: Progress) -> Tokenizer:
     """A tokenizer, trained on a random but fixed subset of the training documents."""
     progress.start("training the tokenizer", None)
-    sizes = sorted((place("tokenizer", d.key), len(d.text.encode())) for d in train.read())
-    ends = list(accumulate(size for _, size in sizes))
-    last, _ = sizes[min(bisect_left(ends, config.tokenizer_bytes), len(sizes) - 1)]
-    texts = ((d.key[:100], d.text) for d in train.read() if place("tokenizer", d.key) <= last)
-    sample = sample_texts(texts, config.tokenizer_bytes, long_words)
-    return train_tokenizer(sample, config.vocab_size or DEFAULT_VOCABULARY, [END_OF_TEXT])
+    texts = sample_texts(sample(train, config.tokenizer_bytes), config.tokenizer_bytes, long_words)
+    return train_tokenizer(texts, config.vocab_size or DEFAULT_VOCABULARY, [END_OF_TEXT])

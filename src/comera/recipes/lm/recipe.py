@@ -30,9 +30,10 @@ from comera.recipes.architectures import check_length, example_ids, stored_rows,
 from comera.recipes.interface import Architecture
 from comera.recipes.lm.data import Batch, LMData, LMDataConfig, prepare
 from comera.recipes.lm.model import CLASSES, CompressConfig, ModelConfig, dense_model
-from comera.recipes.lm.tokenizer import run_files, stored_files
+from comera.recipes.lm.tokenizer import run_files
 from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
+from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate
@@ -250,6 +251,6 @@ def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path
         {"input_ids": example_ids(vocab_size, config.data.block_size)},
         config.model,
         longest=config.context,
-        files=stored_files(checkpoint.parents[1]),
+        files=stored_tokenizer(checkpoint.parents[1]),
         vocab_size=vocab_size,
     )

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, models
 
 from comera.errors import ConfigError
 from comera.recipes.corpus import byte_level
+from comera.recipes.tokenizer_files import FILE, tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256  # a vocabulary of this size is that of plain bytes: token ids are byte values
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # of known tokenizers
 SEPARATOR_BYTE = b"\0"
 
@@ -104,20 +104,7 @@ class ByteTable:
 def run_files(tokenizer: Tokenizer, separator: int, longest: int) -> dict[str, str]:
     """The files by which transformers' AutoTokenizer and `comera generate` read a tokenizer. longest: tokens of a
     text."""
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
-    if size_of(tokenizer) != BYTES:
-        name = tokenizer.id_to_token(separator)
-        settings |= {"bos_token": name, "eos_token": name}
-    settings |= {"clean_up_tokenization_spaces": False}
-    return {FILE: tokenizer.to_str(pretty=True), SETTINGS: json.dumps(settings, indent=2) + "\n"}
-
-
-def stored_files(folder: Path) -> dict[str, str]:
-    """Those files of a run's folder; raises ConfigError if they are missing."""
-    try:
-        return {name: (folder / name).read_text("utf-8") for name in (FILE, SETTINGS)}
-    except OSError as error:
-        raise ConfigError(
-            f"expected the run's tokenizer in {error.filename}, got none ({error.strerror}): put it back, it "
-            "was written when the run started and is in every export of it"
-        ) from None
+    if size_of(tokenizer) == BYTES:
+        return tokenizer_files(tokenizer, longest)
+    name = tokenizer.id_to_token(separator)
+    return tokenizer_files(tokenizer, longest, bos_token=name, eos_token=name)

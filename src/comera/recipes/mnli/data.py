@@ -8,7 +8,7 @@ functions of their place in the run, so a resumed run sees the same ones."""
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,10 +19,11 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from comera.errors import DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.mnli.files import LABELS, PARTS, SKIPS, Part, Source, find_source, read_pairs
+from comera.recipes.mnli.files import FIELDS, PARTS, SHARE, SKIPS, Fields, Part, Source, find_source, read_pairs
 from comera.recipes.mnli.pairs import PairBatch, Pairs, PairWriter
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
+from comera.recipes.tokenizer_files import tokenizer_files
 
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
 SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
@@ -42,7 +43,18 @@ class MNLIDataConfig:
     path: str = "nyu-mll/multi_nli"
     """Folder with train.tsv and dev_matched.tsv (GLUE), with multinli_1.0_train.jsonl and
     multinli_1.0_dev_matched.jsonl, or with train.jsonl and dev_matched.jsonl (premise, hypothesis, label), any of them
-    gzipped; a folder saved by Hugging Face `datasets`; or the name of a data set on the hub."""
+    gzipped; a folder saved by Hugging Face `datasets`; the name of a data set on the hub; or a file of other pairs:
+    JSON lines, CSV or TSV with a header (.jsonl, .csv, .tsv, also .gz)."""
+    held_out_path: str | None = None
+    """File of held-out pairs, if path is a file; default: a fraction of the pairs in path."""
+    held_out: float = SHARE
+    """Fraction of the pairs held out of training, where neither held_out_path nor the data set says which."""
+    premise_field: str = FIELDS.premise
+    """Field or column of the first text, in a file or a data set."""
+    hypothesis_field: str = FIELDS.hypothesis
+    """Field or column of the second text."""
+    label_field: str = FIELDS.label
+    """Field or column of the label. Labels other than MNLI's become classes of their own."""
     vocab: str | None = None
     """Lower-case WordPiece vocabulary: a vocab.txt or a folder with one; default: the one in the data's folder, else
     ../vocab/bert-base-uncased/vocab.txt relative to it."""
@@ -57,7 +69,8 @@ class MNLIDataConfig:
 
     def __post_init__(self) -> None:
         checks = {
-            "path": (bool(self.path), "a folder or a name on the hub"),
+            "path": (bool(self.path), "a file, a folder or a name on the hub"),
+            "held_out": (0 < self.held_out < 1, "a fraction between 0 and 1"),
             "max_length": (self.max_length >= SHORTEST, f"at least {SHORTEST} tokens"),
             "max_examples": (self.max_examples is None or self.max_examples > 0, "a number > 0, or none"),
             "buckets": (self.buckets > 0, "a number > 0"),
@@ -67,11 +80,11 @@ class MNLIDataConfig:
 
 class MNLIData:
     """Prepared MNLI: training and matched development pairs, memory-mapped. train, dev: the arrays. folder: where they
-    lie, named after everything they depend on. manifest: where they come from. label_names: names of the labels 0, 1,
-    2. skipped: skipped pairs of both parts, by reason."""
+    lie, named after everything they depend on. tokenizer: that made them. manifest: where they come from. label_names:
+    names of the labels 0, 1, ... skipped: skipped pairs of both parts, by reason."""
 
-    def __init__(self, folder: Path, config: MNLIDataConfig) -> None:
-        self.config, self.folder = config, folder
+    def __init__(self, folder: Path, config: MNLIDataConfig, tokenizer: Tokenizer) -> None:
+        self.config, self.folder, self.tokenizer = config, folder, tokenizer
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self.vocab_size: int = self.manifest["vocab_size"]
         self.label_names: tuple[str, ...] = tuple(self.manifest["label_names"])
@@ -106,7 +119,8 @@ def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
     """Read and tokenize the pairs that `config` names; a second call with the same files opens what the first made. One
     process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for
     missing or malformed data or vocabulary, and for data without a single usable pair."""
-    source = find_source(config.path)
+    fields = Fields(config.premise_field, config.hypothesis_field, config.label_field)
+    source = find_source(config.path, fields, config.held_out_path, config.held_out)
     vocabulary = find_vocabulary(config)
     try:
         words = vocabulary.read_bytes()
@@ -116,10 +130,12 @@ def prepare(config: MNLIDataConfig, *, quiet: bool = False) -> MNLIData:
         [FORMAT, source.digest, hashlib.blake2b(words).hexdigest(), config.max_length, config.max_examples]
     )
 
+    vocab = parse_vocabulary(words, vocabulary)
+    tokenizer = build_tokenizer(vocab, config.max_length)
     return open_or_make(
         cache_folder(config.cache) / f"mnli-{digest}",
-        lambda folder: MNLIData(folder, config),
-        lambda folder: _write(folder, source, parse_vocabulary(words, vocabulary), config, digest, quiet),
+        lambda folder: MNLIData(folder, config, tokenizer),
+        lambda folder: _write(folder, source, vocab, tokenizer, config, digest, quiet),
     )
 
 
@@ -130,7 +146,8 @@ def find_vocabulary(config: MNLIDataConfig) -> Path:
         given = typed_path(config.vocab, "data.vocab")
         candidates = [given / VOCABULARY if given.is_dir() else given]
     else:
-        candidates = [data / VOCABULARY, data.parent / USUAL_VOCABULARY] if data.is_dir() else []
+        folder = data.parent if data.is_file() else data
+        candidates = [folder / VOCABULARY, folder.parent / USUAL_VOCABULARY] if folder.is_dir() else []
     for file in candidates:
         if file.is_file():
             return file
@@ -176,12 +193,26 @@ def build_tokenizer(vocab: dict[str, int], max_length: int) -> Tokenizer:
     return tokenizer
 
 
+def run_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
+    """The tokenizer for transformers' AutoTokenizer. longest: tokens of a pair."""
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.no_truncation()
+    roles = {"cls_token": CLS, "sep_token": SEP, "pad_token": PAD, "mask_token": MASK, "unk_token": UNKNOWN}
+    return tokenizer_files(plain, longest, **roles)
+
+
 def _write(
-    folder: Path, source: Source, vocab: dict[str, int], config: MNLIDataConfig, digest: str, quiet: bool
+    folder: Path,
+    source: Source,
+    vocab: dict[str, int],
+    tokenizer: Tokenizer,
+    config: MNLIDataConfig,
+    digest: str,
+    quiet: bool,
 ) -> None:
-    tokenizer = build_tokenizer(vocab, config.max_length)
     limits = dict(zip(PARTS, (config.max_examples, None), strict=True))
-    parts = {name: _tokenize(tokenizer, source.parts[name], limits[name], quiet) for name in PARTS}
+    labels = source.labels()
+    parts = {name: _tokenize(tokenizer, source.parts[name], labels, limits[name], quiet) for name in PARTS}
     manifest = {
         "format": FORMAT,
         "digest": digest,
@@ -189,7 +220,7 @@ def _write(
         "max_examples": config.max_examples,
         "vocab_size": max(vocab.values()) + 1,
         "special_tokens": {token: vocab[token] for token in SPECIAL_TOKENS},
-        "label_names": LABELS,
+        "label_names": labels,
         **{name: {**pairs.write(folder, name), "skipped": skipped} for name, (pairs, skipped) in parts.items()},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -198,13 +229,15 @@ def _write(
         print(f"MNLI: {train:,} pairs to train on, {dev:,} held out", file=sys.stderr)
 
 
-def _tokenize(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) -> tuple[PairWriter, dict[str, int]]:
-    """The pairs of a part, at most `limit`, as token ids, and how many were skipped, by reason. Raises DataError if
-    none remains."""
+def _tokenize(
+    tokenizer: Tokenizer, part: Part, labels: Sequence[str], limit: int | None, quiet: bool
+) -> tuple[PairWriter, dict[str, int]]:
+    """The pairs of a part, at most `limit`, as token ids, and how many were skipped, by reason. labels: their names.
+    Raises DataError if none remains."""
     writer, skipped = PairWriter(), dict.fromkeys(SKIPS, 0)
     with Progress(quiet) as progress:
         progress.start("preparing MNLI", None, "pairs")
-        pairs = islice(read_pairs(part, skipped), limit)
+        pairs = islice(read_pairs(part, labels, skipped), limit)
         while chunk := list(islice(pairs, ENCODE_PAIRS)):
             encodings = tokenizer.encode_batch_fast([(pair.premise, pair.hypothesis) for pair in chunk])
             for pair, encoding in zip(chunk, encodings, strict=True):
@@ -217,5 +250,8 @@ def _tokenize(tokenizer: Tokenizer, part: Part, limit: int | None, quiet: bool) 
                     writer.add(ids, boundary, pair.label)
             progress.to(len(writer), len(writer))
     if not len(writer):
-        raise DataError(f"{part.name}: expected labeled sentence pairs, got none (skipped: {skipped}): check data.path")
+        raise DataError(
+            f"{part.name}: expected labeled sentence pairs, got none (skipped: {skipped}): check data.path, "
+            "data.label_field and data.held_out"
+        )
     return writer, skipped

@@ -3,7 +3,7 @@
 Runs in stages, see `comera.recipes.stages`.
 B batch, T tokens of the longest pair in it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,17 +22,20 @@ from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.bert import BertFormats, ModelConfig
 from comera.recipes.interface import Architecture
-from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare
+from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare, run_files
+from comera.recipes.mnli.files import LABELS
 from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.paths import typed_path
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
 from comera.recipes.stages import runs as runs
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
+from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
 
 NAME = "mnli"
+_LABELS = "data.label_names"  # in a run's identity, if they are not MNLI's
 Preset = Literal["tuned", "published", "short", "small"]
 
 # The published modes of BERT's token embedding; for linear layers, balanced modes already give the published ones.
@@ -139,12 +142,13 @@ def preset(method: Method = "comera", preset: Preset = "small") -> MNLIConfig:
 
 
 def build_model(
-    config: MNLIConfig, vocab_size: int, labels: int = 3
+    config: MNLIConfig, vocab_size: int, labels: Sequence[str] = LABELS
 ) -> tuple[BertForSequenceClassification, Conversion]:
     """A stock BertForSequenceClassification, seeded by train.seed and converted by the method, and the report of that;
-    the classifier stays dense."""
+    the classifier stays dense. labels: their names."""
     torch.manual_seed(config.train.seed)
-    model = BertForSequenceClassification(config.model.bert(vocab_size, type_vocab_size=2, num_labels=labels))
+    names = {"id2label": dict(enumerate(labels)), "label2id": {name: k for k, name in enumerate(labels)}}
+    model = BertForSequenceClassification(config.model.bert(vocab_size, type_vocab_size=2, **names))
     formats = config.compress.tensorize(vocab_size, config.model.hidden)
     return model, apply_method_(model, config.method, formats, config.baselines, skip=("classifier",))
 
@@ -171,9 +175,12 @@ class MNLITask(RecipeTask):
     data: MNLIData
 
     def __init__(self, config: MNLIConfig, data: MNLIData, first: int = 0) -> None:
-        model, report = build_model(config, data.vocab_size, len(data.label_names))
+        model, report = build_model(config, data.vocab_size, data.label_names)
         settings = {"data.first_step": first, **config.baselines.identity(config.method)}
+        if data.label_names != LABELS:
+            settings[_LABELS] = list(data.label_names)
         super().__init__(config, data, model, report, first, **settings)
+        self.files = run_files(data.tokenizer, config.data.max_length)
         self.steps_per_epoch = self.epoch_length()
         label, share = most_frequent(data)
         self.references = {"accuracy": {f"always {label}": share}}
@@ -252,7 +259,7 @@ def estimate(config: MNLIConfig) -> dict[str, MemoryEstimate]:
 def architecture(config: MNLIConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     vocab_size = stored_rows(checkpoint, "bert.embeddings.word_embeddings")
-    labels = stored_rows(checkpoint, "classifier")
+    labels = identity.get(_LABELS, LABELS)
     ids_BT = example_ids(vocab_size, config.data.max_length)
     middle = ids_BT.shape[1] // 2
     segments_BT, mask_BT = torch.zeros_like(ids_BT), torch.ones_like(ids_BT)
@@ -264,14 +271,15 @@ def architecture(config: MNLIConfig, identity: Mapping[str, Any], checkpoint: Pa
         {"input_ids": ids_BT, "token_type_ids": segments_BT, "attention_mask": mask_BT},
         config.model,
         longest=config.model.max_positions,
+        files=stored_tokenizer(checkpoint.parents[1]),
         vocab_size=vocab_size,
-        labels=labels,
+        labels=len(labels),
     )
 
 
 def _vocab_size(config: MNLIDataConfig) -> int:
     """Size of the vocabulary; BERT's if the data is yet to be downloaded and no vocabulary is named."""
-    if config.vocab is None and not typed_path(config.path, "data.path").is_dir():
+    if config.vocab is None and not typed_path(config.path, "data.path").exists():
         return _TABLE[0]
     file = find_vocabulary(config)
     return max(parse_vocabulary(file.read_bytes(), file).values()) + 1

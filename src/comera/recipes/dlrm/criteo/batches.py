@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comera.errors import DataError
 from comera.files import SUMS, damage
-from comera.recipes.dlrm.criteo.columns import DENSE, FEATURES, LABELS
+from comera.recipes.dlrm.criteo.columns import DENSE, LABELS, features
 from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, Lookup
 from comera.recipes.dlrm.criteo.parse import INTEGERS, Array, Rows
 
@@ -29,7 +29,8 @@ POOL = 32  # runs whose rows are shuffled together; with more, a batch would tou
 
 
 class ClickBatch(NamedTuple):
-    """dense: (B, 13) float32, log(1 + x); ids: (B, 26) int64, each feature contiguous; labels: (B,) float32."""
+    """dense: (B, 13) float32, log(1 + x); ids: (B, 26) int64, each feature contiguous; labels: (B,) float32. Other
+    tables have as many as they have columns."""
 
     dense: Tensor
     ids: Tensor
@@ -51,8 +52,9 @@ class ClickData:
         self.bad: dict[str, int] = self.manifest["bad"]
         rows = self.rows = self.test.stop
         self._labels = _column(folder / LABELS, np.uint8, rows)
-        self._dense = _column(folder / DENSE, np.float32, rows, INTEGERS)
-        self._ids = [_column(folder / f"{name}.{IDS}", np.int32, rows) for name in FEATURES]
+        self._dense = _column(folder / DENSE, np.float32, rows, self.manifest.get("numbers", INTEGERS))
+        names = features(len(self.table_sizes))
+        self._ids = [_column(folder / f"{name}.{IDS}", np.int32, rows) for name in names]
 
     def __len__(self) -> int:
         return self.rows
@@ -96,7 +98,7 @@ class ClickData:
 
     def _read(self, rows: slice | Array) -> ClickBatch:
         labels_B = _rows_of(self._labels, rows).astype(np.float32)
-        ids_FB = np.empty((len(FEATURES), len(labels_B)), np.int64)
+        ids_FB = np.empty((len(self._ids), len(labels_B)), np.int64)
         for ids_B, column in zip(ids_FB, self._ids, strict=True):
             ids_B[:] = _rows_of(column, rows)
         dense = torch.from_numpy(_rows_of(self._dense, rows))
@@ -115,12 +117,13 @@ class RowEncoder:
                 manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
                 hashing, sizes = {HASHED: True, NUMBERED: False}[manifest["ids"]], manifest["table_sizes"]
                 kinds = () if hashing else (VALUES, TABLE)
-                read = [MANIFEST, *(f"{name}.{kind}" for name in FEATURES for kind in kinds)]
+                read = [MANIFEST, *(f"{name}.{kind}" for name in features(len(sizes)) for kind in kinds)]
                 if (folder / SUMS).exists() and (found := damage(folder, read)):  # earlier versions wrote no sums
                     raise ValueError(found)
             self.table_sizes = tuple(sizes)
+            names = features(len(self.table_sizes))
             self._lookups = [
-                Lookup(folder, name, size, hashing) for name, size in zip(FEATURES, self.table_sizes, strict=True)
+                Lookup(folder, name, size, hashing) for name, size in zip(names, self.table_sizes, strict=True)
             ]
         except (OSError, ValueError, KeyError) as error:
             raise DataError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -23,15 +23,26 @@ from comera.files import replace_file
 from comera.recipes.dlrm.criteo.config import CriteoConfig
 from comera.recipes.dlrm.criteo.files import BLOCK, END_MISSING, START, Block, Place, read_blocks
 from comera.recipes.dlrm.criteo.ids import IDS
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, CUT_SHORT, INTEGERS, KINDS, Array, Rows, explain, parse
+from comera.recipes.dlrm.criteo.parse import ALL_KINDS, CATEGORIES, CUT_SHORT, INTEGERS, Array, RowFormat, Rows
 from comera.recipes.progress import Progress
 
-FEATURES = tuple(f"C{k:02}" for k in range(1, CATEGORIES + 1))
 LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
-ROW_BYTES = {LABELS: 1, DENSE: 4 * INTEGERS, **{f"{name}.{RAW}": 4 for name in FEATURES}}
 CHECKPOINT = 100  # blocks between two saves of the state
 BLOCKS_EACH = 4  # that make a thread worth starting
 SHOWN = 3  # bad rows of each kind to show
+
+
+def features(categories: int = CATEGORIES) -> tuple[str, ...]:
+    """Names of the categorical columns: C01, C02, …"""
+    return tuple(f"C{k:02}" for k in range(1, categories + 1))
+
+
+def row_bytes(numbers: int = INTEGERS, categories: int = CATEGORIES) -> dict[str, int]:
+    """Bytes of a row in each file."""
+    return {LABELS: 1, DENSE: 4 * numbers, **{f"{name}.{RAW}": 4 for name in features(categories)}}
+
+
+ROW_BYTES = row_bytes()  # of Criteo's rows
 
 
 @dataclass
@@ -49,12 +60,13 @@ class State:
         replace_file(folder / STATE, json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, folder: Path) -> State | None:
-        """The state of unfinished columns; None if there are none or they are damaged."""
+    def load(cls, folder: Path, sizes: Mapping[str, int] = ROW_BYTES) -> State | None:
+        """The state of unfinished columns; None if there are none or they are damaged. sizes: bytes of a row in each
+        file."""
         try:
             values = json.loads((folder / STATE).read_text("utf-8"))
             state = cls(**{**values, "place": Place(*values["place"])})
-            whole = all(_column(folder, name).stat().st_size >= state.rows * size for name, size in ROW_BYTES.items())
+            whole = all(_column(folder, name).stat().st_size >= state.rows * size for name, size in sizes.items())
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return state if whole else None
@@ -67,40 +79,45 @@ def _column(folder: Path, name: str) -> Path:
 
 
 class Columns(ExitStack):
-    """The files of the columns, open for appending; anything after the first `rows` rows is cut off."""
+    """The files of the columns, open for appending; anything after the first `rows` rows is cut off. sizes: bytes of a
+    row in each."""
 
-    def __init__(self, folder: Path, rows: int = 0) -> None:
+    def __init__(self, folder: Path, rows: int = 0, sizes: Mapping[str, int] = ROW_BYTES) -> None:
         super().__init__()
-        self._files = [self.enter_context(open(folder / name, "ab", buffering=0)) for name in ROW_BYTES]  # noqa: SIM115
-        for file, size in zip(self._files, ROW_BYTES.values(), strict=True):
+        self._files = [self.enter_context(open(folder / name, "ab", buffering=0)) for name in sizes]  # noqa: SIM115
+        for file, size in zip(self._files, sizes.values(), strict=True):
             file.truncate(rows * size)
 
     def append(self, labels: Array, dense: Array, values: Array) -> None:
-        """Add rows: labels (R,), dense (13, R), values (26, R)."""
+        """Add rows: labels (R,), dense (13, R), values (26, R), or as many as a table has."""
         for file, array in zip(self._files, [labels, dense.T, *values], strict=True):
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             while data:
                 data = data[file.write(data) :]
 
 
-def read_columns(files: Sequence[Path], folder: Path, config: CriteoConfig, progress: Progress) -> State:
+def read_columns(
+    files: Sequence[Path], folder: Path, config: CriteoConfig, rows_of: RowFormat, progress: Progress
+) -> State:
     """Parse the files into columns in `folder`, from where an earlier call stopped; returns the complete state. Raises
     DataError, with file and line, for the first bad row beyond max_bad_rows, and for unreadable files."""
-    if (state := State.load(folder)) is None:
+    sizes = row_bytes(len(rows_of.numbers), len(rows_of.categories))
+    if (state := State.load(folder, sizes)) is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        state = State()
+        state = State(rows_of.start)
     if state.complete:
         return state
     size, max_rows = sum(file.stat().st_size for file in files), config.max_rows
     progress.start("reading the click log", size, "rows")
     workers = max(1, min(config.threads, size // (BLOCK * BLOCKS_EACH)))
-    with Columns(folder, state.rows) as columns, closing(parsed(read_blocks(files, state.place), workers)) as blocks:
+    read = read_blocks(files, state.place)
+    with Columns(folder, state.rows, sizes) as columns, closing(parsed(read, workers, rows_of)) as blocks:
         for number, (block, rows) in enumerate(blocks, 1):
             if max_rows is not None and len(rows.labels) > max_rows - state.rows:  # only as far as the last row wanted
                 last = np.delete(np.arange(rows.lines), rows.bad_lines)[max_rows - state.rows - 1]
-                rows = parse(b"\n".join([*block.text.split(b"\n")[: last + 1], b""]))
-            _note_bad(state, files, block, rows, config.max_bad_rows)
+                rows = rows_of.parse(b"\n".join([*block.text.split(b"\n")[: last + 1], b""]))
+            _note_bad(state, files, block, rows, rows_of, config.max_bad_rows)
             columns.append(rows.labels, rows.dense, rows.values)
             state.rows += len(rows.labels)
             state.place = block.end
@@ -114,9 +131,11 @@ def read_columns(files: Sequence[Path], folder: Path, config: CriteoConfig, prog
     return state
 
 
-def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, limit: int) -> None:
+def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, rows_of: RowFormat, limit: int) -> None:
     """Count the bad rows of a block; raises DataError for the first one beyond the limit."""
-    found = [(line, KINDS[kind]) for line, kind in zip(rows.bad_lines.tolist(), rows.bad_kinds.tolist(), strict=True)]
+    found = [
+        (line, ALL_KINDS[kind]) for line, kind in zip(rows.bad_lines.tolist(), rows.bad_kinds.tolist(), strict=True)
+    ]
     if block.cut_short:
         found.append((0, CUT_SHORT))
     lines: list[bytes] = []
@@ -126,7 +145,7 @@ def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, lim
         over = sum(state.bad.values()) > limit
         if over or len(shown) < SHOWN:
             lines = lines or block.text.split(b"\n")
-            what = END_MISSING if kind == CUT_SHORT else explain(lines[line])
+            what = END_MISSING if kind == CUT_SHORT else rows_of.explain(lines[line])
             shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
             if over:
                 raise too_many_bad(state.bad, shown[-1], limit)
@@ -137,16 +156,16 @@ def too_many_bad(bad: dict[str, int], last: str, limit: int) -> DataError:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in bad.items())
     return DataError(
         f"{last}; that makes {sum(bad.values()):,} bad rows ({kinds}), and data.max_bad_rows allows {limit:,}: is this "
-        "Criteo's click log, and complete? Repair the file, or raise data.max_bad_rows to skip such rows"
+        "the click log, and complete? Repair the file, or raise data.max_bad_rows to skip such rows"
     )
 
 
-def parsed(blocks: Iterable[Block], workers: int) -> Generator[tuple[Block, Rows], None, None]:
+def parsed(blocks: Iterable[Block], workers: int, rows_of: RowFormat) -> Generator[tuple[Block, Rows], None, None]:
     """Blocks with their rows, in order; `workers` blocks are parsed at a time, and few more are held."""
     waiting: deque[tuple[Block, Future[Rows]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for block in blocks:
-            waiting.append((block, pool.submit(parse, block.text)))
+            waiting.append((block, pool.submit(rows_of.parse, block.text)))
             if len(waiting) > 2 * (workers - 1):
                 block, rows = waiting.popleft()
                 yield block, rows.result()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from comera.errors import check_fields
-from comera.recipes.dlrm.criteo.parse import CATEGORIES
+from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS
 
 SYNTHETIC = "synthetic"
 HELD_OUT = 7  # the last seventh of the rows is held out: the last day of the Kaggle data
@@ -25,8 +25,14 @@ class CriteoConfig:
     """The click log and how its categories map to rows of embedding tables."""
 
     path: str | None = None
-    """Criteo's train.txt (Kaggle), or a folder that contains it or day_0, day_1, ...; files may be gzipped. The default
-    is "synthetic", a generated click log with planted structure."""
+    """Criteo's train.txt (Kaggle), a folder that contains it or day_0, day_1, ..., or a table of one's own (.csv, .tsv)
+    with a header; files may be gzipped. The default is "synthetic", a generated click log with planted structure."""
+    label: str = "label"
+    """Column of a table that holds 0 or 1."""
+    numbers: tuple[str, ...] = ()
+    """Columns of a table that hold numbers, such as "[age, price]"; x becomes sign(x) log(1 + |x|)."""
+    categories: tuple[str, ...] = ()
+    """Columns of a table that hold categories, any text; each one gets an embedding table."""
     table_sizes: Literal["appearance", "kaggle"] | tuple[int, ...] = "appearance"
     """Rows of the embedding tables. "appearance": one per category, numbered in order of appearance; 26 sizes: hash
     the categories into tables of these sizes; "kaggle": hash them into tables of the full Kaggle data's sizes."""
@@ -50,11 +56,15 @@ class CriteoConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.table_sizes, str):
             object.__setattr__(self, "table_sizes", tuple(self.table_sizes))
-        sizes = self.table_sizes
-        named = sizes in ("appearance", "kaggle")
-        listed = not isinstance(sizes, str) and len(sizes) == CATEGORIES and all(0 < size < 2**31 for size in sizes)
+        for name in ("numbers", "categories"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        sizes, count = self.table_sizes, len(self.categories) or CATEGORIES
+        columns = [self.label, *self.numbers, *self.categories]
+        named = sizes == "appearance" or (sizes == "kaggle" and not self.categories)
+        listed = not isinstance(sizes, str) and len(sizes) == count and all(0 < size < 2**31 for size in sizes)
         checks = {
-            "table_sizes": (named or listed, f'"appearance", "kaggle" or {CATEGORIES} sizes from 1 to 2**31 - 1'),
+            "categories": (len(set(columns)) == len(columns), "columns that are neither data.label nor data.numbers"),
+            "table_sizes": (named or listed, f'"appearance", "kaggle" or {count} sizes from 1 to 2**31 - 1'),
             "min_count": (
                 self.min_count == 1 or (self.min_count > 1 and sizes == "appearance"),
                 "a number >= 1, and 1 unless table_sizes=appearance",
@@ -76,6 +86,11 @@ class CriteoConfig:
         if isinstance(self.table_sizes, str):
             return KAGGLE_TABLES if self.table_sizes == "kaggle" else None
         return self.table_sizes
+
+    @property
+    def number_count(self) -> int:
+        """Numbers of a row."""
+        return len(self.numbers) or INTEGERS
 
     @property
     def threads(self) -> int:

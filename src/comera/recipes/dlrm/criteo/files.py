@@ -18,6 +18,7 @@ DAY = re.compile(r"day_?(\d+)(\.txt|\.tsv)?(\.gz)?")
 GZIP = b"\x1f\x8b"
 BLOCK = 2 * 2**20  # bytes of text at a time: fits the caches, yet large enough to amortize the calls
 END_MISSING = "the compressed file ends here, cut short"
+GZIP_ERRORS = (OSError, EOFError, zlib.error)
 STAMP = 2**20  # bytes at either end that identify a file, besides its size and time
 
 
@@ -84,6 +85,14 @@ def read_blocks(files: Sequence[Path], place: Place = START) -> Iterator[Block]:
         file = files[number]
         yield from _read_file(file, place if place.file == number else Place(number), before)
         before += file.stat().st_size
+
+
+def first_line(file: Path) -> bytes:
+    """The first line of a file, plain or gzipped, with its end; raises GZIP_ERRORS."""
+    with open(file, "rb") as raw:
+        compressed = raw.read(len(GZIP)) == GZIP
+        raw.seek(0)
+        return (gzip.GzipFile(fileobj=raw) if compressed else raw).readline(BLOCK)
 
 
 def _check(file: Path) -> None:

@@ -7,10 +7,14 @@ As in the published DLRM, a missing or negative integer is 0, an integer x becom
 R good rows."""
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import polars as pl
+
+from comera.recipes.dlrm.criteo.files import START, Place
 
 INTEGERS, CATEGORIES = 13, 26
 TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY = KINDS = (
@@ -20,6 +24,8 @@ TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY = KINDS = (
     "unparsable integer",
     "category that is not hexadecimal",
 )
+NUMBER, UNREADABLE = "unparsable number", "quotation marks that do not match"  # of tables
+ALL_KINDS = (*KINDS, NUMBER, UNREADABLE)
 CUT_SHORT = "file cut short"  # a compressed file lacks its end, and part of its last row
 FORMS = {"label": "[01]", "integer": "(-?[0-9]{1,10})?", "category": "[0-9a-fA-F]{0,8}"}
 WANTED = {"label": "0 or 1", "integer": "a decimal integer of 32 bits", "category": "up to 8 hexadecimal digits"}
@@ -31,10 +37,47 @@ LEAST, MOST = -(2**31), 2**31 - 1  # of an integer
 Array = np.ndarray[Any, Any]
 
 
+class RowFormat(Protocol):
+    """How the rows of a file are read. numbers, categories: one item a column. start: place of the first row."""
+
+    @property
+    def labeled(self) -> bool: ...
+    @property
+    def numbers(self) -> Sequence[object]: ...
+    @property
+    def categories(self) -> Sequence[object]: ...
+    @property
+    def start(self) -> Place: ...
+
+    def parse(self, block: bytes) -> "Rows":
+        """The rows of a block of whole lines."""
+
+    def explain(self, line: bytes) -> str:
+        """What is wrong with a bad line."""
+
+
+@dataclass(frozen=True)
+class CriteoRows:
+    """Rows in Criteo's format, with or without labels."""
+
+    labeled: bool = True
+    numbers: Sequence[object] = range(INTEGERS)
+    categories: Sequence[object] = range(CATEGORIES)
+    start: Place = START
+
+    def parse(self, block: bytes) -> "Rows":
+        """See `parse`."""
+        return parse(block, self.labeled)
+
+    def explain(self, line: bytes) -> str:
+        """See `explain`."""
+        return explain(line, self.labeled)
+
+
 class Rows(NamedTuple):
     """The good rows of a block, and the places of the bad ones. labels: (R,) uint8; dense: (13, R) float32, log(1 + x);
-    values: (26, R) uint32, 0 where missing. lines: in the block. bad_lines: int64 indices, from 0, of the bad lines;
-    bad_kinds: uint8 indices into KINDS of their first mistakes."""
+    values: (26, R) uint32, 0 where missing; of other tables, as many as they have. lines: in the block. bad_lines:
+    int64 indices, from 0, of the bad lines; bad_kinds: uint8 indices into ALL_KINDS of their first mistakes."""
 
     labels: Array
     dense: Array
@@ -93,12 +136,12 @@ def _mistake(line: bytes, labeled: bool) -> tuple[str, str]:
     names = _names(labeled)
     if len(fields) != len(names):
         kind = TOO_FEW if len(fields) < len(names) else TOO_MANY
-        return kind, f"expected {len(names)} fields between tabs, got {len(fields)} ({_quote(line)})"
+        return kind, f"expected {len(names)} fields between tabs, got {len(fields)} ({quote(line)})"
     for name, field in zip(names, fields, strict=True):
         kind = name.split()[0]
         valid = re.fullmatch(FORMS[kind].encode(), field)
         if not valid or (kind == "integer" and not LEAST <= int(field or 0) <= MOST):
-            return MISTAKES[kind], f"expected {WANTED[kind]} as {name}, got {_quote(field)}"
+            return MISTAKES[kind], f"expected {WANTED[kind]} as {name}, got {quote(field)}"
     raise AssertionError(f"a good line: {line!r}")
 
 
@@ -107,5 +150,6 @@ def _names(labeled: bool) -> list[str]:
     return ["label"] * labeled + INTEGER_NAMES + CATEGORY_NAMES
 
 
-def _quote(text: bytes) -> str:
+def quote(text: bytes) -> str:
+    """The beginning of a text, for a message."""
     return repr(text[:60].decode("utf-8", "replace")) + ("…" if len(text) > 60 else "")

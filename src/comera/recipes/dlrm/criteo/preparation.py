@@ -9,6 +9,7 @@ the ids adds the dictionaries of as many features as there are threads (30 to 60
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +20,13 @@ import numpy as np
 from comera.errors import ConfigError, DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.dlrm.criteo.batches import HASHED, MANIFEST, NUMBERED, PARTS, ClickData
-from comera.recipes.dlrm.criteo.columns import DENSE, FEATURES, LABELS, RAW, Columns, State, read_columns, too_many_bad
+from comera.recipes.dlrm.criteo.columns import DENSE, LABELS, RAW, Columns, State, features, read_columns, too_many_bad
 from comera.recipes.dlrm.criteo.config import HELD_OUT, LEAST_ROWS, SYNTHETIC, CriteoConfig
 from comera.recipes.dlrm.criteo.files import find_files, stamp
 from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, make_ids
-from comera.recipes.dlrm.criteo.parse import CATEGORIES
+from comera.recipes.dlrm.criteo.parse import CriteoRows, RowFormat
 from comera.recipes.dlrm.criteo.synthetic import ClickLog
+from comera.recipes.dlrm.criteo.table import is_table, open_table
 from comera.recipes.progress import Progress
 
 _FORMAT = 2  # of the cache folder; raise it when its contents, or how they are made, change
@@ -38,15 +40,21 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
     synthetic = config.path in (None, SYNTHETIC)
     files = [] if config.path is None or synthetic else find_files(config.path)
     source = [config.synthetic_rows, config.synthetic_seed] if synthetic else [stamp(file) for file in files]
-    digest = settings_digest([_FORMAT, source, config.max_rows, config.hashed_sizes, config.min_count])
+    rows_of: RowFormat = CriteoRows()
+    settings = [_FORMAT, source, config.max_rows, config.hashed_sizes, config.min_count]
+    if is_table(files, config):
+        rows_of = open_table(files[0], config)
+        settings += [config.label, config.numbers, config.categories]
+    names = features(len(rows_of.categories))
+    digest = settings_digest(settings)
 
     def write(folder: Path) -> None:
         parts = folder.with_suffix(".parts")  # outlives this process, unlike `folder`
         try:
             with Progress(quiet) as progress:
-                manifest = {"format": _FORMAT, "digest": digest, **_write(parts, files, config, progress)}
+                manifest = {"format": _FORMAT, "digest": digest, **_write(parts, files, config, rows_of, progress)}
             kinds = (IDS,) if config.hashed_sizes else (IDS, VALUES, TABLE)
-            for file in (LABELS, DENSE, *(f"{name}.{kind}" for name in FEATURES for kind in kinds)):
+            for file in (LABELS, DENSE, *(f"{name}.{kind}" for name in names for kind in kinds)):
                 (parts / file).rename(folder / file)
         except OSError as error:
             raise ConfigError(
@@ -68,10 +76,12 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
     return data
 
 
-def _write(parts: Path, files: list[Path], config: CriteoConfig, progress: Progress) -> dict[str, Any]:
+def _write(
+    parts: Path, files: list[Path], config: CriteoConfig, rows_of: RowFormat, progress: Progress
+) -> dict[str, Any]:
     planted = None
     if files:
-        state = read_columns(files, parts, config, progress)
+        state = read_columns(files, parts, config, rows_of, progress)
         if state.rows < LEAST_ROWS:
             raise DataError(
                 f"expected at least {LEAST_ROWS} good rows, for training, validation and test, got {state.rows} in "
@@ -81,7 +91,8 @@ def _write(parts: Path, files: list[Path], config: CriteoConfig, progress: Progr
         state, planted = _make_log(parts, config, progress)
     cuts = _cuts(state.rows)
     labels = np.memmap(parts / LABELS, np.uint8, mode="r")
-    progress.start("categories to ids", CATEGORIES)
+    names = features(len(rows_of.categories))
+    progress.start("categories to ids", len(names))
     return {
         "source": [str(file) for file in files] or SYNTHETIC,
         "rows": state.rows,
@@ -89,7 +100,8 @@ def _write(parts: Path, files: list[Path], config: CriteoConfig, progress: Progr
         "click_rate": {part: float(labels[first:end].mean()) for part, (first, end) in cuts.items()},
         "ids": NUMBERED if config.hashed_sizes is None else HASHED,
         "min_count": config.min_count,
-        "table_sizes": _make_ids(parts, config, progress),
+        "numbers": len(rows_of.numbers),
+        "table_sizes": _make_ids(parts, names, config, progress),
         "bad": state.bad,
         "bad_rows": state.shown,
         "planted": planted,
@@ -115,9 +127,9 @@ def _make_log(parts: Path, config: CriteoConfig, progress: Progress) -> tuple[St
     return state, {"seed": config.synthetic_seed, "loss": means}
 
 
-def _make_ids(parts: Path, config: CriteoConfig, progress: Progress) -> list[int]:
+def _make_ids(parts: Path, names: Sequence[str], config: CriteoConfig, progress: Progress) -> list[int]:
     """Ids of all features, several features at a time; returns their table sizes."""
-    sizes = config.hashed_sizes or (None,) * CATEGORIES
+    sizes = config.hashed_sizes or (None,) * len(names)
 
     def make(name: str, size: int | None) -> int:
         raw = parts / f"{name}.{RAW}"
@@ -130,7 +142,7 @@ def _make_ids(parts: Path, config: CriteoConfig, progress: Progress) -> list[int
         return made
 
     with ThreadPoolExecutor(config.threads) as pool:
-        return list(pool.map(make, FEATURES, sizes))
+        return list(pool.map(make, names, sizes))
 
 
 def _cuts(rows: int) -> dict[str, tuple[int, int]]:

@@ -1,19 +1,22 @@
-"""Where documents come from: files of text and code, JSON lines, and data sets of Hugging Face's library `datasets`."""
+"""Where documents come from: files of text and code, rows of JSON lines and tables, and data sets of Hugging Face's
+library `datasets`; and which of them are held out."""
 
-import json
+import io
+import math
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from comera.errors import ConfigError, DataError
-from comera.recipes.corpus import SUFFIXES, Source, find_files, read
+from comera.recipes.corpus import SUFFIXES, Source, as_text, find_files, place, read
+from comera.recipes.rows import ROW_SUFFIXES, parse_rows
 
-ROW_SUFFIXES = (".jsonl", ".jsonl.gz")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", *SUFFIXES, *ROW_SUFFIXES)
+TEXT_SUFFIXES = (".txt", ".md", ".rst", *SUFFIXES, ".jsonl", ".jsonl.gz")  # tables in a folder are seldom text
 LARGE_FILE = 1_000_000  # characters: a larger file is read as passages, so that a part of it can be held out
 PASSAGE = 65_536
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -37,10 +40,15 @@ class Corpus:
     read: Callable[[Counter[str]], Iterator[Document]]
 
 
+def is_dataset(folder: Path) -> bool:
+    """Whether save_to_disk of Hugging Face's library `datasets` wrote this folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
 def open_corpus(path: Path, option: str, suffixes: tuple[str, ...], field: str, subset: str | None) -> Corpus:
     """The documents of a file, a folder, a folder that `datasets` saved, or a data set of the Hugging Face hub. option:
     that named the path. field: of rows, that holds the text. subset: of a hub data set."""
-    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if is_dataset(path):
         return _dataset(_datasets(path, option).load_from_disk(str(path)), path, field, option)
     if path.exists():
         sources, skipped = find_files(path, suffixes if path.is_dir() else ("",))
@@ -71,9 +79,8 @@ def _documents(root: Path, sources: list[Source], field: str, rows: Counter[str]
     for source in sources:
         text = read(root, source)
         if (root / source.path).name.endswith(ROW_SUFFIXES):
-            for number, line in enumerate(text.split("\n"), 1):
-                if line.strip():
-                    yield from _row(_parsed(line, f"{root / source.path}, line {number}"), field, rows)
+            for row in parse_rows(root / source.path, io.StringIO(text.removeprefix("\ufeff"), newline="\n")):
+                yield from _row(row.values, field, rows)
         elif len(text) > LARGE_FILE:
             yield from (Document(f"{source.path}#{n}", part) for n, part in enumerate(_passages(text)))
         else:
@@ -87,13 +94,6 @@ def _passages(text: str) -> Iterator[str]:
         end = text.rfind("\n", start, start + PASSAGE) + 1 or start + PASSAGE
         yield text[start:end]
         start = end
-
-
-def _parsed(line: str, where: str) -> Any:
-    with suppress(ValueError):
-        if isinstance(row := json.loads(line), dict):
-            return row
-    raise DataError(f'{where}: expected a JSON object, such as {{"text": "..."}}, got {line[:60]!r}')
 
 
 def _row(row: Any, field: str, rows: Counter[str]) -> Iterator[Document]:
@@ -127,3 +127,55 @@ def _dataset(data: Any, path: Path, field: str, option: str) -> Corpus:
             yield from _row(row, field, rows)
 
     return Corpus(str(path), [field, "datasets", str(data._fingerprint)], {}, documents)
+
+
+class Part(NamedTuple):
+    """The documents of the training or the held-out part. read: all of them; documents, bytes: how many."""
+
+    read: Callable[[], Iterator[Document]]
+    documents: int
+    bytes: int
+
+
+def split(
+    corpus: Corpus, apart: Corpus | None, share: float, max_bytes: int | None, skipped: Counter[str]
+) -> dict[str, Part]:
+    """The parts "train" and "held_out". A document keeps its side when others come and go. apart: the held-out
+    documents, else a fraction `share` of all is. max_bytes: take only a random subset of about this size. Raises
+    DataError if a part has no document."""
+    sizes = [(place("subset", d.key), place("held-out", d.key), len(d.text.encode())) for d in corpus.read(skipped)]
+    total = sum(size for *_, size in sizes)
+    subset = 1.0 if max_bytes is None else max_bytes / max(1, total)
+    chosen = [(where, size) for random, where, size in sizes if random <= subset]
+    places = {where for where, _ in chosen}
+    if len(places) < (1 if apart else 2):
+        raise DataError(
+            f"expected at least {'one document' if apart else 'two documents, one to train on and one to hold out,'} "
+            f"in {corpus.name}, got {len(places)} (skipped: {as_text(skipped) or 'none'}): check "
+            f"data.path, data.suffixes and data.max_bytes ({max_bytes})"
+            f"{'' if apart else ', or give data.held_out_path'}"
+        )
+    # at least one document on each side
+    border = 0.0 if apart else min(max(share, math.nextafter(min(places), 2)), max(places))
+
+    def part(held_out: bool) -> Part:
+        def documents() -> Iterator[Document]:
+            for d in corpus.read(Counter()):
+                if place("subset", d.key) <= subset and (place("held-out", d.key) < border) == held_out:
+                    yield d
+
+        mine = [size for where, size in chosen if (where < border) == held_out]
+        return Part(documents, len(mine), sum(mine))
+
+    if apart is None:
+        return {"train": part(False), "held_out": part(True)}
+    others = [len(d.text.encode()) for d in apart.read(skipped)]
+    return {"train": part(False), "held_out": Part(lambda: apart.read(Counter()), len(others), sum(others))}
+
+
+def sample(train: Part, limit: int) -> Iterator[tuple[str, str]]:
+    """Names and texts of a random but fixed subset of the documents, of about `limit` bytes: to train a tokenizer."""
+    sizes = sorted((place("tokenizer", d.key), len(d.text.encode())) for d in train.read())
+    ends = list(accumulate(size for _, size in sizes))
+    last, _ = sizes[min(bisect_left(ends, limit), len(sizes) - 1)]
+    return ((d.key[:100], d.text) for d in train.read() if place("tokenizer", d.key) <= last)

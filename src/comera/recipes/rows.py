@@ -1,0 +1,109 @@
+"""Rows of data in files: JSON lines, CSV and TSV, plain or gzipped. The first row of a table names its columns.
+
+.jsonl   a JSON object in each line
+.csv     fields between commas; a field in double quotes may hold commas and newlines
+.tsv     fields between tabs, as in GLUE: quotes are ordinary characters
+"""
+
+import csv
+import gzip
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from comera.errors import DataError
+
+TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
+
+
+class Row(NamedTuple):
+    """The values of a row by column, and the line that it ends in, from 1."""
+
+    line: int
+    values: Mapping[str, Any]
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """The rows of a file. Raises DataError, with file and line, for unreadable files and rows."""
+    return parse_rows(file, read_lines(file))
+
+
+def parse_rows(file: Path, lines: Iterable[str]) -> Iterator[Row]:
+    """The rows in the lines of a file, each with its end; by the suffix of the file. Raises DataError, with file and
+    line, for a line that is no JSON object, a row with more or fewer fields than the header, and a table without."""
+    name = file.name.removesuffix(".gz")
+    return _table(file, lines, "\t" if name.endswith(".tsv") else ",") if _is_table(name) else _json(file, lines)
+
+
+def _is_table(name: str) -> bool:
+    return name.endswith(TABLE_SUFFIXES)
+
+
+def _json(file: Path, lines: Iterable[str]) -> Iterator[Row]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where, shown = f"{file}, line {number}", line.rstrip("\r\n")[:80]
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: expected JSON, got {shown!r} ({error})") from error
+        if not isinstance(values, dict):
+            raise DataError(f'{where}: expected a JSON object, such as {{"text": "..."}}, got {shown!r}')
+        yield Row(number, values)
+
+
+def _table(file: Path, lines: Iterable[str], delimiter: str) -> Iterator[Row]:
+    header: list[str] | None = None
+    for number, fields in _tabs(lines) if delimiter == "\t" else _commas(file, lines):
+        if header is None:
+            header = fields
+        elif len(fields) == len(header):
+            yield Row(number, dict(zip(header, fields, strict=True)))
+        else:
+            raise DataError(
+                f"{file}, line {number}: expected {len(header)} fields as in the header, got {len(fields)}: is the "
+                "file complete? Repair this line, or remove it"
+            )
+    if header is None:
+        raise DataError(f"{file}: expected a header with the names of the columns, got an empty file")
+
+
+def _tabs(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    for number, line in enumerate(lines, 1):
+        if text := line.rstrip("\r\n"):
+            yield number, text.split("\t")
+
+
+def _commas(file: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(sys.maxsize)  # whole documents, where Python allows 128 KB
+    reader = csv.reader(lines, strict=True)
+    try:
+        for fields in reader:
+            if fields:
+                yield reader.line_num, fields
+    except csv.Error as error:
+        raise DataError(
+            f"{file}, line {reader.line_num}: expected fields between commas, got a row that cannot be read ({error}): "
+            "repair it, or remove it"
+        ) from error
+
+
+def read_lines(file: Path) -> Iterator[str]:
+    """The lines of a file with their ends, without a byte order mark; only a newline ends a line, since text may hold
+    other separators. Raises DataError, with file and line, for what is not UTF-8 or cannot be read."""
+    number = 0
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as raw:
+            for number, line in enumerate(raw, 1):
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}, line {number}: expected UTF-8, got {error.object[:80]!r}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{file}, line {number + 1}: cannot be read ({error}): is the file complete? Fetch it again"
+        ) from error

@@ -1,0 +1,269 @@
+"""Own data: texts, code and pairs in JSON lines, CSV, TSV and data sets give what the same text in files gives."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from comera.errors import ConfigError, DataError
+from comera.recipes.code_lm import data as code
+from comera.recipes.lm import data as lm
+from comera.recipes.mnli.data import MNLIData, MNLIDataConfig
+from comera.recipes.mnli.data import prepare as prepare_pairs
+from comera.recipes.rows import read_rows
+from comera.recipes.sources import open_corpus
+
+from ...helpers.mnli_rows import ids_of, write_vocabulary
+
+TEXTS = [f'def f_{i}(x):\n    return "a, b", x + {i}\n' for i in range(60)]
+Write = Callable[[Path, Sequence[dict[str, Any]]], Path]
+
+
+def write_csv(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    with open(folder / "rows.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder / "rows.csv"
+
+
+def write_packed_csv(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    plain = write_csv(folder, rows).read_bytes()
+    (folder / "rows.csv.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + plain))
+    return folder / "rows.csv.gz"
+
+
+def write_jsonl(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def write_tsv(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    lines = ["\t".join(rows[0]), *("\t".join(map(str, row.values())) for row in rows)]
+    (folder / "rows.tsv").write_text("\r\n".join(lines) + "\r\n", newline="")
+    return folder / "rows.tsv"
+
+
+FILES = pytest.mark.parametrize("write", [write_csv, write_packed_csv, write_jsonl])
+
+
+@FILES
+def test_rows_are_read_with_their_lines(write: Write, tmp_path: Path) -> None:
+    rows = [{"id": str(i), "text": text} for i, text in enumerate(TEXTS)]
+    read = list(read_rows(write(tmp_path, rows)))
+    assert [dict(row.values) for row in read] == rows
+    assert [row.line for row in read] == sorted({row.line for row in read})
+
+
+def test_fields_between_tabs_keep_their_quotes_and_commas(tmp_path: Path) -> None:
+    rows = [{"a": '"x', "b": 'y, "z'}, {"a": "'", "b": "\u2028"}]
+    assert [dict(row.values) for row in read_rows(write_tsv(tmp_path, rows))] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "", r"a\.csv: expected a header with the names of the columns, got an empty file"),
+        ("a.csv", "x,y\n1,2\n3\n", r"a\.csv, line 3: expected 2 fields as in the header, got 1"),
+        ("a.csv", 'x,y\n1,"2\n', r"a\.csv, line 2: expected fields between commas, got a row that cannot be read"),
+        ("a.tsv", "x\ty\n1\t2\t3\n", r"a\.tsv, line 2: expected 2 fields as in the header, got 3"),
+        ("a.jsonl", '{"x": 1}\n{"x"', r"a\.jsonl, line 2: expected JSON, got '\{\"x\"'"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl, line 1: expected a JSON object"),
+    ],
+)
+def test_bad_rows_name_their_line(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        list(read_rows(tmp_path / name))
+
+
+def test_bytes_that_are_no_text_and_cut_archives_name_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"x\n\xff\n")
+    with pytest.raises(DataError, match=r"a\.csv, line 2: expected UTF-8"):
+        list(read_rows(tmp_path / "a.csv"))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"x\n" + b"abc\n" * 999)[:-20])
+    with pytest.raises(DataError, match=r"a\.csv\.gz, line \d+: cannot be read"):
+        list(read_rows(tmp_path / "a.csv.gz"))
+
+
+def documents(path: Path, field: str = "text") -> tuple[list[str], Counter[str]]:
+    skipped: Counter[str] = Counter()
+    corpus = open_corpus(path, "data.path", (".csv",), field, None)
+    return [document.text for document in corpus.read(skipped)], skipped
+
+
+@FILES
+def test_texts_in_rows_are_documents_and_empty_ones_are_counted(write: Write, tmp_path: Path) -> None:
+    file = write(tmp_path, [{"id": 1, "text": text} for text in (TEXTS[0], "", "x" * 200_000, "")])
+    assert documents(file) == ([TEXTS[0], "x" * 200_000], Counter({"rows empty": 2}))
+    with pytest.raises(DataError, match=r"field 'body', got one with 'id', 'text': set data\.text_field"):
+        documents(file, "body")
+
+
+def test_tables_in_a_folder_are_read_where_their_suffix_is_asked_for(tmp_path: Path) -> None:
+    write_csv(tmp_path, [{"text": text} for text in TEXTS])
+    assert documents(tmp_path)[0] == TEXTS
+    (tmp_path / "a.txt").write_text("text")
+    config = lm.LMDataConfig(path=str(tmp_path), cache=str(tmp_path / "cache"), held_out_path=str(tmp_path / "a.txt"))
+    with pytest.raises(DataError, match="more than one block"):
+        lm.prepare(config, quiet=True)  # without the table
+
+
+@FILES
+def test_a_language_model_reads_rows(write: Write, tmp_path: Path) -> None:
+    file = write(tmp_path, [{"body": text} for text in TEXTS])
+    config = lm.LMDataConfig(
+        path=str(file), text_field="body", vocab_size=256, block_size=16, cache=str(tmp_path / "c")
+    )
+    data = lm.prepare(config, quiet=True)
+    assert sum(data.manifest[part]["documents"] for part in ("train", "held_out")) == 60
+    assert sum(data.manifest[part]["bytes"] for part in ("train", "held_out")) == sum(map(len, TEXTS))
+
+
+@FILES
+def test_code_lm_reads_rows(write: Write, tmp_path: Path) -> None:
+    file = write(tmp_path, [{"content": text} for text in [*TEXTS, ""]])
+    config = code.CodeDataConfig(
+        path=str(file), text_field="content", vocab_size=300, block_size=16, held_out=0.2, cache=str(tmp_path / "cache")
+    )
+    data = code.prepare(config, quiet=True)
+    assert data.manifest["train"]["files"] + data.manifest["held_out"]["files"] == 60
+    assert data.manifest["skipped"] == {"no_file": 0, "unreadable": 0, "not_utf8": 0, "empty": 0, "repeated": 0,
+                                        "rows empty": 1}  # fmt: skip
+    pieces = data.tokenizer.decode(np.array(data.train).reshape(-1).tolist(), skip_special_tokens=False)
+    assert set(pieces.removeprefix("<s>").split("</s><s>")[:-1]) <= set(TEXTS)
+    assert code.prepare(config, quiet=True).folder == data.folder
+
+
+def as_dataset(monkeypatch: pytest.MonkeyPatch, columns: dict[str, list[Any]], **features: Any) -> None:
+    """Put a library `datasets` in place that has these columns, in one split, under every name."""
+
+    class Dataset:
+        """What the recipes use of `datasets.Dataset`."""
+
+        _fingerprint = "1"
+        column_names = list(columns)
+
+        def __init__(self) -> None:
+            self.features = features
+
+        def __len__(self) -> int:
+            return len(next(iter(columns.values())))
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
+        def __getitem__(self, part: slice) -> dict[str, list[Any]]:
+            return {name: values[part] for name, values in columns.items()}
+
+        def with_format(self, kind: None) -> Dataset:
+            return self
+
+    library = SimpleNamespace(
+        load_from_disk=lambda path: Dataset(), load_dataset=lambda path, subset=None: {"train": Dataset()}
+    )
+    monkeypatch.setitem(sys.modules, "datasets", library)
+
+
+def test_code_lm_reads_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_dataset(monkeypatch, {"code": TEXTS})
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    config = {"text_field": "code", "vocab_size": 300, "block_size": 16, "cache": str(tmp_path / "cache")}
+    saved = code.prepare(code.CodeDataConfig(path=str(tmp_path / "saved"), **config), quiet=True)
+    hub = code.prepare(code.CodeDataConfig(path="someone/code", **config), quiet=True)
+    np.testing.assert_array_equal(saved.train, hub.train)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="need `pip install datasets`"):
+        code.prepare(code.CodeDataConfig(path="someone/code", **config), quiet=True)
+
+
+PAIRS = [{"first": f"a cab {i}", "second": f"fed {i} he", "answer": ("yes", "no")[i % 3 > 0]} for i in range(90)]
+
+
+def pairs(path: Path, tmp_path: Path, **fields: Any) -> MNLIData:
+    named = {"premise_field": "first", "hypothesis_field": "second", "label_field": "answer", "held_out": 0.2}
+    vocab = str(write_vocabulary(tmp_path / "words" / "vocab.txt"))
+    config = MNLIDataConfig(path=str(path), vocab=vocab, cache=str(tmp_path / "cache"), **(named | fields))
+    return prepare_pairs(config, quiet=True)
+
+
+@pytest.mark.parametrize("write", [write_csv, write_packed_csv, write_tsv, write_jsonl])
+def test_pairs_with_labels_of_their_own(write: Write, tmp_path: Path) -> None:
+    data = pairs(write(tmp_path, [*PAIRS, {"first": "a", "second": "b", "answer": ""}]), tmp_path)
+    assert data.label_names == ("no", "yes")
+    assert data.train_size + data.dev_size == 90
+    assert 5 < data.dev_size < 40
+    assert data.skipped["no label"] == 1
+    assert {n: sum(counts[n] for counts in data.label_counts.values()) for n in ("no", "yes")} == {"no": 60, "yes": 30}
+    rows = {tuple(ids) for ids in ids_of(data.train)}
+    assert rows.isdisjoint(tuple(ids) for ids in ids_of(data.dev))
+
+
+def test_held_out_pairs_in_a_file_of_their_own_and_numbers_as_labels(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    train = write_csv(tmp_path, [row | {"answer": k % 11} for k, row in enumerate(PAIRS)])
+    dev = write_jsonl(tmp_path / "dev", [row | {"answer": 10} for row in PAIRS[:5]])
+    data = pairs(train, tmp_path, held_out_path=str(dev))
+    assert (data.train_size, data.dev_size) == (90, 5)
+    assert data.label_names == tuple(map(str, range(11)))
+    assert data.label_counts["dev"]["10"] == 5
+    other = write_jsonl(tmp_path / "dev", [PAIRS[0] | {"answer": "maybe"}])
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: expected as label 0 \(0\), .* got 'maybe'"):
+        pairs(train, tmp_path, held_out_path=str(other))
+
+
+def test_mnlis_labels_keep_their_numbers(tmp_path: Path) -> None:
+    file = write_csv(tmp_path, [row | {"answer": ("neutral", "entailment")[k % 2]} for k, row in enumerate(PAIRS)])
+    assert pairs(file, tmp_path).label_names == ("entailment", "neutral", "contradiction")
+
+
+def test_a_data_set_of_one_split_and_other_labels_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {name: [row[name] for row in PAIRS] for name in PAIRS[0]}
+    columns["answer"] = [int(answer == "yes") for answer in columns["answer"]]
+    as_dataset(monkeypatch, columns, answer=SimpleNamespace(names=["no", "yes"]))
+    data = pairs(Path("someone/pairs"), tmp_path)
+    assert data.label_names == ("no", "yes")
+    read = pairs(write_csv(tmp_path, PAIRS), tmp_path)
+    for ours, theirs in ((data.train, read.train), (data.dev, read.dev)):
+        assert ids_of(ours) == ids_of(theirs)
+        np.testing.assert_array_equal(ours.labels, theirs.labels)
+    with pytest.raises(DataError, match=r"expected the columns first, b, answer, got first, second, answer: set data"):
+        pairs(Path("someone/pairs"), tmp_path, hypothesis_field="b")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"label_field": "label"},
+            r"line 2: expected the fields .* label, got first, second, answer: set data\.premise",
+        ),
+        ({"held_out_path": "nowhere.csv"}, r"expected a file of pairs .*, got .*nowhere\.csv, which is no file"),
+        ({"held_out": 1e-9}, r"\(the 1e-09 of it that is held out\): expected labeled .* and data\.held_out"),
+        ({"label_field": "first"}, r"such as '.*': is data\.label_field the column of the labels\?"),
+    ],
+)
+def test_pairs_that_cannot_be_read_are_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    many = [row | {"first": f"a{k}"} for k, row in enumerate(PAIRS * 2)]
+    with pytest.raises(DataError, match=message) as raised:
+        pairs(write_csv(tmp_path, many), tmp_path, **change)
+    assert "\n" not in str(raised.value)
+
+
+def test_one_label_alone_and_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected two labels or more, got yes alone: check data"):
+        pairs(write_csv(tmp_path, [row | {"answer": "yes"} for row in PAIRS]), tmp_path)
+    (tmp_path / "pairs.xlsx").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"expected a file of pairs \(\.jsonl .*, got .*xlsx, which is another file"):
+        pairs(tmp_path / "pairs.xlsx", tmp_path)
