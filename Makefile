@@ -13,10 +13,11 @@ CRITEO ?=
 BUDGET ?= 600s
 SEEDS ?= 3
 
-.PHONY: help install demo test zoo faults dist check bench bench-dlrm frontier gpu format clean
+.PHONY: help install demo docs test zoo faults dist check bench bench-dlrm frontier gpu format clean
 
 help:
 	@echo "make demo    train a language model of code dense, narrow and compressed for the same time and compare them (8 minutes)"
+	@echo "make docs    build the documentation site, with the API reference, in site/"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make zoo     check every family of models, write docs/zoo.md (30 minutes)"
 	@echo "make faults  kill, damage, interrupt and starve everything, write docs/faults.md (8 minutes)"
@@ -47,6 +48,10 @@ demo: install
 	@echo "three lines that the compressed model completes:"
 	@for prompt in "def read(self" "    for name in" "    def __init__(self"; do \
 		$(BIN)/comera generate $(DEMO_OUT)/comera "$$prompt" --max_new_tokens 40 --temperature 0.5; echo "--"; done
+
+docs: install
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with the search: $(BIN)/python -m http.server --directory site"
 
 test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2

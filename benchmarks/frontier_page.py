@@ -14,7 +14,7 @@ from frontier import RATES, TUNING, parse
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
-from comera.report.style import GREY, PURPLE, TEAL, png_and_svg, styled
+from comera.report.style import GREY, PURPLE, TEAL, png, styled
 
 PAGE = Path(__file__).parents[1] / "docs" / "frontier.md"
 FIGURE = PAGE.with_suffix(".png")
@@ -139,7 +139,7 @@ def _draw(rows: list[dict[str, str]]) -> None:
             axes.margins(x=0.2, y=0.1)
             axes.set_xlabel(label)
         panels[0].set_ylabel("held-out nats per byte")
-        FIGURE.write_bytes(png_and_svg(figure, "frontier", "Held-out nats per byte over cost")[0])
+        FIGURE.write_bytes(png(figure))
 
 
 if __name__ == "__main__":

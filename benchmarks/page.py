@@ -14,7 +14,7 @@ from common import RESULTS
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from comera.report.style import INK, ORANGE, TEAL, png_and_svg, styled
+from comera.report.style import INK, ORANGE, TEAL, png, styled
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 FIGURE = PAGE.with_suffix(".png")
@@ -135,7 +135,7 @@ def _draw(goals: list[tuple[str, float]]) -> None:
         axes.set_xticks([tick for tick in TICKS if min(*reached, 1) / 1.5 < tick < max(*reached, 1) * 1.5])
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
-        FIGURE.write_bytes(png_and_svg(figure, "benchmarks", "Measured over goal")[0])
+        FIGURE.write_bytes(png(figure))
 
 
 def _one(column: str, **wanted: str) -> Callable[[Rows], float]:

@@ -3,7 +3,7 @@
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from io import StringIO
@@ -58,12 +58,17 @@ class Table:
         header, *rows = zip(self.header, *self.rows, strict=True)
         return Table(header, "l" + "r" * len(self.rows), tuple(rows))
 
-    def html(self) -> str:
-        """A table element in a box that scrolls on narrow pages."""
+    def html(self, links: Mapping[str, str] | None = None) -> str:
+        """A table element in a box that scrolls on narrow pages. links: addresses, by the text of a cell."""
+
+        def link(cell: str) -> str:
+            address = (links or {}).get(cell)
+            return escape(cell) if address is None else f'<a href="{escape(address)}">{escape(cell)}</a>'
+
         names = ["num" if side == "r" else "txt" for side in self.align]
-        head = "".join(f'<th class="{name}">{escape(cell)}</th>' for name, cell in zip(names, self.header, strict=True))
+        head = "".join(f'<th class="{name}">{link(cell)}</th>' for name, cell in zip(names, self.header, strict=True))
         lines = [
-            "".join(f'<td class="{name}">{escape(cell)}</td>' for name, cell in zip(names, row, strict=True))
+            "".join(f'<td class="{name}">{link(cell)}</td>' for name, cell in zip(names, row, strict=True))
             for row in self.rows
         ]
         foot = f"<tfoot><tr>{lines.pop()}</tr></tfoot>" if self.total and lines else ""

@@ -28,12 +28,17 @@ def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: b
         loss, tokens = 4 + 5 * 0.95**step, 1000 * step
         if step:
             rows.append(
-                {"kind": "train", **at, "loss": loss, "tokens": tokens, "step_time": 20.0, "lr": {"dense": 0.1}}
+                {
+                    **{"kind": "train", **at, "loss": loss, "tokens": tokens, "step_time": 20.0, "lr": {"dense": 0.1}},
+                    **{"grad_norm": 1.5, "peak_memory": 2**28, "energy": {"cpu_estimated": 72.0 * step}},
+                }
             )
         if step == steps // 2 and step and trains:
             rows.append({"kind": "prune", **at, "before": stored + 9, "after": stored})
         if evals and step % 20 == 0 and step:
-            rows.append({"kind": "eval", **at, "loss": loss + 0.1, "tokens": tokens})
+            rows.append(
+                {"kind": "eval", **at, "loss": loss + 0.1, "tokens": tokens, "energy": {"cpu_estimated": 72.0 * step}}
+            )
         if step % 20 == 0:
             ranks = {
                 name: [max(1, r - r * step // (2 * max(steps, 1))) for r in s.inner_ranks] for name, s in trains.items()
@@ -66,6 +71,9 @@ def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: b
             tensorized_ratio=8.0 if trains else 1.0,
             ratio=7.5,
             stopped="time",
+            energy={"cpu_estimated": 72.0 * steps},
+            memory={"weights": 4.0 * stored, "optimizer state": 8.0 * stored},
+            parts={"batches": 2.0 * steps, "evaluation": 100.0},
         ).write(folder / "summary.json")
     return folder
 
@@ -79,6 +87,8 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.ids: list[str] = []
         self.links: list[str] = []
+        self.anchors: list[str] = []
+        self.charts: dict[str, dict[str, Any]] = {}
         self.text = ""
         self.source = path.read_text("utf-8")
         self.feed(self.source)
@@ -88,8 +98,12 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.ids += [value for name, value in attrs if name == "id" and value]
-        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data") and value]
-        if tag != "meta":
+        found = [value for name, value in attrs if name in ("src", "href", "xlink:href", "data") and value]
+        if tag == "a":
+            self.anchors += found
+        else:
+            self.links += found
+        if tag not in ("meta", "input"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -100,13 +114,20 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self.open[-1:] == ["script"]:
+            if data.startswith("{"):  # the data of a chart
+                chart = json.loads(data)
+                self.charts[chart["title"]] = chart
+        elif self.open[-1:] != ["style"]:
+            self.text += data
 
 
 def assert_self_contained(page: Page) -> None:
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    """It loads nothing; what it links to is a page beside it."""
+    assert not {"link", "iframe", "object", "img"} & set(page.tags)
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in page.links)
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
+    assert all(not link.startswith(("/", "http")) for link in page.anchors)
     assert len(page.ids) == len(set(page.ids))
     assert "@import" not in page.source
     assert page.source.count("url(") == page.source.count("url(#")

@@ -74,7 +74,7 @@ def config(data_config: CriteoConfig, tmp_path: Path) -> DLRMTaskConfig:
 
 def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """What a run logged, but for what it took."""
-    measured = {"time", "step_time", "tokens_per_s", "peak_memory"}
+    measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in measured} for row in found if kind in (None, row["kind"])]
 

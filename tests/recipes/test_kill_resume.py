@@ -57,7 +57,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["comera.recipes.code_lm.recipe", "comera.report.plots", "jsonargparse"])
+    context.set_forkserver_preload(["comera.recipes.code_lm.recipe", "comera.report.html", "jsonargparse"])
     process = context.Process(target=int)  # waits until the server has imported them
     process.start()
     process.join()
@@ -97,7 +97,7 @@ def straight(start: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFact
 
 def course(run: Path) -> list[dict[str, Any]]:
     """All that a run logged, but for what it took."""
-    measured = {"time", "step_time", "tokens_per_s", "peak_memory"}
+    measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in measured} for row in rows]
 

@@ -84,7 +84,7 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def course(folder: Path) -> list[dict[str, Any]]:
     """All that a run logged, but for what it took."""
-    measured = {"time", "step_time", "tokens_per_s", "peak_memory"}
+    measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in measured} for row in found]
 

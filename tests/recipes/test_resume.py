@@ -98,7 +98,7 @@ class Tiny(Task):
 
 def history(run: Path) -> list[dict[str, Any]]:
     """All records without what clock and memory say."""
-    measured = {"time", "tokens_per_s", "step_time", "peak_memory"}
+    measured = {"time", "tokens_per_s", "step_time", "peak_memory", "energy"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]
 

@@ -265,10 +265,12 @@ def test_absurd_numbers_are_drawn_or_named(name: str, value: Any, tmp_path: Path
     metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     refused = None
     try:
-        report.render(folder)
+        report.read_run(folder)
     except DataError as error:
         refused = str(error)
     assert refused is None or ("metrics.jsonl, line" in refused and "\n" not in refused)
+    page = report.render(folder).read_text()
+    assert ("cannot be read" in page) == (refused is not None)
 
 
 @pytest.mark.parametrize(
@@ -289,4 +291,5 @@ def test_absurd_results_are_named(file: str, content: dict[str, Any], tmp_path: 
     found = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
     (folder / file).write_text(json.dumps({**found, **content}))
     with pytest.raises(DataError, match=file):
-        report.render(folder)
+        report.read_run(folder)
+    assert f"{folder / file}: " in (page := report.render(folder).read_text()) or f"in {folder / file}, " in page

@@ -174,7 +174,7 @@ def citations_from_outside(src: Path) -> list[str]:
 def files_that_are_not_there(src: Path) -> list[str]:
     """Paths such as ops/linear.py, in comments and pages, that lead nowhere."""
     root = src.parents[1]
-    roots = [root, root / "src", src, src / "kernels"]
+    roots = [root, root / "src", root / "docs", src, src / "kernels"]
     return [
         f"{place}: {name}"
         for place, line in texts(src)

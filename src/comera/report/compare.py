@@ -1,18 +1,25 @@
-"""Compares finished runs: one table, one figure, one page."""
+"""Compares finished runs: one table, one page, and figures for Markdown."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
+from textwrap import fill
+from urllib.parse import quote
 
 from comera.errors import DataError
 from comera.files import replace_file
+from comera.report.charts import plots
+from comera.report.curves import WATT_HOUR, charts_of_runs
 from comera.report.html import page, section
 from comera.report.run import RunData, read_run
 from comera.report.tables import count, duration, join_ranks, label, megabytes, metric, number, times
+from comera.report.verdict import of_comparison
 from comera.tables import Table
+from comera.trainer.energy import is_estimated, total
 from comera.trainer.metrics import Summary
 
 
@@ -32,29 +39,34 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     tables = _tables(data, summaries)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    figures = write_figures(PLOTS_OF_RUNS, data, out)
+    captions = write_figures(PLOTS_OF_RUNS, data, out)
     rows = [{"name": name, "run": str(data[name].folder), **asdict(summary)} for name, summary in summaries.items()]
     replace_file(out / "compare.json", json.dumps(rows, indent=1) + "\n")
     title = f"{next(iter(summaries.values())).recipe}: comparison of runs"
+    verdict = of_comparison(data)
     text = "\n\n".join(
         table.markdown() if name == "Results" else f"{name}:\n\n{table.markdown()}" for name, table in tables.items()
     )
-    pictures = "\n\n".join(f"![{caption}]({name}.png)" for name, (_, caption) in figures.items())
-    replace_file(out / "compare.md", f"# {title}\n\n{text}\n\n{pictures}\n")
-    lead = f'<p class="muted">{escape(", ".join(data))}</p>'
-    body = [html for html, _ in figures.values()]
-    body += [section(name, table.html()) for name, table in tables.items()]
+    pictures = "\n\n".join(f"![{caption}]({name}.png)" for name, caption in captions.items())
+    replace_file(out / "compare.md", f"# {title}\n\n{' '.join(verdict)}\n\n{text}\n\n{pictures}\n")
+    lead = "".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict)
+    links = {name: link for name, run in data.items() if (link := _link(run.folder / "report.html", out))}
+    body = [section("Curves", drawn)] if (drawn := plots(charts_of_runs(data))) else []
+    body += [
+        section(name, table.transposed().html(links) if name == "Results" else table.html())
+        for name, table in tables.items()
+    ]
+    body.append(section("Provenance", _provenance(data).html(links)))
     replace_file(out / "compare.html", page(title, lead, body))
     return text
 
 
 def results(runs: Mapping[str, Path]) -> str:
-    """The tables of `compare` as text that fits a terminal. Raises DataError as `compare` does."""
+    """The tables of `compare` as text that fits a terminal, and its verdict. Raises DataError as `compare` does."""
     data = {name: read_run(folder) for name, folder in runs.items()}
     tables = _tables(data, _summaries(data))
-    return "\n\n".join(
-        table.fitted() if name == "Results" else f"{name}:\n\n{table.fitted()}" for name, table in tables.items()
-    )
+    shown = [table.fitted() if name == "Results" else f"{name}:\n\n{table.fitted()}" for name, table in tables.items()]
+    return "\n\n".join([*shown, *(fill(sentence, 100) for sentence in of_comparison(data))])
 
 
 def _tables(data: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> dict[str, Table]:
@@ -67,6 +79,20 @@ def _tables(data: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> di
     if ranks:
         tables[f"Ranks of {block}"] = ranks
     return tables
+
+
+def _link(page: Path, out: Path) -> str | None:
+    """The address of a run's page, relative so that it holds when the folder of all is moved; None without a page."""
+    return quote(os.path.relpath(page, out).replace(os.sep, "/")) if page.is_file() else None
+
+
+def _provenance(runs: Mapping[str, RunData]) -> Table:
+    """Where each run comes from, one row per run: times compare on equal machines only."""
+    names = ("started", "machine", "threads", "processes", "comera", "torch", "python", "commit", "data")
+    last = {name: run.provenance[-1] if run.provenance else {} for name, run in runs.items()}
+    shown = [name for name in names if any(entry.get(name) for entry in last.values())]
+    rows = [(name, *(str(entry.get(each) or "–") for each in shown)) for name, entry in last.items()]
+    return Table(("run", *shown), "l" * (1 + len(shown)), tuple(rows))
 
 
 def _summaries(runs: Mapping[str, RunData]) -> dict[str, Summary]:
@@ -84,12 +110,15 @@ def _results(runs: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> T
     """One row per run; columns that every run leaves empty are omitted."""
     dense = summaries.get("dense") or next((s for s in summaries.values() if s.method == "dense"), None)
     columns: dict[str, list[str]] = {}
+    known = [summary.energy for summary in summaries.values() if summary.energy]
+    energy, mark = ("estimated Wh", "") if all(map(is_estimated, known)) else ("Wh", " (estimated)")
     for name in dict.fromkeys(name for summary in summaries.values() for name in summary.metrics):
         columns[_header(name)] = [metric(name, summary.metrics.get(name)) for summary in summaries.values()]
     for name in dict.fromkeys(name for run in runs.values() for name in run.test if name != "loss"):
         columns[f"test {_header(name)}"] = [metric(name, run.test.get(name)) for run in runs.values()]
     for run, summary in zip(runs.values(), summaries.values(), strict=True):
         faster = dense.step_time / summary.step_time if dense and summary.step_time else None
+        joules = total(summary.energy)
         timed = summary.steps and summary.step_time
         cells = {
             "held-out loss": f"{summary.held_out_loss:.3f}" if summary.held_out_loss is not None else "–",
@@ -103,6 +132,9 @@ def _results(runs: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> T
             "step ms": number(summary.step_time * 1e3),
             "speed": times(faster),
             "peak MB": megabytes(summary.peak_memory),
+            energy: number(None if joules is None else joules / WATT_HOUR)
+            + (mark if is_estimated(summary.energy) else ""),
+            "CO₂ g": number(summary.co2),
             "time": duration(summary.time),
             "steps": f"{summary.steps:,}",
             "examples": f"{summary.examples:,}" if summary.examples else "–",

@@ -1,14 +1,18 @@
-"""The report of a run: figures as PNG, and one self-contained HTML page."""
+"""The report of a run: one HTML page that loads nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from comera._version import __version__
 from comera.convert.report import fold
 from comera.files import replace_file
+from comera.report.charts import plots, scripts
+from comera.report.curves import charts_of
+from comera.report.ranks import ranks_section
 from comera.report.run import RunData, read_run
 from comera.report.tables import (
     count,
@@ -21,44 +25,52 @@ from comera.report.tables import (
     number,
     times,
 )
+from comera.report.verdict import energy_text, of_run
 from comera.tables import Table
+from comera.trainer.metrics import Summary
 
 _FOOTER = f"Made by comera {__version__}. 1 MB = 2<sup>20</sup> bytes."
 
 
 def render(run: Path) -> Path:
-    """Draw the figures of a run as PNG and write its report.html; returns the page's path.
+    """Write report.html of a run, one page that loads nothing; returns its path.
 
-    Unfinished runs are fine. Raises DataError for a folder that is missing, malformed or not a run.
+    Of a run that is unfinished or damaged, the page shows what can be read and says what cannot. Raises DataError for a
+    folder that is missing or not a run.
     """
-    from comera.report.plots import PLOTS  # matplotlib, only to draw
-    from comera.report.style import write_figures
-
-    data = read_run(run)
-    plots = "".join(html for html, _ in write_figures(PLOTS, data, data.folder).values())
-    table = layer_table(data)
+    data = read_run(run, damaged=True)
     cards = ""
     for name, (value, remark) in _headline(data).items():
         small = f"<small>{escape(remark)}</small>" if remark else ""
         cards += f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
+    table, charts = layer_table(data), charts_of(data)
     sections = [
-        f'<dl class="cards">{cards}</dl>',
-        section("Training curves", f'<div class="plots">{plots}</div>' if plots else "<p>No steps yet.</p>"),
-        section("Layers", table.html() if table else "<p>No layer is compressed: this is a dense run.</p>"),
+        f'<dl class="cards">{cards}</dl>' if cards else "",
+        section("Training curves", plots(charts) or "<p>No steps yet.</p>"),
+        section("Ranks", strips) if (strips := ranks_section(data)) else "",
+        section("Time by part", _time_table(data).html()) if data.summary and data.summary.parts else "",
+        section("Memory by part", _held_table(data.summary).html()) if data.summary and data.summary.memory else "",
+        section("Memory of a training step, estimated", _memory_table(data).html()) if data.memory else "",
+        section("Energy", _energy(data)) if data.train else "",
+        section("Layers", table.html() if table else f"<p>{_without_layers(data)}</p>"),
+        section("Provenance", _provenance(data)),
+        section("Configuration", f"<pre>{escape(data.config_text.rstrip())}</pre>") if data.config_text else "",
     ]
-    if data.memory:
-        sections.append(section("Estimated memory of a training step", _memory_table(data).html()))
-    if data.config_text:
-        sections.append(section("Configuration", f"<pre>{escape(data.config_text.rstrip())}</pre>"))
     heading = f"{data.recipe}, {data.method}"
-    return replace_file(data.folder / "report.html", page(heading, _lead(data), sections))
+    lead = f'<p class="verdict">{escape(of_run(data))}</p>{_lead(data)}'
+    return replace_file(data.folder / "report.html", page(heading, lead, [*filter(None, sections)]))
 
 
-def page(heading: str, lead: str, sections: Iterable[str]) -> str:
+def page(heading: str, lead: str, sections: Sequence[str]) -> str:
     """A complete page. heading: text; lead and sections: HTML."""
     template = Template(files("comera.report").joinpath("page.html").read_text("utf-8"))
     return template.substitute(
-        title=escape(heading), heading=escape(heading), lead=lead, main="\n".join(sections), footer=_FOOTER
+        title=escape(heading),
+        heading=escape(heading),
+        lead=lead,
+        main="\n".join(sections),
+        footer=_FOOTER,
+        scripts=scripts() if any('class="chart"' in each for each in sections) else "",
     )
 
 
@@ -101,7 +113,20 @@ def _headline(run: RunData) -> dict[str, tuple[str, str]]:
         results["Parameters"] = (count(size.total), f"{size.total:,}")
     if summary and summary.peak_memory:
         results["Peak memory"] = (f"{megabytes(summary.peak_memory)} MB", "")
+    if run.energy:
+        co2 = summary.co2 if summary else None
+        energy, guess, _ = energy_text(run.energy).partition(" (estimated)")
+        remarks = ["estimated"] * bool(guess) + ([] if co2 is None else [f"{number(co2)} g of CO₂"])
+        results["Energy"] = (energy, ", ".join(remarks))
     return results
+
+
+def _held_table(summary: Summary) -> Table:
+    """What the process held at its peak."""
+    rest = summary.peak_memory - sum(summary.memory.values())
+    rows = {**summary.memory, "gradients, activations, rest": rest} if rest > 0 else summary.memory
+    cells = tuple((name, megabytes(each)) for name, each in rows.items())
+    return Table(("part", "MB"), "lr", (*cells, ("peak", megabytes(summary.peak_memory))), total=True)
 
 
 def _memory_table(run: RunData) -> Table:
@@ -115,18 +140,86 @@ def _memory_table(run: RunData) -> Table:
 
 
 def _lead(run: RunData) -> str:
+    """How the run ended, and what is missing."""
+    missing = [f"{name} is missing." for name in ("config.yaml", "metrics.jsonl") if not (run.folder / name).is_file()]
+    notices = [*missing, *(f"Not shown, because it cannot be read: {problem}" for problem in run.problems)]
     if run.summary is None:
-        return (
-            '<p class="notice">This run has no summary: it is still running, or it was killed. '
-            "The results are those logged so far.</p>"
+        notices.insert(
+            0,
+            "This run has no summary: it is still running, or it was killed. The results are those logged so far.",
         )
+    html = "".join(f'<p class="notice">{escape(text)}</p>' for text in notices)
+    if run.summary is None:
+        return html
     ended = {
         "steps": f"Finished all {run.summary.steps:,} steps",
         "time": "Finished at its time limit",
         "interrupted": "Interrupted; it can be resumed",
     }
     how = ended.get(run.summary.stopped, f"Stopped: {run.summary.stopped}")
-    return f'<p class="muted">{escape(how)}, after {duration(run.summary.time)} of training.</p>'
+    return f'<p class="muted">{escape(how)}, after {duration(run.summary.time)} of training.</p>{html}'
+
+
+def _without_layers(run: RunData) -> str:
+    if run.method == "dense":
+        return "No layer is compressed: this is a dense run."
+    return "No layers are listed: layers.json is empty, missing or damaged."
+
+
+def _time_table(run: RunData) -> Table:
+    """Seconds by part of the run, and their shares."""
+    assert run.summary is not None
+    parts = dict(run.summary.parts)
+    batches = parts.pop("batches", 0.0)
+    seconds = {"batches": batches, "steps": max(0.0, run.summary.time - batches), **parts}
+    whole = sum(seconds.values())
+    rows = [(name, duration(each), f"{100 * each / max(whole, 1e-9):.1f} %") for name, each in seconds.items()]
+    return Table(("part", "time", "share"), "lrr", (*rows, ("sum", duration(whole), "100.0 %")), total=True)
+
+
+def _energy(run: RunData) -> str:
+    """Energy by source, and where each comes from."""
+    noted = run.provenance[-1].get("energy") if run.provenance else None
+    if not run.energy:
+        why = noted if isinstance(noted, str) and noted else "the run has not recorded it"
+        return f"<p>Not known: {escape(why)}.</p>"
+    basis: dict[str, Any] = {}
+    for entry in run.provenance:  # a resumed run may have had other counters
+        basis |= entry["energy"] if isinstance(entry.get("energy"), dict) else {}
+    rows = [
+        (name.replace("_", ", "), energy_text({name: joules}), f"{joules:,.0f}", str(basis.get(name, "")))
+        for name, joules in run.energy.items()
+    ]
+    rows.append(("sum", energy_text(run.energy), f"{sum(run.energy.values()):,.0f}", ""))
+    table = Table(("source", "energy", "joules", "basis"), "lrrl", tuple(rows), total=True).html()
+    co2 = run.summary.co2 if run.summary else None
+    grid = "Set train.energy.grid_intensity for the emissions." if co2 is None else ""
+    about = "Of training: evaluation and saving are not in it, nor fans, disks and losses of the power supply."
+    emitted = f"<p>{number(co2)} g of CO₂ equivalent, from the stated grid intensity.</p>" if co2 is not None else ""
+    return f'{table}{emitted}<p class="muted">{about} {grid}</p>'
+
+
+def _provenance(run: RunData) -> str:
+    """Where the run comes from, as it was last started, and when it was resumed."""
+    if not run.provenance:
+        return "<p>Not recorded.</p>"
+    last = run.provenance[-1]
+    names = {"kernels": "kernels", "commit": "commit of the folder", "data": "prepared data"}
+    skipped = ("energy", "step", "start_from")
+    rows = [(names.get(name, name), str(value)) for name, value in last.items() if name not in skipped and value]
+    data = run.config.get("data")
+    if isinstance(data, dict) and data.get("path"):
+        rows.append(("data.path", str(data["path"])))
+    if isinstance(last.get("start_from"), dict):
+        rows.append(("starts from", ", ".join(f"{name} {value}" for name, value in last["start_from"].items())))
+    resumed = [str(entry.get("step")) for entry in run.provenance[1:]]
+    rows += (
+        [("resumed", f"at step {', '.join(resumed)}; first started {run.provenance[0].get('started')}")]
+        if resumed
+        else []
+    )
+    cells = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(value)}</dd>" for name, value in rows)
+    return f'<dl class="facts">{cells}</dl>'
 
 
 def layer_table(run: RunData) -> Table | None:

@@ -15,6 +15,7 @@ import yaml
 from comera.convert import LayerRow
 from comera.errors import CheckpointError, DataError
 from comera.trainer.metrics import Summary
+from comera.trainer.provenance import PROVENANCE
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class TrainPoint(Point):
     """One logged training step. tokens: seen so far; step_time: seconds.
 
     size: unpruned parameters of the tensor trains, 0 for a dense run; stage: of rank adaptation, "" if there is none.
+    grad_norm: before clipping; lr: by group; peak_memory: bytes, 0 if unknown; energy: joules so far, by source.
     """
 
     loss: float
@@ -37,15 +39,24 @@ class TrainPoint(Point):
     step_time: float
     size: int = 0
     stage: str = ""
+    grad_norm: float = math.nan
+    lr: Mapping[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
+    energy: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvalPoint(Point):
-    """One evaluation on held-out data. metrics: all but the loss."""
+    """One evaluation on held-out data. metrics: all but the loss; energy: joules so far, by source."""
 
     loss: float
     tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    energy: Mapping[str, float] = field(default_factory=dict)
+
+    def value(self, name: str) -> float:
+        """The loss, or a metric; NaN for one that was not measured."""
+        return self.loss if name == "loss" else self.metrics.get(name, math.nan)
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,8 @@ class RunData:
     """The contents of a run folder. layers: of the conversion, empty for a dense run; summary: None before the end.
 
     memory: estimated bytes of a training step by method and part; test: metrics on test data; references: values to
-    hold the held-out metrics against, by metric and label; all empty for recipes without them.
+    hold the held-out metrics against, by metric and label; all empty for recipes without them. provenance: an entry for
+    each time that the run was started or resumed. problems: what could not be read, and why.
     """
 
     folder: Path
@@ -116,6 +128,8 @@ class RunData:
     memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     test: Mapping[str, float] = field(default_factory=dict)
     references: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    provenance: tuple[Mapping[str, Any], ...] = ()
+    problems: tuple[str, ...] = ()
 
     train = _points_of(TrainPoint)
     evals = _points_of(EvalPoint)
@@ -142,16 +156,33 @@ class RunData:
         return "samples" if single else "tokens"
 
     @property
+    def judged_by(self) -> str:
+        """The metric by which the run is judged: one with references, else its first, else the loss."""
+        metrics = list(self.evals[-1].metrics) if self.evals else []
+        return next((name for name in self.references if name in metrics), metrics[0] if metrics else "loss")
+
+    @property
+    def energy(self) -> Mapping[str, float]:
+        """Joules of training so far by source; empty where they are unknown."""
+        return self.summary.energy if self.summary else self.train[-1].energy if self.train else {}
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run took over another run's model: its time counts from there."""
+        noted = any(entry.get("start_from") for entry in self.provenance)
+        return noted or any(stage.step == 0 for stage in self.stages)
+
+    @property
     def element_bytes(self) -> float:
         """Mean bytes per parameter, from the summary; else 4, as for float32."""
         return self.summary.size_bytes / self.summary.parameters if self.summary and self.summary.parameters else 4.0
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path, *, damaged: bool = False) -> RunData:
     """Read config.yaml, metrics.jsonl and the JSON files of a run, those that exist.
 
-    Skips a torn last line of the metrics, which a killed run leaves.
-    Raises DataError for a folder that is missing, malformed or not a run.
+    Skips a torn last line of the metrics, which a killed run leaves. damaged: read what can be read, and note the rest
+    in `problems`. Raises DataError for a folder that is missing or not a run, and unless `damaged` for a malformed one.
     """
     folder = Path(folder)
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
@@ -162,23 +193,51 @@ def read_run(folder: Path) -> RunData:
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; "
             "give the folder that `comera train` wrote"
         )
-    config_text = config.read_text("utf-8") if config.is_file() else ""
+    problems: list[str] | None = [] if damaged else None
+
+    def tried(read: Callable[[], T], otherwise: T) -> T:
+        try:
+            return read()
+        except (DataError, CheckpointError, OSError, UnicodeDecodeError) as error:
+            if problems is None:
+                raise error if isinstance(error, OSError) else DataError(str(error)) from error
+            problems.append(str(error))
+            return otherwise
+
+    config_text = tried(lambda: config.read_text("utf-8") if config.is_file() else "", "")
+    return RunData(
+        folder,
+        config_text,
+        config=tried(lambda: _read_config(config, config_text), {}),
+        points=tried(lambda: _read_points(metrics, problems), ()),
+        layers=tried(lambda: _read_layers(folder / "layers.json"), ()),
+        summary=tried(lambda: Summary.read(folder / "summary.json"), None),
+        memory=tried(lambda: _read_mapping(folder / "memory.json", _floats), {}),
+        test=tried(lambda: _read_mapping(folder / "test.json", _float), {}),
+        references=tried(lambda: _read_mapping(folder / "references.json", _floats), {}),
+        provenance=tried(lambda: _read_provenance(folder / PROVENANCE), ()),
+        problems=tuple(problems or ()),
+    )
+
+
+def _read_config(path: Path, text: str) -> Mapping[str, Any]:
     try:
-        settings = yaml.safe_load(config_text) or {}
+        settings = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise DataError(f"{config} is not valid YAML: {error}") from error
+        raise DataError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(settings, dict):
-        raise DataError(f"{config}: expected a mapping of settings, got {_shown(settings)}")
+        raise DataError(f"{path}: expected a mapping of settings, got {_shown(settings)}")
+    return settings
+
+
+def _read_provenance(path: Path) -> tuple[Mapping[str, Any], ...]:
     try:
-        summary = Summary.read(folder / "summary.json")
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
-    points = _read_points(metrics) if metrics.is_file() else ()
-    layers = _read_layers(folder / "layers.json")
-    memory = _read_mapping(folder / "memory.json", _floats)
-    test = _read_mapping(folder / "test.json", _float)
-    references = _read_mapping(folder / "references.json", _floats)
-    return RunData(folder, config_text, settings, points, layers, summary, memory, test, references)
+        entries = json.loads(path.read_text("utf-8")) if path.is_file() else []
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise DataError(f"{path}: expected a list of objects, got {_shown(entries)}")
+    return tuple(entries)
 
 
 def _read_mapping(path: Path, cast: Callable[[Any], T]) -> dict[str, T]:
@@ -208,20 +267,30 @@ def _read_layers(path: Path) -> tuple[LayerRow, ...]:
         raise DataError(f"{path}: expected a list of layers as `comera train` writes it ({error!r})") from error
 
 
-def _read_points(path: Path) -> tuple[Point, ...]:
+def _read_points(path: Path, problems: list[str] | None) -> tuple[Point, ...]:
+    """The records of metrics.jsonl. problems: where to note lines that cannot be read, None to raise DataError."""
     points: list[Point] = []
-    lines = path.read_bytes().split(b"\n")
+    lines, unreadable = path.read_bytes().split(b"\n") if path.is_file() else [], 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # no newline behind it: the writer was killed inside this line
-                break
-            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
-        if (point := _point(row, f"{path}, line {number}")) is not None:
-            points.append(point)
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if number == len(lines):  # no newline behind it: the writer was killed inside this line
+                    break
+                raise DataError(f"{path}, line {number} is not JSON: {error}") from error
+            if (point := _point(row, f"{path}, line {number}")) is not None:
+                points.append(point)
+        except DataError as error:
+            if problems is None:
+                raise
+            if not unreadable:
+                problems.append(str(error))
+            unreadable += 1
+    if problems and unreadable > 1:
+        problems.append(f"{path}: {unreadable - 1:,} further lines cannot be read")
     return tuple(points)
 
 

@@ -1,10 +1,8 @@
-"""The look of figures: one palette, thin axes, direct labels; saved as PNG, and as SVG in the colors of the page."""
+"""The look of figures: one palette, thin axes, direct labels; saved as PNG."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from html import escape
-from io import BytesIO, StringIO
+from io import BytesIO
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -16,17 +14,14 @@ from matplotlib.figure import Figure
 from comera.files import replace_file
 
 T = TypeVar("T")
-# By file name: the title, and the function that draws the figure, or returns None if there is nothing to show. Its
-# docstring is the caption, which says how to read the figure.
-Plots: TypeAlias = Mapping[str, tuple[str, Callable[[T], Figure | None]]]
+# By file name: the function that draws the figure, or returns None if there is nothing to show. Its docstring is the
+# caption, which says how to read the figure.
+Plots: TypeAlias = Mapping[str, Callable[[T], Figure | None]]
 
 INK, MUTED, GRID, PAPER = "#1d2330", "#69707d", "#e1e4ea", "#ffffff"
 BLUE, ORANGE, TEAL, PURPLE, PINK, GREY = "#2f6fbb", "#c8590b", "#0e857a", "#7b4fc4", "#b8336a", "#7a828f"
 METHOD_COLORS = {"dense": GREY, "comera": TEAL}
 OTHERS = (BLUE, ORANGE, PURPLE, PINK)  # colors of runs that are not named after these methods
-# SVGs inside a page use its variables for these colors, so one figure serves light, dark and print
-_COLORS = (INK, MUTED, GRID, BLUE, ORANGE, TEAL, PURPLE, PINK, GREY)
-_VARIABLES = ("ink", "muted", "grid", "blue", "orange", "teal", "purple", "pink", "grey")
 _RC: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": MUTED,
@@ -55,8 +50,6 @@ _RC: dict[Any, Any] = {
     "grid.linewidth": 0.7,
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "comera",
     "text.color": INK,
     "xtick.color": MUTED,
     "xtick.major.size": 3,
@@ -98,47 +91,19 @@ def size_axes(figure: Figure, **settings: str) -> Axes:
     return axes
 
 
-def write_figures(plots: Plots[T], data: T, folder: Path) -> dict[str, tuple[str, str]]:
-    """Write `folder`/NAME.png of each figure that has something to show; returns its HTML and its caption by name.
-
-    A wide figure scrolls on a phone.
-    """
-    written = {}
+def write_figures(plots: Plots[T], data: T, folder: Path) -> dict[str, str]:
+    """Write `folder`/NAME.png of each figure that has something to show; returns its caption by name."""
+    captions = {}
     with styled():
-        for name, (title, draw) in plots.items():
+        for name, draw in plots.items():
             if figure := draw(data):
-                png, svg = png_and_svg(figure, name, title)
-                replace_file(folder / f"{name}.png", png)
-                caption = " ".join(str(draw.__doc__).split())
-                kind = ' class="wide"' if figure.get_figwidth() > 6 else ""
-                body = f'<div class="scroll">{svg}</div><figcaption>{escape(caption)}</figcaption>'
-                written[name] = f"<figure{kind}>{body}</figure>\n", caption
-    return written
+                replace_file(folder / f"{name}.png", png(figure))
+                captions[name] = " ".join(str(draw.__doc__).split())
+    return captions
 
 
-def png_and_svg(figure: Figure, name: str, label: str) -> tuple[bytes, str]:
-    """The figure as PNG on white, and as an SVG element for a page.
-
-    The SVG's colors are CSS variables, its text is text in `--sans`, its ids start with `name`.
-    label: what a screen reader says.
-    """
-    png, out = BytesIO(), StringIO()
-    figure.savefig(png, format="png", dpi=200)
-    figure.set_layout_engine("none")  # keep the PNG's layout: measuring all texts again takes most of the time
-    figure.savefig(out, format="svg", facecolor="none")
-    return png.getvalue(), _for_page(out.getvalue(), name, label)
-
-
-def _for_page(svg: str, name: str, label: str) -> str:
-    svg = svg[svg.index("<svg") :]
-    # its style sheet would apply to the whole page, which has the same rules for its figures
-    svg = re.sub(r"\s*<metadata>.*?</metadata>|\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<image[^>]*?) id="[^"]*"', r"\1", svg)  # a hash of the content: equal pictures would share it
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'href="#|url\(#', lambda found: f"{found[0]}{name}-", svg)
-    svg = svg.replace("'DejaVu Sans'", "var(--sans)")
-    for color, variable in zip(_COLORS, _VARIABLES, strict=True):
-        svg = svg.replace(color, f"var(--{variable})")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
+def png(figure: Figure) -> bytes:
+    """The figure as PNG on white."""
+    out = BytesIO()
+    figure.savefig(out, format="png", dpi=200)
+    return out.getvalue()

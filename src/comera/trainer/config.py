@@ -8,13 +8,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from comera.errors import ConfigError, check_fields
 from comera.rank.objective import EarlyStage, LateStage
+from comera.trainer.energy import EnergyConfig
 from comera.trainer.trackers import TrackerName
 
 # Fields that a resumed run may change: they decide what is shown, written and measured and how it is computed, but not
 # what is learned.
 _FREE = {
     *("eval_every", "eval_batches", "save_every", "log_every"),
-    *("trackers", "progress", "threads", "device", "mode", "recompute"),
+    *("trackers", "progress", "threads", "device", "mode", "recompute", "energy"),
 }
 
 OptimizerName = Literal["adamw", "muon", "adagrad", "sgd"]
@@ -129,6 +130,9 @@ class TrainConfig:
     """Steps between checkpoints; 0: only at a new best evaluation and at the end."""
     log_every: int = 10
     """Steps between records of training metrics; on a GPU each one synchronizes."""
+
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
+    """Watts and grid intensity, from which energy and emissions of the run follow."""
 
     trackers: tuple[TrackerName, ...] = ()
     """Experiment trackers to log to besides metrics.jsonl: tensorboard, wandb, mlflow, csv, or several, such as

@@ -25,6 +25,7 @@ from comera.trainer.checkpoint import checkpoints, clean, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.display import Display
+from comera.trainer.energy import SOURCES, add
 from comera.trainer.evaluation import evaluate
 from comera.trainer.lock import hold
 from comera.trainer.metrics import Summary
@@ -135,10 +136,11 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
         logger.log_size()
         logger.log_stage()
     state.model.train()
-    state.clock.start()
+    state.start()
     while progress.stopped is None:
         _set_learning_rates(state)
-        batches = [task.train_batch(progress.step, micro, rank, world) for micro in range(config.accumulation)]
+        with state.part("batches"):
+            batches = [task.train_batch(progress.step, micro, rank, world) for micro in range(config.accumulation)]
         tokens, counts = sum(map(task.tokens, batches)), map(task.examples, batches)
         examples = sum(config.batch_size if count is None else count for count in counts)
         inputs = [send_to_device(batch, device, non_blocking=True) for batch in batches]
@@ -166,13 +168,16 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
             logger.log_train(*state.last, state.take_peak_memory(), state.fraction_done())
         if not (prunes or evaluates or saves):
             continue
-        with state.clock.paused():
-            if prunes:
-                _prune(state, logger)
-            if completes:
-                _meet_target(state, logger)
+        with state.paused():
+            if prunes or completes:
+                with state.part("pruning"):
+                    if prunes:
+                        _prune(state, logger)
+                    if completes:
+                        _meet_target(state, logger)
             if evaluates:
-                is_best = _evaluate(state, logger, last=completes)
+                with state.part("evaluation"):
+                    is_best = _evaluate(state, logger, last=completes)
                 saves = saves or is_best
             if saves:
                 _save(state, logger)
@@ -208,18 +213,20 @@ def _weights(state: TrainState, batches: Sequence[Batch]) -> Tensor | None:
 def _count(state: TrainState, tokens: int, examples: int, *, interrupted: bool) -> None:
     """Add a step to the progress, and stop the run at a bound or an interruption.
 
-    Processes agree on the longest time, all tokens and examples, and any interruption: they must decide alike.
+    Processes agree on the longest time, all tokens, examples and joules, and any interruption: they must decide alike.
     """
     progress, config, accelerator = state.progress, state.config, state.accelerator
-    progress.time = state.clock.seconds
+    progress.time, joules = state.clock.seconds, state.energy.take()
     if accelerator.num_processes > 1:
-        own = [[progress.time, tokens, examples, interrupted]]
+        own = [[progress.time, tokens, examples, interrupted, *(joules.get(source, 0.0) for source in SOURCES)]]
         gathered = accelerator.gather(torch.tensor(own, dtype=torch.float64, device=accelerator.device))
-        times, all_tokens, all_examples, all_interrupted = gathered.T.tolist()
+        times, all_tokens, all_examples, all_interrupted, *all_joules = gathered.T.tolist()
         progress.time, interrupted = max(times), any(all_interrupted)
         tokens, examples = int(sum(all_tokens)), int(sum(all_examples))
+        joules = {source: sum(each) for source, each in zip(SOURCES, all_joules, strict=True) if any(each)}
     progress.tokens += tokens
     progress.examples += examples
+    progress.energy = add(progress.energy, joules)
     if state.max_steps and progress.step >= state.max_steps:
         progress.stopped = "steps"
     elif config.max_seconds and progress.time >= config.max_seconds:
@@ -292,7 +299,8 @@ def _save(state: TrainState, logger: RunLogger) -> None:
     if steady := state.step_times[_WARM_UP_STEPS:] or state.step_times:
         progress.step_time = statistics.median(steady)
     state.take_peak_memory()
-    rng = gather_object([rng_state()])
+    rng, joules = zip(*gather_object([(rng_state(), state.energy.take())]), strict=True)
+    progress.energy = add(progress.energy, *joules)
     if state.accelerator.is_main_process:
         logger.sync()
         saved = (state.model, state.optimizer, state.controller, progress)

@@ -22,7 +22,9 @@ class Summary:
     parameters: stored, `tensorized` of them in tensor trains. ratio, tensorized_ratio: dense parameters per stored one
     (None where nothing is stored). held_out_loss: of the last evaluation; metrics: its other values by name.
     stopped: "steps" (or epochs), "time" or "interrupted". mode: how the last steps ran, "eager", "compile", "graph" or
-    "eager (why)".
+    "eager (why)". energy: joules of training by source, empty where it is unknown (`comera.trainer.energy`). co2: grams
+    of CO2 equivalent. parts: seconds of batches (within `time`), evaluation and pruning (beside it). memory: bytes of
+    weights and optimizer state at the end.
     """
 
     method: str
@@ -44,6 +46,10 @@ class Summary:
     epoch_time: float | None = None
     examples: int = 0
     mode: str = "eager"
+    energy: dict[str, float] = field(default_factory=dict)
+    co2: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:

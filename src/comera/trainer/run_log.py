@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any
 
 import yaml
+from torch import Tensor
 
 from comera.files import replace_file
 from comera.nn.size import ModelSize, model_size
@@ -17,7 +18,9 @@ from comera.nn.tensor_train import named_trains
 from comera.rank.report import RankReport
 from comera.rank.size import unpruned_ranks, unpruned_size
 from comera.trainer.display import Display
+from comera.trainer.energy import emissions
 from comera.trainer.metrics import MetricsLog, Summary, to_json
+from comera.trainer.provenance import note
 from comera.trainer.state import TrainState
 from comera.trainer.trackers import Trackers
 
@@ -64,6 +67,7 @@ class RunLogger:
             replace_file(out / "layers.json", to_json([*task.report_rows], indent=1) + "\n")
             if task.references:
                 replace_file(out / "references.json", to_json(task.references, indent=1) + "\n")
+            self._note_provenance()
             for name, text in task.files.items():
                 replace_file(out / name, text)
             self._trackers = Trackers(config.trackers, out, settings, step=step)
@@ -77,6 +81,19 @@ class RunLogger:
         if self._trackers:
             interrupted = self._state.progress.stopped == "interrupted"
             self._trackers.close(failed=kind is not None, interrupted=interrupted)
+
+    def _note_provenance(self) -> None:
+        state = self._state
+        energy = state.energy.unknown or state.energy.basis
+        note(
+            state.out,
+            state.accelerator.device,
+            step=state.progress.step,
+            processes=state.accelerator.num_processes,
+            data=state.task.identity.get("data.prepared"),
+            start_from=state.progress.start_from,
+            energy=energy,
+        )
 
     def sync(self) -> None:
         """Flush all records to the disk."""
@@ -109,6 +126,7 @@ class RunLogger:
                 peak_memory=peak_memory,
                 size=state.controller.size() if state.controller else 0,
                 stage=state.stage,
+                energy=progress.energy,
             )
         about = {"tokens_per_s": tokens_per_s, "ratio": self._size.ratio, "time": progress.time}
         self._display.update(done, step=progress.step, loss=loss, held_out_loss=progress.held_out_loss, **about)
@@ -167,7 +185,8 @@ class RunLogger:
         progress, epoch = self._state.progress, self._state.task.steps_per_epoch
         loss, metrics = progress.held_out_loss, progress.metrics
         epochs = progress.step / epoch if epoch else None
-        self._write("eval", tokens=progress.tokens, loss=loss, metrics=metrics, epoch=epochs)
+        energy = progress.energy
+        self._write("eval", tokens=progress.tokens, loss=loss, metrics=metrics, epoch=epochs, energy=energy)
         self.log_size()
         self.announce(
             f"step {progress.step:,}, {progress.time:.0f} s: held-out loss {loss:.4f}"
@@ -190,10 +209,16 @@ class RunLogger:
             tensorized_ratio=size.tensorized_ratio if isfinite(size.tensorized_ratio) else None,
             ratio=size.ratio if isfinite(size.ratio) else None,
             epoch_time=progress.time / progress.step * epoch if epoch else None,
+            memory={"weights": size.bytes, "optimizer state": self._optimizer_bytes()},
+            co2=emissions(progress.energy, self._state.config.energy),
         )
         if self._trackers:
             self._trackers.log("summary", progress.step, asdict(summary))
         return summary
+
+    def _optimizer_bytes(self) -> int:
+        states = self._state.optimizer.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def _write(self, kind: str, **values: Any) -> None:
         if self._metrics:

@@ -1,5 +1,8 @@
 """What a run holds while it trains: the pieces that `fit` builds from a task and its configuration."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from comera.recompute import recompute_
 from comera.trainer.checkpoint import checkpoints, clean, load_checkpoint, take_over
 from comera.trainer.clock import Clock
 from comera.trainer.config import TrainConfig
+from comera.trainer.energy import EnergyMeter
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.step import TrainStep
@@ -50,6 +54,7 @@ class TrainState:
     max_steps: int | None
     memory: MemoryMeter
     clock: Clock
+    energy: EnergyMeter
     progress: Progress = field(default_factory=Progress)
     checked_at: float = 0.0
     pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
@@ -66,6 +71,27 @@ class TrainState:
         by_steps = (self.progress.step + ahead) / self.max_steps if self.max_steps else 0.0
         by_time = self.progress.time / self.config.max_seconds if self.config.max_seconds else 0.0
         return min(1.0, max(by_steps, by_time))
+
+    def start(self) -> None:
+        """Start the clock and the energy meter."""
+        self.clock.start()
+        self.energy.start()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop both inside this context."""
+        with self.clock.paused():
+            self.energy.stop()
+            yield
+        self.energy.start()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the seconds in this context as a part of the run: batches, evaluation or pruning."""
+        began = time.perf_counter()
+        yield
+        seconds = self.progress.parts
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
     def take_peak_memory(self) -> int:
         """Peak bytes since the last call; `progress` keeps that of the whole run."""
@@ -130,6 +156,7 @@ def build_state(
         max_steps=max_steps,
         memory=memory,
         clock=Clock(accelerator.device),
+        energy=EnergyMeter(config.energy, accelerator.device, reads_cpu=accelerator.is_local_main_process),
         progress=Progress(peak_lrs=peak_lrs, weight_decays=decays),
     )
     _resume(state, start_from)

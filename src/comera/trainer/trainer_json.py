@@ -35,7 +35,8 @@ class Progress:
     step_time: median seconds of a step. peak_memory: bytes. stopped: "steps", "time" or "interrupted" at the end.
     start_from: step and parameters of the other run's checkpoint that this run started from. mode: how the last steps
     ran. peak_lrs, weight_decays: of each parameter group, as they were when the run began: both may follow from the
-    first cores. Checkpoints of before have none.
+    first cores. Checkpoints of before have none. energy: joules of training by source (`comera.trainer.energy`); empty
+    where it is unknown. parts: seconds by part of the run, as `TrainState.part` names them.
     """
 
     step: int = 0
@@ -53,6 +54,8 @@ class Progress:
     mode: str = "eager"
     peak_lrs: list[float] = field(default_factory=list)
     weight_decays: list[float] = field(default_factory=list)
+    energy: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,4 +172,5 @@ _PROGRESS: dict[str, Check] = {
     "mode": _is_text,
     "peak_lrs": _list_of(_is_amount),
     "weight_decays": _list_of(_is_amount),
+    **dict.fromkeys(("energy", "parts"), _object_of(_is_amount)),
 }

@@ -231,6 +231,19 @@ def test_data_without_code_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_folder_that_cannot_be_made_is_refused_before_data_are_read(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    argv = ["--data.path", str(tmp_path / "nowhere"), "--out", str(tmp_path / "file" / "run")]
+    assert main([command, "code-lm", *argv]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("comera: expected a folder for the run that can be made and written to, got ")
+    assert shown.endswith("(Not a directory): give another place\n")
+    assert shown.count("\n") == 1
+
+
 @pytest.mark.usefixtures("no_report")
 def test_failed_and_interrupted_runs_have_their_exit_codes(
     monkeypatch: pytest.MonkeyPatch, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -38,14 +38,17 @@ def factors():
 
 
 @needs_compiler
-def test_compiled_once_and_found_again(anew, monkeypatch):
+def test_compiled_once_and_found_again(anew, monkeypatch, caplog):
     assert select.unavailable_reason() is None
+    (said,) = caplog.messages
+    assert said.startswith("compiling comera's C++ kernels, once for this processor: about half a minute (")
     made = sorted(path.name for path in (anew / "comera" / "kernels").iterdir())
     assert made[0] == ".lock"
     assert [name.partition("-")[0] for name in made[1:]] == ["native"]
     forget()
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
     assert select.unavailable_reason() is None
+    assert len(caplog.messages) == 1
     assert sorted(path.name for path in (anew / "comera" / "kernels").iterdir()) == made
 
 

@@ -1,8 +1,9 @@
-"""The comparison of finished runs: tables, figures, page."""
+"""The comparison of finished runs: tables, figures for Markdown, page."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -43,7 +44,12 @@ def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
     assert png_size(tmp_path / "out" / "compare.png") == (1600, 600)
     page = Page(tmp_path / "out" / "compare.html")
     assert_self_contained(page)
-    assert (page.tags.count("svg"), page.tags.count("table")) == (1, 2)
+    assert list(page.charts) == ["Held-out loss", "Size and held-out loss"]
+    assert set(page.charts["Held-out loss"]["axes"]) == {"time", "tokens", "energy"}
+    assert [line["name"] for line in page.charts["Held-out loss"]["lines"]] == ["dense", "comera"]
+    assert page.tags.count("table") == 3  # results, ranks, provenance
+    assert (dense["estimated Wh"], comera["estimated Wh"]) == ("1.20", "1.20")
+    assert "After 20.0 min of training each, " in page.text
 
 
 def test_samples_and_test_metrics_are_shown(tmp_path: Path) -> None:
@@ -61,12 +67,13 @@ def test_samples_and_test_metrics_are_shown(tmp_path: Path) -> None:
     ]
     assert comera["samples/s"] == "4.00 k"
     page = Page(render(runs["comera"]))
-    for text in ("Samples seen", "Test accuracy75.0 %", "Estimated memory of a training step", "weights MB", "3.00"):
+    for text in ("Samples seen", "Test accuracy75.0 %", "Memory of a training step, estimated", "weights MB", "3.00"):
         assert text in page.text
     assert "Tokens" not in page.text
     (runs["comera"] / "memory.json").write_text("[]")
+    assert "memory.json: expected an object, got list" in Page(render(runs["comera"])).text
     with pytest.raises(DataError, match=r"memory\.json: expected an object, got list"):
-        render(runs["comera"])
+        compare(runs, tmp_path / "other")
 
 
 def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_a_pareto_figure(tmp_path: Path) -> None:
@@ -86,7 +93,7 @@ def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_a_pareto_figure(tmp_
     pruned = "-".join(str(r - r // 2) for r in TT.inner_ranks)
     assert row == {"tensor train": "up", "initial": "-".join(map(str, TT.inner_ranks)), "after comera": pruned}
     assert png_size(tmp_path / "out" / "pareto.png")[0] > 500
-    assert Page(tmp_path / "out" / "compare.html").tags.count("svg") == 2
+    assert "Size and held-out loss" in Page(tmp_path / "out" / "compare.html").charts
 
 
 def test_compare_works_without_a_dense_run_and_without_evaluations(tmp_path: Path) -> None:
@@ -108,3 +115,25 @@ def test_compare_of_an_unfinished_run_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="at least one run"):
         compare({}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_page_links_its_runs_wherever_the_folder_goes(tmp_path: Path) -> None:
+    out = tmp_path / "all"
+    runs = {name: write_run(out / f"{name} #1", method=name) for name in ("dense", "comera")}
+    render(runs["comera"])
+    compare(runs, out)
+    anchors = Page(out / "compare.html").anchors
+    assert set(anchors) == {"comera%20%231/report.html"}  # dense has no page
+    moved = out.rename(tmp_path / "moved")
+    assert (moved / unquote(anchors[0])).is_file()
+
+
+def test_text_of_runs_is_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    run = write_run(tmp_path / "run")
+    (run / "provenance.json").write_text(json.dumps([{"machine": evil}]))
+    (run / "references.json").write_text(json.dumps({"loss": {evil: 3.0}}))
+    compare({evil: run}, tmp_path / "out")
+    page = Page(tmp_path / "out" / "compare.html")
+    assert evil not in page.source
+    assert page.text.count(evil) >= 4

@@ -1,5 +1,7 @@
-"""Run folders, finished or not, become typed values, figures and a page."""
+"""Run folders, finished or not, become typed values, charts and a page."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +12,10 @@ import pytest
 import comera.report
 from comera.errors import DataError
 from comera.report import read_run, render
-from comera.report.adaptation import objectives, pareto, ranks_over_time
+from comera.report.curves import charts_of
 from comera.report.html import layer_table
-from comera.report.plots import loss_over_time, size_over_steps
+from comera.report.plots import compare_runs
+from comera.report.ranks import ranks_section
 from comera.report.style import styled
 
 from ...helpers.run_folders import (
@@ -23,9 +26,10 @@ from ...helpers.run_folders import (
     Page,
     assert_self_contained,
     late_run,
-    png_size,
     write_run,
 )
+
+RATES, ENERGY = ("Learning rates", "Gradient norm"), "Energy, estimated, Wh"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_page_of_a_finished_run_is_complete_and_self_contained(finished: Path) -> None:
     page = Page(finished / "report.html")
     assert_self_contained(page)
-    assert page.tags.count("svg") == page.tags.count("figcaption") == 4
+    assert list(page.charts) == ["Loss", "Size, MB", *RATES, "Time of a step, ms", "Peak memory, MB", ENERGY]
+    assert page.tags.count("svg") == len(TTM.inner_ranks) + len(TT.inner_ranks)
     shown = [
         "code-lm, comera",
         "Held-out loss",
@@ -52,9 +57,18 @@ def test_page_of_a_finished_run_is_complete_and_self_contained(finished: Path) -
     ]
     assert [text for text in shown if text not in page.text] == []
     assert "steps: 60" in page.text
-    assert page.tags.count("tr") == 1 + 4 + 1  # head, layers, total
-    for name in ("loss_steps", "loss_time", "size_steps", "ranks"):
-        assert png_size(finished / f"{name}.png") > (800, 300)
+    rows = {
+        "layers": 1 + 4 + 1,
+        "ranks": 1 + 2,
+        "time": 1 + 3 + 1,
+        "memory": 1 + 3 + 1,
+        "energy": 1 + 1 + 1,
+    }  # head, rows, total
+    assert page.tags.count("tr") == sum(rows.values())
+    assert "details" in page.tags
+    assert page.text.count("1.20 Wh (estimated)") == 3  # verdict, source, sum
+    assert "Energy1.20 Whestimated" in page.text
+    assert [path.name for path in finished.iterdir() if path.suffix in (".png", ".html")] == ["report.html"]
     assert not list(finished.glob(".*"))
 
 
@@ -63,16 +77,25 @@ def test_page_follows_dark_mode_on_screen_and_phones(finished: Path) -> None:
     assert "@media screen and (prefers-color-scheme: dark)" in source
     assert "@media print" in source
     assert 'name="viewport"' in source
-    used = {part.split(")")[0] for part in source.split("var(")[1:]} - {"--sans", "--mono"}
+    used = {part.split(")")[0] for part in source.partition("<script")[0].split("var(")[1:]} - {"--sans", "--mono"}
+    used |= {
+        f"--{line['color']}" for chart in Page(finished / "report.html").charts.values() for line in chart["lines"]
+    }
     assert {"--ink", "--blue", "--orange"} <= used
     assert {source.count(f"{variable}:") for variable in used} == {2}  # defined for light and for dark
 
 
 def test_page_escapes_text_of_the_run(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("recipe: <script>alert(1)</script>\n")
-    page = Page(render(tmp_path))
-    assert "script" not in page.tags
-    assert page.text.count("<script>alert(1)</script>") == 3  # title, heading, configuration
+    run = write_run(tmp_path / "run")
+    evil = "</script><script>alert(1)</script>"
+    (run / "config.yaml").write_text(f"recipe: {evil}\ndata: {{path: '{evil}'}}\n")
+    (run / "summary.json").unlink()
+    (run / "references.json").write_text(json.dumps({"loss": {evil: 3.0}}))
+    (run / "provenance.json").write_text(json.dumps([{"command": evil, "energy": {"cpu": evil}, "machine": evil}]))
+    page = Page(render(run))
+    assert evil not in page.source
+    assert page.text.count(evil) >= 6  # title, heading, verdict, provenance, configuration
+    assert page.charts["Loss"]["levels"] == {evil: 3.0}
 
 
 def test_killed_run_with_a_torn_last_line(tmp_path: Path) -> None:
@@ -83,15 +106,14 @@ def test_killed_run_with_a_torn_last_line(tmp_path: Path) -> None:
     assert (len(data.train), data.evals, data.summary, data.method) == (60, (), None, "comera")
     page = Page(render(run))
     assert "no summary" in page.text
-    assert "Held-out loss" not in page.text
-    assert page.tags.count("svg") == 4
+    assert "There was no evaluation on held-out data yet" in page.text
+    assert [line["name"] for line in page.charts["Loss"]["lines"]] == ["train, each step logged", "train, moving mean"]
 
 
 def test_dense_run_has_no_ranks(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", method="dense")
     page = Page(render(run))
-    assert page.tags.count("svg") == 3
-    assert not (run / "ranks.png").exists()
+    assert page.tags.count("svg") == page.tags.count("details") == 0
     assert "No layer is compressed" in page.text
     assert "Tensorized layers" not in page.text
 
@@ -108,16 +130,12 @@ def test_run_killed_before_its_first_step(tmp_path: Path) -> None:
     assert "No steps yet" in Page(render(tmp_path)).text
 
 
-def test_figures_skip_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+def test_charts_skip_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ended=False)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 61, "time": 1220.0, "loss": null, "tokens": 1, "step_time": 1.0}\n')
-    data = read_run(run)
-    assert np.isnan(data.train[-1].loss)
-    with styled():
-        figure = loss_over_time(data)
-    assert figure is not None
-    assert all(np.isfinite(figure.axes[0].get_ylim()))
+    assert np.isnan(read_run(run).train[-1].loss)
+    assert Page(render(run)).charts["Loss"]["lines"][0]["y"][-1] is None
 
 
 def _no_folder(run: Path) -> None:
@@ -146,31 +164,53 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
 
 @pytest.mark.parametrize(
     ("damage", "message"),
+    [(_no_folder, "expected a run folder at .* found nothing"), (_foreign, "neither config.yaml")],
+)
+def test_folders_without_a_run_get_no_page(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    run = write_run(tmp_path / "run")
+    damage(run)
+    with pytest.raises(DataError, match=message):
+        render(run)
+    assert not list(tmp_path.rglob("*.html"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
     [
-        (_no_folder, "expected a run folder at .* found nothing"),
-        (_foreign, "neither config.yaml nor metrics.jsonl"),
         (_append("garbage\n{}\n"), "line 69 is not JSON"),
         (_append('{"step": 1}\n'), "line 69: expected a record with a 'kind', got dict"),
         (_append('{"kind": "eval", "step": 1}\n'), "expected the field 'time' in a 'eval' record"),
         (_append('{"kind": "prune", "step": "x", "time": 1, "before": 1, "after": 1}\n'), "value that cannot be"),
         (_write("config.yaml", "a: [1"), "is not valid YAML"),
         (_write("config.yaml", "- 1"), "expected a mapping of settings, got list"),
-        (
-            _write("layers.json", '[{"name": "x"}]'),
-            r"as .comera train. writes it \(KeyError\('spec'\)\)",
-        ),
+        (_write("layers.json", '[{"name": "x"}]'), "as `comera train` writes it (KeyError('spec'))"),
         (_write("layers.json", "{"), "expected a list of layers"),
         (_write("summary.json", '{"steps": 1}'), "expected the summary of a run"),
+        (_write("provenance.json", "{}"), "expected a list of objects, got dict"),
+        (_write("provenance.json", "[["), "provenance.json is not JSON"),
     ],
 )
-def test_malformed_folders_say_where_and_get_no_page(
+def test_a_damaged_run_shows_what_is_left_and_what_is_not(
     tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     run = write_run(tmp_path / "run")
     damage(run)
-    with pytest.raises(DataError, match=message):
-        render(run)
-    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".png", ".html")]
+    with pytest.raises(DataError, match=re.escape(message)):
+        read_run(run)
+    page = Page(render(run))
+    assert "Not shown, because it cannot be read: " in page.text
+    assert message in page.text
+    assert next(iter(page.charts)) == "Loss"
+    assert len(page.charts["Loss"]["lines"][0]["y"]) == 60
+    assert_self_contained(page)
+
+
+def test_every_unreadable_line_of_the_metrics_is_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    _append("x\n" * 5 + '{"kind": "train", "step": 61, "time": 1, "loss": 1, "tokens": 1, "step_time": 1}\n')(run)
+    page = Page(render(run))
+    assert "4 further lines cannot be read" in page.text
+    assert "61" in page.text
 
 
 def test_records_of_other_kinds_are_skipped(tmp_path: Path) -> None:
@@ -184,27 +224,39 @@ def test_matplotlib_stays_as_it_was(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     with styled():
         assert dict(matplotlib.rcParams) != before
-        ranks_over_time(read_run(write_run(tmp_path / "run")))
+        compare_runs({"run": read_run(write_run(tmp_path / "run"))})
     assert dict(matplotlib.rcParams) == before
     modules = Path(comera.report.__file__).parent.glob("*.py")
     assert not any("pyplot" in path.read_text("utf-8") for path in modules)
 
 
-def test_rank_figure_shows_each_inner_rank_over_time(tmp_path: Path) -> None:
-    with styled():
-        figure = ranks_over_time(read_run(write_run(tmp_path / "run")))
-    assert figure is not None
-    positions = max(len(TT.inner_ranks), len(TTM.inner_ranks))
-    for k, axes in enumerate(figure.axes[:positions]):
-        share = np.asarray(axes.images[0].get_array())
-        shown = [(row, spec.inner_ranks[k]) for row, spec in enumerate((TTM, TT)) if k < len(spec.inner_ranks)]
-        for row, rank in shown:
-            assert share[row, 0] == 1
-            assert share[row, -1] == (rank - rank // 2) / rank
-            assert np.all(np.diff(share[row]) <= 0)
-        assert [int(text.get_text()) for text in axes.texts] == [rank - rank // 2 for _, rank in shown]
-    missing = np.asarray(figure.axes[positions - 1].images[0].get_array())[0]
-    assert np.isnan(missing).all() or len(TTM.inner_ranks) == positions
+def test_rank_strips_show_each_inner_rank_over_time(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    strips = re.findall(r'<svg class="strip".*?</svg> ([^<]*)</td>', section := ranks_section(read_run(run)))
+    halved = [f"{r} → {r - r // 2}" for spec in (TTM, TT) for r in spec.inner_ranks]
+    assert strips == halved
+    for strip in re.findall(r'<svg class="strip".*?</svg>', section):
+        widths = [int(width) for width in re.findall(r'width="(\d+)"', strip)]
+        shares = [float(share) for share in re.findall(r'fill-opacity="([\d.]+)"', strip)]
+        assert sum(widths) == 60
+        assert shares[0] == 0.9
+        assert shares == sorted(shares, reverse=True)
+    total = sum(sum(spec.inner_ranks) for spec in (TTM, TT))
+    assert f"Ranks of 2 tensor trains: their sum fell from {total} to " in section
+    assert "<details open>" in section
+    assert ranks_section(read_run(write_run(tmp_path / "dense", method="dense"))) == ""
+
+
+def test_many_tensor_trains_are_folded(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=20)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "size":
+            row["ranks"] = {f"blocks.{k}.up.tt": [8, 12, 8 - row["step"] // 10] for k in range(38)}
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    section = ranks_section(read_run(run))
+    assert "<details><summary>Ranks of 38 tensor trains: their sum fell from 1,064 to 988" in section
+    assert section.count("<tr>") == 39
 
 
 def test_a_late_stage_is_read_and_drawn(tmp_path: Path) -> None:
@@ -214,48 +266,35 @@ def test_a_late_stage_is_read_and_drawn(tmp_path: Path) -> None:
     assert (rounding.after, rounding.error) == (PARAMETERS // 2, 0.1)
     assert run.train[-1].stage == "late"
     assert run.evals[-1].metrics == {"accuracy": 0.46}
-    with styled():
-        figure, quality = objectives(run), pareto(run)
-    assert figure is not None
-    top, bottom = figure.axes
+    charts = {chart.title: chart for chart in charts_of(run)}
     mega = run.element_bytes / 2**20
-    assert [line.get_ydata()[0] for line in top.lines if len(set(line.get_ydata())) == 1] == [4.6]
-    drawn = bottom.lines[0]
-    np.testing.assert_allclose(drawn.get_ydata(), [point.size * mega for point in run.train])
-    assert any(np.allclose(line.get_ydata(), PARAMETERS // 2 * mega) for line in bottom.lines[1:])
-    assert quality is not None
-    x, y = quality.axes[0].lines[0].get_data()
-    np.testing.assert_allclose(y, [0.42, 0.44, 0.46])
-    assert x[-1] < x[0]
+    assert charts["Loss"].levels == {"L₀, loss to keep": 4.6}
+    assert [mark.name for mark in charts["Loss"].marks] == ["prune", "late stage"]
+    size = charts["Size, MB"]
+    assert size.levels == {"S₀, size to reach": PARAMETERS // 2 * mega}
+    np.testing.assert_allclose(size.lines[-1].y, [point.size * mega for point in run.train])
+    quality = charts["Size and held-out accuracy"].lines[0]
+    np.testing.assert_allclose(quality.y, [0.42, 0.44, 0.46])
+    assert quality.x["size"][-1] < quality.x["size"][0]
     page = Page(render(tmp_path / "run"))
     assert_self_contained(page)
     assert "46.0 %" in page.text
     assert "Target size" in page.text
 
 
-def test_without_sizes_there_are_no_objectives_and_no_pareto(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", method="dense"))
-    with styled():
-        assert objectives(run) is None
-        assert pareto(run) is None
+def test_without_a_change_of_size_quality_over_size_is_not_drawn(tmp_path: Path) -> None:
+    titles = [chart.title for chart in charts_of(read_run(write_run(tmp_path / "run", method="dense")))]
+    assert "Loss" in titles
+    assert not any(title.startswith("Size and") for title in titles)
 
 
-def test_size_is_drawn_in_megabytes(tmp_path: Path) -> None:
-    with styled():
-        figure = size_over_steps(read_run(write_run(tmp_path / "run")))
-    assert figure is not None
-    first = [np.asarray(line.get_ydata(), float)[0] * 2**20 for line in figure.axes[0].lines[:3]]
+def test_sizes_are_in_megabytes_and_times_in_a_readable_unit(tmp_path: Path) -> None:
+    loss, size, *_ = charts_of(read_run(write_run(tmp_path / "run")))
+    first = [line.y[0] * 2**20 for line in size.lines]
     np.testing.assert_allclose(first, [4 * (PARAMETERS + 100), 4 * PARAMETERS, 4 * (PARAMETERS // 2)])
-
-
-def test_time_axis_has_a_readable_unit(tmp_path: Path) -> None:
-    with styled():
-        figure = loss_over_time(read_run(write_run(tmp_path / "run")))
-    assert figure is not None
-    axes = figure.axes[0]
-    assert axes.get_xlabel() == "training time, min"
-    assert axes.get_xlim()[1] == pytest.approx(20.0, rel=0.02)  # 60 steps of 20 s
-    assert [text.get_text().split()[0] for text in axes.texts] == ["▾", "train", "held-out"]
+    assert loss.axes == {"steps": "steps", "time": "training time, min"}
+    assert loss.lines[0].x["time"][-1] == pytest.approx(20.0)  # 60 steps of 20 s
+    assert [line.name for line in loss.lines] == ["train, each step logged", "train, moving mean", "held-out"]
 
 
 def test_layers_are_counted_with_their_present_ranks(tmp_path: Path) -> None:

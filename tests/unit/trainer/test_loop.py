@@ -21,6 +21,7 @@ from comera.nn.linear import TTLinear
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.checkpoint import checkpoints, find_checkpoint
 from comera.trainer.config import TrainConfig
+from comera.trainer.energy import EnergyConfig
 from comera.trainer.loop import fit
 from comera.trainer.optimizer import lr_multiplier
 from comera.trainer.task import Task
@@ -83,20 +84,20 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    summary = fit(Tiny(), replace(CONFIG, trackers=["tensorboard"]), run)
-    names = {"config.yaml", "metrics.jsonl", "layers.json", "summary.json", "checkpoints", "tensorboard"}
-    assert {path.name for path in run.iterdir()} == names
+    summary = fit(Tiny(), replace(CONFIG, trackers=("tensorboard",)), run)
+    names = {"config.yaml", "metrics.jsonl", "layers.json", "provenance.json", "summary.json", "checkpoints"}
+    assert {path.name for path in run.iterdir()} == names | {"tensorboard"}
     assert json.loads((run / "summary.json").read_text()) == asdict(summary)
     assert json.loads((run / "layers.json").read_text()) == []
 
     train, evals, sizes = (records(run, kind) for kind in ("train", "eval", "size"))
     assert [line["step"] for line in train] == list(range(1, 13))
     fields = {"kind", "step", "time", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time"}
-    assert set(train[0]) == fields | {"peak_memory", "size", "stage"}
+    assert set(train[0]) == fields | {"peak_memory", "size", "stage", "energy"}
     assert {line["stage"] for line in train} == {"early"}
     assert set(train[0]["lr"]) == {"cores", "ranks", "dense", "dense_no_decay"}
     assert [line["tokens"] for line in train] == [BATCH * LENGTH * step for step in range(1, 13)]
-    fields = {"kind", "step", "time", "tokens", "loss", "metrics", "epoch"}
+    fields = {"kind", "step", "time", "tokens", "loss", "metrics", "epoch", "energy"}
     assert [(line["step"], set(line)) for line in evals] == [(k, fields) for k in (4, 8, 12)]
     assert [(line["metrics"], line["epoch"]) for line in evals] == [({}, None)] * 3
     # evaluations, the cut at 10 and, where there is something left to cut, that at the end
@@ -144,6 +145,7 @@ def test_config_yaml_is_the_configuration_or_what_was_resolved(tmp_path: Path) -
     fit(Tiny(), replace(CONFIG, steps=1), tmp_path / "a")
     saved = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["train"]
     stages = {"early": EarlyStage(**saved["early"]), "late": LateStage(**saved["late"])}
+    stages |= {"energy": EnergyConfig(**saved["energy"])}
     assert TrainConfig(**{**saved, **stages}) == replace(CONFIG, steps=1)
     resolved = {"recipe": "tiny", "data": {"path": Path("x/y")}, "train": {"betas": (0.9, 0.99), "steps": None}}
     fit(Tiny(), replace(CONFIG, steps=1), tmp_path / "b", resolved=resolved)

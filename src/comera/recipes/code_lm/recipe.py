@@ -178,8 +178,11 @@ def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
     """Prepare the data, build the model and train it into `config.folder`; raises what `prepare` and `fit` raise."""
     main = is_main(config.train)
     data = prepare(config.data, quiet=not main)
-    log(main, NAME, f"held-out loss from token frequencies alone: {frequency_loss(config, data):.4f}")
-    return fit(CodeLMTask(config, data), config.train, config.folder, resume=resume, resolved=resolved(config))
+    reached = frequency_loss(config, data)
+    log(main, NAME, f"held-out loss from token frequencies alone: {reached:.4f}")
+    task = CodeLMTask(config, data)
+    task.references = {"loss": {"token frequencies alone": reached}}
+    return fit(task, config.train, config.folder, resume=resume, resolved=resolved(config))
 
 
 def runs(config: CodeLMConfig) -> dict[str, Path]:

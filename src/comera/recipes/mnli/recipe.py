@@ -182,6 +182,8 @@ class MNLITask(RecipeTask):
         super().__init__(config, data, model, report, first, **settings)
         self.files = run_files(data.tokenizer, config.data.max_length)
         self.steps_per_epoch = self.epoch_length()
+        label, share = most_frequent(data)
+        self.references = {"accuracy": {f"always {label}": share}}
 
     def eval_batches(self) -> Iterator[PairBatch]:
         """The matched development pairs in batches of the training size; always the same, in the same order."""
@@ -225,12 +227,18 @@ def _about(data: MNLIData) -> str:
     """What was skipped and why, and the accuracy of a model that ignores its input: the one to beat."""
     skipped = {why: count for why, count in data.skipped.items() if count}
     reasons = f" ({', '.join(f'{why}: {count:,}' for why, count in skipped.items())})" if skipped else ""
-    counts = data.label_counts["dev"]
-    label = max(counts, key=counts.__getitem__)
+    label, share = most_frequent(data)
     return (
         f"{sum(skipped.values()):,} pairs skipped{reasons}; always answering {label!r} is correct for "
-        f"{counts[label] / data.dev_size:.4f} of the {data.dev_size:,} held-out pairs"
+        f"{share:.4f} of the {data.dev_size:,} held-out pairs"
     )
+
+
+def most_frequent(data: MNLIData) -> tuple[str, float]:
+    """The most frequent answer to the held-out pairs, and its share of them."""
+    counts = data.label_counts["dev"]
+    label = max(counts, key=counts.__getitem__)
+    return label, counts[label] / data.dev_size
 
 
 def estimate(config: MNLIConfig) -> dict[str, MemoryEstimate]:

@@ -1,0 +1,68 @@
+"""The ranks of every tensor train over a run, as strips of color in a table."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby, takewhile
+
+from comera.report.run import RunData
+
+_COLUMNS = 60  # time steps of a strip
+_OPEN = 8  # tensor trains up to which their table is not folded
+
+
+def ranks_section(run: RunData) -> str:
+    """One row per tensor train, one strip per inner rank, folded where there are many; "" for a dense run."""
+    sizes = [size for size in run.sizes if size.ranks]
+    if not sizes:
+        return ""
+    first, last, logged = sizes[0], sizes[-1], [size.step for size in sizes]
+    names = list(first.ranks)
+    positions = max(map(len, first.ranks.values()), default=0)
+    if not positions:
+        return ""
+    steps = [first.step + (last.step - first.step) * k // (_COLUMNS - 1) for k in range(_COLUMNS)]
+    at = [sizes[bisect_right(logged, step) - 1] for step in steps]
+    rows = []
+    for name, short in zip(names, short_names(names), strict=True):
+        courses = zip(*(size.ranks.get(name, first.ranks[name]) for size in at), strict=False)
+        cells = [f'<td class="rank">{_strip(course)}</td>' for course in courses]
+        cells += ["<td></td>"] * (positions - len(cells))
+        rows.append(f'<tr><td class="txt">{escape(short)}</td>{"".join(cells)}</tr>')
+    head = "".join(f'<th class="txt">inner rank {k}</th>' for k in range(1, positions + 1))
+    table = (
+        f'<div class="scroll"><table><thead><tr><th class="txt">tensor train</th>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+    caption = (
+        f"From step {first.step:,} to step {last.step:,}, left to right: the share of the initial rank that is "
+        "unpruned, as color. Strips that fade early belong to the layers that need the least capacity."
+    )
+    begun, ended = (sum(sum(size.ranks.get(name, ())) for name in names) for size in (first, last))
+    change = (
+        f"their sum fell from {begun:,} to {ended:,}" if ended < begun else f"their sum is {ended:,}, as at the start"
+    )
+    title = f"Ranks of {len(names)} tensor trains: {change}"
+    fold = "" if len(names) > _OPEN else " open"
+    return f'<details{fold}><summary>{title}</summary><p class="muted">{caption}</p>{table}</details>'
+
+
+def _strip(course: Sequence[int]) -> str:
+    """A rank over time; the text beside it says where it began and ended."""
+    begin, end = max(course[0], 1), course[-1]
+    rects, x = "", 0
+    for rank, group in groupby(course):
+        width = len(list(group))
+        rects += f'<rect x="{x}" width="{width}" height="1" fill-opacity="{0.06 + 0.84 * min(1.0, rank / begin):.2f}"/>'
+        x += width
+    text = f"{course[0]:,}" if course[0] == end else f"{course[0]:,} → {end:,}"
+    return f'<svg class="strip" viewBox="0 0 {len(course)} 1" preserveAspectRatio="none">{rects}</svg> {text}'
+
+
+def short_names(names: Sequence[str], longest: int = 48) -> list[str]:
+    """Names without their common leading components and the trailing `.tt`, shortened in the middle."""
+    parts = [name.removesuffix(".tt").split(".") for name in names]
+    columns = zip(*parts, strict=False) if len(parts) > 1 else ()
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1 and not column[0].isdigit(), columns))
+    cut = [".".join(part[shared:]) or ".".join(part) for part in parts]
+    return [name if len(name) <= longest else f"{name[: longest // 2 - 1]}…{name[-longest // 2 :]}" for name in cut]

@@ -1,0 +1,177 @@
+"""What a run or a comparison comes to, in plain sentences: also where ours is behind."""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+
+import numpy as np
+
+from comera.report.curves import WATT_HOUR
+from comera.report.run import RunData
+from comera.report.tables import duration, label, megabytes, metric, number, times
+from comera.trainer.energy import is_estimated, total
+
+_FALLING = ("loss", "nats_per_byte", "nce", "perplexity")  # metrics of which less is better, by the end of their name
+_TIE = 0.002  # of a value: less than this apart is neither ahead nor behind
+_UNEQUAL = 1.1  # training times that differ by more than this factor are mentioned
+
+
+def of_run(run: RunData) -> str:
+    """What the run has learned beside its references, and what that took."""
+    return " ".join(filter(None, [_learned(run), _took(run)]))
+
+
+def _learned(run: RunData) -> str:
+    if not run.evals:
+        loss = f" The train loss is {number(run.train[-1].loss)}." if run.train else ""
+        return f"There was no evaluation on held-out data yet, so nothing is known about quality.{loss}"
+    name, last = run.judged_by, run.evals[-1]
+    value, references = last.value(name), run.references.get(name, {})
+    text = f"Held-out {label(name)} is {metric(name, value, ' %')} after {last.step:,} steps"
+    if not references:
+        return f"{text}. The recipe has no simpler model to hold it against."
+    better = {reference: is_better(name, value, reached) for reference, reached in references.items()}
+    parts = []
+    for won, words in ((True, "better than"), (False, "no better than")):
+        found = [f"{each} ({metric(name, references[each], ' %')})" for each, wins in better.items() if wins == won]
+        parts += [f"{words} {_joined(found)}"] if found else []
+    return f"{text}: {', but '.join(parts)}."
+
+
+def _took(run: RunData) -> str:
+    if not run.train:
+        return ""
+    parts = [f"{duration(run.train[-1].time)} of training"]
+    peak = run.summary.peak_memory if run.summary else max(point.peak_memory for point in run.train)
+    parts += [f"{megabytes(peak)} MB of memory at the peak"] if peak else []
+    parts += [energy_text(run.energy)] if run.energy else []
+    parts += [f"{number(run.summary.co2)} g of CO₂"] if run.summary and run.summary.co2 is not None else []
+    ratio = run.sizes[-1].ratio if run.sizes else 1.0
+    size = f" for a model {times(ratio)} smaller than dense" if ratio > 1 else ""
+    return f"It took {_joined(parts)}{size}."
+
+
+def of_comparison(runs: Mapping[str, RunData]) -> list[str]:
+    """Who is ahead at equal training time and by how much, what it costs, and what the figures do not say."""
+    continued = [name for name, run in runs.items() if run.continues]
+    ranked = {name: run for name, run in runs.items() if run.evals and name not in continued}
+    sentences = []
+    if len(ranked) > 1:
+        sentences.append(_ranking(ranked))
+        sentences += _costs(ranked)
+    if continued:
+        one = len(continued) == 1
+        sentences.append(
+            f"{_joined(continued)} {'goes' if one else 'go'} on from another run, so {'its' if one else 'their'} time "
+            f"counts from there and {'it is' if one else 'they are'} not ranked."
+        )
+    if missing := [name for name, run in runs.items() if not run.evals]:
+        sentences.append(f"{_joined(missing)}: not evaluated on held-out data.")
+    if len(ranked) > 1:
+        sentences.append("One run each: how much another seed would change is not in these figures.")
+    return sentences
+
+
+def _ranking(runs: Mapping[str, RunData]) -> str:
+    """The order of the runs at the end of the shortest one, and where ours stand."""
+    measured = ("loss", *next(iter(runs.values())).evals[-1].metrics)
+    common = [name for name in measured if all(isfinite(run.evals[-1].value(name)) for run in runs.values())]
+    judged = [run.judged_by for run in runs.values() if run.judged_by in common]
+    name = judged[0] if judged else "loss"
+    end = min(run.evals[-1].time for run in runs.values())
+    values = {each: _at(run, name, end) for each, run in runs.items()}
+    known = {each: value for each, value in values.items() if value is not None}
+    order = sorted(known, key=lambda each: known[each], reverse=not _falls(name))
+    leader, *others = order
+    shown = {each: metric(name, value, " %") for each, value in known.items()}
+    text = f"After {duration(end)} of training each, "
+    tied = [each for each in others if _ties(known[leader], known[each])]
+    if tied:
+        text += f"{_joined([leader, *tied])} are level at a held-out {label(name)} of {shown[leader]}"
+    else:
+        text += f"{leader} is ahead with a held-out {label(name)} of {shown[leader]}"
+    behind = [
+        f"{each} has {shown[each]} ({_gap(name, known[leader], known[each])})" for each in others if each not in tied
+    ]
+    text += f"; {_joined(behind)}." if behind else "."
+    longest = max(run.evals[-1].time for run in runs.values())
+    if longest > _UNEQUAL * end:
+        text += f" Some trained longer, up to {duration(longest)}: their values at that time are read off their curves."
+    if late := [each for each in runs if each not in known]:
+        text += f" {_joined(late)}: not evaluated by then."
+    ours = [each for each in order if runs[each].method == "comera"]
+    if ours and leader not in ours and ours[0] not in tied:
+        beaten = [each for each in order[order.index(ours[0]) + 1 :] if each not in ours]
+        text += f" So the compressed model is behind {leader}{f' and ahead of {_joined(beaten)}' if beaten else ''}."
+    return text
+
+
+def _costs(runs: Mapping[str, RunData]) -> list[str]:
+    """What each of our runs costs beside the dense one, or beside the first of the others."""
+    others = [each for each, run in runs.items() if run.method != "comera" and run.summary]
+    base = "dense" if "dense" in others else next(iter(others), None)
+    if base is None:
+        return []
+    before, sentences = runs[base].summary, []
+    for each, run in runs.items():
+        after = run.summary
+        if run.method != "comera" or after is None or before is None:
+            continue
+        figures: dict[str, tuple[float, float, str, str]] = {
+            "model": (before.size_bytes, after.size_bytes, "smaller", "larger"),
+            "peak memory": (before.peak_memory, after.peak_memory, "smaller", "larger"),
+            "step": (before.step_time, after.step_time, "faster", "slower"),
+        }
+        old_rate, new_rate = ((total(s.energy) or 0.0) / s.tokens if s.tokens else 0.0 for s in (before, after))
+        guess = "estimated " if is_estimated(before.energy) or is_estimated(after.energy) else ""
+        figures[f"{guess}energy per {run.unit.removesuffix('s')}"] = (old_rate, new_rate, "smaller", "larger")
+        parts = [
+            f"{what} {times(old / new)} {less}" if old >= new else f"{what} {times(new / old)} {more}"
+            for what, (old, new, less, more) in figures.items()
+            if old and new
+        ]
+        sentences += [f"{each} beside {base}: {_joined(parts)}."] if parts else []
+    return sentences
+
+
+def energy_text(joules: Mapping[str, float]) -> str:
+    """Energy for people, in J, Wh or kWh; says when it is an estimate."""
+    energy = total(joules)
+    if energy is None:
+        return "–"
+    hours = energy / WATT_HOUR
+    text = (
+        f"{number(hours / 1000)} kWh" if hours >= 1000 else f"{number(hours)} Wh" if hours >= 0.1 else f"{energy:.3g} J"
+    )
+    return f"{text} (estimated)" if is_estimated(joules) else text
+
+
+def is_better(name: str, value: float, than: float) -> bool:
+    """Whether a value of a metric is better than another one."""
+    return value < than if _falls(name) else value > than
+
+
+def _falls(name: str) -> bool:
+    return name.endswith(_FALLING)
+
+
+def _ties(one: float, other: float) -> bool:
+    return abs(one - other) <= _TIE * max(abs(one), abs(other))
+
+
+def _gap(name: str, leader: float, value: float) -> str:
+    """How far a value is behind the leader's."""
+    if name == "accuracy":
+        return f"{100 * abs(leader - value):.1f} points behind"
+    return f"{100 * abs(value - leader) / abs(leader):.1f} % behind" if leader else "behind"
+
+
+def _at(run: RunData, name: str, time: float) -> float | None:
+    """A held-out value at a time, on the line between the evaluations around it; None before the first one."""
+    times_of = [point.time for point in run.evals]
+    if time < times_of[0]:
+        return None
+    return float(np.interp(time, times_of, [point.value(name) for point in run.evals]))
+
+
+def _joined(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
