@@ -248,16 +248,16 @@ def _not_in_onnx(error: BaseException, model: str) -> ConversionError:
     causes: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
-        causes.append(str(cause))
+        causes.append(_reason(cause))
         cause = cause.__cause__
     for text in causes:
         if missing in text:
-            operator = text.partition(missing)[2].split(".  ")[0].split("\n")[0].strip(" .")
+            operator = text.partition(missing)[2].partition(". ")[0].strip(" .")
             return ConversionError(
                 f"ONNX has no operator for {operator}, which this {model} uses: export it as a program, or compute "
                 "that part with other operations"
             )
-    return ConversionError(f"this {model} cannot be translated to ONNX ({_reason(error)}): export it as a program")
+    return ConversionError(f"this {model} cannot be translated to ONNX ({causes[-1][:300]}): export it as a program")
 
 
 def _reason(error: BaseException) -> str:
