@@ -123,7 +123,8 @@ def test_rows_without_labels_compressed_and_from_a_checkpoint_score_the_same(
 
 
 def test_a_dense_run_scores_too_and_what_is_not_known_gets_a_score(config: dlrm.DLRMTaskConfig, tmp_path: Path) -> None:
-    dlrm.run(replace(config, method="dense", optimizer="sgd", out=str(tmp_path / "run")))
+    train = replace(config.train, optimizer="sgd")
+    dlrm.run(replace(config, method="dense", train=train, out=str(tmp_path / "run")))
     later = tmp_path / "later.txt"
     later.write_text("\t".join(["1", *["5"] * 13, *["ffffffff"] * 26]) + "\n")
     assert main(["score", str(tmp_path / "run"), str(later), "--out", str(tmp_path / "scores.csv")]) == 0

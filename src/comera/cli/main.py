@@ -62,8 +62,10 @@ def _train(argv: list[str]) -> int:
     name, rest = _split_recipe("train", argv)
     recipe, config, resume = parse("train", name, rest)
     from comera.trainer.lock import check_folder
+    from comera.trainer.trackers import check_installed
 
     with interruptible():
+        check_installed(config.train.trackers)  # before data are prepared
         if os.environ.get("RANK", "0") == "0":  # one process asks for all
             check_folder(config.folder)
         summary = recipe.run(config, resume=resume)

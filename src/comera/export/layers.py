@@ -23,9 +23,9 @@ from comera.fusion.fuse import fuse_
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.ops.block_product import btt_linear
+from comera.ops.block_product import batched_product, component_places
 from comera.ops.chunking import pad_last
-from comera.ops.dtypes import merge_dtype
+from comera.ops.dtypes import merge_dtype, working_dtype
 from comera.ops.planner.plan import plan_linear
 from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
@@ -128,11 +128,19 @@ class _Blocks(nn.Module):
     def __init__(self, layer: BTTLinear, cores: _Cores) -> None:
         super().__init__()
         self.tt, self.bias = cores, layer.bias
+        self.spec: BTTSpec = layer.tt.spec
+        places = component_places(self.spec, cores.cores[0].device)  # so that a graph need not make them
+        self.places = [f"place_{k}" for k in range(len(places))]
+        for name, place in zip(self.places, places, strict=True):
+            self.register_buffer(name, place)
 
     def forward(self, input: Tensor) -> Tensor:
-        spec = self.tt.spec
-        assert isinstance(spec, BTTSpec)
-        return btt_linear(input, spec, list(self.tt.cores), self.bias)
+        spec, dtype = self.spec, working_dtype(input)
+        r_NK, l_KM = self.tt.cores[0].squeeze(0).to(dtype), self.tt.cores[1].squeeze(2).to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        places = [self.get_buffer(name) for name in self.places]
+        y_BO = batched_product(spec, input.reshape(-1, spec.in_features).to(dtype), r_NK, l_KM, bias, places)
+        return y_BO.to(input.dtype).view(*input.shape[:-1], spec.out_features)
 
 
 class _Table(nn.Module):

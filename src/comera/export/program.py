@@ -218,10 +218,11 @@ def _translate(program: ExportedProgram, outputs: Sequence[str], shapes: Any, mo
             raise _not_in_onnx(error, model) from error
         assert graph is not None
         axes, inputs = _axes(shapes), graph.model.graph.inputs
-        if len(axes) == len(inputs):
-            names = {put.shape[dim]: axis.__name__ for put, dims in zip(inputs, axes, strict=True) if put.shape
-                     for dim, axis in dims.items() if hasattr(axis, "__name__")}  # fmt: skip
-            graph.rename_axes(names)
+        names: dict[Any, str] = {}
+        for put, dims in zip(inputs, axes, strict=True) if len(axes) == len(inputs) else ():
+            assert put.shape is not None
+            names |= {put.shape[dim]: axis.__name__ for dim, axis in dims.items() if hasattr(axis, "__name__")}
+        graph.rename_axes(names)
     for node in graph.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with the paths of this machine
     stored = (value.const_value for value in graph.model.graph.initializers.values())
@@ -247,16 +248,16 @@ def _not_in_onnx(error: BaseException, model: str) -> ConversionError:
     causes: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
-        causes.append(str(cause))
+        causes.append(_reason(cause))
         cause = cause.__cause__
     for text in causes:
         if missing in text:
-            operator = text.partition(missing)[2].split(".  ")[0].split("\n")[0].strip(" .")
+            operator = text.partition(missing)[2].partition(". ")[0].strip(" .")
             return ConversionError(
                 f"ONNX has no operator for {operator}, which this {model} uses: export it as a program, or compute "
                 "that part with other operations"
             )
-    return ConversionError(f"this {model} cannot be translated to ONNX ({_reason(error)}): export it as a program")
+    return ConversionError(f"this {model} cannot be translated to ONNX ({causes[-1][:300]}): export it as a program")
 
 
 def _reason(error: BaseException) -> str:

@@ -272,7 +272,14 @@ def _sides(spec: BTTSpec, device: torch.device) -> tuple[Any, Any]:
 
 
 def _torch_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None) -> Tensor:
-    """By batched products; blocks of different ranks are padded to equal ones."""
+    return batched_product(spec, x_BI, r_NK, l_KM, bias, component_places(spec, x_BI.device))
+
+
+def batched_product(
+    spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor | None, places: Sequence[Tensor]
+) -> Tensor:
+    """y (B, out_features) by batched products of torch, all in one dtype; blocks of different ranks are padded to equal
+    ones by `places`, the `component_places` of the spec."""
     (a, c), rank = spec.blocks, spec.block_ranks
     x_ABN = pad_last(x_BI, spec.padded_shape[0]).unflatten(1, (a, -1)).transpose(0, 1)
     if isinstance(rank, int):
@@ -280,7 +287,7 @@ def _torch_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias
         h_CBS = h_BACR.permute(2, 0, 1, 3).flatten(2)
         l_CSM = l_KM.unflatten(0, (a, c, rank)).transpose(0, 1).flatten(1, 2)
     else:
-        first_AQ, second_CS, place_CS = _padded(spec, x_BI.device)
+        first_AQ, second_CS, place_CS = places
         h_ABQ = x_ABN @ F.pad(r_NK, (0, 1))[:, first_AQ].movedim(0, 1)
         h_CBS = F.pad(h_ABQ.transpose(0, 1).flatten(1), (0, 1))[:, place_CS].transpose(0, 1)
         l_CSM = F.pad(l_KM, (0, 0, 0, 1))[second_CS]
@@ -289,9 +296,11 @@ def _torch_forward(spec: BTTSpec, x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, bias
     return y_BO if bias is None else y_BO + bias
 
 
-def _padded(spec: BTTSpec, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For blocks of different ranks: the components of each input block (A, Q), those of each output block (C, S), both
+def component_places(spec: BTTSpec, device: torch.device) -> tuple[Tensor, ...]:
+    """For blocks of different ranks, else nothing: the components of each input block (A, Q), those of each output block (C, S), both
     padded with K, and where the latter are among the former (C, S), padded with A·Q."""
+    if isinstance(spec.block_ranks, int):
+        return ()
     (a, c), count, rows = spec.blocks, spec.ranks[1], spec.rows_of_ranks
     rank_AC = torch.tensor(rows, device=device)
     rank_A, rank_C = rank_AC.sum(1), rank_AC.sum(0)

@@ -18,8 +18,10 @@ from transformers import BertConfig, BertForSequenceClassification
 from comera import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError, ConfigError, ConversionError, MissingPackageError
 from comera.export import export_onnx
-from comera.nn import TTMEmbedding, TTMEmbeddingBag, TTMProjection
+from comera.nn import BTTLinear, TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.tt.shapes import ttm_spec
+
+from ...helpers.specs import btt
 
 
 def engine(folder: Path) -> onnxruntime.InferenceSession:
@@ -47,6 +49,15 @@ def elements(folder: Path) -> int:
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(48, 256), nn.Dropout(0.5), nn.GELU(), nn.Linear(256, 48))
+
+
+def test_blocks_of_different_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(BTTLinear(btt((3, 4), (5, 7), [2, 0, 3, 1, 4] * 3)))
+    export_onnx(model, {"input": torch.randn(4, 12)}, tmp_path / "blocks")
+    for rows in (1, 9):
+        inputs = {"input": torch.randn(rows, 12)}
+        close(run(tmp_path / "blocks", inputs), model(**inputs))
 
 
 @pytest.mark.parametrize("form", [TT(order=4, rank=6), BTT(rank=1)], ids=["tt", "btt"])

@@ -109,7 +109,7 @@ def test_missing_labels_are_bad_rows(tmp_path: Path) -> None:
         (
             {"numbers": (), "categories": ()},
             ConfigError,
-            r"to name columns, got the table .* columns price, city, clicked",
+            r"to name columns, got .* columns price, city, clicked",
         ),
         ({"label": "click"}, ConfigError, r"expected the columns 'click', got 'price', 'city', 'clicked', 'unused'"),
         ({"numbers": ("age", "size")}, ConfigError, r"expected the columns 'size', got 'price'.*: set data\.label"),

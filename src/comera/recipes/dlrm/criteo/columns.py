@@ -133,9 +133,8 @@ def read_columns(
 
 def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, rows_of: RowFormat, limit: int) -> None:
     """Count the bad rows of a block; raises DataError for the first one beyond the limit."""
-    found = [
-        (line, ALL_KINDS[kind]) for line, kind in zip(rows.bad_lines.tolist(), rows.bad_kinds.tolist(), strict=True)
-    ]
+    kinds = [ALL_KINDS[kind] for kind in rows.bad_kinds.tolist()]
+    found = list(zip(rows.bad_lines.tolist(), kinds, strict=True))
     if block.cut_short:
         found.append((0, CUT_SHORT))
     lines: list[bytes] = []

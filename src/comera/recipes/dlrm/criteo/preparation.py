@@ -41,7 +41,7 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
     files = [] if config.path is None or synthetic else find_files(config.path)
     source = [config.synthetic_rows, config.synthetic_seed] if synthetic else [stamp(file) for file in files]
     rows_of: RowFormat = CriteoRows()
-    settings = [_FORMAT, source, config.max_rows, config.hashed_sizes, config.min_count]
+    settings: list[object] = [_FORMAT, source, config.max_rows, config.hashed_sizes, config.min_count]
     if is_table(files, config):
         rows_of = open_table(files[0], config)
         settings += [config.label, config.numbers, config.categories]
