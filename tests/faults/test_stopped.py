@@ -15,7 +15,8 @@ from torch import nn
 
 from comera.convert import TT, TensorizeConfig, tensorize_
 from comera.errors import ComeraError
-from comera.export.write import export_compressed, export_dense, export_program
+from comera.export.program import export_program
+from comera.export.write import export_compressed, export_dense
 from comera.files import replace_file
 from comera.optim.param_groups import param_groups
 from comera.pretrained import load_pretrained, save_pretrained

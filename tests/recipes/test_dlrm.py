@@ -233,7 +233,7 @@ def test_a_run_does_not_resume_on_other_data_or_with_another_model(config: DLRMT
     changes: list[tuple[str, dict[str, Any]]] = [
         ("data.shuffle", {"data": replace(config.data, shuffle=False)}),
         ("compress.ratio", {"compress": replace(config.compress, ratio=5.0)}),
-        ("optimizer", {"optimizer": "sgd"}),
+        ("optimizer", {"train": replace(config.train, optimizer="sgd")}),
     ]
     for name, change in changes:
         with pytest.raises(ConfigError, match=rf"{name}: expected"):

@@ -31,7 +31,7 @@ from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize
-from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
+from comera.tt.spec import TTMSpec, TTSpec
 
 
 def copy_with_own_trains(model: nn.Module) -> nn.Module:
@@ -128,7 +128,7 @@ class _Blocks(nn.Module):
     def __init__(self, layer: BTTLinear, cores: _Cores) -> None:
         super().__init__()
         self.tt, self.bias = cores, layer.bias
-        self.spec: BTTSpec = layer.tt.spec
+        self.spec = layer.spec
         places = component_places(self.spec, cores.cores[0].device)  # so that a graph need not make them
         self.places = [f"place_{k}" for k in range(len(places))]
         for name, place in zip(self.places, places, strict=True):

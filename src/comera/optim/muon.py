@@ -83,7 +83,7 @@ class Muon(AdamW):
         if not 0 <= momentum < 1:
             raise ConfigError(f"momentum must be in [0, 1), got {momentum}")
         self._cores = {core: (train, k) for _, train in named_trains(model) for k, core in enumerate(train.cores)}
-        matrices = _matrices(model, exclude)
+        matrices = orthogonal_parameters(model, exclude)
 
         def reach_of(train: TensorTrain) -> Reach:
             return muon_reach if matrices.issuperset(train.cores) else adam_reach
@@ -184,7 +184,7 @@ def _newton_schulz(x_XDE: Tensor) -> Tensor:
     return q_XDD @ x_XDE
 
 
-def _matrices(model: nn.Module, exclude: Sequence[str]) -> set[Tensor]:
+def orthogonal_parameters(model: nn.Module, exclude: Sequence[str] = ()) -> set[Tensor]:
     """Weights of linear layers that are not left to AdamW: dense ones, and cores."""
     if sharded := [name for name, p in model.named_parameters() if hasattr(p, "full_tensor")]:
         raise ConfigError(

@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from comera.errors import ConfigError
 from comera.kernels.cpp.library import dry_run
+from comera.optim.muon import orthogonal_parameters
 from comera.trainer.live_memory import FusedAttention, LiveMemory
 
 # Tensors of a parameter's shape that each kind of optimizer keeps, and whether it counts steps per parameter.
-_STATE = {"adamw": (2, True), "sgd": (0, False), "momentum": (1, False), "adagrad": (1, True)}
+_STATE = {"adamw": (2, True), "muon": (2, True), "sgd": (0, False), "momentum": (1, False), "adagrad": (1, True)}
 _PROCESS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -141,7 +142,7 @@ def estimate(
     those of the device that it stands for, with the kernels that this machine has, fused as the model is.
 
     loss: closure over model and batch that returns the scalar loss. No `.grad` changes.
-    optimizer: "adamw", "sgd", "momentum" (SGD with momentum) or "adagrad"; ConfigError for any other.
+    optimizer: "adamw", "muon", "sgd", "momentum" (SGD with momentum) or "adagrad"; ConfigError for any other.
     device: what the meta device stands for: "auto", "cpu" or "cuda", as in TrainConfig.
     """
     if optimizer not in _STATE:
@@ -150,25 +151,27 @@ def estimate(
     stored = [*model.parameters(), *model.buffers()]
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
+    matrices = orthogonal_parameters(model) if optimizer == "muon" else set()  # with one moment
+    moments = [p for p in trained for _ in range(1 if p in matrices else slots)]
     for_cpu = stored[0].is_meta and (device == "cpu" or not torch.cuda.is_available())
     before = [p.grad for p in trained]
     try:
         with dry_run() if for_cpu else nullcontext(), FusedAttention(), LiveMemory(stored) as live:
             with FlopCounterMode(display=False) as counter:
                 _forward_backward(trained, loss)
-            state = [torch.empty_like(p) for p in trained for _ in range(slots)]
+            state = [torch.empty_like(p) for p in moments]
             live.restart()
             _forward_backward(trained, loss)  # in what the first step left of the heap
             del state
     finally:
         for p, grad in zip(trained, before, strict=True):
             p.grad = grad
-    kept = (1 + slots) * gradients
+    kept = sum(p.nbytes for p in moments)
     return MemoryEstimate(
         weights=sum(tensor.nbytes for tensor in stored),
         gradients=gradients,
-        optimizer=slots * gradients + (4 * len(trained) if counts_steps else 0),
-        activations=max(0, live.peak - kept),
+        optimizer=kept + (4 * len(trained) if counts_steps else 0),
+        activations=max(0, live.peak - gradients - kept),
         fragmentation=live.resident - live.peak if for_cpu else 0,
         flops=int(counter.get_total_flops()),
     )
