@@ -297,8 +297,8 @@ def batched_product(
 
 
 def component_places(spec: BTTSpec, device: torch.device) -> tuple[Tensor, ...]:
-    """For blocks of different ranks, else nothing: the components of each input block (A, Q), those of each output block
-    (C, S), both padded with K, and where the latter are among the former (C, S), padded with A·Q."""
+    """For blocks of different ranks, else nothing: the components of each input block (A, Q), those of each output
+    block (C, S), both padded with K, and where the latter are among the former (C, S), padded with A·Q."""
     if isinstance(spec.block_ranks, int):
         return ()
     (a, c), count, rows = spec.blocks, spec.ranks[1], spec.rows_of_ranks
