@@ -201,7 +201,7 @@ def test_a_task_may_bring_its_optimizer(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_the_optimizer_it_was_begun_with(tmp_path: Path) -> None:
     config = replace(CONFIG, late=LateStage())
     fit(Momentum(ends=4), config, tmp_path)
-    with pytest.raises(ConfigError, match=r"optimizer: expected 'SGD', got None"):
+    with pytest.raises(ConfigError, match=r"optimizer: expected 'SGD', got 'adamw'"):
         fit(Tiny(compressed=False), config, tmp_path, resume=True)
 
 
