@@ -26,8 +26,8 @@ HEAD = """# The frontier: what is learned for what it costs
 
 Written by `python benchmarks/frontier_page.py`; `make frontier BUDGET=600s` measures anew. Every case is the recipe
 `lm` (Llama-style, {layers} blocks unless its name says otherwise), trained for the same time in measured steps,
-with fused kernels and one optimizer. **The baseline is the best dense model of any width.** `btt2-384` is a block tensor
-train of rank 2 in about as many blocks as features in each, 384 wide, `btt8b4-384` of rank 8 in 4 × 4 blocks;
+with fused kernels and one optimizer. **The baseline is the best dense model of any width.** `btt2-384` is a block
+tensor train of rank 2 in about as many blocks as features in each, 384 wide, `btt8b4-384` of rank 8 in 4 × 4 blocks;
 `tt6r30-384` a tensor train of order 6 and rank 30. Base rates are tuned alike, out of
 {rates},
 for 1/{tuning} of the budget on one half of the held-out text; figures are read from the other half.
