@@ -96,6 +96,9 @@ class Muon(AdamW):
             if (params := [p for p in group["params"] if (p in matrices) == orthogonal])
         ]
         super().__init__(split, lr=lr, betas=betas, eps=eps, fused=True)
+        self._step_supports_amp_scaling = (
+            False  # a GradScaler unscales before the step: only fused AdamW does it inside
+        )
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """The first orthogonal group updates all of them, since matrices of one shape are orthogonalized together."""

@@ -68,7 +68,7 @@ class Chart:
 
 
 def plots(charts: Sequence[Chart]) -> str:
-    """The charts side by side, under the choice of their x axis where they have one. "" without charts."""
+    """The charts in a grid, under the choice of their x axis where they have one. "" without charts."""
     if not charts:
         return ""
     axes = {name: label for chart in charts if len(chart.axes) > 1 for name, label in chart.axes.items()}

@@ -1,8 +1,8 @@
 """Experiment trackers of a run: those of Accelerate, and metrics.csv.
 
 Each gets the configuration, every number of every record of metrics.jsonl under its path (train/loss, eval/loss,
-train/lr/cores), and at the end those of the summary. A tracker that fails while a run goes on is left out of the rest,
-with a warning: training never stops for one. A resumed run continues the same TensorBoard folder, the same CSV file and
+train/lr/cores), and at the end those of the summary. A tracker that fails while a run goes on is closed, with a
+warning: training never stops for one. A resumed run continues the same TensorBoard folder, the same CSV file and
 the same run of W&B and MLflow, whose ids trackers.json keeps.
 """
 
@@ -68,7 +68,7 @@ class Trackers:
             replace_file(folder / _IDS, json.dumps(ids) + "\n")
 
     def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Log the numbers of a record; those that are not finite are left out."""
+        """Log the values of a record that are finite."""
         numbers = {name: value for name, value in _scalars(kind, values) if isfinite(value)}
         self._each(lambda tracker: tracker.log(numbers, step=step), f"at step {step:,}")
 

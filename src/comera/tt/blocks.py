@@ -17,11 +17,6 @@ from torch import Tensor
 from comera.tt.spec import BTTSpec
 
 
-def _counts(spec: BTTSpec) -> list[int]:
-    """Components of each block."""
-    return [rank for row in spec.rows_of_ranks for rank in row]
-
-
 def ranks_of_blocks(spec: BTTSpec, device: torch.device) -> Tensor:
     """(B,)"""
     return torch.tensor(spec.rows_of_ranks, device=device).flatten()
@@ -35,7 +30,8 @@ def component_mask(spec: BTTSpec, device: torch.device) -> Tensor:
 
 def in_places(spec: BTTSpec, values: Tensor, dim: int) -> Tensor:
     """Components along `dim` (..., K, ...) in the places of their blocks (..., B, P, ...), zeros in empty ones."""
-    shape = len(_counts(spec)), max(_counts(spec))
+    counts = [rank for row in spec.rows_of_ranks for rank in row]
+    shape = len(counts), max(counts)
     if spec.ranks[1] < prod(shape):
         own_BP = component_mask(spec, values.device)
         index_BP = torch.where(own_BP, own_BP.flatten().cumsum(0).view_as(own_BP) - 1, spec.ranks[1])

@@ -231,6 +231,32 @@ def test_errors_say_what_to_do() -> None:
         Muon(model)
 
 
+def test_a_gradient_scaler_unscales_matrices_too_and_skips_steps_with_infinite_gradients() -> None:
+    plain, scaled = network(FORMATS[0]), network(FORMATS[0])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ours, theirs = Muon(plain, lr=1e-2), Muon(scaled, lr=1e-2)
+    ids = torch.arange(40)
+    for _ in range(3):
+        plain(ids).square().mean().backward()
+        ours.step()
+        scaler.scale(scaled(ids).square().mean()).backward()
+        scaler.step(theirs)
+        scaler.update()
+        ours.zero_grad()
+        theirs.zero_grad()
+    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+        for key, value in ours.state[p].items():  # the scale is no part of the moments
+            torch.testing.assert_close(value, theirs.state[q][key])
+    before = deepcopy((scaled.state_dict(), theirs.state_dict()["state"]))
+    scaler.scale(scaled(ids).square().mean() * float("inf")).backward()
+    scaler.step(theirs)
+    after = scaled.state_dict(), theirs.state_dict()["state"]
+    assert all(torch.equal(before[0][name], value) for name, value in after[0].items())
+    for place, state in after[1].items():
+        assert all(torch.equal(before[1][place][key], value) for key, value in state.items())
+
+
 def test_it_is_adamw_where_nothing_is_a_matrix() -> None:
     one, two = (nn.Sequential(nn.Embedding(40, 8), nn.LayerNorm(8)) for _ in range(2))
     two.load_state_dict(one.state_dict())

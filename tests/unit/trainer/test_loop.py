@@ -83,10 +83,9 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    summary = fit(Tiny(), replace(CONFIG, trackers=("tensorboard",)), run)
-    names = {"config.yaml", "metrics.jsonl", "layers.json", "provenance.json", "summary.json", "checkpoints"}
-    assert {path.name for path in run.iterdir()} == names | {"tensorboard"}
+    summary = fit(Tiny(), replace(CONFIG, trackers=("tensorboard",)), run := tmp_path / "run")
+    files = {"config.yaml", "metrics.jsonl", "layers.json", "provenance.json", "summary.json"}
+    assert {path.name for path in run.iterdir()} == files | {"checkpoints", "tensorboard"}
     assert json.loads((run / "summary.json").read_text()) == asdict(summary)
     assert json.loads((run / "layers.json").read_text()) == []
 
