@@ -84,8 +84,8 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 def test_the_run_folder_is_that_of_the_contract(tmp_path: Path) -> None:
     summary = fit(Tiny(), replace(CONFIG, trackers=("tensorboard",)), run := tmp_path / "run")
-    names = "checkpoints config.yaml layers.json metrics.jsonl provenance.json summary.json tensorboard".split()
-    assert sorted(path.name for path in run.iterdir()) == names
+    data = ["layers.json", "metrics.jsonl", "provenance.json", "summary.json"]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", *data, "tensorboard"]
     assert json.loads((run / "summary.json").read_text()) == asdict(summary)
     assert json.loads((run / "layers.json").read_text()) == []
 
