@@ -239,7 +239,7 @@ def speed(options: argparse.Namespace, known: dict[str, Case]) -> None:
 
 def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The runs that are missing, each in a process of its own, `--jobs` of them at a time."""
-    done = {tuple(row[name] for name in KEY) for row in measured("frontier")}
+    done = {tuple(row[name] for name in KEY): int(row["steps"]) for row in measured("frontier")}
     runs = []
     for name in options.cases:
         if options.part == "tune":
@@ -249,8 +249,9 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             wanted = [(lr, seed, 1, 1) for seed in range(options.seeds)]
         for lr, seed, share, half in wanted:
             place = (*setting(options), name, f"{lr:g}", seed)
-            if tuple(map(str, place)) not in done or options.again:
-                steps = max(1, int(share * budget_steps(options, name)))
+            steps = max(1, int(share * budget_steps(options, name)))
+            # a run of other steps is from a time when a step took longer or shorter
+            if done.get(tuple(map(str, place))) != steps or options.again:
                 runs.append((place, {"case": name, "lr": lr, "seed": seed, "steps": steps, "half": half}))
     with ThreadPoolExecutor(options.jobs) as pool:
         started = {pool.submit(_run_in_child, options, settings): place for place, settings in runs}

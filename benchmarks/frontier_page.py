@@ -6,20 +6,24 @@ python benchmarks/frontier_page.py
 from __future__ import annotations
 
 import csv
+import math
 import statistics
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from common import RESULTS
 from frontier import RATES, TUNING, parse
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter
 
 from comera.report.style import GREY, PURPLE, TEAL, png, styled
 
 PAGE = Path(__file__).parents[1] / "docs" / "frontier.md"
 FIGURE = PAGE.with_suffix(".png")
-COLORS = {"dense": GREY, "btt": TEAL, "tt": PURPLE}
-SIDES = {"parameters": "parameters", "mflops_token": "MFLOPs a token, forward and backward", "peak_mb": "peak MB"}
+FAMILIES = {"dense": GREY, "btt": TEAL, "tt": PURPLE}
+COLUMNS = 3  # of the figure
 _ABOUT = ("machine", "threads", "python", "torch", "commit")
 
 HEAD = """# The frontier: what is learned for what it costs
@@ -28,7 +32,8 @@ Written by `python benchmarks/frontier_page.py`; `make frontier BUDGET=600s` mea
 `lm` (Llama-style, {layers} blocks unless its name says otherwise), trained for the same time in measured steps,
 with fused kernels and one optimizer. **The baseline is the best dense model of any width.** `btt2-384` is a block
 tensor train of rank 2 in about as many blocks as features in each, 384 wide, `btt8b4-384` of rank 8 in 4 × 4 blocks;
-`tt6r30-384` a tensor train of order 6 and rank 30. Base rates are tuned alike, out of
+`btt4b4e8h2b4-128` has a token embedding of rank 8 and an output head of rank 2 in 4 × 4 blocks, too;
+`tt6r30-384` is a tensor train of order 6 and rank 30. Base rates are tuned alike, out of
 {rates},
 for 1/{tuning} of the budget on one half of the held-out text; figures are read from the other half.
 
@@ -51,22 +56,69 @@ attention) costs in proportion to the width, at the speed of memory; and small b
   directly.
 """
 
+COMMANDS = """Bold: short of the goal. Each figure: `python benchmarks/frontier.py final --cases DENSE COMPRESSED` with
+`--text`, `--vocab`, `--budget` and `--optimizer` of its setting, after `speed` (the seconds of a step) and `tune`
+with the same options."""
+
+Row = dict[str, str]
+
+
+class Setting(NamedTuple):
+    """What the runs of a table have in common."""
+
+    text: str
+    vocab: int
+    budget: str
+    optimizer: str
+
+    def __str__(self) -> str:
+        equal = f"{self.budget.removesuffix('steps')} steps" if self.budget.endswith("steps") else self.budget
+        return f"{self.text}, vocabulary {self.vocab:,}, {equal}, {self.optimizer}"
+
+
+class Goal(NamedTuple):
+    """Compressed beside the best dense model, in one setting.
+
+    megabytes: only models of this size, give or take a tenth. pair: only these two.
+    """
+
+    what: str
+    ahead: float  # nats per byte that are asked for
+    setting: Setting
+    megabytes: float | None = None
+    pair: tuple[str, str] | None = None
+
+
+def _goals() -> Iterator[Goal]:
+    for text in ("code", "prose"):
+        for budget in ("600s", "3600s"):
+            yield Goal("equal time, dense of any width", 0.05, Setting(text, 256, budget, "muon"))
+    for size in (0.5, 2, 8):
+        yield Goal(f"equal time and size, {size:g} MB", 0.15, Setting("code", 32768, "600s", "muon"), megabytes=size)
+    for text in ("code", "prose"):
+        for pair in PAIRS:
+            yield Goal("equal parameters and steps", 0.1, Setting(text, 256, "1600steps", "muon"), pair=pair)
+
+
+# as many parameters, give or take a twentieth
+PAIRS = (("dense-64", "btt4b4-128"), ("dense-128", "btt8b4-288"), ("dense-192", "btt14b4-384"))
+
 
 def main() -> None:
     rows, costs = (_read(RESULTS / f"{name}.csv") for name in ("frontier", "frontier_costs"))
     final = [row for row in rows if row["part"] == "final"]
-    settings = sorted({_setting(row) for row in final})
+    tuned = [row for row in rows if row["part"] == "tune"]
     rates = "; ".join(f"{', '.join(f'{rate:g}' for rate in each)} ({name})" for name, each in RATES.items())
-    lines = [HEAD.format(layers=4, rates=rates, tuning=TUNING)]
+    lines = [HEAD.format(layers=4, rates=rates, tuning=TUNING), *_goal_table(final), *_rate_table(tuned)]
+    settings = sorted({_setting(row) for row in final})
     if final:
         _draw(final)
-        lines += ["## Measured", "", f"![Held-out nats per byte over what each model costs.]({FIGURE.name})"]
-    for text, vocab, budget, optimizer in settings:
-        chosen = [row for row in final if _setting(row) == (text, vocab, budget, optimizer)]
-        tuned = {
-            row["case"] for row in rows if row["part"] == "tune" and _setting(row) == (text, vocab, budget, optimizer)
-        }
-        lines += ["", f"### {text}, vocabulary {vocab:,}, {budget}, {optimizer}", "", *_table(chosen, tuned)]
+        legend = "Held-out nats per byte over parameters, dense and compressed, by text, time and optimizer."
+        lines += ["", "## Measured", "", f"![{legend}]({FIGURE.name})"]
+    for setting in settings:
+        own = [row for row in final if _setting(row) == setting]
+        cases = {row["case"] for row in tuned if _setting(row) == setting}
+        lines += ["", f"### {setting}", "", *_table(own, cases)]
     lines += ["", "## Costs", "", "| vocabulary | case | parameters | MFLOPs a token | FLOPs a parameter |"]
     lines.append("|--:|---|--:|--:|--:|")
     for row in costs:
@@ -78,39 +130,78 @@ def main() -> None:
     print(PAGE)
 
 
-def _setting(row: dict[str, str]) -> tuple[str, int, str, str]:
-    return row["text"], int(row["vocab"]), row["budget"], row["optimizer"]
+def _goal_table(final: list[Row]) -> list[str]:
+    """A row for each goal, those that fell short or were not measured included."""
+    lines = [
+        "## Goals and figures",
+        "",
+        "Nats per held-out byte that the best compressed model is ahead of the best dense one.",
+        "",
+    ]
+    lines += ["| | setting | goal | measured | dense | compressed | seeds |", "|---|---|--:|--:|---|---|--:|"]
+    for goal in _goals():
+        means = _means(row for row in final if _setting(row) == goal.setting and _fits(row, goal))
+        dense, ours = _best(means, "dense"), _best(means, "comera")
+        start = f"| {goal.what} | {goal.setting} | ≥ {goal.ahead} |"
+        if dense is None or ours is None:
+            lines.append(f"{start} not measured | | | |")
+            continue
+        seeds = min(len(_own(final, goal.setting, name)) for _, name in (dense, ours))
+        figure = dense[0] - ours[0]
+        reached = f"{figure:+.3f}" if figure >= goal.ahead else f"**{figure:+.3f}**"
+        lines.append(f"{start} {reached} | {dense[1]}: {dense[0]:.3f} | {ours[1]}: {ours[0]:.3f} | {seeds} |")
+    return [*lines, "", COMMANDS]
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def _rate_table(tuned: list[Row]) -> list[str]:
+    """One base rate for all formats: what each case loses by it against its own best."""
+    lines: list[str] = []
+    for setting in sorted({_setting(row) for row in tuned}):
+        grid: dict[str, dict[float, float]] = {}
+        for row in tuned:
+            if _setting(row) == setting:
+                grid.setdefault(row["case"], {})[float(row["lr"])] = float(row["nats_per_byte"])
+        rates = sorted(set.intersection(*(set(own) for own in grid.values())))
+        if len(grid) < 4 or len(rates) < 3:
+            continue
+        loss = {rate: max(own[rate] - min(own.values()) for own in grid.values()) for rate in rates}
+        shared = min(loss, key=loss.__getitem__)
+        best = {name: min(own, key=own.__getitem__) for name, own in grid.items()}
+        far = max(math.exp(abs(math.log(rate / shared))) for rate in best.values())
+        said = (
+            f"The best shared rate is {shared:g}: at most {loss[shared]:.3f} nats are lost by it (goal: 0.01), and "
+            f"the best rate of each case is within a factor of {far:.3g} of it (goal: 2)."
+        )
+        lines += [f"### {setting}", "", said, ""]
+        lines += ["| case | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "--:|" * len(rates)]
+        for name, own in sorted(grid.items()):
+            cells = (f"**{own[rate]:.3f}**" if rate == best[name] else f"{own[rate]:.3f}" for rate in rates)
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
+    return ["", "## One base rate", "", *lines] if lines else []
 
 
-def _table(rows: list[dict[str, str]], tuned: set[str]) -> list[str]:
+def _table(rows: list[Row], tuned: set[str]) -> list[str]:
     """A row for each case, the best first: mean and spread over seeds, and the distance from the best dense model.
 
     tuned: cases whose rate was tuned for this budget; a star marks the rates of the others.
     """
-    by_case: dict[str, list[dict[str, str]]] = {}
-    for row in rows:
-        by_case.setdefault(row["case"], []).append(row)
-    means = {name: statistics.fmean(float(row["nats_per_byte"]) for row in own) for name, own in by_case.items()}
-    dense = min((mean for name, mean in means.items() if parse(name).method == "dense"), default=None)
-    lines = ["| case | nats per byte | spread | seeds | to the best dense | rate | steps | parameters | peak MB |"]
-    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    means = _means(rows)
+    dense = _best(means, "dense")
+    lines = [
+        "| case | nats per byte | spread | seeds | to the best dense | rate | steps | parameters | model MB | peak MB |"
+    ]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for name in sorted(means, key=means.__getitem__):
-        own = by_case[name]
+        own = [row for row in rows if row["case"] == name]
         losses = [float(row["nats_per_byte"]) for row in own]
         spread = f"{max(losses) - min(losses):.3f}" if len(own) > 1 else ""
-        apart = "" if dense is None else f"{means[name] - dense:+.3f}"
+        apart = "" if dense is None else f"{means[name] - dense[0]:+.3f}"
         first = own[0]
         rate = first["lr"] if name in tuned else f"{first['lr']} \\*"
         lines.append(
             f"| {name} | {means[name]:.3f} | {spread} | {len(own)} | {apart} | {rate} | {first['steps']} | "
-            f"{float(first['parameters']):,.0f} | {float(first['peak_mb']):,.0f} |"
+            f"{float(first['parameters']):,.0f} | {float(first['model_mb']):.3g} | {float(first['peak_mb']):,.0f} |"
         )
     abouts = sorted({", ".join(f"{key} {row[key]}" for key in _ABOUT) for row in rows})
     if set(means) - tuned:
@@ -118,29 +209,72 @@ def _table(rows: list[dict[str, str]], tuned: set[str]) -> list[str]:
     return [*lines, "", *abouts]
 
 
-def _draw(rows: list[dict[str, str]]) -> None:
-    """Loss over parameters, FLOPs and memory; all points of a text, vocabulary and budget cost the same time."""
+def _draw(rows: list[Row]) -> None:
+    """Loss over parameters, a panel for each setting; all points of a panel cost the same time, or the same steps."""
+    settings = sorted({_setting(row) for row in rows})
+    lines = math.ceil(len(settings) / COLUMNS)
     with styled():
-        figure = Figure(figsize=(10, 3.6))
-        panels = figure.subplots(1, len(SIDES), sharey=True)
-        for axes, (column, label) in zip(panels, SIDES.items(), strict=True):
-            for row in rows:
-                kind = next(kind for kind in ("dense", "btt", "tt", "") if row["case"].startswith(kind))
-                x, y = float(row[column]), float(row["nats_per_byte"])
-                axes.plot(x, y, "o", color=COLORS.get(kind, GREY), markersize=4)
-                if row["seed"] == "0":
-                    axes.annotate(row["case"], (x, y), textcoords="offset points", xytext=(4, 3), fontsize=6)
-            costs = [float(row[column]) for row in rows]
-            if max(costs) > 10 * min(costs):
-                axes.set_xscale("log")
-            else:
-                axes.xaxis.set_major_locator(MaxNLocator(4))
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.margins(x=0.2, y=0.1)
-            axes.set_xlabel(label)
-        panels[0].set_ylabel("held-out nats per byte")
+        figure = Figure(figsize=(10, 3.1 * lines))
+        panels = figure.subplots(lines, min(COLUMNS, len(settings)), squeeze=False).flat
+        for axes, setting in zip(panels, settings, strict=False):
+            _panel(axes, [row for row in rows if _setting(row) == setting])
+            axes.set_title(str(setting), fontsize=8)
+        for axes in list(panels):
+            axes.set_visible(False)
+        figure.supxlabel("parameters", fontsize=9)
+        figure.supylabel("held-out nats per byte", fontsize=9)
         FIGURE.write_bytes(png(figure))
+
+
+def _panel(axes: Axes, rows: list[Row]) -> None:
+    """One line for each family of cases, from the smallest model to the largest."""
+    means = _means(rows)
+    sizes = {row["case"]: float(row["parameters"]) for row in rows}
+    for family, color in FAMILIES.items():
+        names = sorted((name for name in means if name.startswith(family)), key=sizes.__getitem__)
+        axes.plot(
+            [sizes[name] for name in names], [means[name] for name in names], "o-", color=color, markersize=4, lw=1
+        )
+        for name in names:
+            axes.annotate(name, (sizes[name], means[name]), textcoords="offset points", xytext=(4, 4), fontsize=6)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.3, y=0.15)
+
+
+def _setting(row: Row) -> Setting:
+    return Setting(row["text"], int(row["vocab"]), row["budget"], row["optimizer"])
+
+
+def _own(rows: Iterable[Row], setting: Setting, name: str) -> list[Row]:
+    return [row for row in rows if _setting(row) == setting and row["case"] == name]
+
+
+def _fits(row: Row, goal: Goal) -> bool:
+    """Whether the goal is about models of this case."""
+    if goal.pair is not None:
+        return row["case"] in goal.pair
+    return goal.megabytes is None or abs(float(row["model_mb"]) / goal.megabytes - 1) <= 0.1
+
+
+def _best(means: dict[str, float], method: str) -> tuple[float, str] | None:
+    return min(((mean, name) for name, mean in means.items() if parse(name).method == method), default=None)
+
+
+def _means(rows: Iterable[Row]) -> dict[str, float]:
+    """The mean over seeds of each case."""
+    losses: dict[str, list[float]] = {}
+    for row in rows:
+        losses.setdefault(row["case"], []).append(float(row["nats_per_byte"]))
+    return {name: statistics.fmean(own) for name, own in losses.items()}
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 if __name__ == "__main__":
