@@ -166,8 +166,11 @@ void cut_product(long m, long width, long n, long depth, A a, const float* b, fl
     if (width == n) return product(m, n, depth, a, b, n, Strided{c, c_row}, add);
     if (width == 0) return;
     product(m, n, depth, a, b, n, Strided{edge, n}, false);
-    for (long i = 0; i < m; ++i)
-        for (long j = 0; j < width; ++j) c[i * c_row + j] = edge[i * n + j] + (add ? c[i * c_row + j] : 0.0f);
+    for (; m > 0; --m, edge += n, c += c_row)
+        if (add)
+            for (long j = 0; j < width; ++j) c[j] += edge[j];
+        else
+            std::copy_n(edge, width, c);
 }
 
 // Samples that a thread takes at a time: a tile, or the part of one that keeps all threads busy. No result depends on it.
