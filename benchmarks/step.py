@@ -1,12 +1,12 @@
 """One training step of the six-encoder MNLI transformer: dense, compressed, compressed and fused.
 
 The recipe's model, the same batch and optimizer for all sides (`comera.optim.adamw.AdamW`, as fast on dense weights
-as torch's fused one); dense attention is torch's SDPA. Steps of the sides alternate in one process, and ratios are
-those of the medians. With one sample, where steps are short, each visit is four steps, and the first is not counted.
-Each case runs in its own process, because memory left behind by other models slows short steps down. `--compile` adds
-dense and fused under torch.compile (minutes of compilation on a CPU). Without bf16 arithmetic a dense bf16 step takes
-half a minute with one sample, so its first step is the one timed, and none is timed with 32; "fused, bf16" compares
-with dense in float32 there.
+as torch's fused one); dense has the same fused kernels as the last side. Steps of the sides alternate in one process,
+and ratios are those of the medians. With one sample, where steps are short, each visit is four steps, and the first is
+not counted. Each case runs in its own process, because memory left behind by other models slows short steps down.
+`--compile` adds dense and fused under torch.compile (minutes of compilation on a CPU). Without bf16 arithmetic a dense
+bf16 step takes half a minute with one sample, so its first step is the one timed, and none is timed with 32; "fused,
+bf16" compares with dense in float32 there.
 
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
 """
@@ -48,7 +48,7 @@ def make_step(side: str, batch: PairBatch, dropout: float, precision: str) -> Ca
     kind, *ways = side.split(", ")
     config = preset("dense" if kind == "dense" else "comera", "tuned")
     model, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
-    if kind == "fused":
+    if kind != "compressed":
         fuse_(model)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
     mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"
