@@ -16,12 +16,26 @@ from comera.errors import RankError
 
 
 def several() -> bool:
-    """Whether this process is one of several that train together."""
+    """Whether this process is one of several that train together.
+
+    Example:
+        >>> import comera
+        >>> comera.distributed.several()  # True in each process that torchrun has started, once they are connected
+        False
+    """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def sum_(tensor: Tensor) -> None:
-    """Replace a tensor by its sum over all processes; each must call it. Does nothing in a single process."""
+    """Replace a tensor by its sum over all processes; each must call it. Does nothing in a single process.
+
+    Example:
+        >>> import torch, comera
+        >>> correct = torch.tensor([3.0])
+        >>> comera.distributed.sum_(correct)  # a process alone
+        >>> correct
+        tensor([3.])
+    """
     if several():
         dist.all_reduce(tensor)
 
@@ -70,7 +84,14 @@ def rewrap_(model: nn.Module) -> int:
 
 
 def check_whole(cores: Iterable[Tensor]) -> None:
-    """Raise RankError unless every process holds all of each core."""
+    """Raise RankError unless every process holds all of each core.
+
+    Example:
+        >>> import torch, comera
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> _ = comera.tensorize_(model, ratio=2)
+        >>> comera.distributed.check_whole(model[0].tt.cores)  # nothing is sharded
+    """
     if any(hasattr(core, "to_local") for core in cores):
         raise RankError(
             "expected tensor trains that are whole on every process, got some that fully_shard has spread: call "
@@ -79,7 +100,17 @@ def check_whole(cores: Iterable[Tensor]) -> None:
 
 
 def follow_state_(model: nn.Module) -> None:
-    """After a state with other ranks may have been loaded: wrap anew if that is so."""
+    """After a state with other ranks may have been loaded: wrap anew if that is so.
+
+    Example:
+        >>> import torch, comera
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> _ = comera.tensorize_(model, ratio=2)
+        >>> state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        >>> _ = comera.round_(model, 0.5)
+        >>> _ = model.load_state_dict(state)  # with the ranks of before
+        >>> comera.distributed.follow_state_(model)
+    """
     if dist.is_available() and dist.is_initialized():
         wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         if any(_bytes_wrapped(wrapper) != _bytes_held(wrapper) for wrapper in wrappers):
@@ -98,7 +129,16 @@ def _bytes_held(wrapper: DistributedDataParallel) -> int:
 
 
 def shapes_changed(model: nn.Module) -> None:
-    """After a cut: wrap anew, or, where the wrapper is not part of `model`, make a forward inside an old one raise."""
+    """After a cut: wrap anew, or, where the wrapper is not part of `model`, make a forward inside an old one raise.
+
+    Example:
+        >>> import torch, comera
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> _ = comera.tensorize_(model, ratio=2)
+        >>> tt = model[0].tt
+        >>> tt.resize_(tt.spec.with_ranks(1))  # a cut of your own; `prune_` and `round_` call it themselves
+        >>> comera.distributed.shapes_changed(model)
+    """
     if dist.is_available() and dist.is_initialized() and not rewrap_(model):
         _Guard.of(model)
 

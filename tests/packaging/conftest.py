@@ -24,7 +24,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def whole(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bin/ of an environment with the wheel and every third-party package of this one."""
-    return _environment(tmp_path_factory.mktemp("whole"), built, Path(sysconfig.get_path("purelib")))
+    return _install(_environment(tmp_path_factory.mktemp("whole"), Path(sysconfig.get_path("purelib"))), built)
+
+
+@pytest.fixture
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin/ of an environment with pip and every third-party package of this one, without comera."""
+    folder = _environment(tmp_path_factory.mktemp("empty"), Path(sysconfig.get_path("purelib")))
+    pip = folder / "pip"
+    pip.write_text(f'#!/bin/sh\nexec {folder / "python"} -m pip "$@"\n')
+    pip.chmod(0o755)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -35,17 +45,23 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in _closure(named, set()):
         for top in _top_levels(distribution(name)):
             (packages / top.name).symlink_to(top)
-    return _environment(tmp_path_factory.mktemp("bare"), built, packages)
+    return _install(_environment(tmp_path_factory.mktemp("bare"), packages), built)
 
 
-def _environment(folder: Path, built: Path, packages: Path) -> Path:
+def _environment(folder: Path, packages: Path) -> Path:
+    """bin/ of a new environment that finds packages in another folder."""
     venv.create(folder, with_pip=False, symlinks=True)
-    (wheel,) = built.glob("*.whl")
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "third_party.pth").write_text(f"{packages}\n")  # the .pth files there, of editable installs, do not count
-    pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet")
-    run(*pip, "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", str(wheel), cwd=folder)
     return folder / "bin"
+
+
+def _install(programs: Path, built: Path) -> Path:
+    """Install the wheel into the environment of these programs."""
+    (wheel,) = built.glob("*.whl")
+    pip = (sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", str(wheel), cwd=programs)
+    return programs
 
 
 def _closure(requirements: Iterable[str], seen: set[str]) -> set[str]:

@@ -224,11 +224,14 @@ def declared(file: Path) -> list[str]:
     return []
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def reference_names() -> set[str]:
+    """What the pages of the reference show with its docstring."""
     reference = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
-    listed = re.findall(r"^::: (\S+)$|`(comera\.[\w.]+)`", reference, re.MULTILINE)
-    shown = {name for names in listed for name in names}
-    missing = sorted(set(public_names()) - shown)
+    return set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    missing = sorted(set(public_names()) - reference_names())
     assert missing == [], f"add to docs/api/: {missing}"
 
 

@@ -20,7 +20,20 @@ from comera.errors import check_fields
 
 @dataclass(frozen=True)
 class CoLA(Baseline):
-    """CoLA: each linear layer becomes B · silu(A x); core_lr is the learning rate of A and B."""
+    """CoLA: each linear layer becomes B · silu(A x); core_lr is the learning rate of A and B.
+
+    Example:
+        >>> import torch
+        >>> from comera.baselines import CoLA
+        >>> from comera.trainer import TrainConfig
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        >>> applied = CoLA().apply_(model, skip=["1"])
+        >>> [(row.name, row.dense, row.stored, row.note) for row in applied.rows]
+        [('0', 4096, 2048, 'bottleneck 16')]
+        >>> optimizer = applied.optimizer(TrainConfig(steps=10, lr=1e-3, core_lr=5e-3))
+        >>> [(group["name"], group["lr"]) for group in optimizer.param_groups]
+        [('factors', 0.005), ('dense', 0.001), ('dense_no_decay', 0.001)]
+    """
 
     rate = 5.0
 
@@ -41,7 +54,17 @@ class CoLA(Baseline):
 def cola_(model: nn.Module, rank: int | None = None, skip: Sequence[str] = ()) -> tuple[LayerRow, ...]:
     """Replace linear layers in place; returns what became of each. rank: width of the bottleneck, clipped to the
     layer's smaller dimension; None takes a quarter of that. skip: glob patterns of names to leave dense. Raises
-    ConversionError if there is nothing to replace."""
+    ConversionError if there is nothing to replace.
+
+    Example:
+        >>> import torch
+        >>> from comera.baselines import cola_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> [row.note for row in cola_(model)]
+        ['bottleneck 16', 'bottleneck 16']
+        >>> model(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
     return convert_linear_(
         model, skip, lambda layer: CoLALinear.like(layer, rank), lambda layer: f"bottleneck {layer.rank}"
     )

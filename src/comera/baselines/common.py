@@ -54,7 +54,10 @@ class Package:
 class Applied:
     """What a run needs of a method once the model is converted. rows: what became of each layer. dense_total:
     parameters of the dense model. optimizer, after_step: members of a task (`comera.trainer.task.Task`). state_bytes:
-    size of the optimizer's state; None: two moments for each trained parameter."""
+    size of the optimizer's state; None: two moments for each trained parameter.
+
+    See `apply_method_`.
+    """
 
     rows: tuple[LayerRow, ...]
     dense_total: int
@@ -72,7 +75,18 @@ class Applied:
 class Baseline:
     """Base of the settings of a baseline. package: what must be installed. dense_layers: whether the model keeps its
     dense layers. rate: of what replaces the linear weights, as a multiple of the dense learning rate; None: the
-    learning rates of comera."""
+    learning rates of comera.
+
+    Example:
+        >>> import torch
+        >>> from comera.baselines import LTE, Baseline
+        >>> def trained(baseline: Baseline) -> int:
+        ...     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        ...     applied = baseline.apply_(model, skip=["1"])  # the head stays as it is
+        ...     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+        >>> trained(LTE(heads=2, rank=4))  # heads and both biases, and the head's weight
+        1608
+    """
 
     package: ClassVar[Package | None] = None
     dense_layers: ClassVar[bool] = False

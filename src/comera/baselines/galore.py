@@ -39,7 +39,19 @@ _PACKAGE = Package("galore", "galore_torch", "galore-torch", "pip install 'comer
 
 @dataclass(frozen=True)
 class GaLore(Baseline):
-    """GaLore: the dense model, gradients projected to low rank; core_lr is the learning rate of projected weights."""
+    """GaLore: the dense model, gradients projected to low rank; core_lr is the learning rate of projected weights.
+
+    Example:
+        >>> import torch
+        >>> from comera.baselines import GaLore
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        >>> applied = GaLore().apply_(model, skip=["1"])
+        >>> [(row.name, row.note) for row in applied.rows]
+        [('0', 'gradient projected to rank 16')]
+        >>> moments = sum(2 * p.numel() * p.element_size() for p in model.parameters())  # those of AdamW
+        >>> round(applied.state_bytes / moments, 2)
+        0.45
+    """
 
     package = _PACKAGE
     dense_layers = True

@@ -30,7 +30,24 @@ from comera.errors import check_fields
 
 @dataclass(frozen=True)
 class LTE(Baseline):
-    """LTE: parallel low-rank heads beside frozen weights, merged every few steps; core_lr is their learning rate."""
+    """LTE: parallel low-rank heads beside frozen weights, merged every few steps; core_lr is their learning rate.
+
+    Example:
+        >>> import torch
+        >>> from comera.baselines import LTE
+        >>> from comera.trainer import TrainConfig
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 16))
+        >>> applied = LTE(heads=2, rank=4, merge_every=2).apply_(model)
+        >>> optimizer = applied.optimizer(TrainConfig(steps=4, lr=1e-3))
+        >>> before = model[0].weight.clone()
+        >>> for step in (1, 2):
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     applied.after_step(step)  # merges the heads after every second one
+        >>> torch.equal(model[0].weight, before)
+        False
+    """
 
     rate = 0.1
 
@@ -66,7 +83,18 @@ def lte_(
 ) -> tuple[LayerRow, ...]:
     """Add heads to linear layers and freeze their weights, in place; returns what became of each layer. The model's
     outputs are unchanged at first. Call `merge_` every T steps. skip: glob patterns of names to leave as they are.
-    Raises ConversionError if there is nothing to replace."""
+    Raises ConversionError if there is nothing to replace.
+
+    Example:
+        >>> import torch
+        >>> from comera.baselines import lte_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 16))
+        >>> for row in lte_(model, heads=4, rank=8):
+        ...     print(row.note)
+        4 heads of rank 8 beside the weight, merged into it
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['0.bias', '0.down', '0.up']
+    """
     return convert_linear_(
         model,
         skip,
@@ -76,7 +104,20 @@ def lte_(
 
 
 def merge_(model: nn.Module) -> None:
-    """Merge the average of every LTELinear's heads into its weight and reset the heads, in place."""
+    """Merge the average of every LTELinear's heads into its weight and reset the heads, in place.
+
+    Example:
+        >>> import torch
+        >>> from comera.baselines import lte_, merge_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 16))
+        >>> _ = lte_(model, heads=4, rank=8, alpha=8.0)
+        >>> _ = torch.nn.init.normal_(model[0].up)  # as if trained
+        >>> x = torch.randn(3, 64)
+        >>> before = model.eval()(x)
+        >>> merge_(model)
+        >>> torch.allclose(model(x), before, rtol=1e-4, atol=1e-4), model[0].up.any().item()
+        (True, False)
+    """
     for layer in model.modules():
         if isinstance(layer, LTELinear):
             layer.merge_()

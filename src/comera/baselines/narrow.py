@@ -17,7 +17,14 @@ WIDTH_STEP = 8  # widths are multiples of it, as kernels like them
 
 @dataclass(frozen=True)
 class Narrow(Baseline):
-    """The dense model with fewer channels, at the dense learning rate."""
+    """The dense model with fewer channels, at the dense learning rate.
+
+    Example:
+        >>> from comera.baselines import BaselineConfig, Narrow
+        >>> settings = BaselineConfig(narrow=Narrow(hidden=96))  # comera train lm --baselines.narrow.hidden 96
+        >>> settings.identity("narrow")  # such a run resumes in this width alone
+        {'baselines.narrow.hidden': 96}
+    """
 
     dense_layers = True
     rate = 1.0

@@ -20,17 +20,30 @@ from comera.errors import ConfigError
 from comera.trainer.config import TrainConfig
 
 Method = Literal["comera", "dense", "galore", "lte", "cola", "tensorly", "narrow"]
+"""Name of a method, as `--method` takes it."""
 METHODS: tuple[Method, ...] = get_args(Method)
-# Every recipe has these; narrow needs one that builds its model in any width, and can tell what a step costs.
+"""All of them."""
 COMMON_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method != "narrow")
+"""Those that every recipe has; narrow needs one that builds its model in any width, and can tell what a step costs."""
 BASELINES: tuple[Method, ...] = tuple(method for method in METHODS if method not in ("comera", "dense"))
+"""Those that have settings of their own, in `BaselineConfig`."""
 
-Conversion = TensorizeReport | Applied | None  # what a method returns of a model's conversion; None for dense
+Conversion = TensorizeReport | Applied | None
+"""What a method returns of a model's conversion; None for dense."""
 
 
 @dataclass(frozen=True)
 class BaselineConfig:
-    """Settings of the baselines; a run reads those of its own method alone."""
+    """Settings of the baselines; a run reads those of its own method alone.
+
+    Example:
+        >>> from comera.baselines import BaselineConfig, CoLA
+        >>> settings = BaselineConfig(cola=CoLA(rank=16))
+        >>> settings["cola"].rank, settings["lte"].heads
+        (16, 32)
+        >>> settings.identity("cola")
+        {'baselines.cola.rank': 16}
+    """
 
     galore: GaLore = field(default_factory=GaLore)
     """Dense weights; gradients are projected to low rank for the optimizer (galore-torch)."""
@@ -55,14 +68,28 @@ class BaselineConfig:
 
 
 def installed(method: Method) -> bool:
-    """Whether everything that a method needs is installed; imports nothing."""
+    """Whether everything that a method needs is installed; imports nothing.
+
+    Example:
+        >>> from comera.baselines import installed
+        >>> installed("cola")  # it needs no package
+        True
+    """
     package = BaselineConfig()[method].package if method in BASELINES else None
     return package is None or package.installed
 
 
 def check_method(method: str, known: Sequence[Method] = COMMON_METHODS) -> None:
     """Raise ConfigError for an unknown method, one that is not among `known`, those of the recipe, or one whose package
-    is not installed; imports nothing."""
+    is not installed; imports nothing.
+
+    Example:
+        >>> from comera.baselines import check_method
+        >>> check_method("cola")
+        >>> check_method("sparse")
+        Traceback (most recent call last):
+        comera.errors.ConfigError: method must be one of comera, dense, ..., narrow, got 'sparse'
+    """
     if method not in METHODS:
         raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if method not in known:
@@ -75,7 +102,13 @@ def check_method(method: str, known: Sequence[Method] = COMMON_METHODS) -> None:
 
 
 def has_own_layers(method: str) -> bool:
-    """Whether a method's model has layers that are neither dense nor CoMERA's."""
+    """Whether a method's model has layers that are neither dense nor CoMERA's.
+
+    Example:
+        >>> from comera.baselines import METHODS, has_own_layers
+        >>> [method for method in METHODS if has_own_layers(method)]
+        ['lte', 'cola', 'tensorly']
+    """
     return method in BASELINES and not BaselineConfig()[method].dense_layers
 
 
@@ -83,7 +116,21 @@ def apply_method_(
     model: nn.Module, method: Method, formats: TensorizeConfig, baselines: BaselineConfig, skip: Sequence[str] = ()
 ) -> Conversion:
     """Convert a dense model in place, as the method does. formats: of the compressed layers, for comera. baselines,
-    skip: settings of the baselines, and glob patterns of layers that they leave dense."""
+    skip: settings of the baselines, and glob patterns of layers that they leave dense.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.baselines import BaselineConfig, CoLA, apply_method_
+        >>> formats, settings = comera.TensorizeConfig(comera.BTT(rank=1)), BaselineConfig(cola=CoLA(rank=4))
+        >>> for method in ("dense", "comera", "cola"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        ...     done = apply_method_(model, method, formats, settings)
+        ...     notes = {row.after for row in done.rows if row.layer} if done is not None else {"as it was"}
+        ...     print(method, comera.model_size(model).total, notes)
+        dense 8320 {'as it was'}
+        comera 2304 {'BTTLinear'}
+        cola 1152 {'CoLALinear'}
+    """
     if method == "dense":
         return None
     return tensorize_(model, formats) if method == "comera" else baselines[method].apply_(model, skip)
@@ -92,7 +139,15 @@ def apply_method_(
 def rates_by_method(comera: TrainConfig, dense: TrainConfig) -> dict[Method, TrainConfig]:
     """Training settings of every method from those of comera and dense, for presets. `core_lr` is the rate of whatever
     replaces the linear weights. Its ratio to the dense rate was measured on short runs of a small model, for none at
-    full size."""
+    full size.
+
+    Example:
+        >>> from comera.baselines import rates_by_method
+        >>> from comera.trainer import TrainConfig
+        >>> rates = rates_by_method(TrainConfig(steps=9, lr=2e-3), TrainConfig(steps=9, lr=1e-3))
+        >>> {method: (rates[method].lr, rates[method].core_lr) for method in ("comera", "narrow", "cola")}
+        {'comera': (0.002, None), 'narrow': (0.001, 0.001), 'cola': (0.001, 0.005)}
+    """
     rates: dict[Method, TrainConfig] = {"comera": comera, "dense": dense}
     for method in BASELINES:
         ratio = BaselineConfig()[method].rate

@@ -27,7 +27,10 @@ Form = Literal["factorized", "reconstructed"]
 
 @dataclass(frozen=True)
 class Tensorly(Baseline):
-    """Tensor-train layers of tensorly-torch; core_lr is the learning rate of their cores."""
+    """Tensor-train layers of tensorly-torch; core_lr is the learning rate of their cores.
+
+    See `tensorly_`. Needs the extra `baselines`.
+    """
 
     package = _PACKAGE
 
@@ -67,7 +70,17 @@ def tensorly_(
     """Replace linear layers in place by `tltorch.FactorizedLinear`; returns what became of each. Biases are kept;
     random cores preserve the weight's standard deviation. Modes are balanced, and their product is exact. skip: glob
     patterns of names to leave dense. Raises ConversionError if there is nothing to replace, ConfigError if the library
-    is not installed."""
+    is not installed.
+
+    Example:
+        >>> import torch
+        >>> from comera.baselines import tensorly_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> [(row.note, row.stored) for row in tensorly_(model, rank=8)]
+        [('4·4·4 / 4·4·4 ranks 8-8', 1280)]
+        >>> model(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
     library()
     return convert_linear_(model, skip, lambda layer: _layer(layer, rank, order // 2, implementation), _note)
 

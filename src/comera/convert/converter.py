@@ -22,6 +22,30 @@ class Converter:
     has (out, in). refusal: layer -> why this one cannot be converted, or None. embed_scale: layer -> what its rows are
     multiplied by, as `TTMEmbedding` takes it. holds: names of buffers that `build` makes again. remark: for the report,
     what a user should know of such a layer once it is compressed.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.convert import Converter, register_converter
+        >>> class Transposed(torch.nn.Module):  # stores its weight as (in, out)
+        ...     def __init__(self, rows, cols):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.randn(rows, cols) / rows**0.5)
+        ...     def forward(self, x):
+        ...         return x @ self.weight
+        >>> converter = Converter(
+        ...     shape=lambda layer: tuple(layer.weight.shape),
+        ...     std=lambda layer: layer.weight.shape[0] ** -0.5,
+        ...     build=lambda layer: Transposed(layer.in_features, layer.out_features),
+        ...     in_first=True,
+        ... )
+        >>> register_converter(Transposed, converter)
+        >>> model = torch.nn.Sequential(Transposed(96, 64))
+        >>> _ = model[0].weight.data.copy_(torch.outer(torch.rand(96), torch.rand(64)))  # as if trained, to rank 1
+        >>> x = torch.randn(5, 96)
+        >>> before = model(x)
+        >>> report = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=2, rank=4), init="decompose"))
+        >>> report.rows[0].after, torch.allclose(model(x), before, rtol=1e-4, atol=1e-4)
+        ('TTLinear', True)
     """
 
     shape: Callable[[Any], tuple[int, int]]
@@ -55,6 +79,7 @@ LINEAR = Converter(
     std=lambda layer: 1 / math.sqrt(3 * layer.in_features),  # U(-1/sqrt(in), 1/sqrt(in))
     build=lambda layer: nn.Linear(layer.in_features, layer.out_features),
 )
+"""The converter of `nn.Linear`; `dataclasses.replace` makes one of a subclass (see `register_converter`)."""
 EMBEDDING = Converter(
     shape=lambda layer: (layer.num_embeddings, layer.embedding_dim),
     std=lambda layer: 1.0,
@@ -62,7 +87,9 @@ EMBEDDING = Converter(
     table=TTMEmbedding,
     refusal=_refuse_table,
 )
+"""The converter of `nn.Embedding`."""
 EMBEDDING_BAG = replace(EMBEDDING, build=_dense_bag, table=TTMEmbeddingBag)
+"""The converter of `nn.EmbeddingBag`."""
 # nn.MultiheadAttention reads the weight of this one and multiplies by it itself, in all of its paths
 MHA_OUTPUT = replace(
     LINEAR,

@@ -26,6 +26,20 @@ def register_converter(layer_type: type[nn.Module], converter: Converter) -> Non
 
     For a subclass of `nn.Linear` that computes the same: `register_converter(MyLinear, replace(LINEAR, build=...))`.
     Raises ConversionError for anything but a module type.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import torch, comera
+        >>> from comera.convert import LINEAR, register_converter
+        >>> class Named(torch.nn.Linear):  # computes what nn.Linear does
+        ...     pass
+        >>> register_converter(Named, replace(LINEAR, build=lambda layer: Named(layer.in_features, layer.out_features)))
+        >>> model = torch.nn.Sequential(Named(64, 256), torch.nn.GELU(), Named(256, 64))
+        >>> comera.tensorize_(model, ratio=4)
+        <TensorizeReport: 2 of 2 layers compressed, 33,088 -> 8,270 parameters, 4.0x smaller>
+        >>> _ = comera.materialize_(model)
+        >>> type(model[0]).__name__
+        'Named'
     """
     if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise ConversionError(f"expected a subclass of nn.Module to register, got {layer_type!r}")

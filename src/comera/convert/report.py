@@ -20,6 +20,8 @@ class LayerRow:
     of the decomposition; None for random cores. note: why the layer stays dense, or what it is tied to. bias: the
     layer's parameters besides its weight, which stay as they are. layer: False for another module, all of whose
     parameters count as dense and stored.
+
+    See `tensorize_`.
     """
 
     name: str
@@ -78,6 +80,8 @@ class TensorizeReport(Report):
 
     rows: what became of each. size: parameters of the whole model and of its compressed layers, and the ratios to the
     dense ones. Printing it gives a table, and so does a notebook; `to_frame` and `to_dict` are for programs.
+
+    See `tensorize_`.
     """
 
     rows: tuple[LayerRow, ...]

@@ -36,6 +36,8 @@ class Exported:
         parameters: of the weights in it.
         difference: the largest one between its outputs and the model's.
         call: how to call a program, with the names of its arguments if it has them.
+
+    See `export_program`.
     """
 
     path: Path

@@ -55,6 +55,18 @@ def serving_copy(model: nn.Module) -> nn.Module:
 
     Pruned slices are removed and gates absorbed; everything else is shared with the model, which is unchanged. Outputs
     are the same up to rounding. Raises ConversionError for an unknown type of compressed layer.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.export import serving_copy
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4)))
+        >>> served = serving_copy(model)
+        >>> [name for name, _ in served.named_parameters()]  # no gates
+        ['0.bias', '0.tt.cores.0', '0.tt.cores.1', '0.tt.cores.2', '0.tt.cores.3']
+        >>> x = torch.randn(3, 64)
+        >>> torch.allclose(served(x), model.eval()(x), atol=1e-6)
+        True
     """
     copy = copy_with_own_trains(model).eval()
     fuse_(copy, enabled=False)

@@ -34,6 +34,17 @@ class RotaryAttention(BlockPattern):
 
     qkv: its projections, which run as one product where they can. output: name of the layer after attention. norms:
     names of the norms of each head's queries and keys, in modules that have them.
+
+    Example:
+        >>> from comera.fusion import QKV, RotaryAttention, fuse_, register_block
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaAttention
+        >>> class Attention(LlamaAttention):  # of your own model, with the same forward
+        ...     pass
+        >>> register_block(Attention, RotaryAttention(QKV(("q_proj", "k_proj", "v_proj")), output="o_proj"))
+        >>> config = LlamaConfig(hidden_size=64, num_attention_heads=4, attn_implementation="sdpa")
+        >>> fuse_(Attention(config, layer_idx=0)).fused("rotary attention")
+        ('',)
     """
 
     qkv: QKV

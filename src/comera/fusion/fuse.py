@@ -20,7 +20,10 @@ from comera.kernels import select
 @dataclass(frozen=True)
 class FuseRow:
     """One block that `fuse_` knows: its name, what kind of part it holds, and why that was left alone ("": it was
-    fused)."""
+    fused).
+
+    See `fuse_`.
+    """
 
     name: str
     kind: str
@@ -33,6 +36,8 @@ class FuseReport:
 
     rows: every block of a registered type. merged: how many tensor trains are in batched merges. dropout: how many
     dropouts draw cheaper masks. no_kernels: why there are no C++ kernels for the CPU; None where there are.
+
+    See `fuse_`.
     """
 
     rows: tuple[FuseRow, ...]
@@ -95,7 +100,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99))
         >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4), None))
-        >>> fuse_(model).fused("qkv")
+        >>> comera.fuse_(model).fused("qkv")
         ('encoder.layer.0.attention.self',)
 
     Source: docs/method.md §7.

@@ -51,6 +51,20 @@ class MergeCache:
     """The tensor trains of a model's linear layers, and their factors while these are current.
 
     model: its `TTLinear` layers are passed their factors until `detach`.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.fusion import MergeCache
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4)))
+        >>> cache = MergeCache(model)  # `fuse_` makes one, too
+        >>> cache.batched
+        3
+        >>> x = torch.randn(5, 64)
+        >>> merged = model(x)
+        >>> cache.detach()
+        >>> torch.allclose(model(x), merged, atol=1e-6)
+        True
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -206,6 +220,18 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     """A context for the micro-batches of one step, backwards included: weights stay, so trains are merged once for all.
 
     The gradients of cores and gates are complete at its end, not before.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.fusion import accumulating
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4)))
+        >>> _ = comera.fuse_(model)
+        >>> with accumulating(model):
+        ...     for batch in torch.randn(4, 8, 64):
+        ...         (model(batch).square().mean() / 4).backward()
+        >>> all(p.grad is not None for p in model.parameters())
+        True
     """
     with ExitStack() as stack:
         for cache in caches(model):

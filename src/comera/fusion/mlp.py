@@ -37,6 +37,21 @@ class MLP(BlockPattern):
     method: name of the method that computes it, with one tensor in and one out.
     ups: names of the layers before the activation, one, or gate and up. activation, down: names of what follows.
     finish: (module, input, output of down) -> what the method returns; a function of a module, so it can be pickled.
+
+    Example:
+        >>> import torch
+        >>> from comera.fusion import MLP, fuse_, register_block
+        >>> class SwiGLU(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.gate, self.up, self.down = (torch.nn.Linear(width, width) for _ in range(3))
+        ...         self.act = torch.nn.SiLU()
+        ...     def forward(self, x):
+        ...         return self.down(self.act(self.gate(x)) * self.up(x))
+        >>> register_block(SwiGLU, MLP("forward", ups=("gate", "up"), activation="act", down="down"))
+        >>> model = torch.nn.Sequential(SwiGLU(64))  # dense layers: only the activation can be fused
+        >>> fuse_(model).fused("gated activation")
+        ('0',)
     """
 
     method: str

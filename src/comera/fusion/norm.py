@@ -17,6 +17,21 @@ class RMSNorm(BlockPattern):
     """How a module holds an RMSNorm: forward(x) = x / √(mean of x² + eps) · (offset + weight).
 
     weight, eps: names of its attributes. offset: what is added to the weight.
+
+    Example:
+        >>> import torch
+        >>> from comera.fusion import RMSNorm, fuse_, register_block
+        >>> class Norm(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.scale, self.epsilon = torch.nn.Parameter(torch.zeros(width)), 1e-6
+        ...     def forward(self, x):
+        ...         return x * (x.square().mean(-1, keepdim=True) + self.epsilon).rsqrt() * (1 + self.scale)
+        >>> register_block(Norm, RMSNorm(weight="scale", eps="epsilon", offset=1.0))
+        >>> norm, x = Norm(64), torch.randn(3, 64)
+        >>> before = norm(x)
+        >>> fuse_(norm).fused("norm"), torch.allclose(norm(x), before, atol=1e-5)
+        (('',), True)
     """
 
     weight: str = "weight"

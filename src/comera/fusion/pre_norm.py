@@ -20,6 +20,17 @@ class PreNorm(BlockPattern):
 
     first, attention, second, mlp: names of its modules. Norms are of a type registered as `RMSNorm`; of what attention
     returns, the first counts.
+
+    Example:
+        >>> from comera.fusion import PreNorm, fuse_, register_block
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+        >>> class Block(LlamaDecoderLayer):  # of your own model, with the same forward
+        ...     pass
+        >>> register_block(Block, PreNorm(attention="self_attn"))
+        >>> config = LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+        >>> fuse_(Block(config, layer_idx=0)).fused("pre-norm")
+        ('',)
     """
 
     first: str = "input_layernorm"

@@ -19,6 +19,21 @@ class QKV(BlockPattern):
     """How an attention module holds its projections.
 
     layers: names of the layers that its forward calls with its first argument.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.fusion import QKV, fuse_, register_block
+        >>> class Attention(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.q, self.k, self.v = (torch.nn.Linear(width, width) for _ in range(3))
+        ...     def forward(self, x):
+        ...         return torch.nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
+        >>> register_block(Attention, QKV(("q", "k", "v")))
+        >>> model = torch.nn.Sequential(Attention(64))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=8)))
+        >>> fuse_(model).fused("qkv")
+        ('0',)
     """
 
     layers: tuple[str, ...]

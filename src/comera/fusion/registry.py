@@ -15,7 +15,25 @@ from comera.nn.linear import TTLinear
 
 
 class BlockPattern(ABC):
-    """How one type of module holds a part that can be fused, by the names of its submodules."""
+    """How one type of module holds a part that can be fused, by the names of its submodules.
+
+    Example:
+        >>> import torch
+        >>> from comera.fusion import BlockPattern, fuse_, register_block
+        >>> class Scaled(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return (x * 3) * 2
+        >>> class Once(BlockPattern):
+        ...     kind, method = "scale", "forward"
+        ...     def obstacle(self, module):
+        ...         return None
+        ...     def run(self, module, cache, x):
+        ...         return x * 6
+        >>> register_block(Scaled, Once())
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), Scaled())
+        >>> fuse_(model).fused("scale")
+        ('1',)
+    """
 
     kind: str
     """What the part is, for the report: "mlp", "qkv", "residual norm", "norm", "pre-norm"."""
@@ -84,6 +102,22 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
 
     Raises:
         ConversionError: for what is not a type of module, or has no method of a pattern's name.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.fusion import MLP, register_block
+        >>> class FeedForward(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.up, self.act = torch.nn.Linear(width, 4 * width), torch.nn.ReLU()
+        ...         self.down = torch.nn.Linear(4 * width, width)
+        ...     def forward(self, x):
+        ...         return self.down(self.act(self.up(x)))
+        >>> register_block(FeedForward, MLP("forward", ups=("up",), activation="act", down="down"))
+        >>> model = torch.nn.Sequential(FeedForward(64), FeedForward(64))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4)))
+        >>> comera.fuse_(model).fused("mlp")
+        ('0', '1')
     """
     if not isinstance(module_type, str):
         if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):

@@ -18,6 +18,24 @@ class ResidualNorm(BlockPattern):
     """How a module holds the end of half a block: forward(z, x) = norm(dropout(dense(z)) + x).
 
     dense, dropout, norm: names of the layers.
+
+    Example:
+        >>> import torch
+        >>> from comera.fusion import ResidualNorm, fuse_, register_block
+        >>> class Output(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.proj, self.drop = torch.nn.Linear(width, width), torch.nn.Dropout(0.1)
+        ...         self.norm = torch.nn.LayerNorm(width)
+        ...     def forward(self, z, x):
+        ...         return self.norm(self.drop(self.proj(z)) + x)
+        >>> register_block(Output, ResidualNorm(dense="proj", dropout="drop", norm="norm"))
+        >>> block = Output(64).eval()
+        >>> z, x = torch.randn(2, 3, 64)
+        >>> before = block(z, x)
+        >>> _ = fuse_(block)
+        >>> torch.allclose(block(z, x), before, atol=1e-5)
+        True
     """
 
     dense: str = "dense"

@@ -130,6 +130,16 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     Returns:
         The norm before clipping, a scalar that is equal on all processes.
+
+    Example:
+        >>> import torch
+        >>> from comera.integrations.fsdp import clip_grad_norm_
+        >>> layer = torch.nn.Linear(3, 1, bias=False)
+        >>> layer(torch.tensor([[3.0, 4.0, 0.0]])).sum().backward()
+        >>> clip_grad_norm_(layer.parameters(), max_norm=1.0)
+        tensor(5.)
+        >>> layer.weight.grad
+        tensor([[0.6000, 0.8000, 0.0000]])
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     parts = [[p for p in held if isinstance(p, DTensor) is sharded] for sharded in (False, True)]

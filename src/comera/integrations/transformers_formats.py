@@ -44,6 +44,8 @@ class ComeraConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a compressed model.
 
     trains: names, modes, std and threshold of each tensor train, JSON-ready; ranks are those of the stored tensors.
+
+    See `note_formats_`.
     """
 
     def __init__(self, trains: Sequence[Mapping[str, Any]], version: str = __version__, **_: Any) -> None:
@@ -57,6 +59,16 @@ def note_formats_(model: nn.Module) -> None:
 
     Every conversion calls it, and every late stage that begins. Call it for a model of which only a part was handed to
     `tensorize_`.
+
+    Example:
+        >>> import comera
+        >>> from comera.integrations.transformers_formats import note_formats_
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99))
+        >>> _ = comera.tensorize_(model.encoder, ratio=4)  # a part, which has no config of its own
+        >>> note_formats_(model)
+        >>> len(model.config.quantization_config.trains)
+        6
     """
     library: Any = sys.modules.get("transformers.modeling_utils")
     if library is None:
@@ -100,7 +112,19 @@ def _drop_hint(config: Any) -> None:
 
 @register_quantizer(QUANT_METHOD)
 class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts compressed layers into a model that `from_pretrained` has built on the meta device."""
+    """Puts compressed layers into a model that `from_pretrained` has built on the meta device.
+
+    Example:
+        >>> import tempfile, comera
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99))
+        >>> _ = comera.tensorize_(model, ratio=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     loaded = BertModel.from_pretrained(folder)  # transformers finds the quantizer by the config
+        >>> type(loaded.encoder.layer[0].intermediate.dense).__name__
+        'BTTLinear'
+    """
 
     quantization_config: ComeraConfig
 

@@ -90,6 +90,16 @@ class TTMEmbedding(TTMTable):
 
     embed_scale: what some models multiply the rows by; a tensor of one element is rounded to the dtype of rows first.
     Input: integer ids of any shape -> (..., embedding_dim). An id outside the table is an IdError.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn import TTMEmbedding
+        >>> from comera.tt import ttm_spec
+        >>> table = TTMEmbedding(ttm_spec(30522, 768, order=3, rank=30), padding_idx=0)
+        >>> table(torch.tensor([[101, 2054], [0, 102]])).shape
+        torch.Size([2, 2, 768])
+        >>> f"{sum(p.numel() for p in table.parameters()):,} of {30522 * 768:,} parameters"
+        '228,180 of 23,440,896 parameters'
     """
 
     dense_type: type[nn.Module] = nn.Embedding
@@ -119,6 +129,15 @@ class TTMEmbeddingBag(TTMTable):
     Input as that of `nn.EmbeddingBag`: ids (bags, ids in a bag), or ids (all ids,) with offsets (bags,); for sums also
     per_sample_weights of the ids' shape -> (bags, embedding_dim), zeros for an empty bag. An id outside the table is an
     IdError, offsets or weights that do not fit the ids are a DataError.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn import TTMEmbeddingBag
+        >>> from comera.tt import ttm_spec
+        >>> table = TTMEmbeddingBag(ttm_spec(100_000, 64, order=3, rank=16), mode="mean")
+        >>> ids, offsets = torch.tensor([4, 99_999, 7, 7, 1]), torch.tensor([0, 2])  # bags of two and of three ids
+        >>> table(ids, offsets).shape
+        torch.Size([2, 64])
     """
 
     dense_type: type[nn.Module] = nn.EmbeddingBag
@@ -167,6 +186,15 @@ class TTMProjection(_TTMLayer):
     Input (..., embedding_dim) -> logits (..., num_embeddings). bias: True (zeros), False, or a Parameter of shape
     (num_embeddings,) to keep; another shape is a SpecError. padding_idx: the zero row of the TTMEmbedding that shares
     the table: its logit is the bias alone.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn import TTMEmbedding, TTMProjection
+        >>> from comera.tt import ttm_spec
+        >>> embed = TTMEmbedding(ttm_spec(5000, 128, order=3, rank=16))
+        >>> head = TTMProjection(embed.tt, bias=False)  # tied: both have one tensor train
+        >>> head(embed(torch.tensor([[1, 2, 3]]))).shape
+        torch.Size([1, 3, 5000])
     """
 
     dense_type: type[nn.Module] = nn.Linear

@@ -75,6 +75,9 @@ class TTLinear(CompressedLinear):
         SpecError: for a tensor train of another format or a bias of another shape.
 
     Example:
+        >>> import torch
+        >>> from comera.nn import TTLinear
+        >>> from comera.tt import TTSpec
         >>> layer = TTLinear(TTSpec(12, 10, (3, 4), (5, 2), (1, 3, 4, 2, 1)))
         >>> layer(torch.randn(7, 12)).shape
         torch.Size([7, 10])
@@ -107,6 +110,9 @@ class BTTLinear(CompressedLinear):
         SpecError: for a tensor train of another format or a bias of another shape.
 
     Example:
+        >>> import torch
+        >>> from comera.nn import BTTLinear
+        >>> from comera.tt import BTTSpec
         >>> layer = BTTLinear(BTTSpec(12, 10, in_modes=(3, 4), out_modes=(5, 2), block_ranks=1))
         >>> layer(torch.randn(7, 12)).shape
         torch.Size([7, 10])

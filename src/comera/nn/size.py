@@ -15,6 +15,8 @@ class ModelSize:
     dense_total, dense_tensorized: the same for the dense model, with every tensor train replaced by the weight that it
     represents. A weight that was tied counts once, also where its layers have a tensor train each now, and with the
     parameters that stay dense where one of them does. bytes: storage of all parameters, in their own dtypes.
+
+    See `model_size`.
     """
 
     total: int

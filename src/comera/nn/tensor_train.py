@@ -36,6 +36,19 @@ class TensorTrain(nn.Module):
     in half precision are in float32: near 1, bfloat16 does not resolve their steps.
     late_from: parameters that it stored when a late stage first began, which a fraction as target counts from.
     counts_elsewhere: whether its weight was tied and counts in the dense model at another layer.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn import TensorTrain
+        >>> from comera.tt import tt_spec
+        >>> train = TensorTrain(tt_spec(64, 64, order=4, rank=8), init_std=0.1)
+        >>> print(train.spec, [tuple(core.shape) for core in train.cores])
+        TT 8·8 / 8·8 ranks 8-8-8 [(1, 8, 8), (8, 8, 8), (8, 8, 8), (8, 8, 1)]
+        >>> train.dense().shape, round(train.dense().std().item(), 2)
+        (torch.Size([64, 64]), 0.1)
+        >>> _ = train.rank_params[0].data[:6].zero_()  # as training does it
+        >>> [int(gates.sum()) for gates in train.unpruned()]
+        [2, 8, 8]
     """
 
     late_from: int | None = None
@@ -263,6 +276,15 @@ class CompressedLayer(nn.Module):
     """Base class of the layers around a tensor train `tt`; layers tied to each other hold the same one.
 
     dense_type: the type of layer that `materialize_` turns it back into.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.nn import CompressedLayer
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(500, 64), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+        >>> _ = comera.tensorize_(model, ratio=4)
+        >>> compressed = [module for module in model.modules() if isinstance(module, CompressedLayer)]
+        >>> [(type(layer).__name__, layer.weight.shape) for layer in compressed]  # a shape costs nothing
+        [('TTMEmbedding', torch.Size([500, 64])), ('BTTLinear', torch.Size([64, 64]))]
     """
 
     tt: TensorTrain

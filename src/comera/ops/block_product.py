@@ -101,6 +101,9 @@ def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tenso
         Differentiable twice.
 
     Example:
+        >>> import torch
+        >>> from comera.ops.block_product import BlockFactors, block_products
+        >>> from comera.tt import BTTSpec
         >>> q, k = (BTTSpec(12, out, in_modes=(3, 4), out_modes=(5, 2), block_ranks=1) for out in (10, 9))
         >>> r, l = torch.randn(4, 15), torch.randn(15, 2)
         >>> [tuple(y.shape) for y in block_products(torch.randn(7, 12), [BlockFactors(q, r, l), BlockFactors(k, r, l)])]

@@ -49,6 +49,8 @@ def residual_rms_norm(
         s = x + z, or x, and its norm. Derivatives of any order.
 
     Example:
+        >>> import torch
+        >>> from comera.ops.residual_norm import residual_rms_norm
         >>> s, y = residual_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.full((4,), 3.0), eps=0.0)
         >>> s[0, 0].item(), y[0, 0].item()
         (2.0, 3.0)

@@ -30,6 +30,8 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> 
         Two tensors of the shapes of q and k, in the dtype of their products with cos. Derivatives of any order.
 
     Example:
+        >>> import torch
+        >>> from comera.ops.rotary import rotary
         >>> angles = torch.arange(5)[None, :, None] / torch.tensor([1.0, 100.0, 1.0, 100.0])
         >>> q, k = rotary(torch.ones(2, 8, 5, 4), torch.ones(2, 2, 5, 4), angles.cos(), angles.sin())
         >>> q[0, 0, 0], q.shape

@@ -22,6 +22,22 @@ class AdamW(torch.optim.AdamW):
     all: a compressed model has hundreds of small parameters, and torch takes longer to dispatch each than to compute
     it. Torch updates all other groups, those with amsgrad, maximize, capturable, differentiable or scaled gradients,
     and takes the first step, which creates the state.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.optim import AdamW
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> _ = comera.tensorize_(model, ratio=4)
+        >>> optimizer = AdamW(comera.param_groups(model, lr=1e-2))
+        >>> x, losses = torch.randn(8, 64), []
+        >>> for _ in range(5):
+        ...     loss = (model(x) - x).square().mean()
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     losses.append(loss.item())
+        >>> losses[-1] < losses[0]
+        True
     """
 
     @cached_property

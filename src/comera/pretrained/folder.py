@@ -33,7 +33,10 @@ from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.sharded import type_name
 from comera.tt.spec import BTTSpec, Spec, spec_from_dict
 
-WEIGHTS, MANIFEST = "model.safetensors", "comera.json"
+WEIGHTS = "model.safetensors"
+"""Name of the file with the tensors, and with the manifest in its header."""
+MANIFEST = "comera.json"
+"""Name of the copy of the manifest for people; loading does not read it."""
 FORMAT = 1
 _TEXT, _SUM = "comera", "comera_xxh3_128"  # entries of the header: the manifest and its checksum
 
@@ -123,16 +126,38 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The manifest of a saved model; reads only the header of model.safetensors.
 
     Raises CheckpointError for a file that is missing, truncated, foreign or of a later format.
+
+    Example:
+        >>> import tempfile, torch, comera
+        >>> from comera.pretrained import read_manifest
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=1)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     comera.save_pretrained(model, folder, metadata={"trained on": "nothing yet"})
+        ...     manifest = read_manifest(folder)
+        >>> manifest["metadata"], [train["names"] for train in manifest["trains"]]
+        ({'trained on': 'nothing yet'}, [{'0.tt': 'BTTLinear'}])
     """
     return read_folder(Path(folder), with_tensors=False)[0]
 
 
-def tensor_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def tensor_headers(folder: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and type ("F32") of every tensor that model.safetensors stores, from its header; tied ones once.
 
     Raises OSError or SafetensorError for a file that is missing, truncated or foreign.
+
+    Example:
+        >>> import tempfile, torch, comera
+        >>> from comera.pretrained import tensor_headers
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=1)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     comera.save_pretrained(model, folder)
+        ...     headers = tensor_headers(folder)
+        >>> headers["0.bias"]
+        ((64,), 'F32')
     """
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
+    with safe_open(Path(folder, WEIGHTS), framework="pt") as file:
         headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
 

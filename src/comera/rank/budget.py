@@ -123,6 +123,18 @@ def canonicalize_(
     them. Ranks that exceed what their neighbors can use fall. The optimizers' state of the trains is reset, and the
     averages in their copies start again, as in `round_`. Raises RankError, with nothing changed, for parameters that
     are not finite.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn import TensorTrain
+        >>> from comera.rank import canonicalize_
+        >>> from comera.tt import tt_spec
+        >>> train = TensorTrain(tt_spec(64, 64, order=4, rank=8), init_std=0.1)
+        >>> _ = train.rank_params[1].data.uniform_(0.5, 1.5)  # as training does it
+        >>> before = train.dense()
+        >>> canonicalize_([train])
+        >>> torch.allclose(train.dense(), before, atol=1e-5), train.rank_params[1].unique().tolist()
+        (True, [1.0])
     """
     with _one_thread():
         found = [(train, round_cores(train.spec, _effective_cores("a tensor train", train))) for train in trains]

@@ -15,6 +15,8 @@ class RankRow:
 
     error: relative Frobenius error that rounding made in the weight, padding included, in float64 before the cast to
     the train's dtype; None after pruning, which leaves the function as it is.
+
+    See `prune_`.
     """
 
     name: str
@@ -30,6 +32,8 @@ class RankReport(Report):
 
     before, after: parameters stored in all tensor trains, cores and gates. rows: one per tensor train, changed or not.
     target: the size that was asked for, in parameters; None after `prune_`.
+
+    See `prune_` and `round_`.
     """
 
     action: Literal["pruned", "rounded"]

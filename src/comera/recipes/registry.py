@@ -21,3 +21,4 @@ RECIPES = {
     "mnli": RecipeEntry("comera.recipes.mnli.recipe", "train a transformer from scratch for language inference"),
     "dlrm": RecipeEntry("comera.recipes.dlrm.recipe", "train DLRM to predict clicks on ads"),
 }
+"""The recipes of `comera train` by name."""

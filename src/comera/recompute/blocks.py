@@ -37,6 +37,8 @@ class RecomputeReport:
 
     hidden: elements per token of their linear layers' outputs, which are no longer kept (nor is what lies between them:
     activations, norms, attention). low_rank: elements per token that these layers keep instead.
+
+    See `recompute_`.
     """
 
     blocks: tuple[str, ...]
@@ -76,6 +78,16 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
     Raises:
         ConversionError: there is no block; the model is unchanged.
 
+    Example:
+        >>> import torch, comera
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> model = torch.nn.Sequential(block(), block())
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=8)))
+        >>> print(comera.recompute_(model))
+        recomputation in 2 blocks (0, 1): their 4 compressed layers keep 32 elements per token instead of 640
+        >>> model(torch.randn(5, 64)).sum().backward()  # the loop stays as it was
+
     Source: docs/method.md §8.
     """
     modules = dict(model.named_modules())
@@ -106,6 +118,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     A block is an element of an nn.ModuleList or nn.Sequential with at least two compressed layers, unless blocks inside
     it hold all of them. So neither a whole trunk nor a single expert of a block is one.
+
+    Example:
+        >>> import comera
+        >>> from comera.recompute import find_blocks
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4), None))
+        >>> list(find_blocks(model))
+        ['encoder.layer.0', 'encoder.layer.1']
     """
     lists = [module for module in model.modules() if isinstance(module, _LISTS)]
     return _blocks(model, "", {element for elements in lists for element in elements})

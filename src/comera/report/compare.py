@@ -23,13 +23,19 @@ from comera.trainer.energy import is_estimated, total
 from comera.trainer.metrics import Summary
 
 
-def compare(runs: Mapping[str, Path], out: Path) -> str:
+def compare(runs: Mapping[str, str | Path], out: str | Path) -> str:
     """Write compare.md, .json, .png and .html into `out` and return the tables in Markdown.
 
     Runs with a metric besides the loss add a second figure, pareto.png; compressed runs add a table of the ranks of one
     block. runs: name -> run folder, in display order; step times are compared with the run named "dense", or else with
     the first run of that method. Raises DataError without runs, or for one that is missing, malformed or unfinished;
     nothing is written then.
+
+    Example:
+        >>> from comera.report import compare
+        >>> runs = {name: f"runs/compare/{name}" for name in ("dense", "comera")}  # of `comera compare lm`
+        >>> print(compare(runs, "runs/compare"))  # and as a page, runs/compare/compare.html
+        | method | held-out loss | parameters | size MB | ratio | ...
     """
     from comera.report.plots import PLOTS_OF_RUNS  # matplotlib, only to draw
     from comera.report.style import write_figures
@@ -61,8 +67,19 @@ def compare(runs: Mapping[str, Path], out: Path) -> str:
     return text
 
 
-def results(runs: Mapping[str, Path]) -> str:
-    """The tables of `compare` as text that fits a terminal, and its verdict. Raises DataError as `compare` does."""
+def results(runs: Mapping[str, str | Path]) -> str:
+    """The tables of `compare` as text that fits a terminal, and its verdict. Raises DataError as `compare` does.
+
+    Example:
+        >>> from comera.report import results
+        >>> runs = {name: f"runs/compare/{name}" for name in ("dense", "comera")}  # of `comera compare lm`
+        >>> print(results(runs))
+        method               dense    comera
+        ────────────────  ────────  ────────
+        held-out loss        4.500     4.500
+        parameters          35,172     1,628
+        ...
+    """
     data = {name: read_run(folder) for name, folder in runs.items()}
     tables = _tables(data, _summaries(data))
     shown = [table.fitted() if name == "Results" else f"{name}:\n\n{table.fitted()}" for name, table in tables.items()]

@@ -32,11 +32,17 @@ from comera.trainer.metrics import Summary
 _FOOTER = f"Made by comera {__version__}. 1 MB = 2<sup>20</sup> bytes."
 
 
-def render(run: Path) -> Path:
+def render(run: str | Path) -> Path:
     """Write report.html of a run, one page that loads nothing; returns its path.
 
     Of a run that is unfinished or damaged, the page shows what can be read and says what cannot. Raises DataError for a
     folder that is missing or not a run.
+
+    Example:
+        >>> from comera.report import render
+        >>> page = render("runs/compare/comera")  # after `comera compare lm --out runs/compare`
+        >>> page.name, "Training curves" in page.read_text()
+        ('report.html', True)
     """
     data = read_run(run, damaged=True)
     cards = ""

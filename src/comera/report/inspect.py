@@ -34,11 +34,21 @@ class _Row(NamedTuple):
     dense_flops: float | None = None
 
 
-def inspect(path: Path) -> str:
+def inspect(path: str | Path) -> str:
     """Describe a run folder (its last checkpoint), a checkpoint, or a folder written by `save_pretrained`.
 
     Raises CheckpointError for a folder that is none of them or has a truncated or foreign file, DataError for a
     malformed run folder.
+
+    Example:
+        >>> import tempfile, torch, comera
+        >>> from comera.report import inspect
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU())
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=1)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     comera.save_pretrained(model, folder)
+        ...     print(inspect(folder).splitlines()[-3])
+        model       3,456 parameters, 0.0132 MB, 4.81× smaller than dense
     """
     path = Path(path)
     if (path / WEIGHTS).exists() or (path / MANIFEST).exists():

@@ -117,6 +117,8 @@ class RunData:
     memory: estimated bytes of a training step by method and part; test: metrics on test data; references: values to
     hold the held-out metrics against, by metric and label; all empty for recipes without them. provenance: an entry for
     each time that the run was started or resumed. problems: what could not be read, and why.
+
+    See `read_run`.
     """
 
     folder: Path
@@ -178,11 +180,19 @@ class RunData:
         return self.summary.size_bytes / self.summary.parameters if self.summary and self.summary.parameters else 4.0
 
 
-def read_run(folder: Path, *, damaged: bool = False) -> RunData:
+def read_run(folder: str | Path, *, damaged: bool = False) -> RunData:
     """Read config.yaml, metrics.jsonl and the JSON files of a run, those that exist.
 
     Skips a torn last line of the metrics, which a killed run leaves. damaged: read what can be read, and note the rest
     in `problems`. Raises DataError for a folder that is missing or not a run, and unless `damaged` for a malformed one.
+
+    Example:
+        >>> from comera.report import read_run
+        >>> run = read_run("runs/compare/comera")  # after `comera compare lm --out runs/compare`
+        >>> run.method, len(run.train), run.evals[-1].loss < run.evals[0].loss
+        ('comera', 60, True)
+        >>> run.sizes[-1].ratio
+        7.5
     """
     folder = Path(folder)
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"

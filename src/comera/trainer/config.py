@@ -52,6 +52,16 @@ class TrainConfig:
     """How a run is trained: its length, optimizer, rank adaptation, and what it writes.
 
     Raises ConfigError for a value out of range, or when none of `steps`, `epochs` and `max_seconds` bounds the run.
+
+    Example:
+        >>> import comera
+        >>> from comera.trainer import TrainConfig
+        >>> config = TrainConfig(epochs=3, batch_size=64, lr=2e-3, late=comera.LateStage(target_size=0.5))
+        >>> config.bound(epoch=500), config.schedule
+        (1500, 'cosine')
+        >>> TrainConfig(steps=10, warmup=2.0)
+        Traceback (most recent call last):
+        comera.errors.ConfigError: train.warmup must be a fraction of the run, >= 0 and < 1, got 2.0
     """
 
     steps: int | None = None

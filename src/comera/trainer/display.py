@@ -71,6 +71,7 @@ class Display:
 def remaining(seconds: float) -> str:
     """A time to wait, in hours and minutes, minutes, or seconds.
 
+    >>> from comera.trainer.display import remaining
     >>> remaining(15_540), remaining(200), remaining(12)
     ('4 h 19 min', '3 min', '12 s')
     """

@@ -77,6 +77,28 @@ def fit(
         CheckpointError: a run that cannot be read or taken over.
         RankError: an impossible target size.
         TrainingError: a loss or gradient that is not finite, or a full disk; the last good checkpoint stays.
+
+    Example:
+        >>> import torch
+        >>> from comera.trainer import Task, TrainConfig, fit
+        >>> class Sum(Task):
+        ...     name = "sum"
+        ...     def __init__(self):
+        ...         self.model = torch.nn.Linear(4, 1)
+        ...     def train_batch(self, step, micro, rank, world):
+        ...         return torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        ...     def eval_batches(self):
+        ...         return [torch.ones(1, 4)]
+        ...     def loss(self, model, batch):
+        ...         return (model(batch)[:, 0] - batch.sum(1)).square().mean()
+        ...     def tokens(self, batch):
+        ...         return len(batch)
+        >>> config = TrainConfig(steps=30, lr=0.1, progress=False, device="cpu")
+        >>> summary = fit(Sum(), config, "runs/sum")
+        >>> summary.stopped, summary.method
+        ('steps', 'dense')
+        >>> fit(Sum(), config, "runs/sum", resume=True) == summary  # finished already
+        True
     """
     out = Path(out)
     check_installed(config.trackers)

@@ -68,6 +68,18 @@ class TrainStep:
             each shape of the batches, with learning rates in float32 tensors on the device and no gradients left
             behind. A mode that is not possible falls back to eager, and the property `mode` says why.
         recorder: captures the graphs. Default: CUDA.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.trainer import TrainStep
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> _ = comera.tensorize_(model, ratio=4)
+        >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-2))
+        >>> step = TrainStep(model, lambda model, x: (model(x) - x).square().mean(), optimizer, max_grad_norm=1.0)
+        >>> micro_batches = list(torch.randn(2, 8, 64))
+        >>> results = [step(micro_batches) for _ in range(5)]
+        >>> bool(results[-1].loss < results[0].loss), step.mode
+        (True, 'eager')
     """
 
     def __init__(

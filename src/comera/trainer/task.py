@@ -30,6 +30,31 @@ class Task(ABC):
         keep_logits: whether `loss` reads the logits of a causal language model that it has given labels (`fuse_`).
         steps_per_epoch: steps per pass over the training data. None: the data has no end.
         counted: the unit that `tokens` counts, for display.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.trainer import Task, TrainConfig, fit
+        >>> class Digits(Task):
+        ...     name, counted = "digits", "examples"
+        ...     def __init__(self):
+        ...         layers = [torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)]
+        ...         self.model = torch.nn.Sequential(*layers)
+        ...         self.report_rows = [row.to_dict() for row in comera.tensorize_(self.model, ratio=2).rows]
+        ...         self.held_out = self.batch(-1)
+        ...     def batch(self, seed):
+        ...         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 + seed))
+        ...         return x, x[:, :4].argmax(1)
+        ...     def train_batch(self, step, micro, rank, world):
+        ...         return self.batch((step * 8 + micro) * world + rank)
+        ...     def eval_batches(self):
+        ...         return [self.held_out]
+        ...     def loss(self, model, batch):
+        ...         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        ...     def tokens(self, batch):
+        ...         return len(batch[1])
+        >>> summary = fit(Digits(), TrainConfig(steps=20, lr=1e-2, progress=False, device="cpu"), "runs/digits")
+        >>> summary.stopped, summary.steps, summary.held_out_loss < 1.4
+        ('steps', 20, True)
     """
 
     name: str

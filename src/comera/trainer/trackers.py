@@ -160,6 +160,7 @@ class CSVTracker(GeneralTracker):  # type: ignore[misc, unused-ignore]
     Example:
         >>> import tempfile
         >>> from pathlib import Path
+        >>> from comera.trainer.trackers import CSVTracker
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     tracker = CSVTracker("metrics", folder)
         ...     tracker.start()

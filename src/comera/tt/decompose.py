@@ -52,7 +52,9 @@ def tt_svd(weight: Tensor, spec: Spec, *, rel_error: float | None = None) -> Dec
     Frobenius error to allow, in [0, 1), with ranks as small as it permits; by default ranks are as large as the caps.
     Raises SpecError for another shape, a dtype that is not floating-point, NaN or infinity.
 
-        >>> from comera.tt import tt_spec
+    Example:
+        >>> import torch
+        >>> from comera.tt import tt_spec, tt_svd
         >>> weight = torch.outer(torch.arange(1.0, 25.0), torch.ones(36))
         >>> found = tt_svd(weight, tt_spec(24, 36, order=4, rank=8), rel_error=0.01)
         >>> print(found.spec, found.error < 1e-6)
@@ -94,6 +96,16 @@ def round_cores(
     cores: `order` tensors of `spec.core_shapes` that have absorbed the gates. ranks: caps, one integer or all order+1;
     those of `spec` by default. rel_error: relative Frobenius error to allow, in [0, 1).
     Raises SpecError for other shapes, ranks that do not fit the modes, NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from comera.tt import init_cores, round_cores, tt_spec
+        >>> spec = tt_spec(64, 64, order=4, rank=16)
+        >>> rounded = round_cores(spec, init_cores(spec, 0.1), ranks=4)
+        >>> print(rounded.spec)
+        TT 8·8 / 8·8 ranks 4-4-4
+        >>> 0 < rounded.error < 1
+        True
     """
     _check_operands(spec, cores)
     if isinstance(spec, BTTSpec):

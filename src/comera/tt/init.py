@@ -33,6 +33,16 @@ def init_cores(
     its own device; the CPU's by default, so that a seed gives the same cores on every device. dtype: that of the cores;
     they are drawn in float32, or in float64 for that dtype, and cast.
     Raises SpecError for a std that is negative or not finite.
+
+    Example:
+        >>> import torch
+        >>> from comera.tt import init_cores, materialize, tt_spec
+        >>> spec = tt_spec(768, 3072, order=6, rank=30)
+        >>> cores = init_cores(spec, 0.02, generator=torch.Generator().manual_seed(0))
+        >>> [tuple(core.shape) for core in cores]
+        [(1, 12, 12), (12, 8, 30), (30, 8, 30), (30, 12, 30), (30, 16, 16), (16, 16, 1)]
+        >>> round(materialize(spec, cores).std().item(), 4)
+        0.02
     """
     if not (isfinite(std) and std >= 0):
         raise SpecError(f"the std of a dense weight must be finite and >= 0, got {std} for {spec}")

@@ -43,6 +43,7 @@ def balanced_modes(features: int, count: int, *, max_padding: float = 0.1) -> tu
     The modes come in descending order. max_padding=0 forces an exact product (a prime then gives itself and ones); an
     exact product wins ties. Raises SpecError for features or count below 1, or a negative max_padding.
 
+        >>> from comera.tt.shapes import balanced_modes
         >>> balanced_modes(768, 3), balanced_modes(30_522, 4)
         ((12, 8, 8), (14, 14, 13, 12))
     """
@@ -109,6 +110,8 @@ def tt_spec(
     side without any gets the remaining cores.
     Raises SpecError for order, modes, ranks and features that do not fit together.
 
+    Example:
+        >>> from comera.tt import tt_spec
         >>> print(tt_spec(768, 3072))
         TT 12·8·8 / 12·16·16 ranks 12-30-30-30-16
         >>> print(tt_spec(768, 3072, order=2, rank=64))
@@ -149,6 +152,8 @@ def ttm_spec(
     order: number of cores, 1 to 8. rank: as for `tt_spec`. row_modes, col_modes: `order` modes each to use.
     Raises SpecError for order, modes, ranks and features that do not fit together.
 
+    Example:
+        >>> from comera.tt import ttm_spec
         >>> print(ttm_spec(30_522, 768))
         TTM 14·12·13·14 × 8·4·4·6 ranks 32-32-32
     """
@@ -175,6 +180,8 @@ def btt_spec(in_features: int, out_features: int, *, rank: int = 1, blocks: tupl
     rank: of every block, clipped to what they allow.
     Raises SpecError for blocks, rank and features that do not fit together.
 
+    Example:
+        >>> from comera.tt import btt_spec
         >>> print(btt_spec(768, 3072, rank=2))
         BTT 24·32 / 64·48 rank 2
         >>> print(btt_spec(768, 50_257))

@@ -49,6 +49,7 @@ class TTSpec(LinearFormat):
         SpecError: features, modes and ranks that do not fit together.
 
     Example:
+        >>> from comera.tt import TTSpec
         >>> spec = TTSpec(768, 3072, in_modes=(12, 8, 8), out_modes=(12, 16, 16), ranks=(1, 12, 30, 30, 30, 16, 1))
         >>> print(spec)
         TT 12·8·8 / 12·16·16 ranks 12-30-30-30-16
@@ -111,6 +112,7 @@ class TTMSpec(Format):
         SpecError: sizes, modes and ranks that do not fit together.
 
     Example:
+        >>> from comera.tt import TTMSpec
         >>> spec = TTMSpec(30_522, 768, row_modes=(16, 20, 10, 10), col_modes=(4, 4, 8, 6), ranks=(1, 30, 30, 30, 1))
         >>> print(spec)
         TTM 16·20·10·10 × 4·4·8·6 ranks 30-30-30
@@ -175,6 +177,7 @@ class BTTSpec(LinearFormat):
         SpecError: features, modes and ranks that do not fit together.
 
     Example:
+        >>> from comera.tt import BTTSpec
         >>> spec = BTTSpec(768, 3072, in_modes=(24, 32), out_modes=(64, 48), block_ranks=2)
         >>> print(spec)
         BTT 24·32 / 64·48 rank 2
@@ -290,6 +293,7 @@ class BTTSpec(LinearFormat):
 
 
 Spec = TTSpec | TTMSpec | BTTSpec
+"""Modes and ranks of a weight in any format."""
 
 
 def spec_from_dict(fields: dict[str, Any]) -> Spec:

@@ -23,6 +23,7 @@ class Group:
 
     Prints its cores counted from 1. They merge from left to right except where inner parentheses say otherwise:
 
+        >>> from comera.ops.planner.groups import Group
         >>> print(Group.of(0, 1, 2), Group.of(0, Group.of(1, 2)))
         (1 2 3) (1 (2 3))
     """
