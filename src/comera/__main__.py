@@ -1,4 +1,7 @@
-"""`comera`, and `python -m comera`: the command line, under which Ctrl-C leaves no traceback."""
+"""`comera`, and `python -m comera`: the command line, under which neither Ctrl-C nor `| head` leaves a traceback.
+
+From the call of `at_once` on, that is: while Python itself starts, and for the milliseconds that it takes to import
+this file, Ctrl-C ends a command with Python's own traceback. No code of this package can change that."""
 
 import sys
 
@@ -12,8 +15,19 @@ def run() -> int:
     """Run the command line with the arguments of this process; returns its exit status."""
     at_once()
     from comera.cli.main import main  # takes a while
+    from comera.cli.output import UNREAD, unwritten
 
-    return main()
+    try:
+        status = main()
+    except SystemExit as ended:  # after a help text, or a command line that makes no sense
+        status = int(ended.code or 0)
+    lost = unwritten()
+    if isinstance(lost, BrokenPipeError):
+        return UNREAD
+    if lost is not None and status == 0:
+        print(f"comera: standard output: {lost.strerror}", file=sys.stderr)
+        return 2
+    return status
 
 
 if __name__ == "__main__":

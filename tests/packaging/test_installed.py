@@ -1,5 +1,6 @@
 """The wheel, installed where the source tree cannot be seen: it works, says what is missing, and can be interrupted."""
 
+import re
 import signal
 import subprocess
 import time
@@ -59,7 +60,7 @@ for name, said in {ROOMS!r}.items():
     run(str(bare / "python"), "-I", "-c", script, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("moment", [0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("moment", [0.02, 0.05, 0.1, 0.2, 0.4, 1.0, 3.0])
 def test_an_interrupted_command_leaves_no_traceback(moment: float, whole: Path, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     for name in "ab":
@@ -73,6 +74,7 @@ def test_an_interrupted_command_leaves_no_traceback(moment: float, whole: Path, 
     if process.returncode == 130:
         assert "Traceback" not in shown
         assert "interrupted" in shown
-    else:  # before the first line of the command: Python itself was starting
+    else:  # before the first line of the command: Python itself was starting, or importing that line
         assert process.returncode in (1, -signal.SIGINT)
-        assert "comera/cli/main" not in shown
+        files = set(re.findall(r"/comera/([\w/]+\.py)", shown))
+        assert files <= {"__init__.py", "_on_import.py", "_version.py", "__main__.py", "cli/interrupt.py"}

@@ -1,16 +1,16 @@
-"""Shell completion for bash and zsh: commands, recipes, and every option of a recipe."""
+"""Shell completion for bash and zsh: commands, recipes, and every option."""
 
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import get_args
 
 from comera.cli.options import RESERVED, field_types, first_line
+from comera.cli.parsers import WITHOUT_RECIPE, compare
 from comera.recipes.registry import RECIPES
 
-SHELLS = ("bash", "zsh")
 _WITH_RECIPES = ("train", "compare", "estimate")
-_FILES = ("path", "out", "config", "cache", "tokenizer", "vocab")  # last words of options that take a file or folder
+_FILES = ("path", "file", "out", "config", "cache", "tokenizer", "vocab")  # last words of what takes a file or folder
 
 
 def completion(shell: str, commands: Mapping[str, Callable[[list[str]], int]]) -> str:
@@ -20,21 +20,26 @@ def completion(shell: str, commands: Mapping[str, Callable[[list[str]], int]]) -
     parser = argparse.ArgumentParser("comera")
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     known = parser.add_subparsers(metavar="COMMAND")
+    whole: list[argparse.ArgumentParser] = []
     for name, command in commands.items():
-        one = known.add_parser(name, help=first_line(command))
-        if name in _WITH_RECIPES:
-            recipes = one.add_subparsers(metavar="RECIPE")
-            for recipe, entry in RECIPES.items():
-                into = recipes.add_parser(recipe, help=entry.summary)
-                if name == "compare":
-                    into.add_argument("--methods")
-                    into.add_argument("--seconds")
-                for option, choices in _options(recipe):
-                    added: Any = into.add_argument(f"--{option}", choices=choices)
-                    if option.rpartition(".")[2] in _FILES:
-                        added.complete = shtab.FILE
-        else:
-            one.add_argument("path").complete = shtab.FILE  # type: ignore[attr-defined]
+        about = first_line(command)
+        if name not in _WITH_RECIPES:
+            own = WITHOUT_RECIPE[name](about)
+            whole.append(known.add_parser(name, help=about, parents=[own], add_help=False))
+            continue
+        recipes = known.add_parser(name, help=about).add_subparsers(metavar="RECIPE")
+        for recipe, entry in RECIPES.items():
+            # --out and --resume are both the comparison's own and options of its runs
+            shared = [compare(recipe, about)] if name == "compare" else []
+            into = recipes.add_parser(
+                recipe, help=entry.summary, parents=shared, add_help=not shared, conflict_handler="resolve"
+            )
+            for option, choices in _options(recipe):
+                into.add_argument(f"--{option}", choices=choices)
+            whole.append(into)
+    for action in (action for one in whole for action in one._actions):
+        if action.dest.rpartition(".")[2] in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     return str(shtab.complete(parser, shell)).rstrip()
 
 

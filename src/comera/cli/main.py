@@ -17,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 
 from comera._version import __version__
-from comera.cli.completion import SHELLS, completion
+from comera.cli import parsers
+from comera.cli.completion import completion
 from comera.cli.interrupt import INTERRUPTED, MESSAGE, interruptible
 from comera.cli.options import first_line, parse, saved_config
+from comera.cli.output import UNREAD, is_unread
 from comera.errors import ComeraError, ConfigError, TrainingError
 from comera.extras import TRAIN, require
 from comera.recipes.paths import typed_path
@@ -30,7 +32,8 @@ _ARGUMENTS = "arguments.json"  # in the folder of a comparison: its own options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 if training failed, 2 for bad input, 130 if interrupted."""
+    """Run one command and return its exit code: 0, 1 if training failed, 2 for bad input, 130 if interrupted,
+    141 if nobody reads its output any more."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser("comera", description="Rank-adaptive tensor-compressed training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"comera {__version__}")
@@ -48,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"comera: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingError) else 2
     except OSError as error:  # a place that cannot be read or written
+        if isinstance(error, BrokenPipeError) and is_unread():
+            return UNREAD
         where = f"{error.filename!r}: " if error.filename is not None else ""
         print(f"comera: {where}{error.strerror or error}", file=sys.stderr)
         return 2
@@ -142,23 +147,7 @@ def _compare_runs(runs: dict[str, Path], out: Path) -> None:
 
 def _parse_comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The comparison's own options and those for all its runs; with --resume, the ones that it was started with."""
-    parser = argparse.ArgumentParser(
-        f"comera compare {name}",
-        usage="%(prog)s [--methods LIST] [--seconds S] [--out FOLDER] [--resume] [OPTIONS OF TRAIN ...]",
-        description=first_line(_compare),
-        epilog=f"Every option of `comera train {name}` is accepted too and applies to all methods.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--methods", default="dense,comera", metavar="LIST", help="comma-separated methods (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, metavar="S", help="training time per method (default: as the configuration says)"
-    )
-    parser.add_argument(
-        "--out", default=f"runs/compare-{name}", metavar="FOLDER", help="folder for the runs (default: %(default)s)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue the interrupted comparison in --out")
+    parser = parsers.compare(name, first_line(_compare))
     options, shared = parser.parse_known_args(argv)
     if not options.resume:
         return options, shared
@@ -221,9 +210,7 @@ def _end_with_comparison() -> None:
 
 def _inspect(argv: list[str]) -> int:
     """Show the layers of a run or a checkpoint: modes, ranks, sizes, FLOPs."""
-    parser = argparse.ArgumentParser("comera inspect", description=first_line(_inspect))
-    parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run or of a checkpoint")
-    path = parser.parse_args(argv).path
+    path = parsers.inspect(first_line(_inspect)).parse_args(argv).path
 
     from comera import report
 
@@ -259,20 +246,7 @@ def _estimate(argv: list[str]) -> int:
 
 def _export(argv: list[str]) -> int:
     """Export a trained model: its weights, a program that needs torch alone, or ONNX."""
-    parser = argparse.ArgumentParser(
-        "comera export",
-        description=first_line(_export),
-        epilog="safetensors: weights, for comera.load_pretrained; with --dense under the original names, for "
-        "transformers' from_pretrained or load_state_dict. program: model.pt2, for torch.export.load. onnx: "
-        "model.onnx, for onnxruntime and other engines. The folder also gets the run's tokenizer. Every export is "
-        "loaded again and compared with the model before it appears.",
-    )
-    parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (last checkpoint) or checkpoint")
-    parser.add_argument("--to", choices=("safetensors", "program", "onnx"), required=True, help="format to write")
-    parser.add_argument("--dense", action="store_true", help="with dense weights instead of compressed ones")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
-    options = parser.parse_args(argv)
+    options = parsers.export(first_line(_export)).parse_args(argv)
 
     from comera.export.runs import export_run
     from comera.recipes.trained import open_trained
@@ -286,19 +260,7 @@ def _export(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     """Continue a text with a trained lm run; the text streams as it is written."""
-    parser = argparse.ArgumentParser("comera generate", description=first_line(_generate))
-    where = "folder of a run (last checkpoint), of a checkpoint, or of an export to safetensors"
-    parser.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT", help=where)
-    parser.add_argument("prompt", metavar="TEXT", help="the beginning of a document, such as 'def '")
-    options = (
-        ("max_new_tokens", int, 128, "tokens to write, at most; the context bounds them, too"),
-        ("temperature", float, 0.8, "divides the logits; 0 always takes the likeliest token"),
-        ("top_p", float, 0.95, "draw from the likeliest tokens that together have this probability"),
-        ("seed", int, 0, "of the draws: the same seed writes the same text"),
-    )
-    for name, kind, default, text in options:
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default})")
-    values = vars(parser.parse_args(argv))
+    values = vars(parsers.generate(first_line(_generate)).parse_args(argv))
     path, prompt = values.pop("path"), values.pop("prompt")
 
     from comera.recipes.lm.generate import Sampling, open_writer
@@ -322,16 +284,7 @@ def _generate(argv: list[str]) -> int:
 
 def _score(argv: list[str]) -> int:
     """Score rows with a trained dlrm run, using its compressed tables."""
-    parser = argparse.ArgumentParser("comera score", description=first_line(_score))
-    parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (last checkpoint) or checkpoint")
-    parser.add_argument("file", metavar="FILE", help="rows as in training, with or without labels, plain or .gz")
-    parser.add_argument("--out", required=True, metavar="CSV", help="output: line, logit and probability of each row")
-    parser.add_argument("--batch_size", type=int, default=4096, metavar="N", help="rows per batch (default: 4096)")
-    parser.add_argument(
-        "--max_bad_rows", type=int, default=0, metavar="N", help="malformed rows to skip before failing (default: 0)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing CSV")
-    options = parser.parse_args(argv)
+    options = parsers.score(first_line(_score)).parse_args(argv)
 
     from comera.recipes.dlrm.score import score as score_file
     from comera.recipes.trained import open_trained
@@ -346,16 +299,8 @@ def _score(argv: list[str]) -> int:
 
 def _completion(argv: list[str]) -> int:
     """Print a script that completes commands and options in bash or zsh."""
-    parser = argparse.ArgumentParser(
-        "comera completion",
-        description=first_line(_completion),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="once, for every later shell:\n"
-        "  comera completion bash > ~/.local/share/bash-completion/completions/comera\n"
-        "  comera completion zsh > FOLDER/_comera    (a folder in $fpath)",
-    )
-    parser.add_argument("shell", choices=SHELLS)
-    print(completion(parser.parse_args(argv).shell, _COMMANDS))
+    shell = parsers.completion(first_line(_completion)).parse_args(argv).shell
+    print(completion(shell, _COMMANDS))
     return 0
 
 

@@ -10,10 +10,13 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from comera.cli import main as cli
 from comera.cli import options
 from comera.cli.main import main
 from comera.recipes import RECIPES
 from comera.recipes.interface import load_recipe
+from comera.recipes.rows import ROW_SUFFIXES
+from comera.recipes.sources import TEXT_SUFFIXES
 
 WIDTH, LINES = 100, 45  # of a terminal, in columns and rows
 
@@ -55,6 +58,19 @@ def test_the_short_help_fits_a_screen_and_is_true(name: str, capsys: pytest.Capt
         options.parse(command, recipe_name, argv)
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("lm", (*ROW_SUFFIXES, ".txt", ".md", ".py")), ("mnli", (*ROW_SUFFIXES, "GLUE", "MultiNLI"))]
+)
+def test_the_short_help_names_the_forms_of_own_data(name: str, kinds: tuple[str, ...]) -> None:
+    entry = " ".join(
+        options.short_help("train", name).partition("--data.path PATH  ")[2].partition("  --data.")[0].split()
+    )
+    for form in (*kinds, "folder", "datasets", "hub"):
+        assert form.removesuffix(".gz") in entry, form
+    assert "also .gz" in entry
+    assert set(re.findall(r"\.(?!gz)[a-z]+\b", entry)) <= {*ROW_SUFFIXES, *TEXT_SUFFIXES}
+
+
 def test_another_command_has_the_same_help_under_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["estimate", "lm", "-h"])
@@ -77,7 +93,9 @@ def test_the_printed_configuration_is_that_of_the_run(capsys: pytest.CaptureFixt
     )
 
 
-def test_a_shell_completes_commands_recipes_options_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_completes_commands_recipes_options_and_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert main(["completion", "zsh"]) == 0
@@ -92,6 +110,22 @@ def test_a_shell_completes_commands_recipes_options_and_values(capsys: pytest.Ca
     assert completed("comera", "train", "") >= set(RECIPES)
     assert completed("comera", "train", "lm", "--train.max_s") == {"--train.max_seconds"}
     assert completed("comera", "train", "dlrm", "--preset", "") == {"sample", "kaggle"}
-    assert {"--methods", "--seconds"} <= completed("comera", "compare", "lm", "--")
+    assert {"--methods", "--seconds", "--out", "--resume", "--data.path"} <= completed("comera", "compare", "lm", "--")
+    assert completed("comera", "estimate", "lm", "--train.batch") == {"--train.batch_size"}
+    own_options: dict[str, set[str]] = {
+        "inspect": set(),
+        "export": {"--to", "--dense", "--out", "--overwrite"},
+        "generate": {"--max_new_tokens", "--temperature", "--top_p", "--seed"},
+        "score": {"--out", "--batch_size", "--max_bad_rows", "--overwrite"},
+        "completion": set(),
+    }
+    assert {"train", "compare", "estimate", *own_options} == set(cli._COMMANDS)
+    for command, own in own_options.items():
+        assert completed("comera", command, "--") == {*own, "--help"}
+    assert completed("comera", "export", "--to", "") == {"safetensors", "program", "onnx"}
+    assert completed("comera", "completion", "") == {"bash", "zsh"}
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert completed("comera", "inspect", "ru") == completed("comera", "export", "--out", "ru") == {"runs"}
     with pytest.raises(SystemExit, match="2"):
         main(["completion", "fish"])

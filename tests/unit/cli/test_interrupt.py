@@ -28,6 +28,16 @@ sys.exit(run())
 """
 
 
+# what may be imported of comera before Ctrl-C is in its hands: an interrupt in these few milliseconds shows a traceback
+BEFORE = {"comera", "comera._on_import", "comera._version", "comera.__main__", "comera.cli", "comera.cli.interrupt"}
+
+
+def test_little_is_imported_before_interrupts_are_in_its_hands() -> None:
+    script = "import sys; import comera.__main__; print(*(name for name in sys.modules if name.startswith('comera')))"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert set(shown.stdout.split()) == BEFORE
+
+
 @pytest.mark.parametrize("place", [1, 10, 50, 200, 500, 1000, 1800])
 def test_an_import_that_is_interrupted_ends_the_command_with_one_line(place: int) -> None:
     command = [sys.executable, "-c", SCRIPT, str(place), "train", "lm", "--train.stepz", "1"]

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,23 @@ def test_mlflow_gets_configuration_metrics_and_summary_and_resumes(tmp_path: Pat
     assert [(m.step, m.value) for m in history] == [
         (r["step"], pytest.approx(r["loss"])) for r in jsonl(run) if r["kind"] == "train"
     ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_takes_a_database_if_its_packages_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlflow-skinny has the code for databases, but not SQLAlchemy and Alembic, with which it runs."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run, config = tmp_path / "run", replace(SHORT, trackers=("mlflow",))
+    if all(find_spec(package) for package in ("sqlalchemy", "alembic")):
+        summary = fit(Tiny(), config, run)
+        (stored,) = mlflow_runs()
+        assert stored.info.status == "FINISHED"
+        assert stored.data.metrics["summary/held_out_loss"] == pytest.approx(summary.held_out_loss)
+        assert (tmp_path / "mlflow.db").stat().st_size
+    else:
+        with pytest.raises(ConfigError, match=r"^train\.trackers: expected mlflow to start, got .*sqlite") as refused:
+            fit(Tiny(), config, run)
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore")
