@@ -385,3 +385,5 @@ def test_the_command_line_takes_presets_and_nested_fields(capsys: pytest.Capture
     assert runs(config) == {"early": Path("o/early"), "late 0.5": Path("o/late-0.5")}
     assert cli.main(["train", "dlrm", "--method", "cola"]) == 2
     assert "dlrm supports dense and comera" in capsys.readouterr().err
+    assert cli.main(["train", "dlrm", "--compress.ratio", "0.5"]) == 2
+    assert capsys.readouterr().err == "comera: compress.ratio must be a number > 1, got 0.5\n"

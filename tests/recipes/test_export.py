@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
 )
+from transformers.models.bert.modeling_bert import BertLMPredictionHead
 
 from comera import load_pretrained
 from comera.cli import options
@@ -326,6 +328,37 @@ def test_only_runs_of_dlrm_are_scored(code: Run, tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().err
     assert "expected a run of dlrm, whose input is a file of rows, got one of code-lm" in said
     assert [path.name for path in tmp_path.iterdir()] == ["rows.txt"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "program", "onnx"])
+def test_a_folder_that_cannot_be_made_is_refused(
+    form: str, code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    said = refused(capsys, code.folder, tmp_path / "file" / "out", "--to", form)
+    assert said.startswith(f"comera: expected a place that can be written to, got {tmp_path}/file/out (")
+    assert said.endswith("): give another\n")
+
+
+def test_onnx_says_which_package_it_lacks_and_which_operator(
+    code: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "onnxscript", None)
+        said = refused(capsys, code.folder, out, "--to", "onnx")
+        assert said == "comera: an export to ONNX needs onnxscript: pip install 'comera[onnx]'\n"
+    plain = BertLMPredictionHead.forward
+
+    def odd(self: nn.Module, hidden: Tensor) -> Tensor:
+        return plain(self, hidden) + torch.linalg.eigvalsh(hidden @ hidden.mT).sum()
+
+    monkeypatch.setattr(BertLMPredictionHead, "forward", odd)
+    said = refused(capsys, code.folder, out, "--to", "onnx")
+    assert said.startswith(
+        "comera: ONNX has no operator for aten._linalg_eigh, which this BertForMaskedLM uses: export "
+    )
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("argv", [[], ["run", "--to", "onnx"], ["run", "--to", "pickle", "--out", "out"]])

@@ -8,6 +8,7 @@ The weights in them are cores, or with `dense` materialized ones; the batch has 
 
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -252,7 +253,8 @@ def _not_in_onnx(error: BaseException, model: str) -> ConversionError:
         cause = cause.__cause__
     for text in causes:
         if missing in text:
-            operator = text.partition(missing)[2].partition(". ")[0].strip(" .")
+            shown = text.partition(missing)[2].partition(". ")[0].strip(" .")
+            operator = match[1] if (match := re.search(r"op='([^']+)'", shown)) else shown  # of an OpOverload
             return ConversionError(
                 f"ONNX has no operator for {operator}, which this {model} uses: export it as a program, or compute "
                 "that part with other operations"

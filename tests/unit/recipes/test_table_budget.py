@@ -55,10 +55,22 @@ def test_a_table_that_its_share_covers_stays_dense_and_leaves_the_rest_to_others
     ("sizes", "ratio", "said"),
     [
         ((900, 5000), 10.0, r"compress.ratio 10 leaves 0 parameters for the table of 5,000 rows"),
-        ((100, 5000), 50.0, r"lower compress.ratio, or compress.min_rows \(1,000\)"),
+        ((100, 5000), 50.0, r"or lower compress.min_rows \(1,000\), below which tables stay dense"),
+        ((*(999,) * 1000, 1000), 2.0, r"no compress.ratio leaves enough; or lower compress.min_rows"),
         ((100, 900), 2.0, r"compress.min_rows: no table has 1,000 rows or more, the largest has 900"),
     ],
 )
 def test_a_budget_that_cannot_hold_is_an_error(sizes: tuple[int, ...], ratio: float, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         fit_tables(sizes, 16, ratio=ratio, min_rows=1000)
+
+
+@pytest.mark.parametrize(("sizes", "ratio"), [((900, 5000), 10.0), ((100, 5000), 50.0), (KAGGLE_TABLES, 1e6)])
+def test_a_budget_that_is_too_small_names_the_largest_ratio(sizes: tuple[int, ...], ratio: float) -> None:
+    with pytest.raises(ConfigError, match=r"compress\.ratio can be [\d.]+ at most") as refused:
+        fit_tables(sizes, 16, ratio=ratio, min_rows=1000)
+    largest = float(str(refused.value).split("can be ")[1].split()[0])
+    assert 1 < largest < ratio
+    assert any(fit_tables(sizes, 16, ratio=largest, min_rows=1000))
+    with pytest.raises(ConfigError, match="can be"):
+        fit_tables(sizes, 16, ratio=1.05 * largest, min_rows=1000)

@@ -7,7 +7,7 @@ the largest rank."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import sqrt
+from math import floor, log10, sqrt
 
 from comera.errors import ConfigError
 from comera.tt.format import spec_size
@@ -24,14 +24,42 @@ def fit_tables(
     """The TT-matrix of each table, or None if it stays dense; together they store at most 1/ratio of the parameters.
     sizes: rows of the tables, each `dim` wide. min_rows: smaller tables stay dense, and so do larger ones that fit into
     their share. order: cores of every TT-matrix; None chooses for each table. Raises ConfigError if no TT-matrix fits
-    the budget."""
-    specs: list[TTMSpec | None] = [None] * len(sizes)
-    left = int(dim * sum(sizes) / ratio) - dim * sum(rows for rows in sizes if rows < min_rows)
-    large = sorted((rows, table) for table, rows in enumerate(sizes) if rows >= min_rows)
-    if not large:
+    the budget, with the largest ratio at which all do."""
+    orders = ORDERS if order is None else (order,)
+    if max(sizes) < min_rows:
         raise ConfigError(
             f"compress.min_rows: no table has {min_rows:,} rows or more, the largest has {max(sizes):,}: lower it"
         )
+    found = _allocate(sizes, dim, ratio, min_rows, orders)
+    if isinstance(found, list):
+        return found
+    rows, share = found
+    low, high = 1.0, ratio
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        fits = isinstance(_allocate(sizes, dim, middle, min_rows, orders), list)
+        low, high = (middle, high) if fits else (low, middle)
+    largest = _rounded_down(low)
+    at_most = f"compress.ratio can be {largest:g} at most" if largest > 1 else "no compress.ratio leaves enough"
+    raise ConfigError(
+        f"compress.ratio {ratio:g} leaves {max(share, 0):,} parameters for the table of {rows:,} rows, too few for its "
+        f"smallest TT-matrix: {at_most}; or lower compress.min_rows ({min_rows:,}), below which tables stay dense"
+    )
+
+
+def _rounded_down(ratio: float) -> float:
+    """To three digits, which a message can show."""
+    unit = 10.0 ** (floor(log10(ratio)) - 2)
+    return floor(ratio / unit) * unit
+
+
+def _allocate(
+    sizes: Sequence[int], dim: int, ratio: float, min_rows: int, orders: Sequence[int]
+) -> list[TTMSpec | None] | tuple[int, int]:
+    """As `fit_tables`, or the rows and the share of the first table whose smallest TT-matrix does not fit."""
+    specs: list[TTMSpec | None] = [None] * len(sizes)
+    left = int(dim * sum(sizes) / ratio) - dim * sum(rows for rows in sizes if rows < min_rows)
+    large = sorted((rows, table) for table, rows in enumerate(sizes) if rows >= min_rows)
     weight = sum(sqrt(rows) for rows, _ in large)
     for rows, table in large:  # the smallest first: the larger ones get what they leave
         share = int(left * sqrt(rows) / weight)
@@ -39,13 +67,9 @@ def fit_tables(
         if share >= rows * dim:
             left -= rows * dim
             continue
-        spec = specs[table] = _fit(rows, dim, share, ORDERS if order is None else (order,))
+        spec = specs[table] = _fit(rows, dim, share, orders)
         if spec is None:
-            raise ConfigError(
-                f"compress.ratio {ratio:g} leaves {max(share, 0):,} parameters for the table of {rows:,} rows, too few "
-                f"for its smallest TT-matrix: lower compress.ratio, or compress.min_rows ({min_rows:,}), below which "
-                f"tables stay dense"
-            )
+            return rows, share
         left -= spec_size(spec)
     return specs
 
