@@ -32,7 +32,7 @@ from comera.recipes.classify.files import (
     two_or_more,
 )
 from comera.recipes.classify.prepared import PreparedExamples, read_manifest, write_manifest, write_part
-from comera.recipes.classify.tokenizers import TextTokenizer, given_tokenizer, trained_tokenizer
+from comera.recipes.classify.tokenizers import TOKENIZER_FILES, TextTokenizer, given_tokenizer, trained_tokenizer
 from comera.recipes.paths import typed_path
 from comera.recipes.rows import ROW_SUFFIXES, Bad, read_rows
 from comera.recipes.sources import is_dataset
@@ -99,8 +99,8 @@ class ClassifyDataConfig:
 
 class Rows(NamedTuple):
     """Where the rows are. digest: changes when they do. columns: all of the training rows, and where they are, for
-    messages. parts: makes "train", "dev" and, if asked for, "test" out of the columns to read. names: of the labels,
-    where the data set has them."""
+    messages. parts: makes "train", "dev", both as "whole", and if asked for "test" out of the columns to read. names:
+    of the labels, where the data set has them."""
 
     digest: str
     columns: Callable[[], tuple[list[str], str]]
@@ -134,7 +134,8 @@ def find_rows(config: ClassifyDataConfig) -> Rows:
 def _files(path: Path, config: ClassifyDataConfig) -> Rows:
     others = {"dev": ("data.valid", config.valid), "test": ("data.test", config.test)}
     files = {"train": path} | {part: typed_path(name, option) for part, (option, name) in others.items() if name}
-    for option, file in zip(("data.path", "data.valid", "data.test"), files.values(), strict=False):
+    for part, file in files.items():
+        option = others[part][0] if part in others else "data.path"
         if not (file.is_file() and file.name.endswith(ROW_SUFFIXES)):
             what = "is another file" if file.is_file() else "is no file"
             raise DataError(f"{option}: expected a file of rows ({' '.join(ROW_SUFFIXES)}), got {file}, which {what}")
@@ -192,10 +193,11 @@ def _splits(config: ClassifyDataConfig, stamped: Any, load: Callable[[Any], Any]
 
 
 def _with_held_out(parts: dict[str, Part], config: ClassifyDataConfig) -> dict[str, Part]:
-    """All parts, with the held-out one divided from the training one if it has none of its own."""
+    """All parts, with the held-out one divided from the training one if it has none of its own, and "whole", both."""
+    parts["whole"] = parts["train"]
     if "dev" not in parts:
         parts["train"], parts["dev"] = divided(parts["train"], config.held_out, config.split_seed)
-    return {name: parts[name] for name in ("train", "dev", "test") if name in parts}
+    return {name: parts[name] for name in ("whole", "train", "dev", "test") if name in parts}
 
 
 def prepare(config: ClassifyDataConfig, beside: str | None = None, *, quiet: bool = False) -> PreparedExamples:
@@ -230,7 +232,7 @@ def find_tokenizer(config: ClassifyDataConfig, beside: str | None) -> TextTokeni
     if beside is None:
         return None
     folder = typed_path(beside, "model.checkpoint")
-    if folder.is_dir() and not any((folder / name).is_file() for name in TextTokenizer.FILES):
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     return given_tokenizer(folder, "model.checkpoint")
 
@@ -238,8 +240,9 @@ def find_tokenizer(config: ClassifyDataConfig, beside: str | None) -> TextTokeni
 def _write(folder: Path, rows: Rows, given: TextTokenizer | None, config: ClassifyDataConfig, quiet: bool) -> None:
     columns, guessed = find_columns(*rows.columns(), config.text, config.pair, config.label)
     parts = rows.parts(columns)
-    labels = rows.names(columns) or own_labels(parts["train"], columns)
-    two_or_more(labels, parts["train"], columns)
+    whole = parts.pop("whole")
+    labels = rows.names(columns) or own_labels(whole, columns)
+    two_or_more(labels, whole, columns)
     long_words: list[str] = []
     tokenizer = given
     if tokenizer is None:

@@ -194,7 +194,7 @@ def divided(part: Part, share: float, seed: int = 0) -> tuple[Part, Part]:
     go, and no text is on both sides. seed: another one holds out other rows."""
 
     def rows(held_out: bool, bad: Bad) -> Iterator[RawExample]:
-        for row in part.rows(bad):
+        for row in part.rows((lambda error: None) if held_out else bad):  # counted once
             text = "\n".join([*([str(seed)] if seed else []), *map(str, row.texts)])
             text = text.encode("utf-8", "replace").decode()
             if (place("held-out", text) < share) == held_out:

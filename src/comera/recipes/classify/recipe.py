@@ -168,6 +168,7 @@ class ClassifyTask(ClassificationTask):
 
     def __init__(self, config: ClassifyConfig, data: PreparedExamples, first: int = 0) -> None:
         about = build_dense(config, data.vocab_size, data.tokenizer.pad, data.label_names)
+        self.width: int | None = getattr(about, "hidden_size", None)
         self.begun: list[str] = []
         if config.model.checkpoint is None:
             model, report = build_model(config, about)
@@ -215,7 +216,7 @@ def _about(task: ClassifyTask) -> list[str]:
         begun = ", ".join(task.begun) or "nothing"
         lines.append(f"weights of {config.model.checkpoint}; not in it, begun anew: {begun}")
     if config.method == "narrow":
-        width = task.model.config.hidden_size
+        width = task.width
         lines.append(f"narrow: dense and {width} wide instead of {config.model.hidden}")
     return lines
 
@@ -256,5 +257,5 @@ def architecture(config: ClassifyConfig, identity: Mapping[str, Any], checkpoint
         longest=longest,
         files=stored_tokenizer(run),
         vocab_size=about.vocab_size,
-        labels=about.num_labels,
+        labels=len(about.id2label or {}),
     )

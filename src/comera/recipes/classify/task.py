@@ -118,7 +118,7 @@ class ClassificationTask(RecipeTask):
 
     def evaluate_rows(self, rows: Tensor) -> dict[str, float]:
         """Macro F1; the confusion matrix is kept for the end of the run."""
-        self.confusion = confusion_matrix(*rows.unbind(1), len(self.data.label_names))
+        self.confusion = confusion_matrix(rows[:, 0], rows[:, 1], len(self.data.label_names))
         return {"f1": macro_f1(self.confusion)}
 
     def weight(self, batch: ExampleBatch) -> int:

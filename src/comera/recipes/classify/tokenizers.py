@@ -15,6 +15,7 @@ SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MA
 ROLES = {"cls_token": CLS, "sep_token": SEP, "pad_token": PAD, "mask_token": MASK, "unk_token": UNKNOWN}
 BYTE_ROLES = {role: f"<{name}>" for role, name in zip(ROLES, ("s", "/s", "pad", "mask", "unk"), strict=True)}
 VOCABULARY, MERGES, BYTE_VOCABULARY = "vocab.txt", "merges.txt", "vocab.json"
+TOKENIZER_FILES = (FILE, VOCABULARY, BYTE_VOCABULARY)  # of which a folder with a tokenizer has one
 TRAINING_BYTES = 16_000_000  # of texts that a tokenizer is trained on, at most
 
 
@@ -24,8 +25,6 @@ class TextTokenizer(NamedTuple):
 
     tokenizer: Tokenizer
     roles: Mapping[str, str]
-
-    FILES = (FILE, VOCABULARY, BYTE_VOCABULARY)  # of which a folder with one has one
 
     @classmethod
     def read(cls, file: Path, roles: Mapping[str, str]) -> "TextTokenizer":
@@ -138,7 +137,12 @@ def _checked(found: TextTokenizer, path: Path, option: str) -> TextTokenizer:
 def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
     """A byte-level tokenizer with RoBERTa's special tokens; the second text of a pair is the second segment."""
     cls, sep = (BYTE_ROLES[role] for role in ("cls_token", "sep_token"))
-    ids = {name: tokenizer.token_to_id(name) for name in (cls, sep)}
+    ids = tokenizer.get_vocab()
+    if missing := [name for name in BYTE_ROLES.values() if name not in ids]:
+        raise ConfigError(
+            f"data.tokenizer: expected a vocabulary with {' '.join(BYTE_ROLES.values())}, got one without "
+            f"{' '.join(missing)}: add them, or leave data.tokenizer out"
+        )
     tokenizer.post_processor = processors.BertProcessing((sep, ids[sep]), (cls, ids[cls]))
     return TextTokenizer(tokenizer, BYTE_ROLES)
 
