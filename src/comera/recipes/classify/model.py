@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, Pretrai
 from comera.baselines import BaselineConfig, Conversion, Method, apply_method_
 from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
-from comera.errors import CheckpointError, ConfigError, check_fields
+from comera.errors import CheckpointError, ConfigError, ConversionError, check_fields
 from comera.nn.tensor_train import CompressedLayer
 from comera.recipes.bert import ModelConfig
 from comera.recipes.paths import typed_path
@@ -191,7 +191,10 @@ def convert_(
     kept = outside(model)
     if method == "comera" and compress.ratio is not None:
         formats = replace(compress.tensorize(kept), init=init)  # type: ignore[arg-type]
-        return tensorize_(model, formats, ratio=compress.ratio)
+        try:
+            return tensorize_(model, formats, ratio=compress.ratio)
+        except ConversionError as error:
+            raise ConversionError(f"{error}: lower compress.ratio, or take compress.format tt") from None
     if method == "narrow":
         return None
     formats = replace(compress.tensorize(kept), init=init)  # type: ignore[arg-type]
