@@ -188,16 +188,15 @@ def convert_(
 ) -> Conversion:
     """Convert a dense model in place, as the method does; returns the report of that. init: of the cores, "random" or
     "decompose"."""
+    if method == "narrow":
+        return None
     kept = outside(model)
+    formats = replace(compress.tensorize(kept), init=init)  # type: ignore[arg-type]
     if method == "comera" and compress.ratio is not None:
-        formats = replace(compress.tensorize(kept), init=init)  # type: ignore[arg-type]
         try:
             return tensorize_(model, formats, ratio=compress.ratio)
         except ConversionError as error:
             raise ConversionError(f"{error}: lower compress.ratio, or take compress.format tt") from None
-    if method == "narrow":
-        return None
-    formats = replace(compress.tensorize(kept), init=init)  # type: ignore[arg-type]
     return apply_method_(model, method, formats, baselines, skip=kept)
 
 
