@@ -375,6 +375,7 @@ SHOWN = {
     "vocabulary": "--data.path reviews.csv --data.tokenizer words/",
     "lengths": "--data.path reviews.csv --data.max_length 16 --data.max_examples 64 --data.vocab_size 300",
     "config": "--data.path reviews.csv --model.config encoder/",
+    "file": "--data.path reviews.csv --model.config encoder/config.json",
     "checkpoint": "--data.path reviews.csv --model.checkpoint bert/ --compress.ratio 2",
     "random": "--data.path reviews.csv --model.checkpoint bert/ --compress.init random",
     "tt": "--data.path reviews.csv --compress.ratio 2 --compress.format tt --compress.order 4",

@@ -231,10 +231,12 @@ def find_tokenizer(config: ClassifyDataConfig, beside: str | None) -> TextTokeni
         return given_tokenizer(typed_path(config.tokenizer, "data.tokenizer"), "data.tokenizer")
     if beside is None:
         return None
-    folder = typed_path(beside, "model.checkpoint")
+    option = "model.config or model.checkpoint"
+    path = typed_path(beside, option)
+    folder = path.parent if path.is_file() else path  # its config.json
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    return given_tokenizer(folder, "model.checkpoint")
+    return given_tokenizer(folder, option)
 
 
 def _write(folder: Path, rows: Rows, given: TextTokenizer | None, config: ClassifyDataConfig, quiet: bool) -> None:
