@@ -30,8 +30,9 @@ from common import about, in_turns, update
 from comera.fusion import fuse_
 from comera.optim.param_groups import param_groups
 from comera.recipes.bert import ModelConfig
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import CompressConfig, build_model, pair_loss, preset
+from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.classify.task import example_loss
+from comera.recipes.mnli.recipe import CompressConfig, build_model, preset
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.step import TrainStep
@@ -72,11 +73,11 @@ class Way:
         if side not in ("dense", "comera, plain"):
             fuse_(model)
         ids = torch.randint(words, (samples, 16 if dry else LENGTH), generator=torch.Generator().manual_seed(0))
-        batch = PairBatch(ids, torch.zeros_like(ids), torch.ones(ids.shape, dtype=torch.bool), ids[:, 0] % 3)
-        self.batch = PairBatch(*(tensor.to(device) for tensor in batch))
+        batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones(ids.shape, dtype=torch.bool), ids[:, 0] % 3)
+        self.batch = ExampleBatch(*(tensor.to(device) for tensor in batch))
         self.step = TrainStep(
             model.to(device).train(),
-            CompiledLoss(pair_loss) if mode == "compile, graph" else pair_loss,
+            CompiledLoss(example_loss) if mode == "compile, graph" else example_loss,
             torch.optim.AdamW(param_groups(model, lr=1e-4), fused=True),
             max_grad_norm=1.0,
             precision="bf16" if precision == "bf16" else "fp32",

@@ -44,8 +44,9 @@ from comera.baselines import Applied
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.classify.task import example_loss
+from comera.recipes.mnli.recipe import build_model, preset
 from comera.recompute.blocks import recompute_
 from comera.trainer.memory import MemoryMeter, reset_peak
 from comera.trainer.step import TrainStep
@@ -82,7 +83,7 @@ class Side:
         model, applied = build_model(config, VOCABULARY)
         ids = torch.randint(1000, 30_000, (samples, LENGTH), generator=torch.Generator().manual_seed(0))
         mask = torch.ones(ids.shape, dtype=torch.bool)
-        self.batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
+        self.batch = ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
         if method == "comera":
             fuse_(model)
         if variant == "recompute":
@@ -92,14 +93,14 @@ class Side:
             self.optimizer = self.applied.optimizer(replace(config.train, lr=1e-4))
         else:
             self.optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        self.step = TrainStep(model.train(), pair_loss, self.optimizer, max_grad_norm=1.0)
+        self.step = TrainStep(model.train(), example_loss, self.optimizer, max_grad_norm=1.0)
         self.einsum = variant != "plain"
         settings = config.baselines
         self.period = {"galore": settings.galore.update_proj_gap, "lte": settings.lte.merge_every}.get(method, 1)
 
     def warm_up(self) -> None:
         """A step on two samples at most."""
-        self.step([PairBatch(*(tensor[:2] for tensor in self.batch))])
+        self.step([ExampleBatch(*(tensor[:2] for tensor in self.batch))])
 
     def take(self) -> None:
         torch.backends.opt_einsum.enabled = self.einsum  # type: ignore[assignment]

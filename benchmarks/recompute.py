@@ -25,8 +25,9 @@ from common import about, write
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.classify.task import example_loss
+from comera.recipes.mnli.recipe import build_model, preset
 from comera.recompute.blocks import recompute_
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.step import TrainStep
@@ -47,9 +48,9 @@ def make_step(side: str, batch_size: int, length: int) -> Callable[[], object]:
     torch.manual_seed(0)
     ids = torch.randint(1000, 30_000, (batch_size, length))
     mask = torch.ones(batch_size, length, dtype=torch.bool)
-    batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
+    batch = ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-    step = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0)
+    step = TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0)
     return lambda: step([batch])
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.classify.examples import ExampleBatch
 
 WANTED = ("batch 32", "batch 1")
 SIDES = ("dense", "fused")
@@ -85,7 +85,7 @@ def main() -> None:
     for name in WANTED:
         batch_size, length, dropout, precision, _ = CASES[name]
         ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
-        batch = PairBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool), ids[:, 0] % 3)
+        batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool), ids[:, 0] % 3)
         steps = {side: make_step(side, batch, dropout, precision) for side in SIDES}
         flops_a_second, bytes_a_second = ceilings()
         seconds = {

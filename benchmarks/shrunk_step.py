@@ -21,8 +21,9 @@ import comera
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.classify.task import example_loss
+from comera.recipes.mnli.recipe import build_model, preset
 from comera.trainer.step import TrainStep
 
 SETTINGS = ((1, 0.1), (8, 0.1), (1, 0.0))  # multiple of the ranks, dropout
@@ -52,12 +53,12 @@ def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[
     comera.round_(models["after"], options.target, multiple=multiple)
     shape = (options.batch, options.length)
     ids = torch.randint(1000, 30_000, shape)
-    batch = PairBatch(ids, torch.zeros_like(ids), torch.ones(shape, dtype=torch.bool), ids[:, 0] % 3)
+    batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones(shape, dtype=torch.bool), ids[:, 0] % 3)
     steps = {}
     for name, model in models.items():
         fuse_(model)
         optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        steps[name] = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0)
+        steps[name] = TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(options.repeats + 2):
         for name, step in steps.items():

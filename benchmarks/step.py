@@ -27,8 +27,9 @@ from common import about, in_turns, update
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
-from comera.recipes.mnli.pairs import PairBatch
-from comera.recipes.mnli.recipe import build_model, pair_loss, preset
+from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.classify.task import example_loss
+from comera.recipes.mnli.recipe import build_model, preset
 from comera.trainer.step import TrainStep
 
 # name: batch, length, dropout, precision, goal for the ratio dense / fused
@@ -42,7 +43,7 @@ SIDES = ("dense", "compressed", "fused")
 COMPILED = ("dense, compiled", "fused, compiled")
 
 
-def make_step(side: str, batch: PairBatch, dropout: float, precision: str) -> Callable[[], object]:
+def make_step(side: str, batch: ExampleBatch, dropout: float, precision: str) -> Callable[[], object]:
     """A step of one side, on its own model."""
     torch.manual_seed(0)
     kind, *ways = side.split(", ")
@@ -53,7 +54,7 @@ def make_step(side: str, batch: PairBatch, dropout: float, precision: str) -> Ca
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
     mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"
     precision = "bf16" if "bf16" in ways else precision
-    step = TrainStep(model.train(), pair_loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode)
+    step = TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode)
     return lambda: step([batch])
 
 
@@ -72,7 +73,7 @@ def main() -> None:
     batch_size, length, dropout, precision, goal = CASES[name]
     ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(batch_size, length, dtype=torch.bool)
-    batch = PairBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
+    batch = ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
     sides: tuple[str, ...] = (*SIDES, *COMPILED) if options.compile else SIDES
     if name == "batch 32":
         sides += ("fused, bf16",)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, prepare
-from comera.recipes.mnli.pairs import ARRAYS, Pairs
+from comera.recipes.classify.examples import ARRAYS, Examples
+from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.mnli.data import MNLIDataConfig, prepare
 
 Rows = list[tuple[str, str, Any]]
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -47,11 +48,11 @@ def config_of(folder: Path, **fields: Any) -> MNLIDataConfig:
     return MNLIDataConfig(path=str(folder), cache=str(folder.parent / "cache"), **fields)
 
 
-def read(folder: Path, **fields: Any) -> MNLIData:
+def read(folder: Path, **fields: Any) -> PreparedExamples:
     return prepare(config_of(folder, **fields), quiet=True)
 
 
-def ids_of(pairs: Pairs) -> list[list[int]]:
+def ids_of(pairs: Examples) -> list[list[int]]:
     return [pairs.tokens[a:b].tolist() for a, b in zip(pairs.offsets[:-1], pairs.offsets[1:], strict=True)]
 
 
@@ -66,7 +67,7 @@ def random_pairs(count: int) -> Rows:
     return [(sentence(), sentence(), rng.randrange(3)) for _ in range(count)]
 
 
-def assert_same_arrays(one: MNLIData, two: MNLIData) -> None:
+def assert_same_arrays(one: PreparedExamples, two: PreparedExamples) -> None:
     assert (one.train_size, one.dev_size) == (3, 2)
     for ours, theirs in ((one.train, two.train), (one.dev, two.dev)):
         for name in ARRAYS:

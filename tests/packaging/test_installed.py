@@ -20,6 +20,7 @@ ROOMS = {
     "comera.report": "comera.report needs accelerate, matplotlib, rich, pyyaml: pip install 'comera[train]'",
     "comera.recipes.lm.recipe": "comera.recipes.lm needs accelerate, rich, tokenizers, transformers, pyyaml: pip",
     "comera.recipes.code_lm.recipe": "comera.recipes.code_lm needs accelerate, rich, tokenizers, transformers, pyyaml:",
+    "comera.recipes.classify.recipe": "comera.recipes.classify needs accelerate, rich, tokenizers, transformers, ",
     "comera.recipes.mnli.recipe": "comera.recipes.mnli needs accelerate, rich, tokenizers, transformers, pyyaml: pip",
     "comera.recipes.dlrm.recipe": "comera.recipes.dlrm needs accelerate, polars, rich, pyyaml: pip install",
     "comera.integrations.transformers": "needs transformers: pip install 'comera[train]'",

@@ -20,9 +20,12 @@ from comera.nn.size import model_size
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes import stages
 from comera.recipes.bert import ModelConfig
+from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.classify.task import example_loss, scores
 from comera.recipes.mnli import recipe as mnli
-from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, PairBatch, prepare
-from comera.recipes.mnli.recipe import CompressConfig, MNLIConfig, MNLITask, build_model, pair_loss, scores
+from comera.recipes.mnli.data import MNLIDataConfig, prepare
+from comera.recipes.mnli.recipe import CompressConfig, MNLIConfig, MNLITask, build_model
 from comera.recipes.stages import runs
 from comera.trainer.config import TrainConfig
 from comera.trainer.metrics import Summary
@@ -57,7 +60,7 @@ def data_config(tmp_path_factory: pytest.TempPathFactory) -> MNLIDataConfig:
 
 
 @pytest.fixture(scope="module")
-def data(data_config: MNLIDataConfig) -> MNLIData:
+def data(data_config: MNLIDataConfig) -> PreparedExamples:
     return prepare(data_config, quiet=True)
 
 
@@ -89,7 +92,7 @@ def course(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in measured} for row in found]
 
 
-def same(one: PairBatch, two: PairBatch) -> bool:
+def same(one: ExampleBatch, two: ExampleBatch) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
@@ -154,7 +157,7 @@ def test_other_widths_and_vocabularies_get_balanced_modes() -> None:
 
 @pytest.mark.parametrize("method", ["comera", "dense"])
 def test_padding_changes_nothing_and_the_mask_is_the_models_own(
-    config: MNLIConfig, data: MNLIData, method: Method
+    config: MNLIConfig, data: PreparedExamples, method: Method
 ) -> None:
     model = build_model(replace(config, method=method), data.vocab_size)[0].double().eval()
     batch = data.train_batch(0, BATCH, seed=0)
@@ -165,33 +168,36 @@ def test_padding_changes_nothing_and_the_mask_is_the_models_own(
         labels=batch.labels,
     )
     torch.testing.assert_close(scores(model, batch), own.logits, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(pair_loss(model, batch), own.loss, rtol=1e-10, atol=0)
-    padded = PairBatch(*(torch.nn.functional.pad(part, (0, 5)) for part in batch[:3]), batch.labels)
+    torch.testing.assert_close(example_loss(model, batch), own.loss, rtol=1e-10, atol=0)
+    padded = ExampleBatch(*(torch.nn.functional.pad(part, (0, 5)) for part in batch[:3]), batch.labels)
     torch.testing.assert_close(scores(model, padded), own.logits, rtol=1e-10, atol=1e-12)
 
 
-def test_all_parameters_are_trained(config: MNLIConfig, data: MNLIData) -> None:
+def test_all_parameters_are_trained(config: MNLIConfig, data: PreparedExamples) -> None:
     model, _ = build_model(config, data.vocab_size)
-    pair_loss(model, data.train_batch(0, BATCH, seed=0)).backward()
+    example_loss(model, data.train_batch(0, BATCH, seed=0)).backward()
     without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
     assert without <= {"bert.encoder.layer.0.attention.self.key.bias"}  # softmax cancels it
 
 
-def test_evaluation_is_the_share_of_right_answers_over_all_held_out_pairs(config: MNLIConfig, data: MNLIData) -> None:
+def test_evaluation_is_the_share_of_right_answers_over_all_held_out_pairs(
+    config: MNLIConfig, data: PreparedExamples
+) -> None:
     task = MNLITask(config, data)
     task.model.eval()
     batches = list(task.eval_batches())
     assert sum(len(batch.labels) for batch in batches) == data.dev_size == 22
-    means, weights = zip(*(task.evaluate(task.model, batch) for batch in batches), strict=True)
+    means, weights, rows = zip(*(task.evaluate(task.model, batch) for batch in batches), strict=True)
     assert list(weights) == [len(batch.labels) for batch in batches]
+    assert torch.equal(torch.cat(rows)[:, 1], torch.cat([batch.labels for batch in batches]))
     right = sum(round(float(mean["accuracy"]) * weight) for mean, weight in zip(means, weights, strict=True))
     answers = torch.cat([scores(task.model, batch).argmax(-1) == batch.labels for batch in batches])
     assert right == int(answers.sum())
     for batch, mean in zip(batches, means, strict=True):
-        torch.testing.assert_close(mean["loss"], pair_loss(task.model, batch))
+        torch.testing.assert_close(mean["loss"], example_loss(task.model, batch))
 
 
-def test_the_first_held_out_batches_are_not_the_shortest(config: MNLIConfig, data: MNLIData) -> None:
+def test_the_first_held_out_batches_are_not_the_shortest(config: MNLIConfig, data: PreparedExamples) -> None:
     tasks = [
         MNLITask(replace(config, method=m, train=replace(config.train, seed=s)), data)
         for m, s in (("comera", 0), ("dense", 7))
@@ -202,7 +208,7 @@ def test_the_first_held_out_batches_are_not_the_shortest(config: MNLIConfig, dat
     assert lengths != sorted(lengths)
 
 
-def test_early_late_and_dense_runs_meet_the_same_batches(config: MNLIConfig, data: MNLIData) -> None:
+def test_early_late_and_dense_runs_meet_the_same_batches(config: MNLIConfig, data: PreparedExamples) -> None:
     early, late = MNLITask(config, data), MNLITask(config, data, first=EPOCH)
     dense = MNLITask(replace(config, method="dense"), data)
     assert early.steps_per_epoch == EPOCH
@@ -212,7 +218,7 @@ def test_early_late_and_dense_runs_meet_the_same_batches(config: MNLIConfig, dat
         assert not same(early.train_batch(step, 0, 0, 1), late.train_batch(step, 0, 0, 1))
 
 
-def test_micro_batches_of_all_processes_are_one_sequence(config: MNLIConfig, data: MNLIData) -> None:
+def test_micro_batches_of_all_processes_are_one_sequence(config: MNLIConfig, data: PreparedExamples) -> None:
     task = MNLITask(replace(config, train=replace(config.train, accumulation=3)), data, first=2)
     order = [(step, micro, rank) for step in range(2) for micro in range(3) for rank in range(2)]
     for index, (step, micro, rank) in enumerate(order, start=2 * 3 * 2):
@@ -221,13 +227,13 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: MNLIConfig, dat
 
 
 @pytest.mark.parametrize("method", COMMON_METHODS)
-def test_two_steps(config: MNLIConfig, data: MNLIData, method: Method) -> None:
+def test_two_steps(config: MNLIConfig, data: PreparedExamples, method: Method) -> None:
     config = replace(config, method=method, late_targets=(), train=replace(config.train, steps=2))
     summary = mnli.run(config)
     assert (summary.method, summary.recipe, summary.steps, summary.examples) == (method, "mnli", 2, 2 * BATCH)
     seen = [data.train_batch(index, BATCH, seed=0) for index in range(2)]
     assert summary.tokens == sum(int(batch.attention_mask.sum()) for batch in seen)
-    assert set(summary.metrics) == {"accuracy"}
+    assert set(summary.metrics) == {"accuracy", "f1"}
     (folder,) = runs(config).values()
     assert folder == (config.folder / "early" if method == "comera" else config.folder)
     assert mnli.run(config, resume=True) == summary

@@ -43,6 +43,14 @@ class Narrow(Baseline):
         )
 
 
+def nearest_heads(hidden: int, size: float, even: int = 1) -> int:
+    """The number of attention heads at which a model `hidden` wide has heads of about `size`, a multiple of `even`."""
+    return min(
+        (n for n in range(1, hidden + 1) if hidden % n == 0 and hidden // n % even == 0),
+        key=lambda n: max(hidden / n / size, size * n / hidden),
+    )
+
+
 def widest(limit: float, flops: Callable[[int], float]) -> int:
     """The widest of the multiples of WIDTH_STEP that costs at most `limit`; the narrowest one if all cost more.
 

@@ -54,7 +54,8 @@ class BaselineConfig:
     tensorly: Tensorly = field(default_factory=Tensorly)
     """Tensor-train layers of fixed rank (tensorly-torch)."""
     narrow: Narrow = field(default_factory=Narrow)
-    """A dense model of fewer channels that costs as much as the compressed one; recipe lm only."""
+    """A dense model of fewer channels that costs as much as the compressed one; recipes lm and classify
+    only."""
 
     def __getitem__(self, method: str) -> Baseline:
         """The settings of a baseline."""
@@ -95,7 +96,7 @@ def check_method(method: str, known: Sequence[Method] = COMMON_METHODS) -> None:
     if method not in known:
         raise ConfigError(
             f"method {method} needs a recipe that offers it, this one has {', '.join(known)}: take one of these, or "
-            "the recipe lm, which has all"
+            "the recipe lm or classify, which have all"
         )
     if method in BASELINES and (package := BaselineConfig()[method].package):
         package.check()

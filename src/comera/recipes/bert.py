@@ -1,11 +1,12 @@
-"""The transformer of the recipes code-lm and mnli: a stock Hugging Face BERT with post-norm encoders, GELU and learned
-positions; its sizes and its formats."""
+"""The transformer of the recipes code-lm, mnli and classify: a stock Hugging Face BERT with post-norm encoders, GELU
+and learned positions; its sizes and its formats."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from transformers import BertConfig
 
+from comera.baselines.narrow import nearest_heads
 from comera.convert import TT, TTM
 from comera.errors import ConfigError, check_fields
 
@@ -33,6 +34,11 @@ class ModelConfig:
         check_fields(self, "model.", {"dropout": (0 <= self.dropout < 1, "in [0, 1)")})
         if self.hidden % self.heads:
             raise ConfigError(f"model.hidden must be a multiple of model.heads, got {self.hidden} and {self.heads}")
+
+    def narrowed(self, hidden: int) -> Self:
+        """The same depth, `hidden` wide: heads of about the same size, feed-forward layers in proportion."""
+        ffn = max(16, round(self.ffn * hidden / self.hidden / 16) * 16)
+        return replace(self, hidden=hidden, heads=nearest_heads(hidden, self.hidden / self.heads), ffn=ffn)
 
     def bert(self, vocab_size: int, **others: Any) -> BertConfig:
         """The configuration of a Hugging Face BERT of these sizes; others: further fields of it."""

@@ -18,6 +18,7 @@ class RecipeEntry(NamedTuple):
 RECIPES = {
     "lm": RecipeEntry("comera.recipes.lm.recipe", "pre-train a causal language model on text or code"),
     "code-lm": RecipeEntry("comera.recipes.code_lm.recipe", "pre-train a BERT-style transformer on source code"),
+    "classify": RecipeEntry("comera.recipes.classify.recipe", "train an encoder to classify texts or pairs of texts"),
     "mnli": RecipeEntry("comera.recipes.mnli.recipe", "train a transformer from scratch for language inference"),
     "dlrm": RecipeEntry("comera.recipes.dlrm.recipe", "train DLRM to predict clicks on ads"),
 }

@@ -10,9 +10,9 @@ import gzip
 import json
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from comera.errors import DataError
 
@@ -27,47 +27,64 @@ class Row(NamedTuple):
     values: Mapping[str, Any]
 
 
-def read_rows(file: Path) -> Iterator[Row]:
-    """The rows of a file. Raises DataError, with file and line, for unreadable files and rows."""
-    return parse_rows(file, read_lines(file))
+Bad: TypeAlias = Callable[[DataError], object]  # is handed the error of a row that does not parse
 
 
-def parse_rows(file: Path, lines: Iterable[str]) -> Iterator[Row]:
-    """The rows in the lines of a file, each with its end; by the suffix of the file. Raises DataError, with file and
-    line, for a line that is no JSON object, a row with more or fewer fields than the header, and a table without."""
+def refuse(error: DataError) -> None:
+    """Raise the error of a row."""
+    raise error
+
+
+def read_rows(file: Path, bad: Bad = refuse) -> Iterator[Row]:
+    """The rows of a file. bad: for single rows that do not parse, which are left out. Raises DataError, with file and
+    line, for unreadable files."""
+    return parse_rows(file, read_lines(file), bad)
+
+
+def parse_rows(file: Path, lines: Iterable[str], bad: Bad = refuse) -> Iterator[Row]:
+    """The rows in the lines of a file, each with its end; by the suffix of the file. bad: is handed a DataError, with
+    file and line, for a line that is no JSON object and a row with more or fewer fields than the header; by default it
+    raises. Raises one for a table without a header, and for quotes that are opened and not closed in their line."""
     name = file.name.removesuffix(".gz")
-    return _table(file, lines, "\t" if name.endswith(".tsv") else ",") if _is_table(name) else _json(file, lines)
+    if _is_table(name):
+        return _table(file, lines, "\t" if name.endswith(".tsv") else ",", bad)
+    return _json(file, lines, bad)
 
 
 def _is_table(name: str) -> bool:
     return name.endswith(TABLE_SUFFIXES)
 
 
-def _json(file: Path, lines: Iterable[str]) -> Iterator[Row]:
+def _json(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where, shown = f"{file}, line {number}", line.rstrip("\r\n")[:80]
         try:
             values = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where}: expected JSON, got {shown!r} ({error})") from error
-        if not isinstance(values, dict):
-            raise DataError(f'{where}: expected a JSON object, such as {{"text": "..."}}, got {shown!r}')
-        yield Row(number, values)
+            if not isinstance(values, dict):
+                raise DataError(f'{where}: expected a JSON object, such as {{"text": "..."}}, got {shown!r}')
+        except DataError as error:
+            bad(error)
+        except (ValueError, RecursionError) as error:
+            bad(DataError(f"{where}: expected JSON, got {shown!r} ({error})"))
+        else:
+            yield Row(number, values)
 
 
-def _table(file: Path, lines: Iterable[str], delimiter: str) -> Iterator[Row]:
+def _table(file: Path, lines: Iterable[str], delimiter: str, bad: Bad) -> Iterator[Row]:
     header: list[str] | None = None
-    for number, fields in _tabs(lines) if delimiter == "\t" else _commas(file, lines):
+    for number, fields in _tabs(lines) if delimiter == "\t" else _commas(file, lines, bad):
         if header is None:
             header = fields
         elif len(fields) == len(header):
             yield Row(number, dict(zip(header, fields, strict=True)))
         else:
-            raise DataError(
-                f"{file}, line {number}: expected {len(header)} fields as in the header, got {len(fields)}: is the "
-                "file complete? Repair this line, or remove it"
+            bad(
+                DataError(
+                    f"{file}, line {number}: expected {len(header)} fields as in the header, got {len(fields)}: is the "
+                    "file complete? Repair this line, or remove it"
+                )
             )
     if header is None:
         raise DataError(f"{file}: expected a header with the names of the columns, got an empty file")
@@ -79,18 +96,25 @@ def _tabs(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
             yield number, text.split("\t")
 
 
-def _commas(file: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def _commas(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(sys.maxsize)  # whole documents, where Python allows 128 KB
     reader = csv.reader(lines, strict=True)
-    try:
-        for fields in reader:
-            if fields:
-                yield reader.line_num, fields
-    except csv.Error as error:
-        raise DataError(
-            f"{file}, line {reader.line_num}: expected fields between commas, got a row that cannot be read ({error}): "
-            "repair it, or remove it"
-        ) from error
+    while True:
+        before = reader.line_num
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            wrong = DataError(
+                f"{file}, line {reader.line_num}: expected fields between commas, got a row that cannot be read "
+                f"({error}): repair it, or remove it"
+            )
+            # An open quote swallows rows up to here: nobody knows how many.
+            (refuse if reader.line_num > before + 1 or "unexpected end" in str(error) else bad)(wrong)
+            continue
+        if fields:
+            yield reader.line_num, fields
 
 
 def read_lines(file: Path) -> Iterator[str]:

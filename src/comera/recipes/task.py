@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from comera.baselines import COMMON_METHODS, Applied, Conversion, Method, installed
+from comera.files import replace_file
+from comera.pretrained import load_pretrained
 from comera.recipes.paths import typed_path
+from comera.recipes.stages import log
+from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
+from comera.trainer.evaluation import evaluate
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.metrics import to_json
 from comera.trainer.processes import open_accelerator
 from comera.trainer.state import adapt_
 from comera.trainer.task import Batch, Task
@@ -54,6 +60,24 @@ def follow(task: Any, report: Conversion) -> None:
     task.dense_total = report.dense_total if report else None
     if isinstance(report, Applied):
         task.optimizer, task.after_step = report.optimizer, report.after_step
+
+
+def evaluate_last(task: RecipeTask, folder: Path) -> dict[str, float]:
+    """The means of a finished run's last model over `task.eval_batches`; the task's model becomes that one."""
+    accelerator = open_accelerator(task.config.train.device)
+    model = task.model.to(accelerator.device)
+    load_pretrained(model, find_checkpoint(folder))  # if an earlier call finished the run, `task` is untrained
+    return evaluate(task, model, accelerator, precision=task.config.train.precision)
+
+
+def write_test(task: RecipeTask, folder: Path) -> None:
+    """Evaluate a finished run's last model on the test data, which `task.eval_batches` has, and write test.json."""
+    accelerator, means = open_accelerator(task.config.train.device), evaluate_last(task, folder)
+    if accelerator.is_main_process:
+        replace_file(folder / "test.json", to_json(means, indent=1) + "\n")
+    metrics = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items())
+    log(accelerator.is_main_process, task.name, f"test: {metrics}")
+    accelerator.wait_for_everyone()
 
 
 def runs_folder(out: str | None, recipe: str, method: str) -> Path:

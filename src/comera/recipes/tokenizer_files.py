@@ -11,11 +11,12 @@ from comera.errors import ConfigError
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
-def tokenizer_files(tokenizer: Tokenizer, longest: int, **special: str) -> dict[str, str]:
-    """The files of a tokenizer, text by name. longest: tokens of a text. special: tokens by role, such as eos_token."""
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest, **special}
-    settings |= {"clean_up_tokenization_spaces": False}
-    return {FILE: tokenizer.to_str(pretty=True), SETTINGS: json.dumps(settings, indent=2) + "\n"}
+def tokenizer_files(tokenizer: Tokenizer, longest: int, **settings: Any) -> dict[str, str]:
+    """The files of a tokenizer, text by name. longest: tokens of a text. settings: further ones, tokens by role, such
+    as eos_token, among them."""
+    stored = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest, **settings}
+    stored |= {"clean_up_tokenization_spaces": False}
+    return {FILE: tokenizer.to_str(pretty=True), SETTINGS: json.dumps(stored, indent=2) + "\n"}
 
 
 def stored_tokenizer(run: Path) -> dict[str, str]:

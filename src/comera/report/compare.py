@@ -16,7 +16,7 @@ from comera.report.charts import plots
 from comera.report.curves import WATT_HOUR, charts_of_runs
 from comera.report.html import page, section
 from comera.report.run import RunData, read_run
-from comera.report.tables import count, duration, join_ranks, label, megabytes, metric, number, times
+from comera.report.tables import SHARES, count, duration, join_ranks, label, megabytes, metric, number, times
 from comera.report.verdict import of_comparison
 from comera.tables import Table
 from comera.trainer.energy import is_estimated, total
@@ -165,7 +165,7 @@ def _results(runs: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> T
 
 
 def _header(name: str) -> str:
-    return f"{name} %" if name == "accuracy" else label(name)
+    return f"{label(name)} %" if name in SHARES else label(name)
 
 
 def _ranks_of_a_block(runs: Mapping[str, RunData]) -> tuple[str, Table | None]:

@@ -11,6 +11,7 @@ from comera._version import __version__
 from comera.convert.report import fold
 from comera.files import replace_file
 from comera.report.charts import plots, scripts
+from comera.report.confusion import confusion_section
 from comera.report.curves import charts_of
 from comera.report.ranks import ranks_section
 from comera.report.run import RunData, read_run
@@ -53,6 +54,7 @@ def render(run: str | Path) -> Path:
     sections = [
         f'<dl class="cards">{cards}</dl>' if cards else "",
         section("Training curves", plots(charts) or "<p>No steps yet.</p>"),
+        section("Confusion matrix", confusion_section(data.confusion)) if data.confusion else "",
         section("Ranks", strips) if (strips := ranks_section(data)) else "",
         section("Time by part", _time_table(data).html()) if data.summary and data.summary.parts else "",
         section("Memory by part", _held_table(data.summary).html()) if data.summary and data.summary.memory else "",
@@ -96,7 +98,7 @@ def _headline(run: RunData) -> dict[str, tuple[str, str]]:
         for name, value in evals[-1].metrics.items():
             results[f"Held-out {label(name)}"] = (metric(name, value, " %"), "at the last evaluation")
     for name, value in run.test.items():
-        results[f"Test {name}"] = (metric(name, value, " %"), "of the final model")
+        results[f"Test {label(name)}"] = (metric(name, value, " %"), "of the final model")
     if train:
         last = train[-1]
         results["Steps"] = (f"{last.step:,}", f"in {duration(last.time)} of training")

@@ -14,6 +14,7 @@ import yaml
 
 from comera.convert import LayerRow
 from comera.errors import CheckpointError, DataError
+from comera.report.confusion import Confusion
 from comera.trainer.metrics import Summary
 from comera.trainer.provenance import PROVENANCE
 
@@ -115,8 +116,9 @@ class RunData:
     """The contents of a run folder. layers: of the conversion, empty for a dense run; summary: None before the end.
 
     memory: estimated bytes of a training step by method and part; test: metrics on test data; references: values to
-    hold the held-out metrics against, by metric and label; all empty for recipes without them. provenance: an entry for
-    each time that the run was started or resumed. problems: what could not be read, and why.
+    hold the held-out metrics against, by metric and label; all empty for recipes without them. confusion: of a
+    classifier. provenance: an entry for each time that the run was started or resumed. problems: what could not be
+    read, and why.
 
     See `read_run`.
     """
@@ -130,6 +132,7 @@ class RunData:
     memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     test: Mapping[str, float] = field(default_factory=dict)
     references: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    confusion: Confusion | None = None
     provenance: tuple[Mapping[str, Any], ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -225,6 +228,7 @@ def read_run(folder: str | Path, *, damaged: bool = False) -> RunData:
         memory=tried(lambda: _read_mapping(folder / "memory.json", _floats), {}),
         test=tried(lambda: _read_mapping(folder / "test.json", _float), {}),
         references=tried(lambda: _read_mapping(folder / "references.json", _floats), {}),
+        confusion=tried(lambda: _read_confusion(folder / "confusion.json"), None),
         provenance=tried(lambda: _read_provenance(folder / PROVENANCE), ()),
         problems=tuple(problems or ()),
     )
@@ -262,6 +266,13 @@ def _read_mapping(path: Path, cast: Callable[[Any], T]) -> dict[str, T]:
         return {str(name): cast(value) for name, value in values.items()}
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"{path}: a value that cannot be: {error}") from error
+
+
+def _read_confusion(path: Path) -> Confusion | None:
+    try:
+        return Confusion.of(json.loads(path.read_text("utf-8"))) if path.is_file() else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path}: expected the counts of a confusion matrix ({error!r})") from error
 
 
 def _floats(values: Any) -> dict[str, float]:

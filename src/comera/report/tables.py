@@ -6,6 +6,7 @@ from math import floor, isfinite, log10
 
 from comera.tt.spec import Spec
 
+SHARES = ("accuracy", "f1")  # metrics that are given in percent
 MEGA = 2**20  # bytes per MB throughout this library, as in the published results
 
 
@@ -38,14 +39,14 @@ def times(value: float | None) -> str:
 
 def label(name: str) -> str:
     """The name of a metric for people, such as nats per byte."""
-    return name.replace("_per_", " per ")
+    return "macro F1" if name == "f1" else name.replace("_per_", " per ")
 
 
 def metric(name: str, value: float | None, percent: str = "") -> str:
-    """A metric; accuracy in percent, followed by the sign `percent`; nats per byte in thousandths, as a loss."""
+    """A metric; shares in percent, followed by the sign `percent`; nats per byte in thousandths, as a loss."""
     if value is not None and name == "nats_per_byte":
         return f"{value:.3f}"
-    return f"{100 * value:.1f}{percent}" if value is not None and name == "accuracy" else number(value)
+    return f"{100 * value:.1f}{percent}" if value is not None and name in SHARES else number(value)
 
 
 def join_ranks(ranks: Iterable[int]) -> str:

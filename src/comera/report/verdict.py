@@ -7,7 +7,7 @@ import numpy as np
 
 from comera.report.curves import WATT_HOUR
 from comera.report.run import RunData
-from comera.report.tables import duration, label, megabytes, metric, number, times
+from comera.report.tables import SHARES, duration, label, megabytes, metric, number, times
 from comera.trainer.energy import is_estimated, total
 
 _FALLING = ("loss", "nats_per_byte", "nce", "perplexity")  # metrics of which less is better, by the end of their name
@@ -160,7 +160,7 @@ def _ties(one: float, other: float) -> bool:
 
 def _gap(name: str, leader: float, value: float) -> str:
     """How far a value is behind the leader's."""
-    if name == "accuracy":
+    if name in SHARES:
         return f"{100 * abs(leader - value):.1f} points behind"
     return f"{100 * abs(value - leader) / abs(leader):.1f} % behind" if leader else "behind"
 

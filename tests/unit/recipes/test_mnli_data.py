@@ -8,7 +8,7 @@ import pytest
 from transformers import BertTokenizerFast
 
 from comera.errors import ConfigError
-from comera.recipes.mnli import data as mnli
+from comera.recipes.classify import prepared
 from comera.recipes.mnli.data import MNLIDataConfig, prepare
 from comera.recipes.mnli.files import LABELS
 from comera.recipes.progress import Progress
@@ -74,7 +74,7 @@ def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> 
 def test_what_is_said_on_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mnli, "ENCODE_PAIRS", 2)
+    monkeypatch.setattr(prepared, "ENCODE_EXAMPLES", 2)
     prepare(config_of(write_jsonl(tmp_path / "mnli")))
     assert capsys.readouterr().err == "MNLI: 3 pairs to train on, 2 held out\n"
     counts: list[int | None] = []
@@ -86,4 +86,4 @@ def test_what_is_said_on_the_way(
     assert counts == [2, 3, 2]
     shown = capsys.readouterr().err
     assert "preparing MNLI" in shown
-    assert "3 pairs" in shown
+    assert "3 examples" in shown

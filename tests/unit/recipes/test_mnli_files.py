@@ -95,7 +95,7 @@ def fake_datasets(monkeypatch: pytest.MonkeyPatch, names: list[str] | None = Non
 def test_a_folder_saved_by_datasets_gives_the_same_arrays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str] | None
 ) -> None:
-    monkeypatch.setattr("comera.recipes.mnli.files.DATASETS_ROWS", 2)
+    monkeypatch.setattr("comera.recipes.classify.files.DATASETS_ROWS", 2)
     asked = fake_datasets(monkeypatch, names)
     saved = tmp_path / "saved"
     write_vocabulary(saved / "vocab.txt")

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from comera.errors import ConfigError, DataError
+from comera.recipes.classify.prepared import PreparedExamples
 from comera.recipes.code_lm import data as code
 from comera.recipes.lm import data as lm
-from comera.recipes.mnli.data import MNLIData, MNLIDataConfig
+from comera.recipes.mnli.data import MNLIDataConfig
 from comera.recipes.mnli.data import prepare as prepare_pairs
 from comera.recipes.rows import read_rows
 from comera.recipes.sources import open_corpus
@@ -189,7 +190,7 @@ WORDS = ["".join("abcdefgh"[int(digit)] for digit in f"{i:o}") for i in range(90
 PAIRS = [{"first": f"a {w}", "second": f"{w} he", "answer": ("yes", "no")[i % 3 > 0]} for i, w in enumerate(WORDS)]
 
 
-def pairs(path: Path, tmp_path: Path, **fields: Any) -> MNLIData:
+def pairs(path: Path, tmp_path: Path, **fields: Any) -> PreparedExamples:
     named = {"premise_field": "first", "hypothesis_field": "second", "label_field": "answer", "held_out": 0.2}
     vocab = str(write_vocabulary(tmp_path / "words" / "vocab.txt"))
     config = MNLIDataConfig(path=str(path), vocab=vocab, cache=str(tmp_path / "cache"), **(named | fields))

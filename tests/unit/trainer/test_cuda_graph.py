@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comera.errors import DataError
-from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.classify.examples import ExampleBatch
 from comera.trainer.cuda_graph import WARM_UPS, CudaRecorder, GraphedStep, map_tensors
 
 from ...helpers.tape import TapeRecorder
@@ -210,7 +210,7 @@ class Data:
     name: str = "a"
 
 
-PAIRS = PairBatch(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(1))
+PAIRS = ExampleBatch(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(1))
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,18 @@ from comera.baselines import Method
 from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.files import replace_file
-from comera.pretrained import load_pretrained
 from comera.rank.objective import EarlyStage
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.model import DLRM, DLRMConfig
 from comera.recipes.dlrm.table_budget import ORDERS, fit_tables
 from comera.recipes.interface import Architecture
-from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing, runs
-from comera.recipes.task import RecipeTask, runs_folder
-from comera.trainer.checkpoint import find_checkpoint
+from comera.recipes.stages import check_stages, fit_stages, is_main, refuse_existing, runs
+from comera.recipes.task import RecipeTask, runs_folder, write_test
 from comera.trainer.config import TrainConfig
-from comera.trainer.evaluation import evaluate
 from comera.trainer.memory import MemoryEstimate, check_memory
 from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary, to_json
-from comera.trainer.processes import open_accelerator
 
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
@@ -244,18 +240,9 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
 
 def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
     """Write test.json for a finished run, unless it exists; returns the summary."""
-    path, train = folder / "test.json", task.config.train
-    if summary.finished and not path.exists():
-        accelerator = open_accelerator(train.device)
-        model = task.model.to(accelerator.device)
-        load_pretrained(model, find_checkpoint(folder))  # if an earlier call finished the run, `task` is untrained
+    if summary.finished and not (folder / "test.json").exists():
         task.part = "test"
-        means = evaluate(task, model, accelerator, precision=train.precision)
-        if accelerator.is_main_process:
-            replace_file(path, to_json(means, indent=1) + "\n")
-        metrics = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items())
-        log(accelerator.is_main_process, NAME, f"test: {metrics}")
-        accelerator.wait_for_everyone()
+        write_test(task, folder)
     return summary
 
 

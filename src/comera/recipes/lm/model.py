@@ -19,6 +19,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.pytorch_utils import Conv1D
 
+from comera.baselines.narrow import nearest_heads
 from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import ConfigError, check_fields
 from comera.fusion.decoder_attention import CAUSAL
@@ -79,11 +80,7 @@ class ModelConfig:
     def narrowed(self, hidden: int) -> "ModelConfig":
         """The same family and depth, `hidden` wide: heads of about the same size, other widths in proportion."""
         even = 2 if self.family == "llama" else 1
-        size = self.hidden / self.heads
-        heads = min(
-            (n for n in range(1, hidden + 1) if hidden % n == 0 and hidden // n % even == 0),
-            key=lambda n: max(hidden / n / size, size * n / hidden),
-        )
+        heads = nearest_heads(hidden, self.hidden / self.heads, even)
         share = hidden / self.hidden
         fewer = (self.kv_heads or 0) * share
         kv_heads = self.kv_heads and max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, fewer))

@@ -1,7 +1,8 @@
-"""Natural-language inference: `recipe` trains, `files` reads the pairs, `data` tokenizes and `pairs` batches them."""
+"""Natural-language inference: `recipe` trains, `files` says where the pairs are and `data` how they become tokens;
+what it shares with other classifiers is in `comera.recipes.classify`."""
 
 from comera.extras import require
 
 require("comera.recipes.mnli", "comera[train]", "accelerate", "rich", "tokenizers", "transformers", "yaml")
 
-__all__ = ["data", "files", "pairs", "recipe"]
+__all__ = ["data", "files", "recipe"]

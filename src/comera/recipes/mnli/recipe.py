@@ -1,17 +1,15 @@
 """Natural-language inference on MNLI: trains the published six-encoder transformer from scratch, compressed or not.
 
-Runs in stages, see `comera.recipes.stages`.
+Runs in stages, see `comera.recipes.stages`; what is learned is in `comera.recipes.classify.task`.
 B batch, T tokens of the longest pair in it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
@@ -21,14 +19,16 @@ from comera.errors import check_fields
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.bert import BertFormats, ModelConfig
+from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.classify.task import ClassificationTask, example_loss, meta_batch, write_results
+from comera.recipes.classify.tokenizers import parse_vocabulary
 from comera.recipes.interface import Architecture
-from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, find_vocabulary, parse_vocabulary, prepare, run_files
+from comera.recipes.mnli.data import MNLIDataConfig, find_vocabulary, prepare
 from comera.recipes.mnli.files import LABELS
-from comera.recipes.mnli.pairs import PairBatch
 from comera.recipes.paths import typed_path
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
 from comera.recipes.stages import runs as runs
-from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
+from comera.recipes.task import estimates_by_method, runs_folder
 from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
@@ -153,62 +153,17 @@ def build_model(
     return model, apply_method_(model, config.method, formats, config.baselines, skip=("classifier",))
 
 
-def scores(model: Any, batch: PairBatch) -> Tensor:
-    """Logits of the labels, (B, labels)."""
-    # (B, 1, T, T), which the model uses as is; with (B, T) it would synchronize to ask whether all entries are true.
-    mask_B1TT = batch.attention_mask[:, None, None, :].expand(-1, -1, batch.attention_mask.shape[1], -1)
-    outputs = model(input_ids=batch.input_ids, token_type_ids=batch.token_type_ids, attention_mask=mask_B1TT)
-    logits: Tensor = outputs.logits
-    return logits
-
-
-def pair_loss(model: Any, batch: PairBatch) -> Tensor:
-    """Mean cross-entropy of the labels, in nats."""
-    return F.cross_entropy(scores(model, batch), batch.labels)
-
-
-class MNLITask(RecipeTask):
+class MNLITask(ClassificationTask):
     """Classification of pairs, as a task for `comera.trainer.loop.fit`; first: steps that earlier runs trained."""
 
     name = NAME
     config: MNLIConfig
-    data: MNLIData
 
-    def __init__(self, config: MNLIConfig, data: MNLIData, first: int = 0) -> None:
+    def __init__(self, config: MNLIConfig, data: PreparedExamples, first: int = 0) -> None:
         model, report = build_model(config, data.vocab_size, data.label_names)
-        settings = {"data.first_step": first, **config.baselines.identity(config.method)}
-        if data.label_names != LABELS:
-            settings[_LABELS] = list(data.label_names)
+        settings = {_LABELS: list(data.label_names)} if data.label_names != LABELS else {}
         super().__init__(config, data, model, report, first, **settings)
-        self.files = run_files(data.tokenizer, config.data.max_length)
-        self.steps_per_epoch = self.epoch_length()
-        label, share = most_frequent(data)
-        self.references = {"accuracy": {f"always {label}": share}}
-
-    def eval_batches(self) -> Iterator[PairBatch]:
-        """The matched development pairs in batches of the training size; always the same, in the same order."""
-        batches = list(self.data.dev_batches(self.config.train.batch_size))
-        Random(0).shuffle(batches)  # sorted by length before: so the first few represent all
-        return iter(batches)
-
-    def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
-        return pair_loss(model, batch)
-
-    def evaluate(self, model: nn.Module, batch: PairBatch) -> tuple[dict[str, Tensor], int]:
-        """Loss and accuracy, means over the batch; and its number of pairs."""
-        logits = scores(model, batch)
-        correct = (logits.argmax(-1) == batch.labels).float()
-        return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": correct.mean()}, len(batch.labels)
-
-    def weight(self, batch: PairBatch) -> int:
-        return len(batch.labels)
-
-    def examples(self, batch: PairBatch) -> int:
-        return len(batch.labels)
-
-    def tokens(self, batch: PairBatch) -> int:
-        """Tokens that the model reads; padding does not count."""
-        return int(batch.attention_mask.sum())
+        self.files = data.tokenizer.files(config.data.max_length)
 
 
 def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
@@ -220,25 +175,18 @@ def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
         refuse_existing(config)
     data = prepare(config.data, quiet=not main)
     log(main, NAME, _about(data))
-    return fit_stages(config, partial(MNLITask, config, data), resume=resume)
+    return fit_stages(config, partial(MNLITask, config, data), resume=resume, finish=write_results)
 
 
-def _about(data: MNLIData) -> str:
+def _about(data: PreparedExamples) -> str:
     """What was skipped and why, and the accuracy of a model that ignores its input: the one to beat."""
     skipped = {why: count for why, count in data.skipped.items() if count}
     reasons = f" ({', '.join(f'{why}: {count:,}' for why, count in skipped.items())})" if skipped else ""
-    label, share = most_frequent(data)
+    label, share = data.most_frequent
     return (
         f"{sum(skipped.values()):,} pairs skipped{reasons}; always answering {label!r} is correct for "
         f"{share:.4f} of the {data.dev_size:,} held-out pairs"
     )
-
-
-def most_frequent(data: MNLIData) -> tuple[str, float]:
-    """The most frequent answer to the held-out pairs, and its share of them."""
-    counts = data.label_counts["dev"]
-    label = max(counts, key=counts.__getitem__)
-    return label, counts[label] / data.dev_size
 
 
 def estimate(config: MNLIConfig) -> dict[str, MemoryEstimate]:
@@ -248,10 +196,7 @@ def estimate(config: MNLIConfig) -> dict[str, MemoryEstimate]:
 
     def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
         model, report = build_model(replace(config, method=method), vocab_size)
-        ids, segments = (torch.empty(rows, width, dtype=torch.int64) for _ in range(2))
-        mask = torch.empty(rows, width, dtype=torch.bool)
-        batch = PairBatch(ids, segments, mask, torch.empty(rows, dtype=torch.int64))
-        return model, report, partial(pair_loss, model, batch)
+        return model, report, partial(example_loss, model, meta_batch(rows, width))
 
     return estimates_by_method(build, config.train)
 

@@ -15,41 +15,42 @@ import torch
 from accelerate.utils import send_to_device
 
 from comera.errors import ConfigError
-from comera.recipes.mnli import pairs
-from comera.recipes.mnli.data import MNLIData, MNLIDataConfig, PairBatch, prepare
-from comera.recipes.mnli.pairs import Pairs, PairWriter
+from comera.recipes.classify import examples
+from comera.recipes.classify.examples import ExampleBatch, Examples, ExampleWriter
+from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.mnli.data import MNLIDataConfig, prepare
 
 COUNT = 1003
 PAD = 0
 
 
-def make_pairs(folder: Path, count: int = COUNT, max_length: int = 64, buckets: int = 4) -> Pairs:
+def make_pairs(folder: Path, count: int = COUNT, max_length: int = 64, buckets: int = 4) -> Examples:
     """Pairs identified by their second token, their own index."""
     rng = np.random.default_rng(0)
-    writer = PairWriter()
+    writer = ExampleWriter()
     for number in range(count):
         length = int(rng.integers(5, max_length + 1))
         ids = [1, number + 10, *rng.integers(3, 9, length - 2)]
         writer.add(ids, boundary=int(rng.integers(3, length)), label=number % 3)
-    assert writer.write(folder, "train")["pairs"] == count
-    return Pairs(folder, "train", max_length, buckets, PAD)
+    assert writer.write(folder, "train")["examples"] == count
+    return Examples(folder, "train", max_length, buckets, PAD)
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+def many(tmp_path_factory: pytest.TempPathFactory) -> Examples:
     return make_pairs(tmp_path_factory.mktemp("pairs"))
 
 
-def numbers(batches: Iterable[PairBatch]) -> list[int]:
+def numbers(batches: Iterable[ExampleBatch]) -> list[int]:
     return [number for batch in batches for number in (batch.input_ids[:, 1] - 10).tolist()]
 
 
-def epoch(data: Pairs, size: int, seed: int, number: int = 0) -> list[PairBatch]:
+def epoch(data: Examples, size: int, seed: int, number: int = 0) -> list[ExampleBatch]:
     count = data.batches_per_epoch(size)
     return [data.shuffled(i, size, seed) for i in range(number * count, (number + 1) * count)]
 
 
-def test_a_batch_holds_the_pairs_as_they_were_written(many: Pairs) -> None:
+def test_a_batch_holds_the_pairs_as_they_were_written(many: Examples) -> None:
     rows = np.array([5, 0, 700])
     batch = many.batch(rows)
     assert [tensor.dtype for tensor in batch] == [torch.int64, torch.int64, torch.bool, torch.int64]
@@ -65,7 +66,7 @@ def test_a_batch_holds_the_pairs_as_they_were_written(many: Pairs) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 1003, 5000])
-def test_every_pair_comes_once_an_epoch_and_epochs_differ(many: Pairs, size: int) -> None:
+def test_every_pair_comes_once_an_epoch_and_epochs_differ(many: Examples, size: int) -> None:
     first, second = epoch(many, size, seed=3), epoch(many, size, seed=3, number=1)
     for batches in (first, second):
         assert sorted(numbers(batches)) == list(range(COUNT))
@@ -76,17 +77,17 @@ def test_every_pair_comes_once_an_epoch_and_epochs_differ(many: Pairs, size: int
         assert {frozenset(numbers([b])) for b in first} != {frozenset(numbers([b])) for b in second}
 
 
-def test_batches_are_functions_of_index_size_and_seed(many: Pairs) -> None:
+def test_batches_are_functions_of_index_size_and_seed(many: Examples) -> None:
     places = (40, 3, 77, 3)
     ours = [many.shuffled(i, 16, seed=1) for i in places]
-    pairs._epoch.cache_clear()
+    examples._epoch.cache_clear()
     for batch, again in zip(ours, [many.shuffled(i, 16, seed=1) for i in places], strict=True):
         assert all(torch.equal(one, two) for one, two in zip(batch, again, strict=True))
     assert numbers([many.shuffled(3, 16, seed=2)]) != numbers([ours[1]])
     assert numbers([many.shuffled(4, 16, seed=1)]) != numbers([ours[1]])
 
 
-def test_batches_have_near_equal_lengths_in_an_order_without_trend(many: Pairs) -> None:
+def test_batches_have_near_equal_lengths_in_an_order_without_trend(many: Examples) -> None:
     batches = epoch(many, 16, seed=0)
     lengths = [batch.attention_mask.sum(1) for batch in batches[:-1]]
     spans = torch.stack([own.max() - own.min() for own in lengths]).float()
@@ -96,18 +97,18 @@ def test_batches_have_near_equal_lengths_in_an_order_without_trend(many: Pairs) 
     assert abs(trend) < 3 / len(means) ** 0.5  # three standard deviations of a correlation by chance
 
 
-def test_what_fills_no_batch_is_not_the_shortest_or_longest(many: Pairs) -> None:
+def test_what_fills_no_batch_is_not_the_shortest_or_longest(many: Examples) -> None:
     lengths = torch.cat([many.shuffled(i * 16 + 15, 63, seed=0).attention_mask.sum(1) for i in range(40)]).float()
     assert len(lengths) == 40 * (COUNT - 15 * 63)
     error = many.lengths.std() / len(lengths) ** 0.5
     assert abs(lengths.mean() - many.lengths.mean()) < 3 * error
 
 
-def test_every_pool_is_sorted_for_itself(many: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "POOL", 1)
-    pairs._epoch.cache_clear()
+def test_every_pool_is_sorted_for_itself(many: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples, "POOL", 1)
+    examples._epoch.cache_clear()
     spans = [b.attention_mask.sum(1).max() - b.attention_mask.sum(1).min() for b in epoch(many, 16, seed=0)]
-    pairs._epoch.cache_clear()
+    examples._epoch.cache_clear()
     assert torch.stack(spans).float().mean() > 40  # a pool of one batch: as at random
 
 
@@ -125,7 +126,7 @@ def test_batches_are_padded_to_few_lengths(tmp_path: Path, max_length: int, buck
     assert widths == expected
 
 
-def test_held_out_batches_go_by_length_and_cover_all_once(many: Pairs) -> None:
+def test_held_out_batches_go_by_length_and_cover_all_once(many: Examples) -> None:
     batches = list(many.sorted(64))
     lengths = torch.cat([batch.attention_mask.sum(1) for batch in batches])
     assert (lengths.diff() >= 0).all()
@@ -133,18 +134,18 @@ def test_held_out_batches_go_by_length_and_cover_all_once(many: Pairs) -> None:
     assert numbers(batches) == numbers(many.sorted(10)) == numbers(many.sorted(64))
 
 
-def test_a_batch_travels_to_a_device_as_it_is(many: Pairs) -> None:
+def test_a_batch_travels_to_a_device_as_it_is(many: Examples) -> None:
     batch = send_to_device(many.shuffled(0, 4, seed=0), torch.device("meta"))
-    assert isinstance(batch, PairBatch)
+    assert isinstance(batch, ExampleBatch)
     assert {tensor.device.type for tensor in batch} == {"meta"}
 
 
 @pytest.mark.parametrize(("top", "dtype"), [(2**16 - 1, np.uint16), (2**16, np.int32)])
 def test_tokens_are_stored_as_small_as_they_are(tmp_path: Path, top: int, dtype: type) -> None:
-    writer = PairWriter()
+    writer = ExampleWriter()
     writer.add([1, top, 2, 3, 2], boundary=3, label=2)
     writer.write(tmp_path, "dev")
-    data = Pairs(tmp_path, "dev", 8, 2, PAD)
+    data = Examples(tmp_path, "dev", 8, 2, PAD)
     assert (data.tokens.dtype, data.labels.dtype, data.offsets.dtype) == (dtype, np.int8, np.int64)
     assert data.batch(np.array([0])).input_ids.tolist() == [[1, top, 2, 3, 2, 0, 0, 0]]
 
@@ -163,7 +164,7 @@ def write_mnli(folder: Path) -> MNLIDataConfig:
     return MNLIDataConfig(path=str(data), max_length=32, cache=str(folder / "cache"))
 
 
-def contents(data: MNLIData) -> dict[str, bytes]:
+def contents(data: PreparedExamples) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in data.folder.iterdir()}
 
 
@@ -230,15 +231,15 @@ def test_an_interrupted_preparation_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     config = write_mnli(tmp_path)
-    write = PairWriter.write
+    write = ExampleWriter.write
 
-    def interrupted(self: PairWriter, folder: Path, part: str) -> dict[str, int]:
+    def interrupted(self: ExampleWriter, folder: Path, part: str) -> dict[str, int]:
         if part == "dev":
             raise error
         return write(self, folder, part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PairWriter, "write", interrupted)
+        patch.setattr(ExampleWriter, "write", interrupted)
         with pytest.raises(error):
             prepare(config, quiet=True)
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -250,9 +251,9 @@ def test_a_killed_preparation_leaves_nothing_that_looks_complete(tmp_path: Path)
     program = f"""
 import os
 from comera.recipes.mnli import data as mnli
-from comera.recipes.mnli.pairs import PairWriter
-write = PairWriter.write
-PairWriter.write = lambda self, folder, part: write(self, folder, part) if part == "train" else os._exit(9)
+from comera.recipes.classify.examples import ExampleWriter
+write = ExampleWriter.write
+ExampleWriter.write = lambda self, folder, part: write(self, folder, part) if part == "train" else os._exit(9)
 mnli.prepare(mnli.{config!r}, quiet=True)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9

@@ -1,9 +1,9 @@
-"""Batches of sentence pairs of near-equal length, from memory-mapped arrays.
+"""Batches of texts or pairs of texts of near-equal length, from memory-mapped arrays.
 
     epoch: shuffle -> pools of many batches -> sort each pool by length -> cut into batches -> shuffle the batches
 
 Every batch is padded to a bucket, one of a few lengths, so that few shapes occur.
-B batch, T tokens of a padded pair, N pairs."""
+B batch, T tokens of a padded example, N examples."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -20,7 +20,7 @@ POOL = 64  # batches sorted together: a larger pool means less padding, a smalle
 Array = np.ndarray[Any, Any]
 
 
-class PairBatch(NamedTuple):
+class ExampleBatch(NamedTuple):
     """A padded batch: input_ids, token_type_ids (B, T) int64, attention_mask (B, T) bool, labels (B,) int64.
     token_type_ids: 1 in the second segment, else 0. attention_mask: False in the padding."""
 
@@ -30,10 +30,10 @@ class PairBatch(NamedTuple):
     labels: Tensor
 
 
-class Pairs:
-    """Tokenized pairs, memory-mapped, and their batches. tokens: the concatenated ids of all pairs. offsets (N+1,): the
-    start of each pair, then the end of the last. boundaries (N,): length of each pair's first segment. labels (N,).
-    Raises OSError or ValueError if the arrays are damaged."""
+class Examples:
+    """Tokenized examples, memory-mapped, and their batches. tokens: the concatenated ids of all. offsets (N+1,): the
+    start of each, then the end of the last. boundaries (N,): length of each one's first segment, all of it for one
+    text. labels (N,). Raises OSError or ValueError if the arrays are damaged."""
 
     def __init__(self, folder: Path, part: str, max_length: int, buckets: int, pad: int) -> None:
         self.tokens, self.offsets, self.boundaries, self.labels = (
@@ -52,8 +52,8 @@ class Pairs:
         step = -(-self.max_length // self.buckets)
         return min(-(-length // step) * step, self.max_length)
 
-    def batch(self, rows: Array) -> PairBatch:
-        """The pairs `rows`, in this order, padded to the bucket of the longest."""
+    def batch(self, rows: Array) -> ExampleBatch:
+        """The examples `rows`, in this order, padded to the bucket of the longest."""
         lengths_B = self.lengths[rows]
         places_T = np.arange(self.padded(int(lengths_B.max())))
         mask_BT = places_T < lengths_B[:, None]
@@ -61,38 +61,38 @@ class Pairs:
         ids_BT[mask_BT] = self.tokens[(self.offsets[rows][:, None] + places_T)[mask_BT]]
         segments_BT = mask_BT & (places_T >= self.boundaries[rows][:, None])
         arrays = (ids_BT, segments_BT.astype(np.int64), mask_BT, self.labels[rows].astype(np.int64))
-        return PairBatch(*(torch.from_numpy(array) for array in arrays))
+        return ExampleBatch(*(torch.from_numpy(array) for array in arrays))
 
     def batches_per_epoch(self, size: int) -> int:
-        """Batches of `size` pairs in an epoch; the last may be smaller."""
+        """Batches of `size` examples in an epoch; the last may be smaller."""
         return -(-len(self) // size)
 
-    def shuffled(self, index: int, size: int, seed: int) -> PairBatch:
+    def shuffled(self, index: int, size: int, seed: int) -> ExampleBatch:
         """The `index`-th batch of an endless sequence of epochs; a pure function of its arguments."""
         epoch, place = divmod(index, self.batches_per_epoch(size))
         return self.batch(_epoch(self, size, seed, epoch)[place * size : (place + 1) * size])
 
-    def sorted(self, size: int) -> Iterator[PairBatch]:
-        """All pairs once, sorted by length, always in the same order."""
+    def sorted(self, size: int) -> Iterator[ExampleBatch]:
+        """All examples once, sorted by length, always in the same order."""
         rows = np.argsort(self.lengths, kind="stable")
         for first in range(0, len(rows), size):
             yield self.batch(rows[first : first + size])
 
 
 @lru_cache(maxsize=4)
-def _epoch(pairs: Pairs, size: int, seed: int, epoch: int) -> Array:
+def _epoch(examples: Examples, size: int, seed: int, epoch: int) -> Array:
     """The rows of an epoch (N,), batch after batch; those that do not fill a batch come last, unsorted."""
     rng = np.random.default_rng([seed, epoch])
-    full = len(pairs) // size
-    rows, rest = np.split(rng.permutation(len(pairs)), [full * size])
+    full = len(examples) // size
+    rows, rest = np.split(rng.permutation(len(examples)), [full * size])
     pools = np.arange(len(rows)) // (POOL * size)
-    rows = rows[np.lexsort((pairs.lengths[rows], pools))]  # by pool, then by length
+    rows = rows[np.lexsort((examples.lengths[rows], pools))]  # by pool, then by length
     batches = rows.reshape(full, size)[rng.permutation(full)]
     return np.concatenate([batches.reshape(-1), rest])
 
 
-class PairWriter:
-    """Collects tokenized pairs and writes them in the form that `Pairs` reads."""
+class ExampleWriter:
+    """Collects tokenized examples and writes them in the form that `Examples` reads."""
 
     def __init__(self) -> None:
         self._tokens: list[Array] = []
@@ -103,20 +103,20 @@ class PairWriter:
         return len(self._labels)
 
     def add(self, ids: Sequence[int], boundary: int, label: int) -> None:
-        """Add a pair: its token ids, the length of its first segment, and its label (< 128)."""
+        """Add an example: its token ids, the length of its first segment, and its label."""
         self._tokens.append(np.array(ids, np.int32))
         self._boundaries.append(boundary)
         self._labels.append(label)
 
     def write(self, folder: Path, part: str) -> dict[str, int]:
-        """Write PART.tokens.npy and so on, for at least one pair; returns the numbers of pairs and tokens."""
+        """Write PART.tokens.npy and so on, for at least one example; returns the numbers of examples and tokens."""
         tokens = np.concatenate(self._tokens)
         arrays = {
             "tokens": tokens.astype(np.uint16) if tokens.max() < 2**16 else tokens,
             "offsets": np.cumsum([0, *map(len, self._tokens)], dtype=np.int64),
             "boundaries": np.array(self._boundaries, np.int32),
-            "labels": np.array(self._labels, np.int8),
+            "labels": np.array(self._labels, np.int8 if max(self._labels) < 128 else np.int16),
         }
         for name in ARRAYS:
             np.save(folder / f"{part}.{name}.npy", arrays[name])
-        return {"pairs": len(self), "tokens": len(tokens)}
+        return {"examples": len(self), "tokens": len(tokens)}

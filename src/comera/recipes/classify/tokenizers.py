@@ -1,0 +1,160 @@
+"""The tokenizers of classifiers: a given one, or one trained on the training texts."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from comera.errors import ConfigError, DataError
+from comera.recipes.corpus import byte_level, sample_texts, train_tokenizer
+from comera.recipes.tokenizer_files import FILE, SETTINGS, tokenizer_files
+
+SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
+ROLES = {"cls_token": CLS, "sep_token": SEP, "pad_token": PAD, "mask_token": MASK, "unk_token": UNKNOWN}
+BYTE_ROLES = {role: f"<{name}>" for role, name in zip(ROLES, ("s", "/s", "pad", "mask", "unk"), strict=True)}
+VOCABULARY, MERGES, BYTE_VOCABULARY = "vocab.txt", "merges.txt", "vocab.json"
+TOKENIZER_FILES = (FILE, VOCABULARY, BYTE_VOCABULARY)  # of which a folder with a tokenizer has one
+TRAINING_BYTES = 16_000_000  # of texts that a tokenizer is trained on, at most
+
+
+class TextTokenizer(NamedTuple):
+    """A tokenizer that adds its special tokens and cuts nothing; roles: the special tokens by role, such as
+    pad_token."""
+
+    tokenizer: Tokenizer
+    roles: Mapping[str, str]
+
+    @classmethod
+    def read(cls, file: Path, roles: Mapping[str, str]) -> "TextTokenizer":
+        """One that was written to a tokenizer.json."""
+        return cls(Tokenizer.from_file(str(file)), roles)
+
+    @property
+    def pad(self) -> int:
+        """The id of the padding."""
+        found = self.tokenizer.token_to_id(self.roles.get("pad_token", ""))
+        return 0 if found is None else found
+
+    @property
+    def size(self) -> int:
+        """Rows that a table for all token ids needs."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    def cutting(self, max_length: int) -> Tokenizer:
+        """One that cuts examples to `max_length` tokens, the longer text of a pair first, and takes special tokens in a
+        text for ordinary text."""
+        tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        tokenizer.enable_truncation(max_length, strategy="longest_first")
+        return tokenizer
+
+    def files(self, longest: int, *inputs: str) -> dict[str, str]:
+        """Its files for transformers' AutoTokenizer. longest: tokens of an example. inputs: arguments of the model."""
+        about = {"model_input_names": list(inputs)} if inputs else {}
+        return tokenizer_files(self.tokenizer, longest, **self.roles, **about)
+
+
+def parse_vocabulary(words: bytes, file: Path, option: str = "data.vocab") -> dict[str, int]:
+    """Token ids from the lines of a vocab.txt; raises DataError for other files and missing special tokens."""
+    try:
+        lines = words.decode().rstrip("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: expected a vocabulary in UTF-8, got {error.object[:40]!r}: check {option}") from error
+    vocab = {line.rstrip("\r"): number for number, line in enumerate(lines)}
+    missing = [token for token in SPECIAL_TOKENS if token not in vocab]
+    if missing:
+        raise DataError(
+            f"{file}: expected a WordPiece vocabulary with {', '.join(SPECIAL_TOKENS)}, got {len(lines):,} lines "
+            f"without {', '.join(missing)}: set {option}"
+        )
+    return vocab
+
+
+def wordpiece(vocab: dict[str, int]) -> Tokenizer:
+    """BERT's lower-case WordPiece tokenizer. It recognizes no special tokens in text: a "[SEP]" in a sentence is
+    ordinary text."""
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing((SEP, vocab[SEP]), (CLS, vocab[CLS]))
+    return tokenizer
+
+
+def given_tokenizer(path: Path, option: str) -> TextTokenizer:
+    """The tokenizer of a checkpoint, of a tokenizer.json, or of a vocabulary, in a folder or a file: WordPiece of a
+    vocab.txt, byte-level BPE of vocab.json and merges.txt. Raises ConfigError for none, and for one without padding."""
+    folder = path if path.is_dir() else path.parent
+    if (path.is_dir() and (folder / SETTINGS).is_file()) or not path.exists():
+        return _from_transformers(path, option)
+    if path.name == VOCABULARY or (path.is_dir() and not (folder / FILE).is_file() and (folder / VOCABULARY).is_file()):
+        file = folder / VOCABULARY
+        return TextTokenizer(wordpiece(parse_vocabulary(file.read_bytes(), file, option)), ROLES)
+    try:
+        if path.is_dir() and (folder / BYTE_VOCABULARY).is_file():
+            model = models.BPE.from_file(str(folder / BYTE_VOCABULARY), str(folder / MERGES))
+            return _byte_level(byte_level(model))
+        file = path / FILE if path.is_dir() else path
+        tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
+    except Exception as error:  # the library raises no narrower type
+        raise ConfigError(
+            f"{option}: expected {FILE}, {VOCABULARY}, or a folder with one or with {BYTE_VOCABULARY} and {MERGES}, "
+            f"got {path} ({' '.join(str(error).split())[:200]})"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    known = {role: name for roles in (ROLES, BYTE_ROLES) for role, name in roles.items() if tokenizer.token_to_id(name)
+             is not None}  # fmt: skip
+    return _checked(TextTokenizer(tokenizer, known), path, option)
+
+
+def _from_transformers(path: Path, option: str) -> TextTokenizer:
+    try:
+        found = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = Tokenizer.from_str(found.backend_tokenizer.to_str())
+    except Exception as error:  # of many kinds, from the network to a missing file
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{option}: expected a tokenizer that transformers reads, with a {FILE}, got {path} ({reason}): set "
+            "data.tokenizer"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    roles = {role: str(name) for role, name in found.special_tokens_map.items() if isinstance(name, str)}
+    return _checked(TextTokenizer(tokenizer, roles), path, option)
+
+
+def _checked(found: TextTokenizer, path: Path, option: str) -> TextTokenizer:
+    if found.tokenizer.token_to_id(found.roles.get("pad_token", "")) is None:
+        raise ConfigError(
+            f"{option}: expected a tokenizer with a token for padding, got {path} with "
+            f"{', '.join(found.roles.values()) or 'no special tokens'}: add one to it, or take another data.tokenizer"
+        )
+    return found
+
+
+def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
+    """A byte-level tokenizer with RoBERTa's special tokens; the second text of a pair is the second segment."""
+    cls, sep = (BYTE_ROLES[role] for role in ("cls_token", "sep_token"))
+    ids = tokenizer.get_vocab()
+    if missing := [name for name in BYTE_ROLES.values() if name not in ids]:
+        raise ConfigError(
+            f"data.tokenizer: expected a vocabulary with {' '.join(BYTE_ROLES.values())}, got one without "
+            f"{' '.join(missing)}: add them, or leave data.tokenizer out"
+        )
+    tokenizer.post_processor = processors.BertProcessing((sep, ids[sep]), (cls, ids[cls]))
+    return TextTokenizer(tokenizer, BYTE_ROLES)
+
+
+def trained_tokenizer(texts: Iterable[str], vocab_size: int, *, lowercase: bool) -> tuple[TextTokenizer, list[str]]:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, and the texts that it was not trained on for their
+    long words. The same texts give the same one; with WordPiece the library breaks ties differently each time."""
+    steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else [])]
+    normalizer, long_words = normalizers.Sequence(steps), list[str]()  # type: ignore[arg-type]
+    normal = ((text[:80], f" {normalizer.normalize_str(text)}") for text in texts)
+    special = [BYTE_ROLES[role] for role in ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")]
+    tokenizer = train_tokenizer(sample_texts(normal, TRAINING_BYTES, long_words), vocab_size, special)
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a first word is like any other
+    return _byte_level(tokenizer), long_words
