@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# the release of PyTorch; empty: the pinned one. test-versions sets it, and VENV to one folder a combination
+TORCH  ?=
 # wall-clock seconds of training per method in the demo
 SECONDS_EACH ?= 100
 # a new folder each time, so no earlier run is lost
@@ -13,12 +15,13 @@ CRITEO ?=
 BUDGET ?= 600s
 SEEDS ?= 3
 
-.PHONY: help install demo docs test zoo faults dist check bench bench-dlrm frontier gpu format clean
+.PHONY: help install demo docs test test-versions zoo faults dist check bench bench-dlrm frontier gpu format clean
 
 help:
 	@echo "make demo    train a language model of code dense, narrow and compressed for the same time and compare them (8 minutes)"
 	@echo "make docs    build the documentation site, with the API reference, in site/"
 	@echo "make test    run the tests (10 minutes)"
+	@echo "make test-versions TORCH=2.15.0 PYTHON=python3.11   run the tests with that PyTorch and Python, in an environment of its own"
 	@echo "make zoo     check every family of models, write docs/zoo.md (30 minutes)"
 	@echo "make faults  kill, damage, interrupt and starve everything, write docs/faults.md (8 minutes)"
 	@echo "make dist    build the wheel and the sdist, try them in an empty environment"
@@ -36,7 +39,9 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned packages need Python 3.11 or later, found " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@# another torch comes with the triton that it was built for
+	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; s/^triton==[^;]*/triton/)' requirements.lock > $(VENV)/requirements.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
 	@# galore-torch depends on a GPU library that its plain optimizer does not use
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps galore-torch==1.0
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -55,6 +60,10 @@ docs: install
 
 test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+
+test-versions:
+	@$(if $(TORCH),,echo "which PyTorch? for example: make test-versions TORCH=2.15.0 PYTHON=python3.11"; exit 2)
+	@$(MAKE) --no-print-directory test VENV=.venv-$(notdir $(PYTHON))-torch-$(TORCH)
 
 zoo: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "zoo or not zoo" tests/zoo --zoo-page docs/zoo.md

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.gpu,
     # what torch.compile itself does: it instantiates torch.autograd.Function for its bookkeeping, and scripts functions
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated"),
 ]
 
 VOCABULARY, STEPS, LENGTHS = 13, 60, (5, 7, 9)

@@ -42,9 +42,9 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bin/ of an environment with the wheel, and what pip would install with it if no extra is named."""
     packages = tmp_path_factory.mktemp("packages")
     named = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-    for name in _closure(named, set()):
-        for top in _top_levels(distribution(name)):
-            (packages / top.name).symlink_to(top)
+    # a set: distributions of CUDA share the folder nvidia/
+    for top in set().union(*(_top_levels(distribution(name)) for name in _closure(named, set()))):
+        (packages / top.name).symlink_to(top)
     return _install(_environment(tmp_path_factory.mktemp("bare"), packages), built)
 
 

@@ -145,7 +145,7 @@ def test_two_steps_with_every_option(config: LMConfig, choice: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_compiled_steps_are_those_of_eager_mode(
     config: LMConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch.compile's own
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning"),  # in their code
     pytest.mark.filterwarnings(
         "ignore:.*The .grad attribute of a Tensor that is not a leaf:UserWarning"

@@ -57,9 +57,17 @@ def attention(
     Returns:
         (batch, heads, T, width).
 
+    Raises:
+        ValueError: a mask, and is_causal. torch documents that as an error, but some of its kernels add both.
+
     Own code, with first derivatives only, runs on a CPU with dropout and for training in float32; everything else is
     torch's. Half precision is computed in float32 where the processor has no arithmetic for it.
     """
+    if is_causal and mask is not None:
+        raise ValueError(
+            f"expected either a mask or is_causal, got both, the mask of shape {tuple(mask.shape)}: "
+            "hide later keys in the mask, too"
+        )
     dtype = autocast_dtype(q_BHTD) or q_BHTD.dtype
     if not traced() and working_dtype(q_BHTD) != dtype:
         mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
@@ -67,7 +75,7 @@ def attention(
         with without_autocast(q_BHTD):
             return attention(*wide, mask, dropout=dropout, scale=scale, is_causal=is_causal).to(dtype)
     grouped = k_BHSD.shape[1] != q_BHTD.shape[1]
-    kernel = _supported(q_BHTD, k_BHSD, v_BHSD, dropout, is_causal) and not (is_causal and mask is not None)
+    kernel = _supported(q_BHTD, k_BHSD, v_BHSD, dropout, is_causal)
     own = q_BHTD.device.type == "cpu" and q_BHTD.ndim == 4 and not is_causal and dropout > 0
     fits = 0 <= dropout < 1 and not traced() and not (mask is not None and mask.requires_grad)
     if not fits or not (kernel or own):

@@ -18,9 +18,7 @@ from comera.recompute.blocks import recompute_
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch.compile
-    pytest.mark.filterwarnings(
-        "ignore:.*torch.jit.script.*:DeprecationWarning"
-    ),  # torch's own table of forward derivatives
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*"),  # torch's own table of forward derivatives
 ]
 
 SIZES = {

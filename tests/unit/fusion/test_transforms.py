@@ -17,7 +17,7 @@ from comera.fusion import fuse_
 from comera.recompute.blocks import recompute_
 
 # torch's own table of forward derivatives
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 
 IDS = torch.arange(60).view(5, 12) * 7 % 50
 

@@ -255,13 +255,21 @@ def test_what_it_does_not_support_is_torchs(monkeypatch):
     assert attention(q[:, :, :8], k, v).shape == (2, 4, 8, 16)  # few queries: torch's is as fast
     assert attention(q.double(), k.double(), v.double(), dropout=0.1).dtype == torch.float64
     assert attention(q, k[:1], v[:1]).shape == q.shape  # one sample's keys for all
-    assert attention(q, k, v, torch.zeros(40, 70), is_causal=True).shape == q.shape
     assert attention(q, k, v, is_causal=True).shape == q.shape  # few queries in all
     assert not calls
     many = operands(8, 4, 2, 40, 40, 16)[:3]
     expected = F.scaled_dot_product_attention(*many, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(attention(*many, is_causal=True), expected, rtol=1e-5, atol=1e-5)
     assert len(calls) == 1  # without gradients too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mask_beside_is_causal_is_refused_on_every_path(dtype):
+    q, k, v, _ = operands(2, 4, 4, 40, 40, 16)
+    given = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+    for dropout in (0.0, 0.1):
+        with pytest.raises(ValueError, match=r"either a mask or is_causal, got both, the mask of shape \(40, 40\)"):
+            attention(*given, torch.zeros(40, 40, dtype=dtype), dropout=dropout, is_causal=True)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

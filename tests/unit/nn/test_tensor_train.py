@@ -172,7 +172,7 @@ def test_a_state_without_the_ranks_of_blocks_is_refused() -> None:
     assert layer.spec == BTT_SPEC
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch's own, in jvp
 def test_functional_calls_and_transforms_of_blocks() -> None:
     layer, x = BTTLinear(BTT_SPEC, dtype=torch.float64), torch.randn(4, 12, dtype=torch.float64)
     parameters = {name: torch.randn_like(p) for name, p in layer.named_parameters()}

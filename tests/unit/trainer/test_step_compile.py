@@ -18,7 +18,7 @@ from comera.tt.spec import TTSpec
 # what torch.compile itself does: it instantiates torch.autograd.Function for its bookkeeping, and scripts functions
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated"),
 ]
 
 SPEC = TTSpec(8, 12, (2, 2, 2), (3, 2, 2), (1, 2, 4, 6, 4, 2, 1))
