@@ -24,7 +24,7 @@ import torch
 from common import about, in_turns, update
 from step import make_step
 
-from comera.recipes.mnli.pairs import PairBatch
+from comera.recipes.classify.examples import ExampleBatch
 
 SPINS = ("default", "100000", "30000", "10000", "1000")
 SIDES = {"dense": "dense", "compressed": "fused"}
@@ -60,7 +60,7 @@ def main() -> None:
 def measure(repeats: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each side's step, without and with a neighbour."""
     ids = torch.randint(1000, 30_000, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    batch = PairBatch(ids, torch.zeros_like(ids), torch.ones(BATCH, LENGTH, dtype=torch.bool), ids[:, 0] % 3)
+    batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones(BATCH, LENGTH, dtype=torch.bool), ids[:, 0] % 3)
     steps = {name: make_step(side, batch, 0.1, "fp32") for name, side in SIDES.items()}
     found = {"quiet": in_turns(steps, repeats)}
     with neighbour():
