@@ -36,7 +36,7 @@ def refuse(error: DataError) -> None:
 
 
 def read_rows(file: Path, bad: Bad = refuse) -> Iterator[Row]:
-    """The rows of a file. bad: for single rows that do not parse, which are left out. Raises DataError, with file and
+    """The rows of a file. bad: for single rows that do not parse, which are skipped. Raises DataError, with file and
     line, for unreadable files."""
     return parse_rows(file, read_lines(file), bad)
 

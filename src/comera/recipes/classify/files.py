@@ -1,6 +1,6 @@
 """Rows of texts and labels: from files of rows and from data sets of Hugging Face's library `datasets`.
 
-A recipe says which columns hold what, and whether a row that cannot be used is an error or is left out and counted."""
+A recipe says which columns hold what, and whether a row that cannot be used is an error or is skipped and counted."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ DATASETS_ROWS = 4096  # read from `datasets` at a time
 
 class Columns(NamedTuple):
     """Names of the columns of the texts, one or two, and of the label. roles: what messages call the texts. options:
-    that name the columns, for messages. strict: a row that cannot be read is an error; else it is left out and counted.
+    that name the columns, for messages. strict: a row that cannot be read is an error; else it is skipped and counted.
     missing: values that mean that there is no label. numbered: a number that is no label's name is its place."""
 
     texts: tuple[str, ...]
@@ -71,7 +71,7 @@ class Source(NamedTuple):
 
 @dataclass
 class Skipped:
-    """Rows that are left out: counts by reason, and where the first of each is, or what is wrong with it. strict: a row
+    """Rows that are skipped: counts by reason, and where the first of each is, or what is wrong with it. strict: a row
     that cannot be read is an error."""
 
     strict: bool = False

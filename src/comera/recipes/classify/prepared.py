@@ -27,7 +27,7 @@ class PreparedExamples:
     """Prepared texts, memory-mapped. train, dev: the arrays of the training and the held-out part; test: of the test
     part, None without one. folder: where they lie, named after everything they depend on. tokenizer: that made them.
     pad: id of the padding. manifest: where they come from. label_names: names of the labels 0, 1, ... skipped, cut:
-    examples of all parts that were left out, by reason, and that were longer than `max_length`."""
+    examples of all parts that were skipped, by reason, and that were longer than `max_length`."""
 
     def __init__(self, folder: Path, tokenizer: TextTokenizer, pad: int, max_length: int, buckets: int) -> None:
         self.folder, self.tokenizer = folder, tokenizer
