@@ -19,7 +19,7 @@ from comera.recipes.rows import ROW_SUFFIXES, parse_rows
 TEXT_SUFFIXES = (".txt", ".md", ".rst", *SUFFIXES, ".jsonl", ".jsonl.gz")  # tables in a folder are seldom text
 LARGE_FILE = 1_000_000  # characters: a larger file is read as passages, so that a part of it can be held out
 PASSAGE = 65_536
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set
 
 
 class Document(NamedTuple):
@@ -53,7 +53,7 @@ def open_corpus(path: Path, option: str, suffixes: tuple[str, ...], field: str, 
     if path.exists():
         sources, skipped = find_files(path, suffixes if path.is_dir() else ("",))
         return Corpus(str(path), [field, sources], skipped, lambda rows: _documents(path, sources, field, rows))
-    if not _HUB_NAME.fullmatch(str(path)):
+    if not HUB_NAME.fullmatch(str(path)):
         raise DataError(f"expected a file or folder of text, got {path}, which does not exist: check {option}")
     library = _datasets(path, option)
     try:

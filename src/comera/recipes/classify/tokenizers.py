@@ -14,6 +14,7 @@ from comera.recipes.tokenizer_files import FILE, SETTINGS, tokenizer_files
 SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 ROLES = {"cls_token": CLS, "sep_token": SEP, "pad_token": PAD, "mask_token": MASK, "unk_token": UNKNOWN}
 BYTE_ROLES = {role: f"<{name}>" for role, name in zip(ROLES, ("s", "/s", "pad", "mask", "unk"), strict=True)}
+SHORTEST = 5  # [CLS] a [SEP] b [SEP]
 VOCABULARY, MERGES, BYTE_VOCABULARY = "vocab.txt", "merges.txt", "vocab.json"
 TOKENIZER_FILES = (FILE, VOCABULARY, BYTE_VOCABULARY)  # of which a folder with a tokenizer has one
 TRAINING_BYTES = 16_000_000  # of texts that a tokenizer is trained on, at most

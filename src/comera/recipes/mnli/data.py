@@ -12,6 +12,7 @@ from comera.recipes.classify.prepared import PreparedExamples, read_manifest, wr
 from comera.recipes.classify.tokenizers import (
     PAD,
     ROLES,
+    SHORTEST,
     SPECIAL_TOKENS,
     VOCABULARY,
     TextTokenizer,
@@ -22,7 +23,6 @@ from comera.recipes.mnli.files import FIELDS, PARTS, SHARE, SKIPS, fields, find_
 from comera.recipes.paths import typed_path
 
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
-SHORTEST = 5  # [CLS] a [SEP] b [SEP]
 USUAL_VOCABULARY = Path("vocab", "bert-base-uncased", VOCABULARY)  # beside the data's folder
 PAIRS_AT = "https://dl.fbaipublicfiles.com/glue/data/MNLI.zip"  # for those who have none
 VOCABULARY_AT = "https://huggingface.co/google-bert/bert-base-uncased"

@@ -1,7 +1,6 @@
 """Where MNLI's sentence pairs are: published files, data sets of Hugging Face `datasets`, and files of one's own."""
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from comera.recipes.classify.files import (
 )
 from comera.recipes.paths import typed_path
 from comera.recipes.rows import ROW_SUFFIXES, Bad
-from comera.recipes.sources import is_dataset
+from comera.recipes.sources import HUB_NAME, is_dataset
 
 LABELS = ("entailment", "neutral", "contradiction")  # 0, 1, 2
 PARTS = ("train", "dev")
@@ -33,7 +32,6 @@ HELD_OUT_SPLITS = ("validation_matched", "validation", "dev", "test")  # in `dat
 SKIPS = ("no label", "empty premise", "empty hypothesis")
 MOST_LABELS = 100
 SHARE = 0.05  # of pairs that is held out where nothing else says which
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def fields(premise: str, hypothesis: str, label: str) -> Columns:
