@@ -7,6 +7,8 @@ clean up, is under `interruptible`, where Ctrl-C raises KeyboardInterrupt.
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 INTERRUPTED = 130  # a shell's exit status for SIGINT
 MESSAGE = "comera: interrupted"
@@ -16,6 +18,21 @@ def at_once() -> None:
     """From here on, Ctrl-C ends the process; for the first line of a program. Where it is ignored, it stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # of a process that was started under `held_back`
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A context in which Ctrl-C waits, for this process until its end, for one started in it until its `at_once`.
+
+    Otherwise Ctrl-C while that process starts, which Python does before any code of this package runs, would show a
+    traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class interruptible:  # noqa: N801  # a context manager, like contextlib.suppress

@@ -19,7 +19,7 @@ from types import FrameType
 from comera._version import __version__
 from comera.cli import parsers
 from comera.cli.completion import completion
-from comera.cli.interrupt import INTERRUPTED, MESSAGE, interruptible
+from comera.cli.interrupt import INTERRUPTED, MESSAGE, held_back, interruptible
 from comera.cli.options import first_line, parse, saved_config
 from comera.cli.output import UNREAD, is_unread
 from comera.errors import ComeraError, ConfigError, TrainingError
@@ -185,7 +185,8 @@ def _run(command: list[str]) -> tuple[int, bool]:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        child = subprocess.Popen(command, env={**os.environ, _PIPE: str(watched)}, pass_fds=[watched])
+        with held_back():
+            child = subprocess.Popen(command, env={**os.environ, _PIPE: str(watched)}, pass_fds=[watched])
         if signaled:  # before the child existed
             child.terminate()
         return child.wait(), signaled

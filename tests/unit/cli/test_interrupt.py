@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from comera.cli.interrupt import INTERRUPTED, MESSAGE, interruptible
+from comera.cli.interrupt import INTERRUPTED, MESSAGE, held_back, interruptible
 
 # interrupts itself at the n-th import after the first line of the command
 SCRIPT = """
@@ -66,3 +66,32 @@ def test_a_process_that_ignores_interruptions_goes_on_ignoring_them() -> None:
     ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
     shown = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=ignoring)
     assert (shown.returncode, shown.stderr) == (os.EX_OK, "")
+
+
+def test_an_interruption_waits_until_a_child_that_starts_is_prepared() -> None:
+    script = (
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nprint('started', flush=True)\n"
+        "from comera.cli.interrupt import at_once\nat_once()\nprint('not reached')"
+    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with held_back():
+        child = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    shown, complaint = child.communicate()
+    assert (child.returncode, shown, complaint) == (INTERRUPTED, "started\n", f"{MESSAGE}\n")
+
+
+def test_an_interruption_waits_for_this_process_while_it_starts_another() -> None:
+    reached = []
+
+    def start() -> None:
+        with held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("the end of the context")
+        reached.append("beyond it")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert reached == ["the end of the context"]
