@@ -16,6 +16,13 @@ PARAMETERS = TT.numel + TT.rank_numel + TTM.numel + TTM.rank_numel
 DENSE = TT.dense_numel + TTM.dense_numel
 
 
+def course(folder: Path) -> list[dict[str, Any]]:
+    """All that a run logged, but for what it took."""
+    measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in measured} for row in found]
+
+
 def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: bool = True, ended: bool = True) -> Path:
     """A small run as `fit` writes it: all ranks fall to half, one pruning in the middle."""
     folder.mkdir(parents=True)

@@ -24,6 +24,8 @@ from comera.cli.main import main
 from comera.files import SUMS, damage
 from comera.trainer.checkpoint import checkpoints
 
+from ..helpers.run_folders import course
+
 KILLS = 20
 STEPS = 60
 OPTIONS = {
@@ -93,13 +95,6 @@ def straight(start: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFact
     assert process.exitcode == 0
     training = (run / "config.yaml").stat().st_mtime
     return run, training - began, ((run / "summary.json").stat().st_mtime - training) / STEPS
-
-
-def course(run: Path) -> list[dict[str, Any]]:
-    """All that a run logged, but for what it took."""
-    measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in measured} for row in rows]
 
 
 def last_step(run: Path) -> int:
