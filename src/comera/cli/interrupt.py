@@ -23,7 +23,7 @@ def at_once() -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A context in which Ctrl-C waits, for this process until its end, for one started in it until its `at_once`.
+    """A context: Ctrl-C does not reach a process that is started in it before its `at_once`.
 
     Otherwise Ctrl-C while that process starts, which Python does before any code of this package runs, would show a
     traceback.

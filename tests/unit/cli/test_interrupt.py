@@ -81,17 +81,3 @@ def test_an_interruption_waits_until_a_child_that_starts_is_prepared() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
     shown, complaint = child.communicate()
     assert (child.returncode, shown, complaint) == (INTERRUPTED, "started\n", f"{MESSAGE}\n")
-
-
-def test_an_interruption_waits_for_this_process_while_it_starts_another() -> None:
-    reached = []
-
-    def start() -> None:
-        with held_back():
-            os.kill(os.getpid(), signal.SIGINT)
-            reached.append("the end of the context")
-        reached.append("beyond it")
-
-    with pytest.raises(KeyboardInterrupt):
-        start()
-    assert reached == ["the end of the context"]
