@@ -3,5 +3,6 @@
 from comera.optim.adamw import AdamW
 from comera.optim.muon import Muon
 from comera.optim.param_groups import param_groups
+from comera.optim.smmf import SMMF
 
-__all__ = ["AdamW", "Muon", "param_groups"]
+__all__ = ["SMMF", "AdamW", "Muon", "param_groups"]

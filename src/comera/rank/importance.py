@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.allocate import allocate
-from comera.rank.optimizer_state import state_tensors
+from comera.rank.optimizer_state import state_tensors, zero_state_
 from comera.tt.format import spec_size
 
 STATE = "sensitivity"  # key in the optimizer's state, in checkpoints too
@@ -72,9 +72,7 @@ def zero_gates_(
             zeroed = indices[: len(indices) - rank]
             if len(zeroed):
                 d[zeroed] = 0
-                for _, _, moment in state_tensors(d, optimizers):
-                    if moment.shape == d.shape:
-                        moment[zeroed] = 0
+                zero_state_(d, zeroed, optimizers)
 
 
 def _ascending(importance: Tensor, unpruned: Tensor) -> tuple[Tensor, list[float]]:

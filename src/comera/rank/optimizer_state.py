@@ -30,21 +30,47 @@ def cut_state(
 ) -> list[tuple[dict[str, Any], str, Tensor]]:
     """State entries to replace, as (state, key, new tensor), when each parameter in `cuts` is cut; changes nothing.
 
-    Every state tensor of its parameter's shape is cut with it; scalars stay. Raises RankError for any other shape.
+    Every state tensor of its parameter's shape is cut with it; scalars stay. Factored state is cut by its optimizer's
+    method `edited_state`. Raises RankError for any other shape.
     """
     updates = []
-    for optimizer in optimizers:
+    for optimizer in map(unwrap, optimizers):
         for parameter, cut in cuts.items():
+            factored = _edited_state(optimizer, parameter, cut)
+            updates += [(optimizer.state[parameter], key, value) for key, value in factored.items()]
             for state, key, value in state_tensors(parameter, [optimizer]):
+                if key in factored:
+                    continue
                 if value.shape != parameter.shape:
                     raise RankError(
-                        f"{type(unwrap(optimizer)).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
                         f"{names[parameter]!r} of shape {tuple(parameter.shape)}, so it cannot be cut with it: prune "
                         "with an optimizer whose state has the shapes of its parameters (AdamW, SGD, Adagrad), or "
                         "without passing this one and then create it anew (nothing was pruned)"
                     )
                 updates.append((state, key, cut(value)))
     return updates
+
+
+def zero_state_(d: Tensor, zeroed: Tensor, optimizers: Iterable[Optimizer]) -> None:
+    """Set the state of the gates `zeroed`, indices into the vector `d`, to zero."""
+
+    def without(moment: Tensor) -> Tensor:
+        return moment.index_fill(0, zeroed, 0)
+
+    for optimizer in map(unwrap, optimizers):
+        factored = _edited_state(optimizer, d, without)
+        for state, key, value in state_tensors(d, [optimizer]):
+            if key in factored:
+                state[key] = factored[key]
+            elif value.shape == d.shape:
+                value[zeroed] = 0
+
+
+def _edited_state(optimizer: Optimizer, parameter: Tensor, edit: Cut) -> Mapping[str, Tensor]:
+    """What `edit` makes of factored moments, by an optimizer that has them; nothing for any other."""
+    edited: Mapping[str, Tensor] = getattr(optimizer, "edited_state", lambda *_: {})(parameter, edit)
+    return edited
 
 
 def reset_state_(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> None:

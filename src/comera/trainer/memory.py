@@ -16,10 +16,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from comera.errors import ConfigError
 from comera.kernels.cpp.library import dry_run
 from comera.optim.muon import orthogonal_parameters
+from comera.optim.smmf import state_bytes
 from comera.trainer.live_memory import FusedAttention, LiveMemory
 
-# Tensors of a parameter's shape that each kind of optimizer keeps, and whether it counts steps per parameter.
-_STATE = {"adamw": (2, True), "muon": (2, True), "sgd": (0, False), "momentum": (1, False), "adagrad": (1, True)}
+# Tensors of a parameter's size that each kind of optimizer keeps, and whether it counts steps per parameter.
+_STATE = {
+    "adamw": (2, True),
+    "muon": (2, True),
+    "smmf": (0, True),
+    "sgd": (0, False),
+    "momentum": (1, False),
+    "adagrad": (1, True),
+}
 _PROCESS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -142,7 +150,7 @@ def estimate(
     those of the device that it stands for, with the kernels that this machine has, fused as the model is.
 
     loss: closure over model and batch that returns the scalar loss. No `.grad` changes.
-    optimizer: "adamw", "muon", "sgd", "momentum" (SGD with momentum) or "adagrad"; ConfigError for any other.
+    optimizer: "adamw", "muon", "smmf", "sgd", "momentum" (SGD with momentum) or "adagrad"; ConfigError for any other.
     device: what the meta device stands for: "auto", "cpu" or "cuda", as in TrainConfig.
     """
     if optimizer not in _STATE:
@@ -152,21 +160,22 @@ def estimate(
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
     matrices = orthogonal_parameters(model) if optimizer == "muon" else set()  # with one moment
-    moments = [p for p in trained for _ in range(1 if p in matrices else slots)]
+    moments = [p.nbytes for p in trained for _ in range(1 if p in matrices else slots)]
+    moments += [state_bytes(p.numel()) for p in trained] if optimizer == "smmf" else []
     for_cpu = stored[0].is_meta and (device == "cpu" or not torch.cuda.is_available())
     before = [p.grad for p in trained]
     try:
         with dry_run() if for_cpu else nullcontext(), FusedAttention(), LiveMemory(stored) as live:
             with FlopCounterMode(display=False) as counter:
                 _forward_backward(trained, loss)
-            state = [torch.empty_like(p) for p in moments]
+            state = [torch.empty(size, dtype=torch.uint8, device=stored[0].device) for size in moments]
             live.restart()
             _forward_backward(trained, loss)  # in what the first step left of the heap
             del state
     finally:
         for p, grad in zip(trained, before, strict=True):
             p.grad = grad
-    kept = sum(p.nbytes for p in moments)
+    kept = sum(moments)
     return MemoryEstimate(
         weights=sum(tensor.nbytes for tensor in stored),
         gradients=gradients,

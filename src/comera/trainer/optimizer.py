@@ -11,6 +11,7 @@ from comera.errors import ConfigError
 from comera.optim.adamw import AdamW
 from comera.optim.muon import Muon
 from comera.optim.param_groups import param_groups
+from comera.optim.smmf import SMMF
 from comera.trainer.config import TrainConfig
 
 
@@ -20,7 +21,10 @@ def named_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     if config.optimizer == "muon":
         return Muon(model, rates=config.rates, betas=config.betas, **rates)
     # the spectral rule is one for Adam's steps
-    groups = param_groups(model, rates=config.rates if config.optimizer == "adamw" else "flat", **rates)
+    as_adam = config.optimizer in ("adamw", "smmf")
+    groups = param_groups(model, rates=config.rates if as_adam else "flat", **rates)
+    if config.optimizer == "smmf":
+        return SMMF(groups)
     if config.optimizer == "adamw":
         # Fused where torch takes the step: 2-3 times faster over dense weights on a CPU.
         return AdamW(groups, betas=config.betas, fused=True)

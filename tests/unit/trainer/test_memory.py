@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from comera.errors import ConfigError
 from comera.fusion import fuse_
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.optim import SMMF
 from comera.trainer.live_memory import Heap, LiveMemory
 from comera.trainer.memory import MemoryEstimate, MemoryMeter, current_memory, estimate, peak_memory
 from comera.tt.spec import BTTSpec, TTSpec
@@ -49,6 +50,7 @@ def test_parts_of_an_mlp_are_exact(device: str) -> None:
         ("sgd", torch.optim.SGD),
         ("momentum", lambda p: torch.optim.SGD(p, momentum=0.9)),
         ("adagrad", torch.optim.Adagrad),
+        ("smmf", SMMF),
     ],
 )
 def test_optimizer_state_is_that_of_the_real_one(kind: str, make: type[torch.optim.Optimizer]) -> None:
