@@ -1,7 +1,7 @@
 """y = (x A) B + bias with every product in float8: on devices with scaled products, and emulated on others.
 
 A tensor is quantized as X ≈ s · X̂, X̂ in float8: e4m3 (3 bits of mantissa, up to 448) for x, A, B and P, e5m2 (2 bits,
-up to 57,344) for gradients, whose magnitudes spread further. s > 0 is one scale (tensorwise), or one for each row that a
+up to 57,344) for gradients, whose magnitudes spread further. s > 0 is one scale (tensorwise) or one for each row that a
 product contracts (rowwise), and follows from the largest magnitude of what it scales:
 
     forward    P = x̂ Âᵀ,         y = P̂ B̂ + bias
@@ -17,8 +17,9 @@ one of 18 (e4m3) or 32 (e5m2) binades.
 
 Scales by row. A scale may not vary along the contraction, but each operand meets two: x that of its columns in P and
 that of its rows in ∂A. Instead of a second quantization (and a second x̂ to save), the scale of an operand that is met
-the other way goes into what it meets, before that is quantized: ∂A = (s_x · U)ᵀ x̂, where s_x · U is exact. So a row of
-x with large elements costs the other rows no precision.
+the other way goes into the gradient that it meets, before that is quantized: ∂A = (s_x · U)ᵀ x̂, where s_x · U is exact
+and e5m2 has the range for it; likewise with A in dx, with B in U and with P in ∂B. So a row of x with large elements
+costs the other rows no precision.
 
 What is not finite. A tensor (or row) with an inf or NaN is NaN after quantization, so a run that diverges shows it;
 float8 itself would turn what overflows into NaN in e4m3 and into inf in e5m2. Tensors whose largest magnitude is below
@@ -165,8 +166,8 @@ class _FP8LowRank(torch.autograd.Function):
                 u = quantize((u_BR * x.scale).t(), E5M2, scaling)
                 da_RI = scaled_product(u, _unscaled(x), a_dtype)
             if wants_b:
-                met = quantize(p.dequantized().t(), E4M3, scaling)  # exact but for what underflows
-                db_SO = scaled_product(quantize(dy_BO.t(), E5M2, scaling), met, b_dtype).t()
+                dy = quantize((dy_BO * p.scale).t(), E5M2, scaling)
+                db_SO = scaled_product(dy, _unscaled(p), b_dtype).t()
                 if ctx.has_bias:
                     db_SO = torch.cat([dy_BO.sum(0, keepdim=True).to(b_dtype), db_SO])
         return dx_BI, da_RI, db_SO, None
