@@ -19,6 +19,7 @@ _HOMES = {
     "LateStage": "rank",
     "RankController": "rank",
     "TensorizeConfig": "convert",
+    "fp8_": "fp8",
     "fuse_": "fusion",
     "load_pretrained": "pretrained",
     "materialize_": "convert",
@@ -30,7 +31,7 @@ _HOMES = {
     "tensorize_": "convert",
 }
 # imported as attributes: comera.nn.TTLinear
-_ROOMS = frozenset({"convert", "distributed", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
+_ROOMS = frozenset({"convert", "distributed", "fp8", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
 
 __all__ = list(_HOMES)
 

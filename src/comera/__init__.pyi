@@ -1,5 +1,6 @@
 from comera import convert as convert
 from comera import distributed as distributed
+from comera import fp8 as fp8
 from comera import fusion as fusion
 from comera import nn as nn
 from comera import optim as optim
@@ -15,6 +16,7 @@ from comera.convert import TensorizeConfig as TensorizeConfig
 from comera.convert import materialize_ as materialize_
 from comera.convert import tensorize_ as tensorize_
 from comera.errors import ComeraError as ComeraError
+from comera.fp8 import fp8_ as fp8_
 from comera.fusion import fuse_ as fuse_
 from comera.nn import model_size as model_size
 from comera.optim.param_groups import param_groups as param_groups

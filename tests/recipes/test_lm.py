@@ -121,6 +121,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "ranks": {"compress": replace(RANKS, rank=(1, 4, 5, 4, 1), head_rank=(1, 5, 6, 5, 1), embedding_rank=(1, 3, 4, 1))},
     "narrow by hand": {"method": "narrow", "baselines": BaselineConfig(narrow=Narrow(hidden=24))},
     "recompute": {"train": {"recompute": True, "accumulation": 2}},
+    "fp8": {"train": {"precision": "fp8"}},
+    "fp8, recompute": {"train": {"precision": "fp8", "recompute": True}},
 }
 
 

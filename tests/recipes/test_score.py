@@ -15,6 +15,7 @@ from torch import Tensor
 
 from comera import load_pretrained
 from comera.cli.main import main
+from comera.fp8 import fp8_
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.criteo import files as criteo_files
@@ -120,6 +121,26 @@ def test_rows_without_labels_compressed_and_from_a_checkpoint_score_the_same(
     assert "log loss" not in capsys.readouterr().out
     first, second = (np.array(list(table(path).values())) for path in (tmp_path / "first.csv", out))
     np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_in_fp8_scores_in_fp8(config: dlrm.DLRMTaskConfig, data: ClickData, log: Path, tmp_path: Path) -> None:
+    config = replace(
+        config,
+        out=str(tmp_path / "run"),
+        model=DLRMConfig(dim=16, bottom=(256, 256), top=(16,)),
+        compress=replace(config.compress, mlp_rank=8),
+        train=replace(config.train, precision="fp8", fuse=False),
+    )
+    dlrm.run(config)
+    run = config.folder / "early"
+    assert main(["score", str(run), str(log), "--out", str(tmp_path / "scores.csv"), "--batch_size", str(BATCH)]) == 0
+    task = dlrm.DLRMTask(config, data)
+    report = fp8_(load_pretrained(task.model, find_checkpoint(run)).eval())
+    assert [row.name for row in report.rows if not row.reason] == ["bottom.2"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        _, _, scored = task.evaluate(task.model, data._read(slice(0, BATCH)))
+    logits = [logit for logit, _ in list(table(tmp_path / "scores.csv").values())[:BATCH]]
+    assert torch.equal(torch.tensor(logits), scored[:, 0].float())
 
 
 def test_a_dense_run_scores_too_and_what_is_not_known_gets_a_score(config: dlrm.DLRMTaskConfig, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ FLOORS = (
     {"distributed"},
     {"rank"},
     {"optim"},
-    {"recompute", "pretrained"},
+    {"fp8", "recompute", "pretrained"},
     {"trainer"},
     {"integrations"},
     {"baselines", "recipes"},

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, is_hooked, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, StandIn, in_fp8, is_hooked, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linear
@@ -38,6 +38,8 @@ class CausalLM(BlockPattern):
             return f"{self.head} is a {type(head).__name__}, not an nn.Linear, TTLinear or BTTLinear"
         if is_hooked(head):
             return f"{self.head} has hooks"
+        if in_fp8(head):
+            return f"{self.head} computes in FP8"
         loss = getattr(module.loss_function, "__name__", "an object of the user's")
         return replaced_obstacle(module, self) or (None if loss == _LOSS else f"its loss is {loss}, not {_LOSS}")
 

@@ -151,6 +151,8 @@ def layers_obstacle(
             return f"{name} is a {type(layer).__name__}, not a {expected.__name__}"
         if is_hooked(layer):
             return f"{name} has hooks"
+        if in_fp8(layer):
+            return f"{name} computes in FP8"
         # what is around a layer, such as "intermediate" of "intermediate.dense", is not called either
         around = name.rpartition(".")[0]
         if around and is_hooked(submodule(module, around)):
@@ -169,6 +171,11 @@ def submodule(module: nn.Module, name: str) -> Any:
     for part in name.split("."):
         module = getattr(module, part)
     return module
+
+
+def in_fp8(layer: nn.Module) -> bool:
+    """Whether a layer computes in FP8 (`fp8_`), which only its own forward does."""
+    return isinstance(layer, TTLinear) and layer.fp8 is not None
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -20,7 +20,8 @@ from comera.errors import ConfigError
 from comera.kernels.cpp import build
 from comera.kernels.cpp.library import on_cpu
 from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
-from comera.kernels.tracing import traced
+from comera.kernels.scaled_mm import unavailable_reason as scaled_mm_unavailable_reason
+from comera.kernels.tracing import constant_when_traced, traced
 
 TRITON = ("low_rank", "block_product", "lookup_rows")
 CPP = (
@@ -105,6 +106,12 @@ def lookup_rows_backend(left_MNR: Tensor, right_MRN: Tensor) -> Literal["triton"
     columns = power_of_two(left_MNR.shape[1]) * power_of_two(right_MRN.shape[2])
     fits = left_MNR.device.type == "cuda" and left_MNR.dtype != torch.float64 and columns <= TRITON_MOST_COLUMNS
     return "triton" if fits and triton_enabled("lookup_rows", left_MNR.device) else "torch"
+
+
+@constant_when_traced
+def scaled_product_backend(device: torch.device) -> Literal["scaled_mm", "emulated"]:
+    """Who multiplies float8 operands: torch's scaled product where the device has it, else a product in float32."""
+    return "scaled_mm" if scaled_mm_unavailable_reason(device) is None else "emulated"
 
 
 def triton_available() -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from comera.errors import SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.block_product import BTTWeight, btt_linears
+from comera.ops.fp8 import Scaling
 from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
 from comera.tt.spec import BTTSpec, TTSpec
@@ -71,6 +72,9 @@ class TTLinear(CompressedLinear):
 
     Input (..., in_features) -> output (..., out_features), in the input's dtype or autocast's.
 
+    fp8: how the products with the input are scaled to float8, None for products in the input's dtype; `fp8_` sets it.
+    It is not in the state_dict.
+
     Raises:
         SpecError: for a tensor train of another format or a bias of another shape.
 
@@ -84,6 +88,7 @@ class TTLinear(CompressedLinear):
     """
 
     spec_type = TTSpec
+    fp8: Scaling | None = None
 
     @property
     def spec(self) -> TTSpec:
@@ -94,7 +99,19 @@ class TTLinear(CompressedLinear):
     def forward(self, input: Tensor, factors: LowRankFactors | None = None) -> Tensor:
         """y = x W + bias. factors: A and B of W where they are merged already, as `fuse_` arranges it."""
         cores, gates = self.tt.tensors
-        return tt_linear(input, self.spec, cores, self.bias, gates=gates, threshold=self.tt.threshold, factors=factors)
+        return tt_linear(
+            input,
+            self.spec,
+            cores,
+            self.bias,
+            gates=gates,
+            threshold=self.tt.threshold,
+            factors=factors,
+            fp8=self.fp8,
+        )
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", fp8={self.fp8}" if self.fp8 else "")
 
 
 class BTTLinear(CompressedLinear):

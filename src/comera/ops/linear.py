@@ -16,6 +16,7 @@ from torch import Tensor
 
 from comera.errors import SpecError
 from comera.ops.dtypes import autocast_dtype, without_autocast, working_dtype
+from comera.ops.fp8 import Scaling, fp8_low_rank
 from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.ops.merge import merge
 from comera.ops.planner.plan import ContractionPlan, choose
@@ -35,6 +36,7 @@ def tt_linear(
     threshold: float = 0.0,
     factors: LowRankFactors | None = None,
     plan: ContractionPlan | None = None,
+    fp8: Scaling | None = None,
 ) -> Tensor:
     """y = x W + bias, W the tensor train of `cores`.
 
@@ -46,6 +48,8 @@ def tt_linear(
         factors: A and B of this W, with or without the bias, where they have been merged already; then the product is
             low rank, whatever the plan would be.
         plan: a forced choice; by default `plan_linear` for this batch.
+        fp8: how the operands of the products with the batch are scaled to float8 (ops/fp8.py); then the product is low
+            rank, too.
 
     Returns:
         (..., out_features) in x's dtype, which must be the cores', or in autocast's dtype: then only the products with
@@ -63,12 +67,13 @@ def tt_linear(
             gradients = x_BI.requires_grad, any(core.requires_grad for core in cores)
             size = x_BI.shape[0], x_BI.element_size(), x_BI.device.type
             strategy, groups = choose(LinearProblem, spec, *size, *gradients, plan=plan)
-            if strategy == "low_rank":
+            if strategy == "low_rank" or fp8:
                 gates = [cores[0].new_ones(rank) for rank in spec.inner_ranks] if gates is None else gates
                 (factors,) = merge([spec], [[*cores, *gates]], threshold, working_dtype(x_BI), [bias])
         if factors is not None:
             missing = None if bias is None or factors.has_bias else bias.to(factors.b.dtype)
-            (y_BO,) = low_rank(x_BI, factors.with_bias(missing))
+            factors = factors.with_bias(missing)
+            y_BO = fp8_low_rank(x_BI, factors, fp8) if fp8 else low_rank(x_BI, factors)[0]
         else:
             if gates is not None:
                 cores = absorb(cores, [d.masked_fill(d <= threshold, 0.0) for d in gates])

@@ -21,6 +21,7 @@ from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import to_json
 from comera.trainer.processes import open_accelerator
 from comera.trainer.state import adapt_
+from comera.trainer.step import set_precision_
 from comera.trainer.task import Batch, Task
 
 
@@ -66,6 +67,7 @@ def evaluate_last(task: RecipeTask, folder: Path) -> dict[str, float]:
     """The means of a finished run's last model over `task.eval_batches`; the task's model becomes that one."""
     accelerator = open_accelerator(task.config.train.device)
     model = task.model.to(accelerator.device)
+    set_precision_(model, task.config.train.precision)
     load_pretrained(model, find_checkpoint(folder))  # if an earlier call finished the run, `task` is untrained
     return evaluate(task, model, accelerator, precision=task.config.train.precision)
 
@@ -99,7 +101,8 @@ def estimates_by_method(
     for method in filter(installed, methods):
         with torch.device("meta"):
             model, report, loss = build(method)
-            own = train if method == "comera" else replace(train, recompute=False)  # only compressed blocks can
+            plain = replace(train, recompute=False, precision="fp32")  # without what only compressed models can
+            own = train if method == "comera" else plain
             adapt_(model.train(), own, keep_logits=keep_logits)
             estimate = (
                 report.estimate(model, loss)

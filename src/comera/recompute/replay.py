@@ -34,7 +34,13 @@ _Kept = tuple[Any, Any]  # an operation, and what is kept of its result
 _SMALLER = 4
 _aten = torch.ops.aten
 # Products, with the position of the first of their two operands among the arguments.
-_PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
+_PRODUCTS = {
+    _aten.mm.default: 0,
+    _aten.bmm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.baddbmm.default: 1,
+    _aten._scaled_mm_v2.default: 0,
+}
 
 
 def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -108,8 +108,9 @@ class TrainConfig:
     final_lr: float = 0.0
     """Learning rates at the end of the run, as a fraction of their peaks."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of forward and backward: bf16 is autocast; parameters and optimizer stay in float32."""
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Precision of forward and backward: bf16 is autocast; fp8 is bf16 with the products of tensor train layers (not
+    btt) in FP8, emulated where the device has none; parameters and optimizer stay in float32."""
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto uses the accelerator if there is one."""
     mode: Literal["eager", "compile", "graph"] = "eager"

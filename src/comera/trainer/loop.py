@@ -154,6 +154,7 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
     def due(every: int) -> bool:
         return every > 0 and progress.step % every == 0
 
+    logger.log_fp8()
     if progress.step == 0:
         logger.log_size()
         logger.log_stage()
@@ -337,7 +338,7 @@ def _save(state: TrainState, logger: RunLogger) -> None:
 def _failure(state: TrainState, what: str, step: int) -> TrainingError:
     return TrainingError(
         f"expected finite values, got {what} at step {step}; {_last_good(state.out)}: start a new run with a lower lr, "
-        "a longer warmup or a smaller max_grad_norm, or with precision fp32 if it was bf16"
+        "a longer warmup or a smaller max_grad_norm, or with precision fp32 if it was another"
     )
 
 

@@ -142,6 +142,19 @@ class RunLogger:
         if mode != before[0]:
             self.announce(f"step {progress.step:,}: mode {mode}")
 
+    def log_fp8(self) -> None:
+        """Log which layers compute in FP8 and why the others do not, if the precision is that."""
+        report = self._state.fp8
+        if report is None:
+            return
+        self.announce(report.headline)
+        by_reason: dict[str, list[str]] = {}
+        for row in report.left_alone:
+            by_reason.setdefault(row.reason, []).append(row.name)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.announce(f"not in FP8: {names[0]}{more}: {reason}")
+
     def log_size(self) -> None:
         """Log the parameters stored and the ranks of every tensor train."""
         size = self._size

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import ConfigError
+from comera.fp8 import FP8Report
 from comera.fusion.fuse import fuse_
 from comera.nn.size import model_size
 from comera.nn.tensor_train import named_trains
@@ -24,7 +25,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.energy import EnergyMeter
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.optimizer import named_optimizer
-from comera.trainer.step import TrainStep
+from comera.trainer.step import TrainStep, set_precision_
 from comera.trainer.task import Task
 from comera.trainer.trainer_json import Progress
 
@@ -39,6 +40,7 @@ class TrainState:
     where only the clock ends the run.
     pending: step, loss and gradient norm of the steps that the host has not seen yet; last: loss and norm of the last
     one that it has; step_times: mean seconds of the steps between two such checks, the last at `checked_at`.
+    fp8: which layers compute in FP8, if the precision is that.
     """
 
     task: Task
@@ -55,6 +57,7 @@ class TrainState:
     memory: MemoryMeter
     clock: Clock
     energy: EnergyMeter
+    fp8: FP8Report | None = None
     progress: Progress = field(default_factory=Progress)
     checked_at: float = 0.0
     pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
@@ -108,7 +111,7 @@ def build_state(
     max_steps = config.bound(task.steps_per_epoch)
     memory = MemoryMeter.start(accelerator.device)
     set_seed(config.seed, device_specific=True)  # each process draws its own dropout
-    model = _prepare_model(task, config, accelerator)
+    model, fp8 = _prepare_model(task, config, accelerator)
     own_optimizer = task.optimizer(config)
     if own_optimizer and config.optimizer != "adamw":
         raise ConfigError(
@@ -157,27 +160,29 @@ def build_state(
         memory=memory,
         clock=Clock(accelerator.device),
         energy=EnergyMeter(config.energy, accelerator.device, reads_cpu=accelerator.is_local_main_process),
+        fp8=fp8,
         progress=Progress(peak_lrs=peak_lrs, weight_decays=decays),
     )
     _resume(state, start_from)
     return state
 
 
-def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) -> nn.Module:
-    """The task's model on its device, the same one in all processes, fused and recomputing as configured."""
+def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) -> tuple[nn.Module, FP8Report | None]:
+    """The task's model on its device, the same one in all processes, in FP8, fused and recomputing as configured."""
     model = task.model.to(accelerator.device)
     if accelerator.num_processes > 1:
         broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
-    adapt_(model, config, keep_logits=task.keep_logits)
-    return model
+    return model, adapt_(model, config, keep_logits=task.keep_logits)
 
 
-def adapt_(model: nn.Module, config: TrainConfig, *, keep_logits: bool = True) -> None:
-    """Fuse a model and let it recompute, as configured. keep_logits: as for `fuse_`."""
+def adapt_(model: nn.Module, config: TrainConfig, *, keep_logits: bool = True) -> FP8Report | None:
+    """Let a model compute in FP8, fuse it and let it recompute, as configured. keep_logits: as for `fuse_`."""
+    fp8 = set_precision_(model, config.precision)
     if config.fuse:
         fuse_(model, keep_logits=keep_logits)
     if config.recompute:
         recompute_(model)
+    return fp8
 
 
 def _resume(state: TrainState, start_from: Path | str | None) -> None:

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from comera.fp8 import FP8Report, fp8_
 from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
@@ -47,8 +48,16 @@ class _Identities(list[Any]):
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Context for forward passes: bfloat16 autocast for precision "bf16", nothing for "fp32"."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    """Context for forward passes: bfloat16 autocast for precision "bf16" and "fp8", nothing for "fp32"."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision != "fp32")
+
+
+def set_precision_(model: nn.Module, precision: str) -> FP8Report | None:
+    """Let a model's tensor train layers compute in FP8 for precision "fp8", and report which do.
+
+    Raises ConversionError where none can.
+    """
+    return fp8_(model) if precision == "fp8" else None
 
 
 class TrainStep:
@@ -62,7 +71,7 @@ class TrainStep:
             mode "graph", both are captured, `advance` and `between_steps` do the host's work around each replay, and a
             captured step is valid while `phase` stays equal.
         max_grad_norm: largest global norm of the task's gradient; 0 turns clipping off.
-        precision: "fp32", or "bf16" for autocast in the forward.
+        precision: "fp32", or "bf16" or "fp8" for autocast in the forward; FP8 is set by `set_precision_`.
         average: mean of a flat tensor over all processes, which each step calls in all of them; None for one process.
         mode: "eager"; "compile": forward and loss under torch.compile; "graph": the whole step as a CUDA graph, one for
             each shape of the batches, with learning rates in float32 tensors on the device and no gradients left

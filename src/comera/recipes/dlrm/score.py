@@ -26,7 +26,7 @@ from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, CriteoRows, R
 from comera.recipes.dlrm.criteo.table import open_table
 from comera.recipes.progress import Progress
 from comera.recipes.trained import Trained
-from comera.trainer.step import autocast
+from comera.trainer.step import autocast, set_precision_
 
 HEADER = "line,logit,probability\n"
 LABELED = {INTEGERS + CATEGORIES: True, INTEGERS + CATEGORIES - 1: False}  # by number of tabs in a row
@@ -132,6 +132,7 @@ def _score(
 ) -> Iterator[int]:
     """Write and count the scores of all rows; yields the bytes of the file read so far, after each block."""
     model, precision = trained.model, trained.config.train.precision
+    set_precision_(model, precision)
     for block in read_blocks(files, rows_of.start if rows_of else START):
         file, line = files[block.begin.file], block.begin.line
         if block.cut_short:
