@@ -214,7 +214,7 @@ def _corpus(config: CodeDataConfig) -> Corpus:
 
 
 def _write(folder: Path, corpus: Corpus, given: TextTokenizer | None, config: CodeDataConfig, quiet: bool) -> None:
-    skipped: Counter[str] = Counter(corpus.skipped)
+    skipped = Counter({f"files {reason}": count for reason, count in corpus.skipped.items()})
     long_words: list[str] = []
     with Progress(quiet) as progress:
         progress.start("reading", None)

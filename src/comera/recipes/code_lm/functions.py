@@ -55,6 +55,7 @@ def functions_of(source: str) -> Iterator[Example]:
     """The functions and methods of a Python file, in order. Raises what the parser does for other texts.
 
     Example:
+        >>> from comera.recipes.code_lm.functions import functions_of
         >>> list(functions_of('def add(a, b):\\n    "Sum of two."\\n    return a + b\\n'))
         [Example(docstring='Sum of two.', code='def add(a, b):\\n    return a + b')]
     """

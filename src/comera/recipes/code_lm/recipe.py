@@ -98,7 +98,7 @@ _CODEBERT = TrainConfig(
 _CODEBERT_SMALL = replace(
     _CODEBERT,
     steps=3000,
-    batch_size=16,
+    batch_size=8,
     accumulation=1,
     lr=1e-3,
     prune_every=100,
@@ -167,7 +167,7 @@ def _codebert(config: CodeLMConfig) -> CodeLMConfig:
         # Four cores a layer: from rank 96 on, six have more parameters than two factors. 4.5 times smaller over all.
         formats = CompressConfig(order=4, rank=112, embedding_order=3, embedding_rank=128, head_rank=128)
     else:
-        data, sizes = replace(functions, max_bytes=20_000_000), replace(_SMALL_MODEL, dropout=0.1)
+        data, sizes = replace(functions, max_bytes=20_000_000), _SMALL_MODEL  # too few passes to need dropout
         formats = CompressConfig(order=4, rank=40, embedding_order=3, embedding_rank=48, head_rank=48)
     return replace(config, data=data, model=sizes, compress=formats)
 
