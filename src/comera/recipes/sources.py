@@ -6,11 +6,11 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from comera.errors import ConfigError, DataError
 from comera.recipes.corpus import SUFFIXES, Source, as_text, find_files, place, read
@@ -23,10 +23,46 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set
 
 
 class Document(NamedTuple):
-    """A text and a key by which it keeps its side, training or held-out, when others come and go."""
+    """A text and a key by which it keeps its side, training or held-out, when others come and go. docstring: what
+    documents the function that is the text; None for other texts."""
 
     key: str
     text: str
+    docstring: str | None = None
+
+
+class Reader(Protocol):
+    """How documents come from files and rows. identity: JSON-ready, differs where the documents do. file: the documents
+    of a text file, of this path. row: of a row, in a counter if it has none; raises DataError for one of other
+    columns."""
+
+    @property
+    def identity(self) -> Any: ...
+    def file(self, path: str, text: str) -> Iterator[Document]: ...
+    def row(self, row: Any, rows: Counter[str]) -> Iterator[Document]: ...
+
+
+class TextReader(NamedTuple):
+    """Files are documents, large ones several; in rows, a field holds the text."""
+
+    field: str
+
+    @property
+    def identity(self) -> str:
+        return self.field
+
+    def file(self, path: str, text: str) -> Iterator[Document]:
+        if len(text) > LARGE_FILE:
+            yield from (Document(f"{path}#{n}", part) for n, part in enumerate(_passages(text)))
+        else:
+            yield Document(path, text)
+
+    def row(self, row: Any, rows: Counter[str]) -> Iterator[Document]:
+        text = text_of(row, self.field, "data.text_field", rows)
+        if text:
+            yield Document(text, text)
+        elif text is not None:
+            rows["rows empty"] += 1
 
 
 @dataclass(frozen=True)
@@ -45,19 +81,20 @@ def is_dataset(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def open_corpus(path: Path, option: str, suffixes: tuple[str, ...], field: str, subset: str | None) -> Corpus:
+def open_corpus(path: Path, option: str, suffixes: tuple[str, ...], reader: Reader, subset: str | None) -> Corpus:
     """The documents of a file, a folder, a folder that `datasets` saved, or a data set of the Hugging Face hub. option:
-    that named the path. field: of rows, that holds the text. subset: of a hub data set."""
+    that named the path. reader: of texts and rows. subset: of a hub data set."""
     if is_dataset(path):
-        return _dataset(_datasets(path, option).load_from_disk(str(path)), path, field, option)
+        return _dataset(_datasets(path, option).load_from_disk(str(path)), path, reader, option)
     if path.exists():
         sources, skipped = find_files(path, suffixes if path.is_dir() else ("",))
-        return Corpus(str(path), [field, sources], skipped, lambda rows: _documents(path, sources, field, rows))
+        identity = [reader.identity, sources]
+        return Corpus(str(path), identity, skipped, lambda rows: _documents(path, sources, reader, rows))
     if not HUB_NAME.fullmatch(str(path)):
         raise DataError(f"expected a file or folder of text, got {path}, which does not exist: check {option}")
     library = _datasets(path, option)
     try:
-        return _dataset(library.load_dataset(str(path), subset), path, field, option)
+        return _dataset(library.load_dataset(str(path), subset), path, reader, option)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
@@ -75,16 +112,24 @@ def _datasets(path: Path, option: str) -> Any:
     return datasets
 
 
-def _documents(root: Path, sources: list[Source], field: str, rows: Counter[str]) -> Iterator[Document]:
+def joined(corpora: Sequence[Corpus]) -> Corpus:
+    """Several corpora as one."""
+    return Corpus(
+        " and ".join(corpus.name for corpus in corpora),
+        [corpus.identity for corpus in corpora],
+        dict(sum((Counter(corpus.skipped) for corpus in corpora), Counter())),
+        lambda rows: chain.from_iterable(corpus.read(rows) for corpus in corpora),
+    )
+
+
+def _documents(root: Path, sources: list[Source], reader: Reader, rows: Counter[str]) -> Iterator[Document]:
     for source in sources:
         text = read(root, source)
         if (root / source.path).name.endswith(ROW_SUFFIXES):
             for row in parse_rows(root / source.path, io.StringIO(text.removeprefix("\ufeff"), newline="\n")):
-                yield from _row(row.values, field, rows)
-        elif len(text) > LARGE_FILE:
-            yield from (Document(f"{source.path}#{n}", part) for n, part in enumerate(_passages(text)))
+                yield from reader.row(row.values, rows)
         else:
-            yield Document(source.path, text)
+            yield from reader.file(source.path, text)
 
 
 def _passages(text: str) -> Iterator[str]:
@@ -96,26 +141,23 @@ def _passages(text: str) -> Iterator[str]:
         start = end
 
 
-def _row(row: Any, field: str, rows: Counter[str]) -> Iterator[Document]:
-    """The document of a row, if it has text."""
+def text_of(row: Any, field: str, option: str, rows: Counter[str]) -> str | None:
+    """The text in a field of a row; None, and counted, if it cannot be written in UTF-8. option: that names the field.
+    Raises DataError if there is no text."""
     text = row.get(field)
     if not isinstance(text, str):
         raise DataError(
-            f"expected rows with a text in the field {field!r}, got one with {', '.join(map(repr, row))}: set "
-            "data.text_field"
+            f"expected rows with a text in the field {field!r}, got one with {', '.join(map(repr, row))}: set {option}"
         )
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
         rows["rows not_utf8"] += 1
-        return
-    if text:
-        yield Document(text, text)
-    else:
-        rows["rows empty"] += 1
+        return None
+    return text
 
 
-def _dataset(data: Any, path: Path, field: str, option: str) -> Corpus:
+def _dataset(data: Any, path: Path, reader: Reader, option: str) -> Corpus:
     """The rows of a data set of the library `datasets`; of several splits, those of "train"."""
     if isinstance(data, dict):
         if "train" not in data:
@@ -124,9 +166,9 @@ def _dataset(data: Any, path: Path, field: str, option: str) -> Corpus:
 
     def documents(rows: Counter[str]) -> Iterator[Document]:
         for row in data:
-            yield from _row(row, field, rows)
+            yield from reader.row(row, rows)
 
-    return Corpus(str(path), [field, "datasets", str(data._fingerprint)], {}, documents)
+    return Corpus(str(path), [reader.identity, "datasets", str(data._fingerprint)], {}, documents)
 
 
 class Part(NamedTuple):

@@ -50,7 +50,7 @@ def test_the_short_help_fits_a_screen_and_is_true(name: str, capsys: pytest.Capt
             continue
         assert stated is not None, option
         assert stated[1] == str(list(default) if isinstance(default, tuple) else default)
-    presets = re.findall(r"^  (\w+) ", text.partition("presets:\n")[2].partition("\noptions:")[0], re.MULTILINE)
+    presets = re.findall(r"^  ([\w-]+) ", text.partition("presets:\n")[2].partition("\noptions:")[0], re.MULTILINE)
     assert set(presets) == set(get_args(hints["preset"]))
     for line in text.partition("examples:\n")[2].splitlines():
         command, recipe_name, *argv = shlex.split(line)[1:]

@@ -15,6 +15,7 @@ import torch
 from comera.errors import ConfigError, DataError
 from comera.recipes.code_lm import data as code
 from comera.recipes.code_lm.data import CodeData, CodeDataConfig, find_sources, prepare, split_sources
+from comera.recipes.code_lm.vocabulary import MASK, START
 
 
 def write_sources(folder: Path, count: int = 40) -> Path:
@@ -111,8 +112,8 @@ def test_special_tokens_written_in_the_code_are_ordinary_text(tmp_path: Path) ->
     data = prepare(CodeDataConfig(path=str(tmp_path / "src"), vocab_size=300, cache=str(tmp_path)), quiet=True)
     for part, name in ((data.train, "train"), (data.held_out, "held_out")):
         tokens = np.array(part).reshape(-1)
-        assert (tokens == code.MASK).sum() == 0
-        assert (tokens == code.START).sum() <= data.manifest[name]["files"]
+        assert (tokens == MASK).sum() == 0
+        assert (tokens == START).sum() <= data.manifest[name]["files"]
 
 
 def test_preparing_again_elsewhere_gives_the_same_bytes(
@@ -202,10 +203,10 @@ def test_masks_hit_the_exact_share_of_ordinary_tokens_80_10_10(data: CodeData) -
         assert batch.input_ids.shape == (8, 16)
         assert len(batch.positions) == len(batch.labels) == round(0.15 * 8 * 16)
         assert len(batch.positions.unique()) == len(batch.positions)
-        assert int(batch.labels.min()) > code.MASK
+        assert int(batch.labels.min()) > MASK
         shown = batch.input_ids.view(-1)[batch.positions]
-        assert ((shown == code.MASK) | (shown > code.MASK)).all()
-        masked += int((shown == code.MASK).sum())
+        assert ((shown == MASK) | (shown > MASK)).all()
+        masked += int((shown == MASK).sum())
         stayed += int((shown == batch.labels).sum())
         total += len(shown)
     # three standard deviations of a binomial share; "random" hits the label itself once in about 300

@@ -22,7 +22,7 @@ from comera.recipes.lm import data as lm
 from comera.recipes.mnli.data import MNLIDataConfig
 from comera.recipes.mnli.data import prepare as prepare_pairs
 from comera.recipes.rows import read_rows
-from comera.recipes.sources import open_corpus
+from comera.recipes.sources import TextReader, open_corpus
 
 from ...helpers.mnli_rows import ids_of, write_vocabulary
 
@@ -99,7 +99,7 @@ def test_bytes_that_are_no_text_and_cut_archives_name_their_line(tmp_path: Path)
 
 def documents(path: Path, field: str = "text") -> tuple[list[str], Counter[str]]:
     skipped: Counter[str] = Counter()
-    corpus = open_corpus(path, "data.path", (".csv",), field, None)
+    corpus = open_corpus(path, "data.path", (".csv",), TextReader(field), None)
     return [document.text for document in corpus.read(skipped)], skipped
 
 

@@ -12,19 +12,22 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from comera.errors import DataError, check_fields
+from comera.errors import DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
+from comera.recipes.classify.tokenizers import TextTokenizer
+from comera.recipes.code_lm.config import CodeDataConfig as CodeDataConfig
+from comera.recipes.code_lm.function_data import FunctionData, prepare_functions
+from comera.recipes.code_lm.masking import HELD_OUT_SEED, Masking
+from comera.recipes.code_lm.vocabulary import ROLES, SPECIAL_TOKENS, Special, run_files
 from comera.recipes.corpus import (
-    SUFFIXES,
     Source,
     find_files,
     id_dtype,
@@ -40,57 +43,10 @@ from comera.recipes.corpus import (
 )
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
-from comera.recipes.sources import Document, Part, is_dataset, open_corpus, sample, split
-from comera.recipes.tokenizer_files import tokenizer_files
+from comera.recipes.sources import Document, Part, TextReader, is_dataset, open_corpus, sample, split
+from comera.recipes.tokenizer_files import FILE
 
-SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-START, PAD, END, UNKNOWN, MASK = range(len(SPECIAL_TOKENS))
-SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE starts with the 256 bytes
 FORMAT = 2  # of the cache folder; raise it when its contents, or how they are made, change
-HELD_OUT_SEED = 0x5EED  # the same held-out masks for every method and every training seed
-
-
-@dataclass(frozen=True)
-class CodeDataConfig:
-    """The source code and how it becomes blocks of tokens."""
-
-    path: str | None = None
-    """Folder of source code, including subfolders; a file of JSON lines, CSV or TSV (also .gz), a folder written by
-    save_to_disk of Hugging Face's datasets, or the name of a data set on their hub, with a source file in each row;
-    default: Python's own standard library."""
-    suffixes: tuple[str, ...] = SUFFIXES
-    """File name suffixes to read in a folder."""
-    text_field: str = "text"
-    """Field of JSON lines, column of tables and data sets that holds the source code."""
-    subset: str | None = None
-    """Subset of a data set on the hub, for those that have several."""
-    max_bytes: int | None = None
-    """Read only a random subset of the files or rows, of at most about this many bytes; the same subset every time."""
-    held_out: float = 0.05
-    """Fraction of the files or rows held out of training, to measure the loss on."""
-    vocab_size: int = 8192
-    """Size of the byte-level BPE vocabulary, including five special tokens and the 256 bytes."""
-    tokenizer_bytes: int = 4_000_000
-    """Bytes of training files to train the tokenizer on."""
-    block_size: int = 128
-    """Tokens in a block: the sequence length."""
-    mask_share: float = 0.15
-    """Fraction of the tokens that are masked and predicted."""
-    cache: str | None = None
-    """Folder for prepared data; default: $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "suffixes", tuple(self.suffixes))
-        checks = {
-            "suffixes": (bool(self.suffixes), "at least one suffix, such as .py"),
-            "max_bytes": (self.max_bytes is None or self.max_bytes > 0, "a number > 0, or none"),
-            "held_out": (0 < self.held_out < 1, "a fraction between 0 and 1"),
-            "vocab_size": (self.vocab_size >= SMALLEST_VOCABULARY, f"at least {SMALLEST_VOCABULARY}"),
-            "tokenizer_bytes": (self.tokenizer_bytes > 0, "a number > 0"),
-            "block_size": (self.block_size >= 4, "at least 4 tokens"),
-            "mask_share": (0 < self.mask_share < 0.3, "a fraction between 0 and 0.3"),
-        }
-        check_fields(self, "data.", checks)
 
 
 class Batch(NamedTuple):
@@ -109,6 +65,8 @@ class CodeData:
         self.config, self.folder = config, folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         self.vocab_size: int = self.manifest["vocab_size"]
+        self.special = Special(*self.manifest.get("special", ()))  # of a given tokenizer
+        self.masking = Masking(self.vocab_size, self.special)
         self.train, self.held_out = self._blocks("train"), self._blocks("held_out")
 
     def _blocks(self, part: str) -> np.ndarray[Any, Any]:
@@ -124,8 +82,12 @@ class CodeData:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE tokenizer, trained on the training part."""
-        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        """The given tokenizer, or a byte-level BPE that was trained on the training part."""
+        return Tokenizer.from_file(str(self.folder / FILE))
+
+    def files(self, longest: int) -> dict[str, str]:
+        """Files of the run: the tokenizer. longest: tokens of a text."""
+        return run_files(self.tokenizer, longest, self.manifest.get("roles", ROLES))
 
     def log_frequencies(self) -> Tensor:
         """Log of each token's frequency in the training part, float32 (V,): counted over up to 65,536 evenly spaced
@@ -157,46 +119,39 @@ class CodeData:
             yield Batch(torch.cat(ids), torch.cat(flat), torch.cat(labels))
 
     def _mask(self, blocks: np.ndarray[Any, Any], count: int, rng: np.random.Generator) -> Batch:
-        """Mask `count` tokens, never special ones: 80 % become <mask>, 10 % a random token, 10 % stay (BERT)."""
+        """Mask `count` tokens, never special ones."""
         ids = blocks.astype(np.int64).reshape(-1)
-        candidates = np.flatnonzero(ids >= len(SPECIAL_TOKENS))
-        positions = np.sort(rng.choice(candidates, count, replace=False))
-        labels = ids[positions]
-        kind = rng.random(count)
-        random_ids = rng.integers(len(SPECIAL_TOKENS), self.vocab_size, count)
-        ids[positions] = np.where(kind < 0.8, MASK, np.where(kind < 0.9, random_ids, labels))
-        return Batch(*(torch.from_numpy(a) for a in (ids.reshape(blocks.shape), positions, labels)))
+        masked = self.masking.mask_(ids, count, rng)
+        return Batch(*(torch.from_numpy(a) for a in (ids.reshape(blocks.shape), *masked)))
 
 
-def run_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
-    """The tokenizer for transformers' AutoTokenizer, which frames a text as training did. longest: tokens of a text."""
-    start, pad, end, unknown, mask = SPECIAL_TOKENS
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}", special_tokens=[(start, START), (end, END)]
-    )
-    roles = {"bos_token": start, "pad_token": pad, "eos_token": end, "unk_token": unknown, "mask_token": mask}
-    return tokenizer_files(tokenizer, longest, **roles)
+def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData | FunctionData:
+    """Read, tokenize and cache the source code that `config` names, in its form; a second call with the same files
+    opens the cache. One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises
+    DataError for a missing folder, or one without enough code, ConfigError for a tokenizer that is of no use."""
+    return prepare_blocks(config, quiet=quiet) if config.form == "files" else prepare_functions(config, quiet=quiet)
 
 
-def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
-    """Read, tokenize and cache the source code that `config` names; a second call with the same files opens the cache.
-    One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for a
-    missing folder, or one without enough code."""
+def prepare_blocks(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
+    """What `prepare` does for whole files."""
     root = typed_path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path, "data.path")
+    given = config.given_tokenizer()
     settings: list[Any] = [FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out]
+    if given:
+        settings += [given.tokenizer.to_str(), dict(given.roles)]
     if root.is_dir() and not is_dataset(root):
         sources, skipped = find_sources(root, config)
         settings.append(sources)
         parts: Callable[[Counter[str]], dict[str, Part]] = lambda _: _parts_of_files(root, sources, config)  # noqa: E731
     else:
-        corpus = open_corpus(root, "data.path", config.suffixes, config.text_field, config.subset)
+        corpus = open_corpus(root, "data.path", config.suffixes, TextReader(config.text_field), config.subset)
         skipped = corpus.skipped
         settings += [config.max_bytes, corpus.identity]
         parts = lambda rows: split(corpus, None, config.held_out, config.max_bytes, rows)  # noqa: E731
     return open_or_make(
         cache_folder(config.cache) / f"code-{settings_digest(settings)}",
         lambda folder: CodeData(folder, config),
-        lambda folder: _write(folder, parts, Counter(skipped), config, quiet),
+        lambda folder: _write(folder, parts, Counter(skipped), given, config, quiet),
     )
 
 
@@ -232,6 +187,7 @@ def _write(
     folder: Path,
     make_parts: Callable[[Counter[str]], dict[str, Part]],
     skipped: Counter[str],
+    given: TextTokenizer | None,
     config: CodeDataConfig,
     quiet: bool,
 ) -> None:
@@ -239,16 +195,22 @@ def _write(
         progress.start("training the tokenizer", None)
         long_words: list[str] = []
         parts = make_parts(skipped)
-        texts = sample_texts(sample(parts["train"], config.tokenizer_bytes), config.tokenizer_bytes, long_words)
-        tokenizer = train_tokenizer(texts, config.vocab_size, SPECIAL_TOKENS)
-        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
+        if given:
+            tokenizer, special = given.tokenizer, Special.of(given)
+        else:
+            texts = sample_texts(sample(parts["train"], config.tokenizer_bytes), config.tokenizer_bytes, long_words)
+            tokenizer, special = train_tokenizer(texts, config.vocab_size, SPECIAL_TOKENS), Special()
+        (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
-        dtype = id_dtype(tokenizer.get_vocab_size())
-        manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": tokenizer.get_vocab_size(), "dtype": dtype.name}
+        size = given.size if given else tokenizer.get_vocab_size()
+        dtype = id_dtype(size)
+        manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": size, "dtype": dtype.name}
+        if given:
+            manifest |= {"special": list(special), "roles": dict(given.roles)}
 
         def encode(texts: list[str]) -> Iterator[np.ndarray[Any, Any]]:
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-                yield np.array([START, *encoding.ids, END], dtype)
+                yield np.array([special.start, *encoding.ids, special.end], dtype)
 
         progress.start("tokenizing the source code", sum(part.bytes for part in parts.values()))
         for name, part in parts.items():

@@ -1,7 +1,7 @@
 """Pre-trains a BERT-style transformer from scratch on source code: compressed, dense or by a baseline.
 
-Masked language modeling on packed blocks. The loss covers the masked positions only, so the output head is computed for
-15 % of the tokens.
+Masked language modeling on packed blocks of whole files, or on single functions and pairs of a docstring and its
+function. The loss covers the masked positions only, so the output head is computed for 15 % of the tokens.
 B batch, T block size, P masked positions, H hidden, V vocabulary."""
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,13 @@ from transformers import BertForMaskedLM
 from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, check_method, rates_by_method
 from comera.convert import TT, TTM, TensorizeConfig
 from comera.errors import check_fields
+from comera.rank.objective import LateStage
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.bert import BertFormats, ModelConfig
-from comera.recipes.code_lm.data import END, PAD, START, Batch, CodeData, CodeDataConfig, prepare, run_files
+from comera.recipes.code_lm.config import CodeDataConfig
+from comera.recipes.code_lm.data import Batch, CodeData, prepare
+from comera.recipes.code_lm.function_data import IGNORED, FunctionData, PaddedBatch, masked_at_most
+from comera.recipes.code_lm.vocabulary import Special
 from comera.recipes.interface import Architecture
 from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
@@ -32,7 +36,8 @@ from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
 
 NAME = "code-lm"
-Preset = Literal["small", "base"]
+Preset = Literal["small", "base", "codebert", "codebert-small"]
+_SPECIAL = "data.special"  # in a run's identity, if they are not those of a tokenizer that was trained here
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,38 @@ _TRAIN = TrainConfig(
 # Four narrow encoders on two CPU cores; fewer and larger cores suit them, at rates that follow from lr.
 _SMALL = replace(_TRAIN, steps=3000, batch_size=8, lr=1e-3, core_lr=None)
 _SMALL_MODEL = ModelConfig(hidden=256, layers=4, heads=4, ffn=1024)
+# CodeBERT's schedule: 100,000 steps of 2,048 sequences. Phase 1 is the first half; phase 2 halves the compressed layers
+# over half of the rest and trains on at that size. Rates of the cores follow from lr; none of it is tuned at this size.
+_CODEBERT = TrainConfig(
+    steps=100_000,
+    batch_size=64,
+    accumulation=32,
+    lr=5e-4,
+    betas=(0.9, 0.98),
+    weight_decay=0.01,
+    warmup=0.1,
+    schedule="linear",
+    prune_every=1000,
+    eval_every=1000,
+    eval_batches=64,
+    late=LateStage(target_size=0.5, start_step=50_000, steps=25_000),
+)
+_CODEBERT_SMALL = replace(
+    _CODEBERT,
+    steps=3000,
+    batch_size=8,
+    accumulation=1,
+    lr=1e-3,
+    prune_every=100,
+    eval_every=100,
+    eval_batches=32,
+    late=LateStage(target_size=0.5, start_step=1500, steps=750),
+)
 PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
     "small": rates_by_method(_SMALL, _SMALL),
     "base": rates_by_method(_TRAIN, replace(_TRAIN, lr=1e-4, core_lr=None)),
+    "codebert": rates_by_method(_CODEBERT, _CODEBERT),
+    "codebert-small": rates_by_method(_CODEBERT_SMALL, _CODEBERT_SMALL),
 }
 
 
@@ -88,7 +122,9 @@ class CodeLMConfig:
     """comera: compressed, with adaptive ranks; dense: the uncompressed model; the others: baselines for comparison."""
     preset: Preset = "base"
     """Where the defaults come from. small: four narrow encoders, about ten minutes on two CPU cores; base: the six
-    encoders of the published results."""
+    encoders of the published results; codebert: CodeBERT's twelve encoders, its vocabulary size, length and schedule,
+    on functions and their docstrings, compressed further in the second half; codebert-small: the same in small, for a
+    CPU."""
     out: str | None = None
     """Folder of the run; default: runs/code-lm-METHOD."""
     data: CodeDataConfig = field(default_factory=CodeDataConfig)
@@ -119,30 +155,54 @@ def preset(method: Method = "comera", preset: Preset = "small") -> CodeLMConfig:
     if preset == "small":
         formats = CompressConfig(order=4, rank=24, embedding_order=3, embedding_rank=48)
         return replace(config, model=_SMALL_MODEL, compress=formats)
-    return config
+    return config if preset == "base" else _codebert(config)
 
 
-def build_model(config: CodeLMConfig, vocab_size: int) -> tuple[BertForMaskedLM, Conversion]:
+def _codebert(config: CodeLMConfig) -> CodeLMConfig:
+    """The published job, 12 encoders and RoBERTa's vocabulary, or the same in small."""
+    functions = CodeDataConfig(form="functions", suffixes=(".py", ".jsonl", ".jsonl.gz"))
+    if config.preset == "codebert":
+        data = replace(functions, block_size=512, vocab_size=50_265, tokenizer_bytes=64_000_000)
+        sizes = ModelConfig(layers=12, dropout=0.1)
+        # Four cores a layer: from rank 96 on, six have more parameters than two factors. 4.5 times smaller over all.
+        formats = CompressConfig(order=4, rank=112, embedding_order=3, embedding_rank=128, head_rank=128)
+    else:
+        data, sizes = replace(functions, max_bytes=20_000_000), _SMALL_MODEL  # too few passes to need dropout
+        formats = CompressConfig(order=4, rank=40, embedding_order=3, embedding_rank=48, head_rank=48)
+    return replace(config, data=data, model=sizes, compress=formats)
+
+
+def build_model(
+    config: CodeLMConfig,
+    vocab_size: int,
+    special: Special = Special(),  # noqa: B008
+) -> tuple[BertForMaskedLM, Conversion]:
     """A stock BertForMaskedLM, seeded by train.seed and converted by the method, and the report of that."""
     torch.manual_seed(config.train.seed)
-    tokens = {"type_vocab_size": 1, "bos_token_id": START, "pad_token_id": PAD, "eos_token_id": END}
+    tokens = {"bos_token_id": special.start, "pad_token_id": special.pad, "eos_token_id": special.end}
+    tokens["type_vocab_size"] = 1
     model = BertForMaskedLM(config.model.bert(vocab_size, **tokens))
     return model, apply_method_(model, config.method, config.compress.tensorize(), config.baselines)
 
 
-def masked_loss(model: Any, batch: Batch) -> Tensor:
+def masked_loss(model: Any, batch: Batch | PaddedBatch) -> Tensor:
     """Mean cross-entropy of the masked positions, in nats: the head sees (P, H) instead of (B, T, H)."""
-    hidden_BTH = model.bert(batch.input_ids)[0]
+    padding = {}
+    if isinstance(batch, PaddedBatch):  # square: of a mask (B, T), BERT asks whether all is true, and synchronizes
+        mask_BT = batch.attention_mask
+        padding["attention_mask"] = mask_BT[:, None, None, :].expand(-1, -1, mask_BT.shape[1], -1)
+    hidden_BTH = model.bert(batch.input_ids, **padding)[0]
     logits_PV = model.cls(hidden_BTH.flatten(0, 1)[batch.positions])
-    return F.cross_entropy(logits_PV, batch.labels)
+    return F.cross_entropy(logits_PV, batch.labels, ignore_index=IGNORED)
 
 
-def frequency_loss(config: CodeLMConfig, data: CodeData) -> float:
+def frequency_loss(config: CodeLMConfig, data: CodeData | FunctionData) -> float:
     """Held-out loss, in nats, of a model that ignores its input and knows only the token frequencies: where the head
     starts, and what a model must beat to have learned anything from context."""
-    batches = islice(data.held_out_batches(config.train.batch_size), config.train.eval_batches or None)
-    frequencies = data.log_frequencies()
-    return float(torch.stack([-frequencies[batch.labels].mean() for batch in batches]).mean())
+    held_out: Iterator[Batch | PaddedBatch] = iter(data.held_out_batches(config.train.batch_size))
+    batches = islice(held_out, config.train.eval_batches or None)
+    labels = torch.cat([batch.labels[batch.labels != IGNORED] for batch in batches])
+    return -float(data.log_frequencies()[labels].mean())
 
 
 class CodeLMTask(RecipeTask):
@@ -150,28 +210,36 @@ class CodeLMTask(RecipeTask):
 
     name = NAME
     config: CodeLMConfig
-    data: CodeData
+    data: CodeData | FunctionData
 
-    def __init__(self, config: CodeLMConfig, data: CodeData) -> None:
-        model, report = build_model(config, data.vocab_size)
+    def __init__(self, config: CodeLMConfig, data: CodeData | FunctionData) -> None:
+        model, report = build_model(config, data.vocab_size, data.special)
         with torch.no_grad():  # the head starts with the token frequencies: no steps are spent on learning them
             model.cls.predictions.bias.copy_(data.log_frequencies())
         settings = {f"data.{name}": getattr(config.data, name) for name in ("block_size", "mask_share")}
+        if data.special != Special():
+            settings[_SPECIAL] = list(data.special)
         super().__init__(config, data, model, report, **settings, **config.baselines.identity(config.method))
-        self.files = run_files(data.tokenizer, config.model.max_positions)
+        self.files = data.files(config.model.max_positions)
+        if isinstance(data, FunctionData):
+            self.steps_per_epoch = self.epoch_length()
 
-    def eval_batches(self) -> Iterator[Batch]:
-        """Held-out blocks, in batches of the training size."""
-        return self.data.held_out_batches(self.config.train.batch_size)
+    def eval_batches(self) -> Iterator[Batch | PaddedBatch]:
+        """Held-out blocks or functions, in batches of the training size."""
+        return iter(self.data.held_out_batches(self.config.train.batch_size))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch | PaddedBatch) -> Tensor:
         return masked_loss(model, batch)
 
-    def weight(self, batch: Batch) -> int:
-        return len(batch.labels)
+    def weight(self, batch: Batch | PaddedBatch) -> int:
+        return int((batch.labels != IGNORED).sum()) if isinstance(batch, PaddedBatch) else len(batch.labels)
 
-    def tokens(self, batch: Batch) -> int:
-        return batch.input_ids.numel()
+    def tokens(self, batch: Batch | PaddedBatch) -> int:
+        """Tokens that the model reads; padding does not count."""
+        return int(batch.attention_mask.sum()) if isinstance(batch, PaddedBatch) else batch.input_ids.numel()
+
+    def examples(self, batch: Batch | PaddedBatch) -> int:
+        return len(batch.input_ids)
 
 
 def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
@@ -194,12 +262,17 @@ def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step for every installed method, on the meta device: nothing is allocated or
     computed."""
     rows, width = config.train.batch_size, config.data.block_size
-    masked = max(1, round(config.data.mask_share * rows * width))
+    masked = masked_at_most(config.data.mask_share, rows * width)
+
+    def batch() -> Batch | PaddedBatch:
+        ids, *others = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
+        if config.data.form == "files":
+            return Batch(ids, *others)
+        return PaddedBatch(ids, torch.empty(rows, width, dtype=torch.bool), *others)
 
     def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
         model, report = build_model(replace(config, method=method), config.data.vocab_size)
-        ids = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
-        return model, report, partial(masked_loss, model, Batch(*ids))
+        return model, report, partial(masked_loss, model, batch())
 
     return estimates_by_method(build, config.train)
 
@@ -207,9 +280,10 @@ def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
 def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     vocab_size = stored_rows(checkpoint, "bert.embeddings.word_embeddings")
+    special = Special(*identity.get(_SPECIAL, ()))
     return transformers_architecture(
         BertForMaskedLM,
-        lambda: build_model(config, vocab_size)[0],
+        lambda: build_model(config, vocab_size, special)[0],
         {"input_ids": example_ids(vocab_size, config.data.block_size)},
         config.model,
         longest=config.model.max_positions,

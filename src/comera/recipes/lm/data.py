@@ -45,7 +45,7 @@ from comera.recipes.lm.tokenizer import (
 )
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
-from comera.recipes.sources import TEXT_SUFFIXES, Corpus, Part, open_corpus, sample, split
+from comera.recipes.sources import TEXT_SUFFIXES, Corpus, Part, TextReader, open_corpus, sample, split
 from comera.recipes.tokenizer_files import FILE
 
 FORMAT = 1  # of the cache folders; raise it when their contents, or how they are made, change
@@ -199,7 +199,7 @@ def prepare(config: LMDataConfig, *, quiet: bool = False) -> LMData:
     process prepares while the others wait; a killed one leaves nothing that looks complete. Raises DataError for text
     that is missing or too little, ConfigError for a tokenizer or a library that is."""
     path = typed_path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path, "data.path")
-    settings = (config.suffixes, config.text_field, config.subset)
+    settings = (config.suffixes, TextReader(config.text_field), config.subset)
     corpus, apart = open_corpus(path, "data.path", *settings), None
     if config.held_out_path is not None:
         apart = open_corpus(typed_path(config.held_out_path, "data.held_out_path"), "data.held_out_path", *settings)
