@@ -24,7 +24,7 @@ import torch
 from common import about, in_turns, update
 from step import make_step
 
-from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.examples import ExampleBatch
 
 SPINS = ("default", "100000", "30000", "10000", "1000")
 SIDES = {"dense": "dense", "compressed": "fused"}

@@ -30,8 +30,8 @@ from common import about, in_turns, update
 from comera.fusion import fuse_
 from comera.optim.param_groups import param_groups
 from comera.recipes.bert import ModelConfig
-from comera.recipes.classify.examples import ExampleBatch
 from comera.recipes.classify.task import example_loss
+from comera.recipes.examples import ExampleBatch
 from comera.recipes.mnli.recipe import CompressConfig, build_model, preset
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.memory import MemoryMeter

@@ -44,8 +44,8 @@ from comera.baselines import Applied
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
-from comera.recipes.classify.examples import ExampleBatch
 from comera.recipes.classify.task import example_loss
+from comera.recipes.examples import ExampleBatch
 from comera.recipes.mnli.recipe import build_model, preset
 from comera.recompute.blocks import recompute_
 from comera.trainer.memory import MemoryMeter, reset_peak

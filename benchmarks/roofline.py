@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.examples import ExampleBatch
 
 WANTED = ("batch 32", "batch 1")
 SIDES = ("dense", "fused")

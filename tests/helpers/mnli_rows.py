@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from comera.recipes.classify.examples import ARRAYS, Examples
 from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.examples import ARRAYS, Examples
 from comera.recipes.mnli.data import MNLIDataConfig, prepare
 
 Rows = list[tuple[str, str, Any]]

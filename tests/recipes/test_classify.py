@@ -28,10 +28,10 @@ from comera.cli.main import main
 from comera.errors import ComeraError, ConfigError, ConversionError
 from comera.recipes.classify import recipe as classify
 from comera.recipes.classify.data import ClassifyDataConfig
-from comera.recipes.classify.examples import ExampleBatch
 from comera.recipes.classify.model import CompressConfig, EncoderConfig, outside
 from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
 from comera.recipes.classify.task import confusion_matrix, macro_f1
+from comera.recipes.examples import ExampleBatch
 from comera.recipes.stages import runs
 from comera.report import read_run
 from comera.trainer.checkpoint import checkpoints

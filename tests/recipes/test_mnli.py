@@ -19,9 +19,9 @@ from comera.errors import ConfigError, DataError
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes import stages
 from comera.recipes.bert import ModelConfig
-from comera.recipes.classify.examples import ExampleBatch
 from comera.recipes.classify.prepared import PreparedExamples
 from comera.recipes.classify.task import example_loss, scores
+from comera.recipes.examples import ExampleBatch
 from comera.recipes.mnli import recipe as mnli
 from comera.recipes.mnli.data import MNLIDataConfig, prepare
 from comera.recipes.mnli.recipe import CompressConfig, MNLIConfig, MNLITask, build_model

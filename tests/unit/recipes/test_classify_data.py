@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from comera.errors import ConfigError, DataError
 from comera.recipes.classify.columns import find_columns
 from comera.recipes.classify.data import ClassifyDataConfig, prepare
-from comera.recipes.classify.examples import Examples
 from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.examples import Examples
 
 from ...helpers.mnli_rows import ids_of, write_vocabulary
 from ...helpers.review_rows import Row, reviews, write_csv

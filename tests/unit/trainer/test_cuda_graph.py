@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comera.errors import DataError
-from comera.recipes.classify.examples import ExampleBatch
+from comera.recipes.examples import ExampleBatch
 from comera.trainer.cuda_graph import WARM_UPS, CudaRecorder, GraphedStep, map_tensors
 
 from ...helpers.tape import TapeRecorder

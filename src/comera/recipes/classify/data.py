@@ -31,17 +31,17 @@ from comera.recipes.classify.files import (
     two_or_more,
 )
 from comera.recipes.classify.prepared import PreparedExamples, read_manifest, write_manifest, write_part
-from comera.recipes.classify.tokenizers import (
+from comera.recipes.paths import typed_path
+from comera.recipes.rows import ROW_SUFFIXES, Bad, read_rows
+from comera.recipes.sources import HUB_NAME, is_dataset
+from comera.recipes.tokenizer_files import FILE
+from comera.recipes.tokenizers import (
     SHORTEST,
     TOKENIZER_FILES,
     TextTokenizer,
     given_tokenizer,
     trained_tokenizer,
 )
-from comera.recipes.paths import typed_path
-from comera.recipes.rows import ROW_SUFFIXES, Bad, read_rows
-from comera.recipes.sources import HUB_NAME, is_dataset
-from comera.recipes.tokenizer_files import FILE
 
 FORMAT = 1  # of the cache folders; raise it when their contents, or how they are made, change
 HELD_OUT_SPLITS = ("validation", "valid", "dev")  # in `datasets`: the first one that is there

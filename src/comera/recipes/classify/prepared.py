@@ -14,10 +14,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from comera.errors import DataError
-from comera.recipes.classify.examples import ExampleBatch, Examples, ExampleWriter
 from comera.recipes.classify.files import Columns, Part, Skipped, read_examples
-from comera.recipes.classify.tokenizers import TextTokenizer
+from comera.recipes.examples import ExampleBatch, Examples, ExampleWriter
 from comera.recipes.progress import Progress
+from comera.recipes.tokenizers import TextTokenizer
 
 ENCODE_EXAMPLES = 4096  # per call of the tokenizer: bounds memory, and keeps all cores busy
 MANIFEST = "manifest.json"

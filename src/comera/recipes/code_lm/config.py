@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from comera.errors import ConfigError, check_fields
-from comera.recipes.classify.tokenizers import TextTokenizer, given_tokenizer
 from comera.recipes.code_lm.vocabulary import SPECIAL_TOKENS, Special
 from comera.recipes.corpus import SUFFIXES
 from comera.recipes.paths import typed_path
+from comera.recipes.tokenizers import TextTokenizer, given_tokenizer
 
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE starts with the 256 bytes
 FEWEST_TOKENS = {"files": 4, "functions": 8}  # of a sequence: a pair has three special ones

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from comera.errors import DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.classify.tokenizers import TextTokenizer
 from comera.recipes.code_lm.config import CodeDataConfig as CodeDataConfig
 from comera.recipes.code_lm.function_data import FunctionData, prepare_functions
 from comera.recipes.code_lm.masking import HELD_OUT_SEED, Masking
@@ -45,6 +44,7 @@ from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 from comera.recipes.sources import Document, Part, TextReader, is_dataset, open_corpus, sample, split
 from comera.recipes.tokenizer_files import FILE
+from comera.recipes.tokenizers import TextTokenizer
 
 FORMAT = 2  # of the cache folder; raise it when its contents, or how they are made, change
 

@@ -24,17 +24,17 @@ from torch import Tensor
 
 from comera.errors import DataError
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.classify.examples import Examples, ExampleWriter
-from comera.recipes.classify.tokenizers import BYTE_ROLES, TextTokenizer
 from comera.recipes.code_lm.config import CodeDataConfig
 from comera.recipes.code_lm.functions import mined
 from comera.recipes.code_lm.masking import HELD_OUT_SEED, Array, Masking
 from comera.recipes.code_lm.vocabulary import SPECIAL_TOKENS, Special, frame_, run_files
 from comera.recipes.corpus import as_text, permutation, sample_texts, train_tokenizer
+from comera.recipes.examples import Examples, ExampleWriter
 from comera.recipes.paths import typed_path
 from comera.recipes.progress import Progress
 from comera.recipes.sources import Corpus, Document, Part, joined, open_corpus, sample, split, text_of
 from comera.recipes.tokenizer_files import FILE
+from comera.recipes.tokenizers import BYTE_ROLES, TextTokenizer
 
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
 BUCKETS = 8  # lengths that batches are padded to

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, processors
 
 from comera.errors import ConfigError
-from comera.recipes.classify.tokenizers import TextTokenizer
 from comera.recipes.tokenizer_files import tokenizer_files
+from comera.recipes.tokenizers import TextTokenizer
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 START, PAD, END, UNKNOWN, MASK = range(len(SPECIAL_TOKENS))  # of a tokenizer that was trained here

@@ -9,7 +9,9 @@ from comera.errors import DataError, check_fields
 from comera.recipes.cache import cache_folder, open_or_make, settings_digest
 from comera.recipes.classify.files import Columns, Skipped, Source
 from comera.recipes.classify.prepared import PreparedExamples, read_manifest, write_manifest, write_part
-from comera.recipes.classify.tokenizers import (
+from comera.recipes.mnli.files import FIELDS, PARTS, SHARE, SKIPS, fields, find_source
+from comera.recipes.paths import typed_path
+from comera.recipes.tokenizers import (
     PAD,
     ROLES,
     SHORTEST,
@@ -19,8 +21,6 @@ from comera.recipes.classify.tokenizers import (
     parse_vocabulary,
     wordpiece,
 )
-from comera.recipes.mnli.files import FIELDS, PARTS, SHARE, SKIPS, fields, find_source
-from comera.recipes.paths import typed_path
 
 FORMAT = 1  # of the cache folder; raise it when its contents, or how they are made, change
 USUAL_VOCABULARY = Path("vocab", "bert-base-uncased", VOCABULARY)  # beside the data's folder

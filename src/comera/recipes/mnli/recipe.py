@@ -21,7 +21,6 @@ from comera.recipes.architectures import check_length, example_ids, stored_rows,
 from comera.recipes.bert import BertFormats, ModelConfig
 from comera.recipes.classify.prepared import PreparedExamples
 from comera.recipes.classify.task import ClassificationTask, example_loss, meta_batch, write_results
-from comera.recipes.classify.tokenizers import parse_vocabulary
 from comera.recipes.interface import Architecture
 from comera.recipes.mnli.data import MNLIDataConfig, find_vocabulary, prepare
 from comera.recipes.mnli.files import LABELS
@@ -30,6 +29,7 @@ from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse
 from comera.recipes.stages import runs as runs
 from comera.recipes.task import estimates_by_method, runs_folder
 from comera.recipes.tokenizer_files import stored_tokenizer
+from comera.recipes.tokenizers import parse_vocabulary
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary

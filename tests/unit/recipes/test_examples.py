@@ -15,9 +15,9 @@ import torch
 from accelerate.utils import send_to_device
 
 from comera.errors import ConfigError
-from comera.recipes.classify import examples
-from comera.recipes.classify.examples import ExampleBatch, Examples, ExampleWriter
+from comera.recipes import examples
 from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.examples import ExampleBatch, Examples, ExampleWriter
 from comera.recipes.mnli.data import MNLIDataConfig, prepare
 
 COUNT = 1003
@@ -251,7 +251,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_complete(tmp_path: Path)
     program = f"""
 import os
 from comera.recipes.mnli import data as mnli
-from comera.recipes.classify.examples import ExampleWriter
+from comera.recipes.examples import ExampleWriter
 write = ExampleWriter.write
 ExampleWriter.write = lambda self, folder, part: write(self, folder, part) if part == "train" else os._exit(9)
 mnli.prepare(mnli.{config!r}, quiet=True)

@@ -1,4 +1,4 @@
-"""The tokenizers of classifiers: a given one, or one trained on the training texts."""
+"""Tokenizers of texts and pairs of texts: a given one, or one trained on the training texts."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
