@@ -27,6 +27,7 @@ FLOORS = (
     {"rank"},
     {"optim"},
     {"recompute", "pretrained"},
+    {"adapters"},
     {"trainer"},
     {"integrations"},
     {"baselines", "recipes"},

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from comera.distributed import shapes_changed
 from comera.errors import RankError
-from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.nn.tensor_train import TensorTrain
 from comera.rank.allocate import allocate
 from comera.rank.copies import trains_of_copies
 from comera.rank.optimizer_state import reset_state_
 from comera.rank.report import RankReport, RankRow
 from comera.rank.target import check_multiple, target_of
+from comera.rank.trains import adaptable_trains
 from comera.tt.blocks import component_mask, ranks_of_blocks
 from comera.tt.decompose import Decomposition, round_cores, singular_values
 from comera.tt.dense import absorb
@@ -77,7 +78,7 @@ def round_(
         >>> sum(p.numel() for name, p in model.named_parameters() if ".tt." in name) == report.after
         True
     """
-    trains = dict(named_trains(model))
+    trains = adaptable_trains(model)
     if not trains:
         raise RankError(
             f"expected a model with compressed layers, got {type(model).__name__} without any: call tensorize_ first"
