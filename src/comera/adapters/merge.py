@@ -90,13 +90,15 @@ def _obstacle(model: nn.Module, layer: Adapted, materialized: bool) -> str | Non
     """Why an adapter cannot be merged, or None."""
     if not all(p.isfinite().all() for p in layer.adapter.parameters()):
         return "has an adapter with NaN or infinite values: go back to the last good one (remove_adapters_)"
-    compressed = isinstance(layer, CompressedLayer)
-    if compressed and not materialized:
+    train = layer.tt if isinstance(layer, CompressedLayer) else None
+    if train is not None and not materialized:
         return (
             f"is a compressed layer ({layer.plain_type.__name__}), whose sum with the adapter is no cheaper than both "
             "side by side: keep the adapter beside it (save_adapters), or give materialize=True for a dense layer"
         )
-    own = layer.tt if compressed else layer._parameters["weight"]
+    if train is not None and train.spec.activation:
+        return f"has an activation between the factors of its layer ({train.spec}), so it has no dense weight"
+    own = layer._parameters["weight"] if train is None else train
     held = [module for module in model.modules() if id(own) in _held(module)]
     if len(held) > 1:
         return (

@@ -23,8 +23,9 @@ from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import ConversionError, SpecError
 from comera.nn.adapted import refuse_adapters
 from comera.nn.size import model_size
-from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
 from comera.tt.decompose import round_cores, tt_svd
+from comera.tt.format import check_linear
 from comera.tt.spec import BTTSpec, TTMSpec
 
 
@@ -136,7 +137,7 @@ def materialize_(model: nn.Module) -> nn.Module:
 
     Raises:
         ConversionError: a model without compressed layers, one that is itself a single compressed layer, or one with
-            adapters.
+            adapters or with an activation between the factors of a layer. The model is unchanged.
 
     Example:
         >>> import torch, comera
@@ -156,6 +157,8 @@ def materialize_(model: nn.Module) -> nn.Module:
         raise ConversionError(f"materialize_ replaces layers inside a module: {_wrap(model)}")
     instead = "remove_adapters_ first, or merge_adapters_(model, materialize=True), which makes their layers dense"
     refuse_adapters(model, ConversionError, "materialize_", instead)
+    for name, train in named_trains(model):
+        check_linear(train.spec, f"dense weight, at {name}", ConversionError)
     if not materialize_layers_(model):
         raise ConversionError(
             f"nothing to materialize in {type(model).__name__}: it has no compressed layer; tensorize_ it first"

@@ -32,6 +32,7 @@ from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize
+from comera.tt.format import check_linear
 from comera.tt.spec import TTMSpec, TTSpec
 
 
@@ -85,6 +86,7 @@ def serving_copy(model: nn.Module) -> nn.Module:
                 f"expected compressed layers of {', '.join(kind.__name__ for kind in _INFERENCE)}, got a "
                 f"{type(layer).__name__}: materialize_ the model first"
             )
+        check_linear(layer.tt.spec, "form for a program: export its weights (safetensors)", ConversionError)
         if layer.tt not in cores:
             cores[layer.tt] = _Cores(layer.tt)
         return _INFERENCE[type(layer)](layer, cores[layer.tt])

@@ -39,6 +39,8 @@ class CausalLM(BlockPattern):
             return f"{self.head} has an adapter"
         if type(head) not in (nn.Linear, TTLinear, BTTLinear):
             return f"{self.head} is a {type(head).__name__}, not an nn.Linear, TTLinear or BTTLinear"
+        if isinstance(head, TTLinear) and head.spec.activation:
+            return f"{self.head} has an activation between its factors"
         if is_hooked(head):
             return f"{self.head} has hooks"
         loss = getattr(module.loss_function, "__name__", "an object of the user's")

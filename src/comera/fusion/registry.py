@@ -152,6 +152,8 @@ def layers_obstacle(
             return f"{name} has an adapter"
         if type(layer) is not expected:
             return f"{name} is a {type(layer).__name__}, not a {expected.__name__}"
+        if isinstance(layer, TTLinear) and layer.spec.activation:
+            return f"{name} has an activation between its factors"
         if is_hooked(layer):
             return f"{name} has hooks"
         # what is around a layer, such as "intermediate" of "intermediate.dense", is not called either

@@ -77,7 +77,7 @@ class RankController:
             `between_steps` after each step, and capture again when `phase` changes.
 
     Raises:
-        RankError: a model without compressed layers, or with sharded ones, or copies of other ranks.
+        RankError: no compressed layers, or sharded ones, copies of other ranks, a target size beside an activation.
 
     Example:
         >>> import torch, comera
@@ -113,7 +113,7 @@ class RankController:
     ) -> None:
         self.model, self.early, self.late, self.multiple, self.copies = model, early, late, multiple, copies
         self.replayed = False
-        self._trains = list(adaptable_trains(model).values())
+        self._trains = list(adaptable_trains(model, rounded=late.target_size is not None).values())
         self._cores = [core for train in self._trains for core in train.cores]
         if not self._trains:
             raise RankError(
