@@ -31,7 +31,9 @@ _HOMES = {
     "tensorize_": "convert",
 }
 # imported as attributes: comera.nn.TTLinear
-_ROOMS = frozenset({"convert", "distributed", "fp8", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"})
+_ROOMS = frozenset(
+    {"adapters", "convert", "distributed", "fp8", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"}
+)
 
 __all__ = list(_HOMES)
 

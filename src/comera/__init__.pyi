@@ -1,3 +1,4 @@
+from comera import adapters as adapters
 from comera import convert as convert
 from comera import distributed as distributed
 from comera import fp8 as fp8

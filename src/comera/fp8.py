@@ -149,6 +149,8 @@ def _row(name: str, layer: nn.Module) -> FP8Row:
     if not isinstance(layer, TTLinear):
         return FP8Row(name, kind, _other(layer))
     spec = layer.spec
+    if spec.activation:
+        return FP8Row(name, kind, f"{spec.activation} between its factors has no FP8 product")
     rank, sizes = spec.ranks[spec.split], {"in_features": spec.in_features, "out_features": spec.out_features}
     wrong = [
         f"{what} {size} is no multiple of {MULTIPLE} (nearest: {_nearest(size)})"

@@ -117,6 +117,20 @@ def test_every_layer_has_a_row(recipe):
     assert "fp8=" not in repr(model.odd)
 
 
+def test_layers_with_an_activation_and_with_an_adapter():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    forms = {"0": comera.TT(order=2, rank=4, activation="silu")}
+    comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=2, rank=4), overrides=forms))
+    comera.adapters.adapt_(model, comera.adapters.TTAdapter(order=2, rank=2), targets="1")
+    report = comera.fp8_(model)
+    assert {row.name: row.reason for row in report.rows} == {
+        "0": "silu between its factors has no FP8 product",
+        "1": "",
+        "1.adapter": "",
+    }
+    assert model(torch.randn(3, 64)).isfinite().all()
+
+
 def test_a_device_with_scaled_products(monkeypatch):
     monkeypatch.setattr("comera.fp8.unavailable_reason", lambda device: None)
     report = comera.fp8_(nn.Sequential(layer()))

@@ -27,6 +27,7 @@ FLOORS = (
     {"rank"},
     {"optim"},
     {"fp8", "recompute", "pretrained"},
+    {"adapters"},
     {"trainer"},
     {"integrations"},
     {"baselines", "recipes"},

@@ -1,12 +1,12 @@
 """What `tensorize_` makes of a model: formats for its layers, by kind and by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from comera.errors import ConversionError, SpecError, check_fields
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
-from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec, check_activation
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,9 @@ class TT:
             ends. None leaves it to the `ratio` of `tensorize_`.
         in_modes, out_modes: factors of in_features and out_features (a product above them is padding). By default,
             chosen for each layer.
+        activation: "silu", "gelu", "gelu_tanh" or "relu" between the input cores and the output cores: layers compute
+            y = act(x A) B instead of a product with a weight (CoLA). That is another architecture, to be trained from
+            scratch: it has no dense weight to come from or go back to, and ranks fall by `prune_` alone.
 
     Raises:
         SpecError: values that fit no layer.
@@ -29,21 +32,26 @@ class TT:
         TT 12·8·8 / 12·16·16 ranks 12-30-30-30-16
         >>> print(comera.TT(rank=10, in_modes=(16, 48), out_modes=(64, 48)).spec(768, 3072))
         TT 16·48 / 64·48 ranks 10-10-10
+        >>> print(comera.TT(order=2, rank=192, activation="silu").spec(768, 3072))
+        TT 768 / 3072 ranks 192 silu
     """
 
     order: int = 6
     rank: int | tuple[int, ...] | None = None
     in_modes: tuple[int, ...] | None = None
     out_modes: tuple[int, ...] | None = None
+    activation: str | None = None
 
     def __post_init__(self) -> None:
         _check_format(self, "in_modes", "out_modes", least_order=2)
+        check_activation("TT", self.activation)
 
     def spec(self, in_features: int, out_features: int) -> TTSpec:
         """Modes and ranks for a layer of these sizes. Raises SpecError if they do not fit."""
         ins, outs = self.in_modes, self.out_modes
         order = len(ins) + len(outs) if ins and outs else self.order
-        return tt_spec(in_features, out_features, order=order, rank=_chosen(self), in_modes=ins, out_modes=outs)
+        spec = tt_spec(in_features, out_features, order=order, rank=_chosen(self), in_modes=ins, out_modes=outs)
+        return replace(spec, activation=self.activation)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.convert.config import BTT, TT, TTM, TensorizeConfig
 from comera.convert.converter import Converter
@@ -82,6 +83,9 @@ def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> li
                     f"the override {matches[-1]!r} gives a {type(site.choice).__name__} to {site}, "
                     f"which needs a {named} or None: narrow the pattern or write a later one for this layer"
                 )
+        if isinstance(site.choice, TT) and site.choice.activation and type(layer) is NonDynamicallyQuantizableLinear:
+            site.refused = "nn.MultiheadAttention multiplies by its weight, and with an activation it would have none"
+            site.note = site.refused
         if site.choice is None and not refused:
             site.note = "left dense as configured"
         sites.append(site)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.registry import converters
@@ -68,19 +68,21 @@ def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) 
     _swap_(model, swaps)
 
 
-def materialize_layers_(model: nn.Module) -> int:
+def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tensor] | None = None) -> int:
     """Replace every compressed layer by a dense one of its original type; returns how many there were.
 
     Layers that share a tensor train share one weight again, unless one type stores it transposed.
+    values: only these layers, with dense weights of these values.
     """
     weights: dict[tuple[TensorTrain, bool], nn.Parameter] = {}
     swaps: dict[nn.Module, nn.Module] = {}
     for layer in model.modules():
-        if isinstance(layer, CompressedLayer):
+        if isinstance(layer, CompressedLayer) and (values is None or layer in values):
             converter = converters()[layer.dense_type]
             key = layer.tt, converter.in_first
             if key not in weights:
-                weight = layer.weight.t() if converter.in_first else layer.weight
+                weight = layer.weight if values is None else values[layer]
+                weight = weight.t() if converter.in_first else weight
                 value = weight.detach().clone(memory_format=torch.contiguous_format)
                 trainable = any(p.requires_grad for p in layer.tt.parameters())
                 weights[key] = nn.Parameter(value, requires_grad=trainable)

@@ -21,9 +21,11 @@ from comera.convert.rows import rows_of
 from comera.convert.select import Group, Site, all_names, find_groups, find_sites, why_nothing
 from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import ConversionError, SpecError
+from comera.nn.adapted import refuse_adapters
 from comera.nn.size import model_size
-from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
 from comera.tt.decompose import round_cores, tt_svd
+from comera.tt.format import check_linear
 from comera.tt.spec import BTTSpec, TTMSpec
 
 
@@ -58,8 +60,8 @@ def tensorize_(
 
     Raises:
         ConversionError: no size (neither a ratio nor ranks) or both, a ratio of 1 or less or above what the formats
-            reach, an override without a match or of the wrong format, or a model in which nothing gets smaller. The
-            model is unchanged, as it is after the next error.
+            reach, an override without a match or of the wrong format, a model in which nothing gets smaller, or one
+            with adapters. The model is unchanged, as it is after the next error.
         SpecError: a format that does not fit its layer, or without a rank.
 
     Example:
@@ -86,6 +88,8 @@ def tensorize_(
             f"tensorize_ replaces layers inside a module: {_wrap(model)}, "
             "or make a comera.nn.TTLinear or comera.nn.TTMEmbedding yourself"
         )
+    instead = "compress first, then adapt_; remove_adapters_ or merge_adapters_ frees a model of them"
+    refuse_adapters(model, ConversionError, "tensorize_", instead)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ConversionError("the model is wrapped in DistributedDataParallel: convert first, then wrap")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
@@ -132,7 +136,8 @@ def materialize_(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        ConversionError: a model without compressed layers, or one that is itself a single compressed layer.
+        ConversionError: a model without compressed layers, one that is itself a single compressed layer, or one with
+            adapters or with an activation between the factors of a layer. The model is unchanged.
 
     Example:
         >>> import torch, comera
@@ -150,6 +155,10 @@ def materialize_(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, CompressedLayer):
         raise ConversionError(f"materialize_ replaces layers inside a module: {_wrap(model)}")
+    instead = "remove_adapters_ first, or merge_adapters_(model, materialize=True), which makes their layers dense"
+    refuse_adapters(model, ConversionError, "materialize_", instead)
+    for name, train in named_trains(model):
+        check_linear(train.spec, f"dense weight, at {name}", ConversionError)
     if not materialize_layers_(model):
         raise ConversionError(
             f"nothing to materialize in {type(model).__name__}: it has no compressed layer; tensorize_ it first"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from comera.convert import materialize_
 from comera.errors import ConversionError
 from comera.fusion.fuse import fuse_
+from comera.nn.adapted import refuse_adapters
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
@@ -31,11 +32,17 @@ from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize
+from comera.tt.format import check_linear
 from comera.tt.spec import TTMSpec, TTSpec
 
 
 def copy_with_own_trains(model: nn.Module) -> nn.Module:
-    """A copy of a model with its own tensor trains; all other parameters and buffers are shared."""
+    """A copy of a model with its own tensor trains; all other parameters and buffers are shared.
+
+    Raises ConversionError for a model with adapters.
+    """
+    instead = "merge_adapters_ or remove_adapters_ first"
+    refuse_adapters(model, ConversionError, "an export", instead)
     owned = {p for module in model.modules() if isinstance(module, TensorTrain) for p in module.parameters()}
     shared = [t for t in (*model.parameters(), *model.buffers()) if t not in owned]
     return deepcopy(model, {id(tensor): tensor for tensor in shared})
@@ -54,7 +61,7 @@ def serving_copy(model: nn.Module) -> nn.Module:
     """A copy of a model in evaluation mode, with the compressed layers of this file.
 
     Pruned slices are removed and gates absorbed; everything else is shared with the model, which is unchanged. Outputs
-    are the same up to rounding. Raises ConversionError for an unknown type of compressed layer.
+    are the same up to rounding. Raises ConversionError for an unknown type of compressed layer, and for adapters.
 
     Example:
         >>> import torch, comera
@@ -79,6 +86,7 @@ def serving_copy(model: nn.Module) -> nn.Module:
                 f"expected compressed layers of {', '.join(kind.__name__ for kind in _INFERENCE)}, got a "
                 f"{type(layer).__name__}: materialize_ the model first"
             )
+        check_linear(layer.tt.spec, "form for a program: export its weights (safetensors)", ConversionError)
         if layer.tt not in cores:
             cores[layer.tt] = _Cores(layer.tt)
         return _INFERENCE[type(layer)](layer, cores[layer.tt])

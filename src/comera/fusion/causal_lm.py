@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import BlockPattern, StandIn, in_fp8, is_hooked, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
+from comera.nn.adapted import Adapted
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linear
 from comera.ops.cross_entropy import Head, head_cross_entropy
@@ -34,8 +35,12 @@ class CausalLM(BlockPattern):
 
     def obstacle(self, module: nn.Module) -> str | None:
         head = submodule(module, self.head)
+        if isinstance(head, Adapted):
+            return f"{self.head} has an adapter"
         if type(head) not in (nn.Linear, TTLinear, BTTLinear):
             return f"{self.head} is a {type(head).__name__}, not an nn.Linear, TTLinear or BTTLinear"
+        if isinstance(head, TTLinear) and head.spec.activation:
+            return f"{self.head} has an activation between its factors"
         if is_hooked(head):
             return f"{self.head} has hooks"
         if in_fp8(head):

@@ -127,6 +127,8 @@ class MergeCache:
             return False
         size = input.shape[:-1].numel(), (autocast or input.dtype).itemsize, input.device.type
         for train, core in zip(trains, cores, strict=True):
+            if train.spec.activation:
+                return True
             gradients, merged = (input.requires_grad, core.requires_grad), train in self._batched
             if choose(LinearProblem, train.spec, *size, *gradients, merged=merged)[0] == "low_rank":
                 return True
@@ -249,4 +251,4 @@ def _signature(train: TensorTrain) -> tuple[Any, ...]:
     """What the trains of a batched merge have in common: all but their ranks."""
     spec, core = train.spec, train.tensors[0][0]
     assert isinstance(spec, TTSpec)
-    return spec.shape, spec.in_modes, spec.out_modes, train.threshold, core.dtype, core.device
+    return spec.activation, spec.shape, spec.in_modes, spec.out_modes, train.threshold, core.dtype, core.device

@@ -11,6 +11,7 @@ from torch import nn
 
 from comera.errors import ConversionError
 from comera.fusion.merge_cache import MergeCache
+from comera.nn.adapted import Adapted
 from comera.nn.linear import TTLinear
 
 
@@ -147,8 +148,12 @@ def layers_obstacle(
     expected = first if first in kinds else kinds[0]
     for name in names:
         layer = submodule(module, name)
+        if isinstance(layer, Adapted):
+            return f"{name} has an adapter"
         if type(layer) is not expected:
             return f"{name} is a {type(layer).__name__}, not a {expected.__name__}"
+        if isinstance(layer, TTLinear) and layer.spec.activation:
+            return f"{name} has an activation between its factors"
         if is_hooked(layer):
             return f"{name} has hooks"
         if in_fp8(layer):

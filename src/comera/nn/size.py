@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from comera.nn.adapted import adapted_layers
 from comera.nn.tensor_train import named_trains
 
 
@@ -14,7 +15,8 @@ class ModelSize:
     total: all parameters, tied ones once. tensorized: those of them in tensor trains (cores and gates; no biases).
     dense_total, dense_tensorized: the same for the dense model, with every tensor train replaced by the weight that it
     represents. A weight that was tied counts once, also where its layers have a tensor train each now, and with the
-    parameters that stay dense where one of them does. bytes: storage of all parameters, in their own dtypes.
+    parameters that stay dense where one of them does. bytes: storage of all parameters, in their own dtypes. adapters:
+    parameters of adapters, which count in the total alone: the dense original has none.
 
     See `model_size`.
     """
@@ -24,6 +26,7 @@ class ModelSize:
     dense_total: int
     dense_tensorized: int
     bytes: int
+    adapters: int = 0
 
     @property
     def ratio(self) -> float:
@@ -39,7 +42,7 @@ class ModelSize:
         return (
             f"{self.total:,} parameters ({self.bytes / 2**20:.1f} MiB), {self.ratio:.1f}x below dense; "
             f"tensorized layers {self.tensorized:,}, {self.tensorized_ratio:.1f}x"
-        )
+        ) + (f"; adapters {self.adapters:,}" if self.adapters else "")
 
 
 def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize:
@@ -64,14 +67,16 @@ def model_size(model: nn.Module, *, dense_total: int | None = None) -> ModelSize
         4722432
     """
     parameters = list(model.parameters())
-    trains = [train for _, train in named_trains(model)]
+    beside = {layer.adapter.tt for layer in adapted_layers(model).values()}
+    trains = [train for _, train in named_trains(model) if train not in beside]
     total = sum(p.numel() for p in parameters)
     tensorized = sum(p.numel() for p in {p for train in trains for p in train.parameters()})
-    others = total - tensorized
+    adapters = sum(p.numel() for train in beside for p in train.parameters())
+    others = total - tensorized - adapters
     if dense_total is None:
         dense_total = others + sum(train.spec.dense_numel for train in trains if not train.counts_elsewhere)
     stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    return ModelSize(total, tensorized, dense_total, dense_total - others, stored_bytes)
+    return ModelSize(total, tensorized, dense_total, dense_total - others, stored_bytes, adapters)
 
 
 def _ratio(dense: int, stored: int) -> float:

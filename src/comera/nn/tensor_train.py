@@ -31,6 +31,7 @@ class TensorTrain(nn.Module):
         spec: modes and ranks (TT, TTM or BTT).
         init_std: standard deviation of the materialized weight that `reset_parameters` draws.
         threshold: τ; a gate at or below it is pruned: it multiplies by exactly 0 and counts 0 (docs/method.md §2).
+        starts_at_zero: draw the last core as zeros, as that of an adapter; `init_std` then scales the others.
 
     Parameters: `cores`, of `spec.core_shapes`; `rank_params`, the gates, vectors of `spec.inner_ranks`. Gates of cores
     in half precision are in float32: near 1, bfloat16 does not resolve their steps.
@@ -63,11 +64,13 @@ class TensorTrain(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         generator: torch.Generator | None = None,
+        starts_at_zero: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.init_std = init_std
         self.threshold = threshold
+        self.starts_at_zero = starts_at_zero
 
         def empty(*shape: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -114,6 +117,8 @@ class TensorTrain(nn.Module):
             fresh = init_cores(self.spec, self.init_std, generator=generator, dtype=self.cores[0].dtype, device=device)
             for core, value in zip(self.cores, fresh, strict=True):
                 core.copy_(value)
+            if self.starts_at_zero:
+                self.cores[-1].zero_()
         for d in self.rank_params:
             d.fill_(1.0)
         self._note_blocks(device)  # `to_empty` has emptied them

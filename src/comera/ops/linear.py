@@ -6,6 +6,8 @@ Three ways, planned by the size of the batch (docs/method.md §4):
     sequential   x absorbs groups of merged cores one after the other: best for a few rows
     dense        merge all cores to W: best for small layers or high ranks
 
+With an activation between the factors there is one way, low rank: act(x A) B.
+
 Shapes: B flattened batch, I/O in/out features.
 """
 
@@ -15,6 +17,7 @@ from math import prod
 from torch import Tensor
 
 from comera.errors import SpecError
+from comera.ops.activated import activated_low_rank
 from comera.ops.dtypes import autocast_dtype, without_autocast, working_dtype
 from comera.ops.fp8 import Scaling, fp8_low_rank
 from comera.ops.low_rank import LowRankFactors, low_rank
@@ -38,7 +41,7 @@ def tt_linear(
     plan: ContractionPlan | None = None,
     fp8: Scaling | None = None,
 ) -> Tensor:
-    """y = x W + bias, W the tensor train of `cores`.
+    """y = x W + bias, W the tensor train of `cores`; with an activation in `spec`, y = act(x A) B + bias.
 
     Args:
         input: x (..., in_features), any leading shape.
@@ -47,9 +50,9 @@ def tt_linear(
         gates: `order - 1` vectors of `spec.inner_ranks`; ones by default. A gate at or below `threshold` counts as 0.
         factors: A and B of this W, with or without the bias, where they have been merged already; then the product is
             low rank, whatever the plan would be.
-        plan: a forced choice; by default `plan_linear` for this batch.
+        plan: a forced choice; by default `plan_linear` for this batch. With an activation the product is low rank.
         fp8: how the operands of the products with the batch are scaled to float8 (ops/fp8.py); then the product is low
-            rank, too.
+            rank, too. Not with an activation.
 
     Returns:
         (..., out_features) in x's dtype, which must be the cores', or in autocast's dtype: then only the products with
@@ -67,13 +70,18 @@ def tt_linear(
             gradients = x_BI.requires_grad, any(core.requires_grad for core in cores)
             size = x_BI.shape[0], x_BI.element_size(), x_BI.device.type
             strategy, groups = choose(LinearProblem, spec, *size, *gradients, plan=plan)
-            if strategy == "low_rank" or fp8:
+            if strategy == "low_rank" or spec.activation or fp8:
                 gates = [cores[0].new_ones(rank) for rank in spec.inner_ranks] if gates is None else gates
                 (factors,) = merge([spec], [[*cores, *gates]], threshold, working_dtype(x_BI), [bias])
         if factors is not None:
             missing = None if bias is None or factors.has_bias else bias.to(factors.b.dtype)
             factors = factors.with_bias(missing)
-            y_BO = fp8_low_rank(x_BI, factors, fp8) if fp8 else low_rank(x_BI, factors)[0]
+            if spec.activation:
+                y_BO = activated_low_rank(x_BI, factors, spec.activation)
+            elif fp8:
+                y_BO = fp8_low_rank(x_BI, factors, fp8)
+            else:
+                (y_BO,) = low_rank(x_BI, factors)
         else:
             if gates is not None:
                 cores = absorb(cores, [d.masked_fill(d <= threshold, 0.0) for d in gates])

@@ -10,7 +10,8 @@ Its rate η_k is such that each term is 1/K of what the dense rate η allows a d
 
     η_k · reach(d_in^k, d_out^k) · Π_{j≠k} ‖G_j‖  =  η · reach(in, out) / K
 
-In a TTM the dense weight is one row. Source: the bound, to first order in the steps; the norms are those of the cores
+In a TTM the dense weight is one row. The last core of an adapter starts at zero, and counts as it would have been drawn
+otherwise. Source: the bound, to first order in the steps; the norms are those of the cores
 as they are. docs/method.md §9.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from comera.nn.tensor_train import TensorTrain
 from comera.optim.core_matrices import as_matrices
+from comera.tt.init import init_cores
 from comera.tt.spec import TTMSpec
 
 Reach = Callable[[int, int], float]
@@ -49,6 +51,9 @@ def core_rates(train: TensorTrain, reach: Reach = adam_reach) -> list[float] | N
     """
     spec = train.spec
     cores = [_whole(core) for core in train.cores]
+    if train.starts_at_zero and not cores[-1].is_meta and not cores[-1].any():
+        generator = torch.Generator().manual_seed(0)  # of its own: the user's draws stay as they are
+        cores[-1] = init_cores(spec, train.init_std, generator=generator)[-1]
     if cores[0].is_meta or not all(core.numel() for core in cores):
         return None
     matrices = [as_matrices(spec, k, core.double()) for k, core in enumerate(cores)]

@@ -117,9 +117,10 @@ def groups_for(
         name = "tables" if isinstance(train.spec, TTMSpec) else "cores"
         rate = given[name]
         reach = reach_of(train)
+        names = path.split(".")[: -1 if train.starts_at_zero else None]  # of an adapter: that of its layer
         multiples = core_rates(train, reach) if rate is None else None
         for k, core in enumerate(train.cores):
-            own = (path.split(".")[-2:][0], train.spec.padded_shape, k, reach)
+            own = (names[-2:][0], train.spec.padded_shape, k, reach)
             role = _Role(name, share, () if rate is not None else own)
             roles[core] = role
             if rate is not None:

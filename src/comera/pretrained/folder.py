@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError, SpecError
+from comera.nn.adapted import adapted_layers
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.sharded import type_name
 from comera.tt.spec import BTTSpec, Spec, spec_from_dict
@@ -162,22 +163,41 @@ def tensor_headers(folder: str | Path) -> dict[str, tuple[tuple[int, ...], str]]
         return {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
 
 
-def read_folder(folder: Path, *, with_tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+@dataclass(frozen=True)
+class Kind:
+    """What a file holds, for errors: what it is, the call that writes it, and what to do with the file of another."""
+
+    file: str
+    what: str
+    writer: str
+    instead: str
+
+
+MODEL = Kind(
+    WEIGHTS,
+    "a saved model",
+    "save_pretrained",
+    "To start from the weights of a dense model, load them into it and call tensorize_ with init='decompose'",
+)
+
+
+def read_folder(
+    folder: Path, kind: Kind = MODEL, *, with_tensors: bool = True
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Manifest and tensors of a saved model, tied tensors under each of their names; from one open file."""
-    path = folder / WEIGHTS
+    path = folder / kind.file
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in (file.keys() if with_tensors else ())}
     except FileNotFoundError as error:
-        raise CheckpointError(f"expected a saved model in {folder}, but it has no {WEIGHTS}") from error
+        raise CheckpointError(f"expected {kind.what} in {folder}, but it has no {kind.file}") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is truncated or no safetensors file ({error}): take another copy") from error
     text = about.get(_TEXT)
     if text is None:
         raise CheckpointError(
-            f"{path} was not written by save_pretrained of this library: it has no manifest. To start from the weights "
-            "of a dense model, load them into it and call tensorize_ with init='decompose'"
+            f"{path} was not written by {kind.writer} of this library: it has no manifest. {kind.instead}"
         )
     try:
         manifest: dict[str, Any] = json.loads(text)
@@ -205,11 +225,13 @@ def read_folder(folder: Path, *, with_tensors: bool = True) -> tuple[dict[str, A
 
 
 def train_names(model: nn.Module) -> dict[TensorTrain, dict[str, str]]:
-    """Every tensor train with all of its names, and the type of the layer that holds it under each."""
+    """Every tensor train with all of its names, and the type of the layer that holds it under each; without adapters,
+    which are no part of a model's own weights."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    beside = {layer.adapter.tt for layer in adapted_layers(model).values()}
     names: dict[TensorTrain, dict[str, str]] = {}
     for name, module in modules.items():
-        if isinstance(module, TensorTrain):
+        if isinstance(module, TensorTrain) and module not in beside:
             names.setdefault(module, {})[name] = type_name(modules[name.rpartition(".")[0]])
     return names
 

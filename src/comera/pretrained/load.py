@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from comera.convert.registry import converters, refusal
 from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError
+from comera.nn.adapted import refuse_adapters
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
 from comera.pretrained.sharded import like, type_name
@@ -46,8 +47,8 @@ def load_pretrained(
         The model.
 
     Raises:
-        CheckpointError: a file that is missing, truncated, foreign or of other shapes, or an optimizer that holds a
-            parameter which loading would replace by a new one. The model is unchanged.
+        CheckpointError: a file that is missing, truncated, foreign or of other shapes, a model with adapters, or an
+            optimizer that holds a parameter which loading would replace by a new one. The model is unchanged.
 
     Example:
         >>> import tempfile, torch, comera
@@ -64,6 +65,8 @@ def load_pretrained(
         ('TTMEmbedding', 'TTLinear')
     """
     folder = Path(folder)
+    instead = "load the model first, then its adapters with comera.adapters.load_adapters_"
+    refuse_adapters(model, CheckpointError, "load_pretrained", instead)
     trains, stored, transient = _read(folder, model)
     plan = _Plan(model, stored, transient)
     for saved in trains:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import CheckpointError
 from comera.files import replace_file
+from comera.nn.adapted import refuse_adapters
 from comera.pretrained.folder import (
     FORMAT,
     MANIFEST,
@@ -36,7 +37,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
         metadata: JSON-ready values to keep in the manifest.
 
     Raises:
-        CheckpointError: a model on the meta device, or with state other than tensors. The folder is unchanged.
+        CheckpointError: a model on the meta device, with adapters, or with state other than tensors. The folder is
+            unchanged.
 
     Example:
         >>> import tempfile, torch, comera
@@ -50,6 +52,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
         True
     """
     folder = Path(folder)
+    instead = "comera.adapters.save_adapters writes them; to save the model itself, merge_adapters_ or remove_adapters_"
+    refuse_adapters(model, CheckpointError, "save_pretrained", instead)
     tensors, tied, transient = _stored_tensors(model)
     manifest = {
         "format": FORMAT,

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from comera.nn.adapted import Adapted
+
 
 def _library() -> Any:
     return sys.modules.get("torch.distributed.tensor")
@@ -41,5 +43,6 @@ def leads(tensors: Iterable[Tensor]) -> bool:
 
 
 def type_name(layer: nn.Module) -> str:
-    """Name of the type of a layer, without the type that `fully_shard` puts before it."""
-    return next(kind.__name__ for kind in type(layer).__mro__ if not kind.__name__.startswith("FSDP"))
+    """Name of the type of a layer, without the types that `fully_shard` and adapters put before it."""
+    kinds = (kind for kind in type(layer).__mro__ if not issubclass(kind, Adapted))
+    return next(kind.__name__ for kind in kinds if not kind.__name__.startswith("FSDP"))

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from comera.distributed import shapes_changed
 from comera.errors import RankError
-from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.nn.tensor_train import TensorTrain
 from comera.rank.allocate import allocate
 from comera.rank.copies import trains_of_copies
 from comera.rank.optimizer_state import reset_state_
 from comera.rank.report import RankReport, RankRow
 from comera.rank.target import check_multiple, target_of
+from comera.rank.trains import adaptable_trains, check_roundable
 from comera.tt.blocks import component_mask, ranks_of_blocks
 from comera.tt.decompose import Decomposition, round_cores, singular_values
 from comera.tt.dense import absorb
@@ -62,8 +63,8 @@ def round_(
 
     Raises:
         RankError: a target above the present size or below the smallest possible, parameters that are not finite,
-            weights below 0 or for an unknown train, copies of other ranks, or a multiple below 1. Nothing has changed
-            then.
+            weights below 0 or for an unknown train, layers with an activation between their factors, copies of other
+            ranks, or a multiple below 1. Nothing has changed then.
 
     Example:
         >>> import torch, comera
@@ -77,12 +78,13 @@ def round_(
         >>> sum(p.numel() for name, p in model.named_parameters() if ".tt." in name) == report.after
         True
     """
-    trains = dict(named_trains(model))
+    trains = adaptable_trains(model)
     if not trains:
         raise RankError(
             f"expected a model with compressed layers, got {type(model).__name__} without any: call tensorize_ first"
         )
     check_multiple(multiple)
+    check_roundable(trains.values())
     weights = weights or {}
     for name, weight in weights.items():
         if name not in trains or not 0 <= weight < float("inf"):
@@ -122,7 +124,7 @@ def canonicalize_(
     rest. Unpruned gates are absorbed into the cores and become ones; as many as were pruned stay so, at zero, behind
     them. Ranks that exceed what their neighbors can use fall. The optimizers' state of the trains is reset, and the
     averages in their copies start again, as in `round_`. Raises RankError, with nothing changed, for parameters that
-    are not finite.
+    are not finite and for an activation between factors.
 
     Example:
         >>> import torch
@@ -136,6 +138,8 @@ def canonicalize_(
         >>> torch.allclose(train.dense(), before, atol=1e-5), train.rank_params[1].unique().tolist()
         (True, [1.0])
     """
+    trains = list(trains)
+    check_roundable(trains)
     with _one_thread():
         found = [(train, round_cores(train.spec, _effective_cores("a tensor train", train))) for train in trains]
     for train, canonical in found:

@@ -36,7 +36,6 @@ from torch.utils.hooks import RemovableHandle
 from comera.convert.swap import tell_changed
 from comera.distributed import check_whole, follow_state_, several, shapes_changed, sum_
 from comera.errors import RankError
-from comera.nn.tensor_train import named_trains
 from comera.rank.budget import canonicalize_, round_
 from comera.rank.copies import trains_of_copies
 from comera.rank.importance import update_importance_, zero_gates_
@@ -49,6 +48,7 @@ from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_si
 from comera.rank.state import RankState
 from comera.rank.step_rule import SIZE_GRADIENTS, HookArgs, adjust_gradients_, parameters_of, run_before_step
 from comera.rank.target import late_target
+from comera.rank.trains import adaptable_trains
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
@@ -64,8 +64,9 @@ class RankController:
     target at the end.
 
     Args:
-        model: has at least one compressed layer; the controller adapts the tensor trains that it holds now. Give a
-            DistributedDataParallel wrapper rather than what it wraps, so that it follows the ranks when they fall.
+        model: has at least one compressed layer or adapter; the controller adapts the tensor trains that it holds now,
+            beside adapters only what is trained with them. Give a DistributedDataParallel wrapper rather than what it
+            wraps, so that it follows the ranks when they fall.
         early, late: the two stages. Without `late.target_size`, the early stage goes on to the end.
         multiple: keep ranks at multiples of it (8 or 16 suit tensor cores) where possible.
         copies: all that average the model's parameters (`torch.optim.swa_utils.AveragedModel`). They are cut with it,
@@ -76,7 +77,7 @@ class RankController:
             `between_steps` after each step, and capture again when `phase` changes.
 
     Raises:
-        RankError: a model without compressed layers, or with sharded ones, or copies of other ranks.
+        RankError: no compressed layers, or sharded ones, copies of other ranks, a target size beside an activation.
 
     Example:
         >>> import torch, comera
@@ -112,7 +113,7 @@ class RankController:
     ) -> None:
         self.model, self.early, self.late, self.multiple, self.copies = model, early, late, multiple, copies
         self.replayed = False
-        self._trains = [train for _, train in named_trains(model)]
+        self._trains = list(adaptable_trains(model, rounded=late.target_size is not None).values())
         self._cores = [core for train in self._trains for core in train.cores]
         if not self._trains:
             raise RankError(

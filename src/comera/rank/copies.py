@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from comera.errors import RankError
-from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.nn.tensor_train import TensorTrain
+from comera.rank.trains import adaptable_trains
 
 
 def trains_of_copies(model: nn.Module, copies: Sequence[nn.Module]) -> dict[TensorTrain, list[TensorTrain]]:
@@ -19,10 +20,10 @@ def trains_of_copies(model: nn.Module, copies: Sequence[nn.Module]) -> dict[Tens
 
     Raises RankError for a copy with other tensor trains.
     """
-    own = [train for _, train in named_trains(model)]
+    own = list(adaptable_trains(model).values())
     found: dict[TensorTrain, list[TensorTrain]] = {train: [] for train in own}
     for copy in copies:
-        trains = [train for _, train in named_trains(copy)]
+        trains = list(adaptable_trains(copy).values())
         if [train.spec for train in trains] != [train.spec for train in own]:
             raise RankError(
                 f"expected a copy with the {len(own)} tensor trains of the model and their ranks, got "

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from comera.distributed import shapes_changed
 from comera.errors import RankError
-from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.nn.tensor_train import TensorTrain
 from comera.rank.copies import trains_of_copies
 from comera.rank.optimizer_state import Cut, cut_state
 from comera.rank.report import RankReport, RankRow
 from comera.rank.target import check_multiple
+from comera.rank.trains import adaptable_trains
 from comera.tt.format import spec_size
 
 
@@ -62,7 +63,7 @@ def prune_(
     """
     check_multiple(multiple)
     copied = trains_of_copies(model, copies)
-    plans = [_PrunePlan(name, train, multiple, copied[train]) for name, train in named_trains(model)]
+    plans = [_PrunePlan(name, train, multiple, copied[train]) for name, train in adaptable_trains(model).items()]
     changed = [plan for plan in plans if plan.spec != plan.train.spec]
     cuts = {parameter: cut for plan in changed for parameter, cut in plan.cuts.items()}
     names: dict[Tensor, str] = {p: f"{plan.name}.{key}" for plan in changed for key, p in plan.train.named_parameters()}

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from comera.errors import RankError
-from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.nn.tensor_train import TensorTrain
+from comera.rank.trains import adaptable_trains
 from comera.tt.format import spec_size
 
 _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -19,7 +20,7 @@ def smallest_size(model: nn.Module, *, multiple: int = 1) -> int:
 
     A train with an inner rank of 0 is the zero weight and ends up storing nothing; one of order 1 has no inner ranks.
     """
-    specs = [train.spec for _, train in named_trains(model)]
+    specs = [train.spec for train in adaptable_trains(model).values()]
     return sum(
         spec_size(spec, [min(rank, multiple) for rank in spec.inner_ranks]) for spec in specs if all(spec.inner_ranks)
     )
@@ -33,7 +34,7 @@ def check_multiple(multiple: int) -> None:
 
 def target_of(model: nn.Module, target: float | int | str, *, size: int, multiple: int, where: str) -> int:
     """`resolve_target` for the tensor trains of a model, of which `size` parameters count as stored now."""
-    parameters = [p for _, train in named_trains(model) for p in train.parameters()]
+    parameters = [p for train in adaptable_trains(model).values() for p in train.parameters()]
     stored = sum(p.numel() * p.element_size() for p in parameters)
     mean = stored / max(1, sum(p.numel() for p in parameters))
     smallest = smallest_size(model, multiple=multiple)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from comera.errors import ConversionError
 from comera.kernels.tracing import transformed
+from comera.nn.adapted import Adapted
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
 from comera.recompute.replay import contexts, policy
@@ -154,7 +155,10 @@ def _matching(modules: dict[str, nn.Module], blocks: str | Sequence[str]) -> dic
 
 
 def _layers(modules: Iterable[nn.Module]) -> set[CompressedLayer]:
-    return {layer for module in modules for layer in module.modules() if isinstance(layer, CompressedLayer)}
+    """The compressed layers in these modules. Adapters are none: beside a dense layer they save it no product."""
+    found = {layer for module in modules for layer in module.modules()}
+    beside = {layer.adapter for layer in found if isinstance(layer, Adapted)}
+    return {layer for layer in found if isinstance(layer, CompressedLayer)} - beside
 
 
 class _Recompute:

@@ -27,6 +27,7 @@ from torch import Tensor
 from comera.errors import SpecError
 from comera.tt.blocks import block_singular_values, block_svd, round_blocks
 from comera.tt.dense import fold, materialize
+from comera.tt.format import check_linear
 from comera.tt.spec import BTTSpec, Spec, check_cores
 
 _ROUNDING = 1e-12  # relative norm of the singular values that float64 leaves where exact arithmetic has zeros
@@ -60,6 +61,7 @@ def tt_svd(weight: Tensor, spec: Spec, *, rel_error: float | None = None) -> Dec
         >>> print(found.spec, found.error < 1e-6)
         TT 6·4 / 6·6 ranks 2-1-1 True
     """
+    check_linear(spec, "cores that a weight decomposes into: draw them at random (init='random')")
     if tuple(weight.shape) != spec.shape:
         raise SpecError(f"expected a weight of shape {spec.shape} for {spec}, got {tuple(weight.shape)}")
     _check_finite("the weight", weight)
@@ -165,6 +167,7 @@ def _right_orthogonal(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _check_operands(spec: Spec, cores: Sequence[Tensor]) -> None:
+    check_linear(spec, "singular values that rounding could drop")
     check_cores(spec, cores)
     for k, core in enumerate(cores):
         _check_finite(f"core {k}", core)

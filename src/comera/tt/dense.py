@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera.tt.blocks import materialize_blocks
+from comera.tt.format import check_linear
 from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
 
@@ -37,7 +38,8 @@ def merge(cores: Sequence[Tensor]) -> Tensor:
 def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
     """The dense weight of a tensor train, of `spec.shape`, padding sliced away.
 
-    cores: `order` tensors of `spec.core_shapes` that have absorbed the gates.
+    cores: `order` tensors of `spec.core_shapes` that have absorbed the gates. Raises SpecError for a spec with an
+    activation, for which there is no such weight.
 
     Example:
         >>> import torch
@@ -47,6 +49,7 @@ def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
         >>> torch.allclose(materialize(found.spec, found.cores), weight, atol=1e-5)
         True
     """
+    check_linear(spec, "dense weight")
     if isinstance(spec, BTTSpec):
         return materialize_blocks(spec, cores)
     full = merge(cores)

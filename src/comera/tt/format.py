@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from comera.errors import SpecError
+from comera.errors import ComeraError, SpecError
 
 
 def rank_limits(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -33,6 +33,8 @@ class Format(ABC):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     _format: ClassVar[str]
     ranks: tuple[int, ...]
+    activation: str | None = None
+    """What stands between the two factors of the weight; None for a weight, which is linear."""
 
     @property
     @abstractmethod
@@ -115,7 +117,8 @@ class Format(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready description; `spec_from_dict` reads it back."""
-        return {"format": self._format} | {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {"format": self._format} | {field.name: getattr(self, field.name) for field in fields(self)}
+        return values if self.activation else {name: value for name, value in values.items() if name != "activation"}
 
     def _validate(self, rows: str, cols: str) -> None:
         """Convert lists to tuples and check modes (fields `rows` and `cols`) and ranks."""
@@ -152,6 +155,12 @@ class LinearFormat(Format):
     @property
     def padded_shape(self) -> tuple[int, int]:
         return (prod(self.in_modes), prod(self.out_modes))
+
+
+def check_linear(spec: Format, what: str, error: type[ComeraError] = SpecError) -> None:
+    """Raise `error` for a spec with an activation, for which there is no `what`."""
+    if spec.activation:
+        raise error(f"{spec} computes {spec.activation}(x A) B, which is no product with a weight: it has no {what}")
 
 
 def check_modes(what: str, modes: tuple[int, ...], features: int) -> None:

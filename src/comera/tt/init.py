@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from comera.errors import SpecError
+from comera.tt.activations import SECOND_MOMENTS
 from comera.tt.blocks import random_cores
-from comera.tt.dense import frobenius_norm
-from comera.tt.spec import BTTSpec, Spec, TTMSpec
+from comera.tt.dense import frobenius_norm, merge
+from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
 
 def init_cores(
@@ -29,7 +30,8 @@ def init_cores(
     about the same size, s = (std² / Π r_k)^(1 / 2·order). See docs/method.md §9. Cores of a block tensor train are
     Gaussian: a weight of two cores without shared parameters has no such unevenness.
 
-    std: root mean square of the weight, padding included; met up to rounding, not only on average. generator: draws on
+    std: root mean square of the weight, padding included; met up to rounding, not only on average. With an activation
+    between the factors, that of a weight which gives outputs of the same size. generator: draws on
     its own device; the CPU's by default, so that a seed gives the same cores on every device. dtype: that of the cores;
     they are drawn in float32, or in float64 for that dtype, and cast.
     Raises SpecError for a std that is negative or not finite.
@@ -57,9 +59,26 @@ def init_cores(
         # one slice per row mode (TT: per mode): left rank × (column mode · right rank)
         core = _isometries(mode, shape[0], prod(shape[1:]) // mode, draw).transpose(0, 1).reshape(shape)
         cores.append(core * sqrt(core.numel()) / core.norm() if core.numel() else core)
+    if isinstance(spec, TTSpec) and spec.activation:
+        return [core.to(device=device, dtype=dtype) for core in _around_activation(spec, spec.activation, std, cores)]
     norm = float(frobenius_norm(cores))
     scale = (std * sqrt(prod(spec.padded_shape)) / norm) ** (1 / spec.order) if norm else 0.0
     return [(core * scale).to(device=device, dtype=dtype) for core in cores]
+
+
+def _around_activation(spec: TTSpec, activation: str, std: float, cores: list[Tensor]) -> list[Tensor]:
+    """Cores scaled so that inputs of unit variance reach the activation with unit variance, and outputs have the
+    variance that a weight of this std would give them (docs/method.md §9)."""
+    rank, features = spec.ranks[spec.split], spec.in_features
+    rows, cols = spec.padded_shape
+    passed = SECOND_MOMENTS[activation]
+    into, out = sqrt(rows * rank / features), std * sqrt(features * cols / passed)  # Frobenius norms of A and B
+    scaled = []
+    for half, wanted in ((cores[: spec.split], into), (cores[spec.split :], out)):
+        norm = float(merge(half).norm())
+        scale = (wanted / norm) ** (1 / len(half)) if norm else 0.0
+        scaled += [core * scale for core in half]
+    return scaled
 
 
 def _isometries(count: int, rows: int, columns: int, draw: Callable[..., Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from comera.errors import SpecError
+from comera.tt.activations import SECOND_MOMENTS
 from comera.tt.format import Format, LinearFormat, check_ranks, join
 
 
@@ -44,9 +45,11 @@ class TTSpec(LinearFormat):
         out_modes: factors of the output features; where their product is larger, outputs are sliced.
         ranks: ``len(in_modes) + len(out_modes) + 1`` ranks, ones at both ends, inner ranks >= 0. Each is at most the
             product of all modes on either side of it (`rank_limits`). Rank 0 makes a weight of zeros.
+        activation: "silu", "gelu", "gelu_tanh" or "relu" between the last input core and the first output core: then
+            the layer computes y = act(x A) B, and there is no dense weight. None for a product with a weight.
 
     Raises:
-        SpecError: features, modes and ranks that do not fit together.
+        SpecError: features, modes and ranks that do not fit together, or an unknown activation.
 
     Example:
         >>> from comera.tt import TTSpec
@@ -67,10 +70,12 @@ class TTSpec(LinearFormat):
     in_modes: tuple[int, ...]
     out_modes: tuple[int, ...]
     ranks: tuple[int, ...]
+    activation: str | None = None
 
     def __post_init__(self) -> None:
         self._validate("in_modes", "out_modes")
         check_ranks(self.ranks, self.rank_limits)
+        check_activation("a TTSpec", self.activation)
 
     @property
     def modes(self) -> tuple[int, ...]:
@@ -91,7 +96,8 @@ class TTSpec(LinearFormat):
         return tuple(zip(self.ranks[:-1], self.modes, self.ranks[1:], strict=True))
 
     def __str__(self) -> str:
-        return f"TT {join('·', self.in_modes)} / {join('·', self.out_modes)} ranks {join('-', self.inner_ranks)}"
+        modes = f"TT {join('·', self.in_modes)} / {join('·', self.out_modes)} ranks {join('-', self.inner_ranks)}"
+        return f"{modes} {self.activation}" if self.activation else modes
 
 
 @dataclass(frozen=True)
@@ -304,12 +310,18 @@ def spec_from_dict(fields: dict[str, Any]) -> Spec:
     kind = next((kind for kind in kinds if kind._format == name), None)
     if kind is None:
         raise SpecError(f"expected a spec with format 'tt', 'ttm' or 'btt', got {fields.get('format')!r}")
-    if set(rest) != set(kind.__dataclass_fields__):
+    if set(rest) | ({"activation"} & set(kind.__dataclass_fields__)) != set(kind.__dataclass_fields__):
         raise SpecError(f"a {kind.__name__} needs the fields {sorted(kind.__dataclass_fields__)}, got {sorted(rest)}")
     try:
         return kind(**rest)
     except TypeError as error:
         raise SpecError(f"the fields of a {kind.__name__} are integers and lists of integers, got {rest}") from error
+
+
+def check_activation(what: str, activation: object) -> None:
+    """Raise SpecError unless it is the name of an activation or None."""
+    if activation is not None and activation not in SECOND_MOMENTS:
+        raise SpecError(f"{what} needs activation to be one of {', '.join(SECOND_MOMENTS)} or None, got {activation!r}")
 
 
 def check_cores(spec: Spec, cores: Sequence[Tensor]) -> None:

@@ -1,0 +1,63 @@
+"""What a model with adapters remembers of itself, to be what it was when they go.
+
+It is an attribute of the module that `adapt_` was given, so copies and pickles have it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from comera.adapters.config import TTAdapter
+from comera.errors import ConversionError
+from comera.nn.adapted import Adapted, adapted_layers
+
+_ATTRIBUTE = "_comera_adapters"
+
+
+@dataclass(frozen=True)
+class Record:
+    """flags: `requires_grad` of every parameter before, by name. heads: the state of each module of `also_train` before
+    it was trained, by name."""
+
+    adapter: TTAdapter
+    flags: Mapping[str, bool]
+    heads: Mapping[str, Mapping[str, Tensor]]
+
+
+def write(model: nn.Module, record: Record) -> None:
+    """Keep the record of a model."""
+    setattr(model, _ATTRIBUTE, record)
+
+
+def take(model: nn.Module) -> None:
+    """Drop the record of a model."""
+    delattr(model, _ATTRIBUTE)
+
+
+def read(model: nn.Module, call: str) -> tuple[nn.Module, Record, dict[str, Adapted]]:
+    """The module in a model (or in a wrapper of it) that was given to `adapt_`, its record, and its adapted layers.
+
+    Raises ConversionError for a model without adapters, or of which this is a part.
+    """
+    for module in model.modules():
+        record = vars(module).get(_ATTRIBUTE)
+        if isinstance(record, Record):
+            return module, record, adapted_layers(module)
+    kind = type(model).__name__
+    if adapted_layers(model):
+        raise ConversionError(
+            f"{call}: expected the model that adapt_ or load_adapters_ was given, got a part of it, a {kind}: give the "
+            "whole model"
+        )
+    raise ConversionError(
+        f"{call}: expected a model with adapters, got a {kind} without any: adapt_ or load_adapters_ gives it some"
+    )
+
+
+def restore_flags_(model: nn.Module, record: Record) -> None:
+    """Give every parameter the `requires_grad` of before; one that the model did not have then keeps its own."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(record.flags.get(name, parameter.requires_grad))
