@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import RESULTS
-from frontier import RATES, TUNING, parse
+from frontier import TUNING, parse
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
@@ -33,9 +33,8 @@ Written by `python benchmarks/frontier_page.py`; `make frontier BUDGET=600s` mea
 with fused kernels and one optimizer. **The baseline is the best dense model of any width.** `btt2-384` is a block
 tensor train of rank 2 in about as many blocks as features in each, 384 wide, `btt8b4-384` of rank 8 in 4 × 4 blocks;
 `btt4b4e8h2b4-128` has a token embedding of rank 8 and an output head of rank 2 in 4 × 4 blocks, too;
-`tt6r30-384` is a tensor train of order 6 and rank 30. Base rates are tuned alike, out of
-{rates},
-for 1/{tuning} of the budget on one half of the held-out text; figures are read from the other half.
+`tt6r30-384` is a tensor train of order 6 and rank 30. Base rates are tuned, out of those that the tables name, for
+1/{tuning} of the budget on one half of the held-out text; figures are read from the other half.
 
 ## Where compression can win
 
@@ -110,10 +109,9 @@ PAIRS = (("dense-64", "btt4b4-128"), ("dense-128", "btt8b4-288"), ("dense-192", 
 
 def main() -> None:
     rows, costs = (_read(RESULTS / f"{name}.csv") for name in ("frontier", "frontier_costs"))
-    final = [row for row in rows if row["part"] == "final"]
     tuned = [row for row in rows if row["part"] == "tune"]
-    rates = "; ".join(f"{', '.join(f'{rate:g}' for rate in each)} ({name})" for name, each in RATES.items())
-    lines = [HEAD.format(layers=4, rates=rates, tuning=TUNING), *_goal_table(final), *_rate_table(tuned)]
+    final = _at_their_rates([row for row in rows if row["part"] == "final"], tuned)
+    lines = [HEAD.format(layers=4, tuning=TUNING), *_goal_table(final), *_rate_table(tuned)]
     settings = sorted({_setting(row) for row in final})
     if final:
         _draw(final)
@@ -121,8 +119,8 @@ def main() -> None:
         lines += ["", "## Measured", "", f"![{legend}]({FIGURE.name})"]
     for setting in settings:
         own = [row for row in final if _setting(row) == setting]
-        cases = {row["case"] for row in tuned if _setting(row) == setting}
-        lines += ["", f"### {setting}", "", *_table(own, cases)]
+        rates = _rates(row for row in tuned if _setting(row) == setting)
+        lines += ["", f"### {setting}", "", *_table(own, rates)]
     lines += ["", "## Costs", "", "| vocabulary | case | parameters | MFLOPs a token | FLOPs a parameter |"]
     lines.append("|--:|---|--:|--:|--:|")
     for row in costs:
@@ -185,10 +183,10 @@ def _rate_table(tuned: list[Row]) -> list[str]:
     return ["", "## One base rate", "", *lines] if lines else []
 
 
-def _table(rows: list[Row], tuned: set[str]) -> list[str]:
+def _table(rows: list[Row], tuned: dict[str, list[float]]) -> list[str]:
     """A row for each case, the best first: mean and spread over seeds, and the distance from the best dense model.
 
-    tuned: cases whose rate was tuned for this budget; a star marks the rates of the others.
+    tuned: the rates that each case was tuned over for this budget, the best first; a star marks the rates of others.
     """
     means = _means(rows)
     dense = _best(means, "dense")
@@ -202,13 +200,14 @@ def _table(rows: list[Row], tuned: set[str]) -> list[str]:
         spread = f"{max(losses) - min(losses):.3f}" if len(own) > 1 else ""
         apart = "" if dense is None else f"{means[name] - dense[0]:+.3f}"
         first = own[0]
-        rate = first["lr"] if name in tuned else f"{first['lr']} \\*"
+        tried = ", ".join(f"{rate:g}" for rate in sorted(tuned.get(name, [])))
+        rate = f"{first['lr']} of {tried}" if tried else f"{first['lr']} \\*"
         lines.append(
             f"| {name} | {means[name]:.3f} | {spread} | {len(own)} | {apart} | {rate} | {first['steps']} | "
             f"{float(first['parameters']):,.0f} | {float(first['model_mb']):.3g} | {float(first['peak_mb']):,.0f} |"
         )
     abouts = sorted({", ".join(f"{key} {row[key]}" for key in _ABOUT) for row in rows})
-    if set(means) - tuned:
+    if set(means) - set(tuned):
         abouts.append("\n\\* given by hand, not tuned for this budget")
     return [*lines, "", *abouts]
 
@@ -250,6 +249,27 @@ def _panel(axes: Axes, rows: list[Row]) -> None:
 
 def _setting(row: Row) -> Setting:
     return Setting(row["text"], int(row["vocab"]), row["budget"], row["optimizer"])
+
+
+def _rates(tuned: Iterable[Row]) -> dict[str, list[float]]:
+    """The rates that each case of a setting was tuned over, the best first."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in tuned:
+        found.setdefault(row["case"], []).append((float(row["nats_per_byte"]), float(row["lr"])))
+    return {name: [rate for _, rate in sorted(losses)] for name, losses in found.items()}
+
+
+def _at_their_rates(final: list[Row], tuned: list[Row]) -> list[Row]:
+    """The rows of each case at its tuned rate; of a case that was not tuned, or not run at it, at the one last run."""
+    kept = []
+    for setting in {_setting(row) for row in final}:
+        rates = _rates(row for row in tuned if _setting(row) == setting)
+        for name in {row["case"] for row in final if _setting(row) == setting}:
+            own = _own(final, setting, name)
+            ran = [float(row["lr"]) for row in own]
+            rate = next((best for best in rates.get(name, [])[:1] if best in ran), ran[-1])
+            kept += [row for row in own if float(row["lr"]) == rate]
+    return kept
 
 
 def _own(rows: Iterable[Row], setting: Setting, name: str) -> list[Row]:

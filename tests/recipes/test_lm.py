@@ -121,6 +121,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "ranks": {"compress": replace(RANKS, rank=(1, 4, 5, 4, 1), head_rank=(1, 5, 6, 5, 1), embedding_rank=(1, 3, 4, 1))},
     "narrow by hand": {"method": "narrow", "baselines": BaselineConfig(narrow=Narrow(hidden=24))},
     "recompute": {"train": {"recompute": True, "accumulation": 2}},
+    "smmf": {"train": {"optimizer": "smmf"}},
     "fp8": {"train": {"precision": "fp8"}},
     "fp8, recompute": {"train": {"precision": "fp8", "recompute": True}},
 }
@@ -170,7 +171,12 @@ def test_the_help_offers_what_these_tests_run() -> None:
 
 @pytest.mark.parametrize(
     ("method", "rates", "optimizer"),
-    [("comera", "flat", "adamw"), ("comera", "spectral", "muon"), ("narrow", "flat", "adamw")],
+    [
+        ("comera", "flat", "adamw"),
+        ("comera", "spectral", "muon"),
+        ("comera", "spectral", "smmf"),
+        ("narrow", "flat", "adamw"),
+    ],
 )
 def test_a_stopped_run_resumes_to_the_bit(
     config: LMConfig, method: Method, rates: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
