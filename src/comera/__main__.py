@@ -3,6 +3,7 @@
 From the call of `at_once` on, that is: while Python itself starts, and for the milliseconds that it takes to import
 this file, Ctrl-C ends a command with Python's own traceback. No code of this package can change that."""
 
+import os
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
@@ -10,10 +11,16 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 from comera.cli.interrupt import at_once
 
+# Rounds that a thread of GNU OpenMP spins before it sleeps, instead of 300,000: beside another program on one of two
+# cores a step is 7.5 times as fast with it, on an idle machine a tenth slower (docs/faq.md, benchmarks/busy.py).
+SPIN_COUNT = "1000"
+
 
 def run() -> int:
     """Run the command line with the arguments of this process; returns its exit status."""
     at_once()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     from comera.cli.main import main  # takes a while
     from comera.cli.output import UNREAD, unwritten
 
