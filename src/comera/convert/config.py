@@ -178,7 +178,8 @@ class TensorizeConfig:
     Args:
         linear, embedding: format of linear layers and of embedding tables; None leaves them dense. Linear layers are
             block tensor trains by default, which learn most for what they cost; `TT` goes to much smaller sizes.
-        conv: format of convolutions. By default all of them stay dense, whatever the overrides say.
+        conv: format of 1-, 2- and 3-dimensional convolutions. By default all of them stay dense, whatever the overrides
+            say.
         overrides: glob pattern on qualified module names ("encoder.*.query", "lm_head") -> a format, or None to leave
             the layer dense. If several match, the last one wins, so put general patterns first.
         tied: what happens to layers that share one weight. "share": they share one tensor train (if an embedding is

@@ -24,7 +24,8 @@ from comera.tt.spec import TTSpec
 F64 = torch.float64
 DENSE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")  # torch's own
+# torch's own
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 
 @dataclass(frozen=True)
