@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import ViTConfig, ViTModel
 
 from comera.adapters import TTAdapter, adapt_
 from comera.convert import BTT, CONVOLUTION, TT, TensorizeConfig, materialize_, register_converter, tensorize_
@@ -282,3 +283,17 @@ def test_ranks_fall_and_so_does_the_loss() -> None:
     assert model_size(model).tensorized <= 0.5 * before
     assert isinstance(model[5], TTConv)
     assert model[5].spec.numel < TT(order=4, rank=8).spec(144, 64, (3, 3)).numel
+
+
+def test_transformers_saves_and_loads_them(tmp_path: Path) -> None:
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16)
+    config.patch_size = 8
+    model = ViTModel(config).eval()
+    tensorize_(model, CONFIG)
+    model.save_pretrained(tmp_path)
+    loaded = ViTModel.from_pretrained(tmp_path).eval()
+    layer = loaded.embeddings.patch_embeddings.projection
+    assert isinstance(layer, TTConv)
+    assert layer.stride == (8, 8)
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(loaded(x).last_hidden_state, model(x).last_hidden_state)
