@@ -7,6 +7,7 @@ from torch import nn
 
 from comera.errors import ConversionError
 from comera.kernels.scaled_mm import MULTIPLE, unavailable_reason
+from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
 from comera.ops.fp8 import Scaling
@@ -164,6 +165,8 @@ def _row(name: str, layer: nn.Module) -> FP8Row:
 def _other(layer: nn.Module) -> str:
     if isinstance(layer, BTTLinear):
         return "block tensor trains have no FP8 product, tensor trains have"
+    if isinstance(layer, TTConv):
+        return "convolutions have no FP8 product"
     if isinstance(layer, CompressedLayer):
         return "TT-matrices have no FP8 product"
     return "dense layers stay as they are"

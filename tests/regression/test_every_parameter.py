@@ -100,7 +100,7 @@ def test_every_parameter_counts_in_one_row(make: Callable[[], nn.Module]) -> Non
 def test_the_reasons_name_the_matrices_that_stay_dense() -> None:
     reasons = {row.name: row.note for row in tensorize_(others(), SMALL).rows if not row.compressed}
     assert reasons["lstm"] == "weight_ih_l0 256×64, weight_hh_l0 256×64: torch's recurrent kernels read them"
-    assert reasons["conv"] == "weight 8×8×3×3: a convolution"
+    assert reasons["conv"] == ("weight 8×8×3×3: a convolution, which TensorizeConfig(conv=comera.TT()) would compress")
     assert reasons["attention"] == "in_proj_weight 192×64: nn.MultiheadAttention multiplies by them itself"
     assert reasons["norm"] == reasons[""] == "no matrix"
     assert "weight 8×8×8: no linear layer or table" in reasons["bilinear"]

@@ -28,8 +28,9 @@ from comera.tt.spec import TTMSpec
 
 from .families import Family
 
-CONFIG = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
-BLOCKS = TensorizeConfig(linear=BTT(rank=1), embedding=TTM(order=2, rank=4))
+CONV = TT(order=4, rank=4)
+CONFIG = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4), conv=CONV)
+BLOCKS = TensorizeConfig(linear=BTT(rank=1), embedding=TTM(order=2, rank=4), conv=CONV)
 LEAST_SHARE = 0.8
 Results = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -66,7 +67,7 @@ def dense_model(family: Family, model: nn.Module) -> nn.Module:
                 weight = layer.tt.dense()
                 if not isinstance(layer.tt.spec, TTMSpec) and not converters()[layer.dense_type].in_first:
                     weight = weight.t()
-                value.copy_(weight)
+                value.copy_(weight.reshape(value.shape))
                 padding = getattr(layer, "padding_idx", None)
                 if padding is not None:
                     value[padding] = 0

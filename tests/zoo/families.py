@@ -60,7 +60,6 @@ def left_dense(reason: str, match: str) -> dict[str, Shortfall]:
     return {"conversion": Shortfall(reason, BELOW + match)}
 
 
-CONVOLUTIONS = left_dense("Convolutions stay dense.", "a convolution")
 EXPERTS = left_dense("The matrices of all experts are one parameter that no layer holds: they stay dense.", "experts")
 XLNET = left_dense("XLNet's attention holds its matrices as parameters of its own: they stay dense.", "rel_attn")
 IN_PROJ = left_dense("`nn.MultiheadAttention` multiplies by `in_proj_weight` itself: it stays dense.", "in_proj_weight")
@@ -262,7 +261,7 @@ FAMILIES: tuple[Family, ...] = (
         d_inner=128,
         shortfalls=XLNET,
     ),
-    masked("squeezebert", embedding_size=64, shortfalls={**CONVOLUTIONS, **NO_BLOCKS}),
+    masked("squeezebert", embedding_size=64),
     causal("gpt2", tied=True, n_embd=64, n_layer=2, n_head=4, n_positions=64),
     causal("gpt_neo", tied=True, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4),
     causal("gpt_neox"),
@@ -326,7 +325,6 @@ FAMILIES: tuple[Family, ...] = (
         num_stages=2,
         image_size=32,
         patch_size=4,
-        shortfalls=CONVOLUTIONS,
     ),
     Family(
         "wav2vec2",
@@ -344,7 +342,6 @@ FAMILIES: tuple[Family, ...] = (
             apply_spec_augment=False,
         ),
         sound,
-        shortfalls=CONVOLUTIONS,
     ),
     Family(
         "clip",

@@ -76,7 +76,7 @@ def find_sites(names: Mapping[nn.Module, Sequence[str]]) -> Iterator[Site]:
             yield Site(own, layer, "its forward was replaced" if "forward" in vars(layer) else None)
         elif type(layer) in converters():
             converter = converters()[type(layer)]
-            if converter.table is None:
+            if converter.table is None and converter.convolution is None:
                 yield Site(own, layer, refusal(layer, converter))
         elif isinstance(layer, nn.Linear):
             yield Site(own, layer, "a subclass of a known layer; register_converter adds it")

@@ -11,14 +11,14 @@ from comera.tt.spec import BTTSpec, TTMSpec, TTSpec, check_activation
 
 @dataclass(frozen=True)
 class TT:
-    """Tensor-train format for linear layers (docs/method.md §1; [CoMERA] eq. 3).
+    """Tensor-train format for linear layers and convolutions (docs/method.md §1; [CoMERA] eq. 3).
 
     Args:
         order: number of cores. If both lists of modes are given, they determine it.
         rank: one integer, clipped at each inner rank to what the modes allow; or all order+1 ranks, with ones at both
             ends. None leaves it to the `ratio` of `tensorize_`.
         in_modes, out_modes: factors of in_features and out_features (a product above them is padding). By default,
-            chosen for each layer.
+            chosen for each layer. The input features of a convolution are the channels (of a group) × kernel positions.
         activation: "silu", "gelu", "gelu_tanh" or "relu" between the input cores and the output cores: layers compute
             y = act(x A) B instead of a product with a weight (CoLA). That is another architecture, to be trained from
             scratch: it has no dense weight to come from or go back to, and ranks fall by `prune_` alone.
@@ -46,11 +46,14 @@ class TT:
         _check_format(self, "in_modes", "out_modes", least_order=2)
         check_activation("TT", self.activation)
 
-    def spec(self, in_features: int, out_features: int) -> TTSpec:
-        """Modes and ranks for a layer of these sizes. Raises SpecError if they do not fit."""
-        ins, outs = self.in_modes, self.out_modes
-        order = len(ins) + len(outs) if ins and outs else self.order
-        spec = tt_spec(in_features, out_features, order=order, rank=_chosen(self), in_modes=ins, out_modes=outs)
+    def spec(self, in_features: int, out_features: int, kernel_size: tuple[int, ...] = ()) -> TTSpec:
+        """Modes and ranks for a layer of these sizes. Raises SpecError if they do not fit.
+
+        kernel_size: of a convolution, whose input features are channels (of a group) × kernel positions.
+        """
+        modes = {"in_modes": self.in_modes, "out_modes": self.out_modes}
+        order = sum(map(len, modes.values())) if all(modes.values()) else self.order  # type: ignore[arg-type]
+        spec = tt_spec(in_features, out_features, order=order, rank=_chosen(self), **modes, kernel_size=kernel_size)
         return replace(spec, activation=self.activation)
 
 
@@ -175,6 +178,8 @@ class TensorizeConfig:
     Args:
         linear, embedding: format of linear layers and of embedding tables; None leaves them dense. Linear layers are
             block tensor trains by default, which learn most for what they cost; `TT` goes to much smaller sizes.
+        conv: format of 1-, 2- and 3-dimensional convolutions. By default all of them stay dense, whatever the overrides
+            say.
         overrides: glob pattern on qualified module names ("encoder.*.query", "lm_head") -> a format, or None to leave
             the layer dense. If several match, the last one wins, so put general patterns first.
         tied: what happens to layers that share one weight. "share": they share one tensor train (if an embedding is
@@ -201,6 +206,7 @@ class TensorizeConfig:
 
     linear: TT | BTT | None = field(default_factory=BTT)
     embedding: TTM | None = field(default_factory=TTM)
+    conv: TT | None = field(default=None, kw_only=True)
     overrides: Mapping[str, TT | TTM | BTT | None] = field(default_factory=dict, hash=False)
     tied: Literal["share", "untie"] = "share"
     init: Literal["random", "decompose"] = "random"
@@ -214,6 +220,7 @@ class TensorizeConfig:
         checks = {
             "linear": (isinstance(self.linear, TT | BTT | None), "a TT, a BTT or None"),
             "embedding": (isinstance(self.embedding, TTM | None), "a TTM or None"),
+            "conv": (isinstance(self.conv, TT | None), "a TT or None"),
             "overrides": (good, "a mapping from name patterns to TT, BTT, TTM or None"),
             "tied": (self.tied in ("share", "untie"), "'share' or 'untie'"),
             "init": (self.init in ("random", "decompose"), "'random' or 'decompose'"),
@@ -227,4 +234,4 @@ class TensorizeConfig:
     @property
     def formats(self) -> dict[str, TT | TTM | BTT | None]:
         """Every format in it, by the name of its field or its pattern."""
-        return {"linear": self.linear, "embedding": self.embedding, **self.overrides}
+        return {"linear": self.linear, "embedding": self.embedding, "conv": self.conv, **self.overrides}

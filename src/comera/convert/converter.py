@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMTable
 
 
@@ -18,10 +19,11 @@ class Converter:
     shape: layer -> (in_features, out_features), or (num_embeddings, embedding_dim). std: layer -> standard deviation
     that its own initialization gives the weight. build: compressed layer -> dense layer of the same sizes; called under
     `torch.device("meta")`. table: for a table whose rows are looked up by id (with a `padding_idx`), the type of layer
-    that replaces it; None for a linear map. in_first: whether a linear map stores its weight as (in, out); `nn.Linear`
-    has (out, in). refusal: layer -> why this one cannot be converted, or None. embed_scale: layer -> what its rows are
-    multiplied by, as `TTMEmbedding` takes it. holds: names of buffers that `build` makes again. remark: for the report,
-    what a user should know of such a layer once it is compressed.
+    that replaces it; None for a linear map. convolution: for a convolution, the type of layer that replaces it; its
+    in_features are the input channels of a group × kernel positions. in_first: whether a linear map stores its weight
+    as (in, out); `nn.Linear` has (out, in). refusal: layer -> why this one cannot be converted, or None. embed_scale:
+    layer -> what its rows are multiplied by, as `TTMEmbedding` takes it. holds: names of buffers that `build` makes
+    again. remark: for the report, what a user should know of such a layer once it is compressed.
 
     Example:
         >>> import torch, comera
@@ -52,6 +54,7 @@ class Converter:
     std: Callable[[Any], float]
     build: Callable[[Any], nn.Module]
     table: type[TTMTable] | None = None
+    convolution: type[TTConv] | None = None
     in_first: bool = False
     refusal: Callable[[Any], str | None] = lambda layer: None
     embed_scale: Callable[[Any], float | Tensor] = lambda layer: 1.0
@@ -74,6 +77,21 @@ def _dense_bag(layer: Any) -> nn.EmbeddingBag:
     return nn.EmbeddingBag(layer.num_embeddings, layer.embedding_dim, **options)
 
 
+def _conv_shape(layer: Any) -> tuple[int, int]:
+    return layer.in_channels // layer.groups * math.prod(layer.kernel_size), layer.out_channels
+
+
+def _refuse_depthwise(layer: Any) -> str | None:
+    depthwise = layer.groups > 1 and layer.groups == layer.in_channels
+    return "a depthwise convolution: factors would make more channels of each, and cost more" if depthwise else None
+
+
+def _dense_conv(layer: Any) -> nn.Module:
+    sizes = layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, layer.dilation
+    dense: nn.Module = layer.dense_type(*sizes, layer.groups, padding_mode=layer.padding_mode)
+    return dense
+
+
 LINEAR = Converter(
     shape=lambda layer: (layer.in_features, layer.out_features),
     std=lambda layer: 1 / math.sqrt(3 * layer.in_features),  # U(-1/sqrt(in), 1/sqrt(in))
@@ -90,6 +108,14 @@ EMBEDDING = Converter(
 """The converter of `nn.Embedding`."""
 EMBEDDING_BAG = replace(EMBEDDING, build=_dense_bag, table=TTMEmbeddingBag)
 """The converter of `nn.EmbeddingBag`."""
+CONVOLUTION = Converter(
+    shape=_conv_shape,
+    std=lambda layer: 1 / math.sqrt(3 * _conv_shape(layer)[0]),  # U(-1/sqrt(in), 1/sqrt(in))
+    build=_dense_conv,
+    convolution=TTConv,
+    refusal=_refuse_depthwise,
+)
+"""The converter of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`."""
 # nn.MultiheadAttention reads the weight of this one and multiplies by it itself, in all of its paths
 MHA_OUTPUT = replace(
     LINEAR,

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from torch import nn
 
 from comera.convert.config import BTT, TT, TensorizeConfig
-from comera.convert.select import Group, find_groups, find_sites
+from comera.convert.select import Group, closed_hint, find_groups, find_sites
 from comera.errors import ConversionError
 from comera.nn.size import model_size
 from comera.tt.format import spec_size
@@ -151,7 +151,7 @@ def _too_small(
         largest = dense_total / (_kept(names, found) + _total(found))
         if largest >= ratio:
             return f"{message}. Tensor trains reach {_down(largest)}: TensorizeConfig(linear=comera.TT())"
-    return f"{message}. Ask for less, or let more layers be compressed"
+    return f"{message}. Ask for less, or let more layers be compressed{closed_hint(names, config)}"
 
 
 def _down(ratio: float) -> str:

@@ -9,7 +9,7 @@ import sys
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from comera.convert.converter import EMBEDDING, EMBEDDING_BAG, LINEAR, MHA_OUTPUT, Converter
+from comera.convert.converter import CONVOLUTION, EMBEDDING, EMBEDDING_BAG, LINEAR, MHA_OUTPUT, Converter
 from comera.convert.transformers import CONVERTERS as FOREIGN
 from comera.errors import ConversionError
 
@@ -18,6 +18,9 @@ _CONVERTERS: dict[type[nn.Module], Converter] = {
     nn.Embedding: EMBEDDING,
     nn.EmbeddingBag: EMBEDDING_BAG,
     NonDynamicallyQuantizableLinear: MHA_OUTPUT,
+    nn.Conv1d: CONVOLUTION,
+    nn.Conv2d: CONVOLUTION,
+    nn.Conv3d: CONVOLUTION,
 }
 
 

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from comera.convert.config import TensorizeConfig
 from comera.convert.registry import converters
 from comera.convert.report import LayerRow
-from comera.convert.select import Site
+from comera.convert.select import Site, open_to
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 
 # Why matrices of these types stay dense; those of others have no layer of their own.
@@ -19,15 +20,20 @@ _REASONS: dict[type[nn.Module], str] = {
 
 
 def rows_of(
-    model: nn.Module, names: Mapping[nn.Module, list[str]], sites: list[Site], errors: Mapping[TensorTrain, float]
+    model: nn.Module,
+    names: Mapping[nn.Module, list[str]],
+    sites: list[Site],
+    errors: Mapping[TensorTrain, float],
+    config: TensorizeConfig,
 ) -> Iterator[LayerRow]:
     """A row for each module that has parameters of its own: what became of it, or why it stays dense.
 
-    model: after the conversion. names: every module before it. errors: of decompositions. A weight counts in the row
-    that keeps it or else in the first that had it, and a tensor train in the first that has it, so that columns add up.
+    model: after the conversion. names: every module before it. errors: of decompositions. config: of the conversion. A
+    weight counts in the row that keeps it or else in the first that had it, and a tensor train in the first that has
+    it, so that columns add up.
     """
     by_layer = {site.layer: site for site in sites}
-    kinds = (CompressedLayer, TensorTrain, *converters())
+    kinds = (CompressedLayer, TensorTrain, *open_to(config))
     inside = {part for module in names if isinstance(module, TensorTrain) for part in module.modules()} - {
         module for module in names if isinstance(module, TensorTrain)
     }
@@ -74,5 +80,7 @@ def _why_dense(module: nn.Module) -> str:
     if not matrices:
         return "no matrix"
     shapes = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in matrices.items())
+    if type(module) in converters():  # and not open to the configuration
+        return f"{shapes}: a convolution, which TensorizeConfig(conv=comera.TT()) would compress"
     reasons = [reason for kind, reason in _REASONS.items() if isinstance(module, kind)]
     return f"{shapes}: {reasons[0] if reasons else 'no linear layer or table of a type that can be converted'}"

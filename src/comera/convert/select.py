@@ -5,9 +5,10 @@ are untied on request.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -64,20 +65,32 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
+def open_to(config: TensorizeConfig) -> dict[type[nn.Module], Converter]:
+    """The types that a configuration can convert: convolutions only where it has a format for them."""
+    return {kind: one for kind, one in converters().items() if one.convolution is None or config.conv is not None}
+
+
+def closed_hint(modules: Iterable[nn.Module], config: TensorizeConfig) -> str:
+    """For errors: that a configuration leaves convolutions dense, if any of these modules is one; or nothing."""
+    closed = converters().keys() - open_to(config).keys()
+    if not any(type(module) in closed for module in modules):
+        return ""
+    return ". Convolutions stay dense unless they have a format: TensorizeConfig(conv=comera.TT())"
+
+
 def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> list[Site]:
     """The layers of registered types with their formats. Raises ConversionError for overrides that do not fit."""
-    sites = []
+    sites, known = [], open_to(config)
     for layer, own in names.items():
-        converter = converters().get(type(layer))
+        converter = known.get(type(layer))
         if converter is None:
             continue
-        choice = config.linear if converter.table is None else config.embedding
+        default, needed, named = _formats(converter, config)
         matches = [p for p in config.overrides if _matches(p, own)]
         refused = refusal(layer, converter)
-        site = Site(own, layer, converter, choice, bool(matches), refused, note=refused or "")
+        site = Site(own, layer, converter, default, bool(matches), refused, note=refused or "")
         if matches:
             site.choice = config.overrides[matches[-1]]
-            needed, named = (TT | BTT, "TT, a BTT") if converter.table is None else (TTM, "TTM")
             if not isinstance(site.choice, needed | None):
                 raise ConversionError(
                     f"the override {matches[-1]!r} gives a {type(site.choice).__name__} to {site}, "
@@ -91,6 +104,13 @@ def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> li
         sites.append(site)
     _check_patterns(names, sites, config)
     return sites
+
+
+def _formats(converter: Converter, config: TensorizeConfig) -> tuple[TT | TTM | BTT | None, Any, str]:
+    """What layers of a kind become by default, what they can become, and the names of that."""
+    if converter.table is not None:
+        return config.embedding, TTM, "TTM"
+    return (config.linear, TT | BTT, "TT, a BTT") if converter.convolution is None else (config.conv, TT, "TT")
 
 
 def _matches(pattern: str, names: list[str]) -> bool:
@@ -111,6 +131,7 @@ def _check_patterns(names: dict[nn.Module, list[str]], sites: list[Site], config
         raise ConversionError(
             f"the override {pattern!r} matches no layer that can be converted: {matched}. "
             f"Near matches: {', '.join(near) or 'none, the model has no such layer'}"
+            + closed_hint((module for module, own in names.items() if _matches(pattern, own)), config)
         )
 
 
@@ -196,23 +217,26 @@ def _group(members: list[Site], smallest: bool) -> Group:
     assert leader.choice is not None
     choice = replace(leader.choice, rank=1) if smallest else leader.choice
     try:
-        return Group(tuple(members), leader, choice.spec(*leader.converter.shape(leader.layer)))
+        sizes: Any = leader.converter.shape(leader.layer)
+        if leader.converter.convolution is not None:
+            sizes += (leader.layer.kernel_size,)
+        return Group(tuple(members), leader, choice.spec(*sizes))
     except SpecError as error:
         raise SpecError(f"{leader}: {error}") from error
 
 
-def why_nothing(model: nn.Module, sites: list[Site]) -> str:
+def why_nothing(model: nn.Module, sites: list[Site], config: TensorizeConfig) -> str:
     """The error message for a model in which no layer is compressed."""
-    kind = type(model).__name__
+    kind, hint = type(model).__name__, closed_hint(model.modules(), config)
     if not sites:
-        types = ", ".join(layer_type.__name__ for layer_type in converters())
+        types = ", ".join(layer_type.__name__ for layer_type in open_to(config))
         return (
             f"nothing to convert in {kind}: expected layers whose type is exactly one of {types}, got none; "
-            "register_converter adds others"
+            f"register_converter adds others{hint}"
         )
     reasons = "; ".join(f"{site}: {site.note}" for site in sites[:5])
     more = f" (and {len(sites) - 5} more)" if len(sites) > 5 else ""
     return (
         f"nothing to convert in {kind}: all of its {len(sites)} layers stay dense. {reasons}{more}. "
-        "Lower the rank or min_ratio, or change the overrides"
+        f"Lower the rank or min_ratio, or change the overrides{hint}"
     )

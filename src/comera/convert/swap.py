@@ -59,6 +59,8 @@ def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) 
             if isinstance(table, TTMEmbedding):
                 table.embed_scale = converter.embed_scale(layer)
             swaps[layer] = table
+        elif converter.convolution is not None:
+            swaps[layer] = converter.convolution.like(layer, tt)
         elif isinstance(tt.spec, TTMSpec):
             swaps[layer] = TTMProjection(tt, False if bias is None else bias, padding.get(tt))
         else:

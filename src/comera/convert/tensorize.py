@@ -37,7 +37,7 @@ def tensorize_(
     init: Literal["random", "decompose"] | None = None,
     generator: torch.Generator | None = None,
 ) -> TensorizeReport:
-    """Compress a model's linear and embedding layers, in place.
+    """Compress a model's linear and embedding layers, and if so configured its convolutions, in place.
 
     Keeps dtype, device, biases (the same objects), `requires_grad`, train mode, forward and backward hooks, and tied
     weights. Create optimizers and DDP wrappers afterwards. Works on the meta device. Layers that are compressed already
@@ -45,7 +45,8 @@ def tensorize_(
 
     Args:
         model: any module that contains `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, Hugging Face's variants of them
-            (`Conv1D`, `FalconLinear`, scaled embeddings), or layers of a type registered with `register_converter`.
+            (`Conv1D`, `FalconLinear`, scaled embeddings), or layers of a type registered with `register_converter`;
+            convolutions with `TensorizeConfig(conv=...)`.
         config: formats by kind of layer and by name; see `TensorizeConfig`. By default block tensor trains for linear
             layers and TT-matrices for tables, with the ranks that `ratio` asks for.
         ratio: how many times smaller the whole model becomes, parameters that stay dense included; more only by what
@@ -99,7 +100,7 @@ def tensorize_(
     sites = find_sites(names, config)
     groups = find_groups(names, sites, config, smallest=ratio is not None)
     if not groups and not any(isinstance(module, CompressedLayer) for module in names):
-        raise ConversionError(why_nothing(model, sites))
+        raise ConversionError(why_nothing(model, sites, config))
     if ratio is not None:
         groups = fit_groups(model, names, groups, config, ratio)
 
@@ -112,7 +113,7 @@ def tensorize_(
             errors[tt] = error
     compress_layers_(model, trains)
     _count_once(model, {tt: layer.get_parameter("weight") for layer, tt in trains.items()})
-    return TensorizeReport(tuple(rows_of(model, names, sites, errors)), model_size(model))
+    return TensorizeReport(tuple(rows_of(model, names, sites, errors, config)), model_size(model))
 
 
 def _count_once(model: nn.Module, weights: Mapping[TensorTrain, nn.Parameter]) -> None:
@@ -184,6 +185,7 @@ def _make_train(
         return tt, None
     if weight.is_meta:
         raise ConversionError(f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'")
+    weight = weight.flatten(1)  # of a convolution (out, in, *kernel)
     matrix = weight.t() if not isinstance(group.spec, TTMSpec) and not site.converter.in_first else weight
     try:
         if fitted and isinstance(group.spec, BTTSpec):  # the largest singular values of all blocks

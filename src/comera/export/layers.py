@@ -21,11 +21,13 @@ from comera.convert import materialize_
 from comera.errors import ConversionError
 from comera.fusion.fuse import fuse_
 from comera.nn.adapted import refuse_adapters
+from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.block_product import batched_product, component_places
 from comera.ops.chunking import pad_last
+from comera.ops.conv import tt_conv
 from comera.ops.dtypes import merge_dtype, working_dtype
 from comera.ops.planner.plan import plan_linear
 from comera.ops.projection import merge_sides
@@ -140,6 +142,19 @@ class _Linear(nn.Module):
             plan = plan_linear(spec, x_BI.shape[0], input.element_size(), device=input.device.type)
             self.groups = plan.groups
         return contract_groups(x_BI, spec, cores, self.groups, self.bias).view(*input.shape[:-1], spec.out_features)
+
+
+class _Convolution(nn.Module):
+    """y = conv(x, W) + bias, as the layer computes it."""
+
+    def __init__(self, layer: TTConv, cores: _Cores) -> None:
+        super().__init__()
+        self.tt, self.bias, self.settings = cores, layer.bias, layer.settings
+
+    def forward(self, input: Tensor) -> Tensor:
+        spec, cores = self.tt.spec, list(self.tt.cores)
+        assert isinstance(spec, TTSpec)
+        return tt_conv(input, spec, cores, self.bias, **self.settings)
 
 
 class _Blocks(nn.Module):
@@ -264,6 +279,7 @@ class _Projection(_Table):
 _INFERENCE: dict[type[nn.Module], Callable[[Any, _Cores], nn.Module]] = {
     TTLinear: _Linear,
     BTTLinear: _Blocks,
+    TTConv: _Convolution,
     TTMEmbedding: _Embedding,
     TTMEmbeddingBag: _Bag,
     TTMProjection: _Projection,

@@ -32,7 +32,7 @@ from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.pretrained.folder import SavedTrain, with_stored_blocks
 from comera.pretrained.transformers_folder import QUANT_METHOD, entries_of, read_entries, with_stored_ranks
-from comera.tt.spec import BTTSpec, Spec, TTMSpec
+from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
 __all__ = ["ComeraConfig", "ComeraQuantizer", "note_formats_"]
 
@@ -263,6 +263,7 @@ def _check_fit(name: str, layer: nn.Module, spec: Spec, where: object) -> None:
         shape = converter.shape(layer)
         transposed = converter.table is None and isinstance(spec, TTMSpec)
         fits = isinstance(spec, TTMSpec) if converter.table is not None else True
+        fits = isinstance(spec, TTSpec) if converter.convolution is not None else fits
         if not fits or spec.shape != (shape[::-1] if transposed else shape):
             reason = f"its sizes are {shape[0]} and {shape[1]}"
     if reason is not None:

@@ -1,5 +1,6 @@
-"""Compressed layers: drop-ins for `nn.Linear`, `nn.Embedding` and `nn.EmbeddingBag`; the size of a model."""
+"""Compressed layers: drop-ins for `nn.Linear`, convolutions and tables; the size of a model."""
 
+from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.size import ModelSize, model_size
@@ -9,6 +10,7 @@ __all__ = [
     "BTTLinear",
     "CompressedLayer",
     "ModelSize",
+    "TTConv",
     "TTLinear",
     "TTMEmbedding",
     "TTMEmbeddingBag",

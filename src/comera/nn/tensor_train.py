@@ -297,7 +297,8 @@ class CompressedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight as the layer that this one replaces has it: (out, in), or (num_embeddings, embedding_dim).
+        """The dense weight as the layer that this one replaces has it: (out, in), (num_embeddings, embedding_dim), or
+        (out_channels, in_channels / groups, *kernel_size).
 
         Read-only. Its dtype, device and shape cost nothing; operations on it materialize it, and differentiate through
         it. A write raises WeightError.
@@ -310,7 +311,7 @@ class CompressedLayer(nn.Module):
 
     @property
     @abstractmethod
-    def _dense_shape(self) -> tuple[int, int]:
+    def _dense_shape(self) -> tuple[int, ...]:
         """Of the weight."""
 
     @abstractmethod

@@ -25,6 +25,20 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def product_dtype(input: Tensor, core: Tensor) -> torch.dtype:
+    """The dtype of a product of `input` with the weight of such cores: autocast's, or their own.
+
+    Raises TypeError when it is neither.
+    """
+    dtype = autocast_dtype(input)
+    if dtype is None and input.dtype != core.dtype:
+        raise TypeError(
+            f"expected an input in the dtype of the cores, {core.dtype}, got {input.dtype}: "
+            "cast one of them, or run under torch.autocast"
+        )
+    return dtype or input.dtype
+
+
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """A context in which products keep the dtype of their operands, on the tensor's device."""
     return nullcontext() if autocast_dtype(tensor) is None else torch.autocast(tensor.device.type, enabled=False)

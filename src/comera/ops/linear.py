@@ -18,7 +18,7 @@ from torch import Tensor
 
 from comera.errors import SpecError
 from comera.ops.activated import activated_low_rank
-from comera.ops.dtypes import autocast_dtype, without_autocast, working_dtype
+from comera.ops.dtypes import product_dtype, without_autocast, working_dtype
 from comera.ops.fp8 import Scaling, fp8_low_rank
 from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.ops.merge import merge
@@ -103,12 +103,6 @@ def flatten_input(
     if bias is not None and bias.shape != (out_features,):
         raise SpecError(f"expected a bias of shape ({out_features},) for {spec}, got {tuple(bias.shape)}")
     check_cores(spec, cores)
-    dtype = autocast_dtype(input)
-    if dtype is None and input.dtype != cores[0].dtype:
-        raise TypeError(
-            f"expected an input in the dtype of the cores, {cores[0].dtype}, got {input.dtype}: "
-            "cast one of them, or run under torch.autocast"
-        )
-    dtype = dtype or input.dtype
+    dtype = product_dtype(input, cores[0])
     x_BI = input if input.ndim == 2 else input.reshape(prod(input.shape[:-1]), features)
     return x_BI.to(dtype), None if bias is None else bias.to(dtype)

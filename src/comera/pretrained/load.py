@@ -311,6 +311,8 @@ def _misfit(layer: nn.Module, kind: str, spec: Spec) -> str | None:
     allowed: set[tuple[object, ...]]
     if converter.table is not None:
         allowed = {(converter.table.__name__, TTMSpec, (rows, cols))}
+    elif converter.convolution is not None:
+        allowed = {(converter.convolution.__name__, TTSpec, (rows, cols))}
     else:
         linear = {("TTLinear", TTSpec, (rows, cols)), ("BTTLinear", BTTSpec, (rows, cols))}
         allowed = {*linear, ("TTMProjection", TTMSpec, (cols, rows))}

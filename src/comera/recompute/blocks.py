@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from comera.errors import ConversionError
 from comera.kernels.tracing import transformed
 from comera.nn.adapted import Adapted
+from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
 from comera.recompute.replay import contexts, policy
@@ -36,8 +37,9 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 class RecomputeReport:
     """Which blocks recompute, by name, and the number of compressed layers in them.
 
-    hidden: elements per token of their linear layers' outputs, which are no longer kept (nor is what lies between them:
-    activations, norms, attention). low_rank: elements per token that these layers keep instead.
+    hidden: elements per token (or output position) of the outputs of their linear layers and convolutions, which are no
+    longer kept (nor is what lies between them: activations, norms, attention). low_rank: elements per token that these
+    layers keep instead.
 
     See `recompute_`.
     """
@@ -109,8 +111,9 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
         module.forward = _Recompute(module)
     changed = found if enabled else recomputing
     layers = _layers(changed.values())
-    specs = [layer.spec for layer in layers if isinstance(layer, TTLinear | BTTLinear)]
-    hidden, low_rank = sum(spec.out_features for spec in specs), sum(spec.ranks[spec.split] for spec in specs)
+    counted = [layer for layer in layers if isinstance(layer, TTLinear | BTTLinear | TTConv)]
+    hidden = sum(layer.spec.out_features for layer in counted)
+    low_rank = sum(layer.spec.ranks[layer.spec.split] * getattr(layer, "groups", 1) for layer in counted)
     return RecomputeReport(tuple(changed), len(layers), hidden, low_rank, enabled)
 
 

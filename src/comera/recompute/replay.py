@@ -2,7 +2,8 @@
 
 It keeps results that are much smaller than their operands, and those that cannot or should not be computed twice:
 
-    low-rank products     with at most a quarter of an operand's elements: P = A xᵀ of a compressed layer
+    low-rank products     with at most a quarter of an operand's elements: P = A xᵀ of a compressed layer; convolutions
+                          to a quarter of the channels: P = conv(x, A)
     random draws          zeros and ones (dropout masks) as booleans
     fused attention       output and log-sum-exp, where one kernel computes it
     made_once(...)        what the code itself marks (ops/once.py)
@@ -69,6 +70,9 @@ def _kind(func: Any) -> Literal["attention", "random"] | None:
 
 
 def _is_low_rank(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is _aten.convolution.default:
+        input, kernel, transposed = args[0], args[1], args[6]
+        return not transposed and bool(_SMALLER * kernel.shape[0] <= input.shape[1])
     first = _PRODUCTS.get(func)
     if first is None:
         return False

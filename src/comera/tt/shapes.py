@@ -102,12 +102,15 @@ def tt_spec(
     rank: int | Sequence[int] = 30,
     in_modes: Sequence[int] | None = None,
     out_modes: Sequence[int] | None = None,
+    kernel_size: Sequence[int] = (),
 ) -> TTSpec:
     """A TTSpec with balanced modes, the largest ones outside.
 
     order: number of cores, 2 to 8, split evenly between both sides; the larger side gets an odd one. rank: one integer,
     clipped to what the modes allow, or all order+1 ranks with ones at both ends. in_modes, out_modes: modes to use; a
-    side without any gets the remaining cores.
+    side without any gets the remaining cores. kernel_size: of a convolution, whose input features are channels ×
+    kernel positions: from two input cores on, the last ones are the kernel's, one core for all of its sizes or one for
+    each, whichever makes the smaller sum of modes.
     Raises SpecError for order, modes, ranks and features that do not fit together.
 
     Example:
@@ -116,6 +119,8 @@ def tt_spec(
         TT 12·8·8 / 12·16·16 ranks 12-30-30-30-16
         >>> print(tt_spec(768, 3072, order=2, rank=64))
         TT 768 / 3072 ranks 64
+        >>> print(tt_spec(128 * 9, 256, rank=16, kernel_size=(3, 3)))
+        TT 16·8·9 / 4·8·8 ranks 16-16-16-16-8
     """
     _check_order("TT", order, TT_ORDERS)
     if in_modes is not None:
@@ -130,9 +135,21 @@ def tt_spec(
             f"order {order} does not fit in_modes={in_modes} and out_modes={out_modes}: it counts the modes of both "
             "sides, at least one each; change the order, or omit one side to have it chosen"
         )
-    ins = tuple(in_modes) if in_modes is not None else balanced_modes(in_features, split)
+    ins = tuple(in_modes) if in_modes is not None else _in_modes(in_features, split, kernel_size)
     outs = tuple(out_modes) if out_modes is not None else balanced_modes(out_features, rest)[::-1]
     return TTSpec(in_features, out_features, ins, outs, clip_ranks(rank, ins + outs))
+
+
+def _in_modes(features: int, count: int, kernel_size: Sequence[int]) -> tuple[int, ...]:
+    """Modes of the input features: for a convolution those of the channels, which may be padded, then the kernel's."""
+    sizes = tuple(size for size in kernel_size if size > 1)
+    positions = prod(sizes)
+    if features % positions:
+        raise SpecError(f"expected a kernel whose positions divide {features} input features, got {tuple(kernel_size)}")
+    channels = features // positions
+    endings = [ending for ending in ((positions,), sizes) if sizes and len(ending) < count]
+    options = [balanced_modes(channels, count - len(ending)) + ending for ending in endings]
+    return min(options, key=sum) if options else balanced_modes(features, count)
 
 
 def ttm_spec(

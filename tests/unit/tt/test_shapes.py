@@ -229,3 +229,26 @@ def test_given_blocks_are_kept_and_ranks_clipped():
 def test_btt_requests_that_do_not_fit_are_refused(features, options, message):
     with pytest.raises(SpecError, match=message):
         btt_spec(*features, **options)
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "order", "modes"),
+    [
+        (64, (3, 3), 2, (576,)),
+        (64, (3, 3), 4, (64, 9)),
+        (64, (3, 3), 6, (8, 8, 9)),
+        (64, (1, 1), 6, (4, 4, 4)),
+        (3, (16, 16), 6, (3, 16, 16)),  # a core for each size has the smaller sum
+        (67, (5,), 6, (10, 7, 5)),  # 67 channels in 70: what is padded comes last
+    ],
+)
+def test_the_last_input_cores_of_a_convolution_are_its_kernel(
+    channels: int, kernel: tuple[int, ...], order: int, modes: tuple[int, ...]
+) -> None:
+    spec = tt_spec(channels * prod(kernel), 256, order=order, rank=4, kernel_size=kernel)
+    assert spec.in_modes == modes
+
+
+def test_a_kernel_divides_the_input_features() -> None:
+    with pytest.raises(SpecError, match=r"positions divide 64 input features, got \(3, 3\)"):
+        tt_spec(64, 64, kernel_size=(3, 3))

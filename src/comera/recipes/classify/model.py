@@ -176,7 +176,7 @@ def outside(model: PreTrainedModel) -> tuple[str, ...]:
     found = []
     for name, layer in model.named_modules():
         converter = converters().get(type(layer))
-        if converter is None or layer is table:
+        if converter is None or converter.convolution is not None or layer is table:
             continue
         if converter.table is not None or not name.startswith(inside):
             found.append(name)
