@@ -12,13 +12,12 @@ One tensor at a time, it is Σ_t (d_t − 1) ‖∇_t L‖² / Q over the tensor
 is less than above where small tensors have large gradients, and about the same where gradients are spread evenly.
 
 Source: Spall 1992 (SPSA); Zhao et al. 2025 (arXiv:2502.12384), one core at a time; Yang et al. 2024 (arXiv:2406.18060),
-the number of queries. docs/method.md §9.
+the number of queries. docs/method.md §11.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import floor
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -56,7 +55,7 @@ def adaptive_queries(epoch: int, *, alpha: float, beta: float, maximum: int) -> 
         "maximum": (maximum >= 1, "at least 1"),
     }
     check_fields(values, "", checks)
-    return min(max(floor(alpha * epoch**beta), 1), maximum)
+    return min(max(int(alpha * epoch**beta), 1), maximum)
 
 
 class ZerothOrder:
