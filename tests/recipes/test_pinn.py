@@ -27,7 +27,7 @@ from comera.recipes.pinn.config import (
 from comera.recipes.pinn.model import CompressConfig, ModelConfig
 from comera.recipes.pinn.recipe import METRIC, PinnTask, build_model, draw, narrow_width, residual_loss, step_loss
 from comera.recipes.trained import open_trained
-from comera.report import inspect
+from comera.report import inspect, render
 from comera.report.run import read_run
 from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
@@ -67,6 +67,9 @@ def test_a_run_leaves_its_folder_exports_and_resumes_to_its_summary(
     assert (run.unit, run.judged_by) == ("forward passes", METRIC)
     assert run.references[METRIC]["network 0"] > 0
     assert f"pinn, {method}: 2 steps" in inspect(config.folder)
+    page = render(config.folder).read_text()
+    assert "Forward passes seen" in page
+    assert "relative L2 error" in page
     if method == "comera":
         assert export_run(trained, "safetensors", config.folder.parent / "dense", dense=True).difference < 1e-4
 

@@ -75,13 +75,13 @@ class ZerothOrderConfig:
 
 
 _BACKWARD = TrainConfig(
-    steps=2000,
+    steps=1000,
     batch_size=64,
-    lr=2e-3,
+    lr=1e-2,
     eval_batches=16,
     early=EarlyStage(size_weight=0),
 )
-_FORWARD = replace(_BACKWARD, steps=400, batch_size=16, lr=1e-2)
+_FORWARD = replace(_BACKWARD, steps=400, batch_size=16)
 PRESETS: dict[Preset, TrainConfig] = {"backward": _BACKWARD, "forward": _FORWARD}
 
 
@@ -158,6 +158,7 @@ def preset(method: Method = "comera", preset: Preset = "backward") -> PinnConfig
     config = PinnConfig(method=method, preset=preset, train=PRESETS.get(preset, _BACKWARD))
     if preset == "forward":
         # drawn places: the grid's 925 values a point give about the same error for 14 times the passes
-        values = {"derivatives": "stein", "stein": SteinConfig(rule="monte-carlo"), "gradients": "zeroth-order"}
-        return replace(config, **values, model=ModelConfig(hidden=64))
+        stein = SteinConfig(rule="monte-carlo")
+        model = ModelConfig(hidden=64)
+        return replace(config, derivatives="stein", stein=stein, gradients="zeroth-order", model=model)
     return config
