@@ -1,8 +1,9 @@
-"""Parameter groups and optimizers for compressed models."""
+"""Parameter groups and optimizers for compressed models, and gradients without back-propagation."""
 
 from comera.optim.adamw import AdamW
 from comera.optim.muon import Muon
 from comera.optim.param_groups import param_groups
 from comera.optim.smmf import SMMF
+from comera.optim.zeroth_order import ZerothOrder, adaptive_queries
 
-__all__ = ["SMMF", "AdamW", "Muon", "param_groups"]
+__all__ = ["SMMF", "AdamW", "Muon", "ZerothOrder", "adaptive_queries", "param_groups"]

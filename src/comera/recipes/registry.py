@@ -21,5 +21,6 @@ RECIPES = {
     "classify": RecipeEntry("comera.recipes.classify.recipe", "train an encoder to classify texts or pairs of texts"),
     "mnli": RecipeEntry("comera.recipes.mnli.recipe", "train a transformer from scratch for language inference"),
     "dlrm": RecipeEntry("comera.recipes.dlrm.recipe", "train DLRM to predict clicks on ads"),
+    "pinn": RecipeEntry("comera.recipes.pinn.recipe", "train a network to solve a partial differential equation"),
 }
 """The recipes of `comera train` by name."""

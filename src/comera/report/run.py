@@ -156,7 +156,9 @@ class RunData:
 
     @property
     def unit(self) -> str:
-        """What `tokens` counts: samples if the recipe has one token per sample."""
+        """What `tokens` counts: as the run says, else samples if the recipe has one token per sample."""
+        if self.summary is not None and self.summary.counted not in ("", "tokens"):
+            return self.summary.counted
         single = self.summary is not None and 0 < self.summary.tokens == self.summary.examples
         return "samples" if single else "tokens"
 

@@ -7,6 +7,7 @@ from math import floor, isfinite, log10
 from comera.tt.spec import Spec
 
 SHARES = ("accuracy", "f1")  # metrics that are given in percent
+_LABELS = {"f1": "macro F1", "relative_l2": "relative L2 error"}  # of metrics whose name does not read well
 MEGA = 2**20  # bytes per MB throughout this library, as in the published results
 
 
@@ -39,7 +40,7 @@ def times(value: float | None) -> str:
 
 def label(name: str) -> str:
     """The name of a metric for people, such as nats per byte."""
-    return "macro F1" if name == "f1" else name.replace("_per_", " per ")
+    return _LABELS.get(name, name.replace("_per_", " per "))
 
 
 def metric(name: str, value: float | None, percent: str = "") -> str:

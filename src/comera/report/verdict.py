@@ -10,7 +10,13 @@ from comera.report.run import RunData
 from comera.report.tables import SHARES, duration, label, megabytes, metric, number, times
 from comera.trainer.energy import is_estimated, total
 
-_FALLING = ("loss", "nats_per_byte", "nce", "perplexity")  # metrics of which less is better, by the end of their name
+_FALLING = (
+    "loss",
+    "nats_per_byte",
+    "nce",
+    "perplexity",
+    "relative_l2",
+)  # metrics of which less is better, by the end of their name
 _TIE = 0.002  # of a value: less than this apart is neither ahead nor behind
 _UNEQUAL = 1.1  # training times that differ by more than this factor are mentioned
 

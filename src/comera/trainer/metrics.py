@@ -24,7 +24,7 @@ class Summary:
     stopped: "steps" (or epochs), "time" or "interrupted". mode: how the last steps ran, "eager", "compile", "graph" or
     "eager (why)". energy: joules of training by source, empty where it is unknown (`comera.trainer.energy`). co2: grams
     of CO2 equivalent. parts: seconds of batches (within `time`), evaluation and pruning (beside it). memory: bytes of
-    weights and optimizer state at the end.
+    weights and optimizer state at the end. counted: what `tokens` counts.
     """
 
     method: str
@@ -50,6 +50,7 @@ class Summary:
     co2: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
+    counted: str = ""
 
     @property
     def finished(self) -> bool:

@@ -224,6 +224,7 @@ class RunLogger:
             epoch_time=progress.time / progress.step * epoch if epoch else None,
             memory={"weights": size.bytes, "optimizer state": self._optimizer_bytes()},
             co2=emissions(progress.energy, self._state.config.energy),
+            counted=self._state.task.counted,
         )
         if self._trackers:
             self._trackers.log("summary", progress.step, asdict(summary))
