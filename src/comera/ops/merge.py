@@ -28,7 +28,7 @@ from torch import Tensor
 from comera.kernels import select
 from comera.kernels.cpp import merge as cpp
 from comera.kernels.tracing import traced
-from comera.ops.dtypes import merge_dtype
+from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.low_rank import LowRankFactors, pairs
 from comera.tt.spec import TTSpec
 
@@ -59,13 +59,14 @@ def merge(
     Source: docs/method.md §4.
     """
     biases = biases or [None] * len(trains)
-    if traced():  # autograd and the compiler know all about a few plain products
-        each = zip(specs, trains, biases, strict=True)
-        return pairs(
-            [f for spec, train, bias in each for f in _torch_forward([spec], [*train, bias], threshold, dtype)[0]]
-        )
-    flat = (tensor for train in trains for tensor in train)
-    return pairs(_Merge.apply(tuple(specs), threshold, dtype, *flat, *biases))
+    with without_autocast(trains[0][0]):
+        if traced():  # autograd and the compiler know all about a few plain products
+            each = zip(specs, trains, biases, strict=True)
+            return pairs(
+                [f for spec, train, bias in each for f in _torch_forward([spec], [*train, bias], threshold, dtype)[0]]
+            )
+        flat = (tensor for train in trains for tensor in train)
+        return pairs(_Merge.apply(tuple(specs), threshold, dtype, *flat, *biases))
 
 
 def left_products(cores: Sequence[Tensor]) -> list[Tensor]:
@@ -170,7 +171,8 @@ class _Merge(torch.autograd.Function):
             has_bias_grad = (b is not None and db is not None for b, db in zip(biases, dfactors[1::2], strict=True))
             grads = [next(made) if there else None for there in (*[True] * len(tensors), *has_bias_grad)]
         else:
-            grads = _torch_backward(ctx, dfactors)
+            with without_autocast(tensors[0]):
+                grads = _torch_backward(ctx, dfactors)
         return None, None, None, *(grad if want else None for grad, want in zip(grads, wanted, strict=True))
 
 

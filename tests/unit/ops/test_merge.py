@@ -161,6 +161,24 @@ def test_half_precision_is_merged_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(summed(exact), leaves), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("backward_in_autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_does_not_reach_the_merge(dtype: torch.dtype, backward_in_autocast: bool) -> None:
+    spec = tt_spec(24, 30, order=6, rank=4)
+    given = trains_of(spec, dtype=torch.float32)
+    leaves = [tensor for train in given for tensor in train]
+    plain = merge([spec] * len(given), given, THRESHOLD, dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        merged = merge([spec] * len(given), given, THRESHOLD, dtype)
+    assert all(
+        torch.equal(one, two) for pair in zip(merged, plain, strict=True) for one, two in zip(*pair, strict=True)
+    )
+    loss = summed(merged)
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward_in_autocast):
+        found = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(*pair) for pair in zip(found, torch.autograd.grad(summed(plain), leaves), strict=True))
+
+
 def test_a_tensor_that_was_modified_since_is_refused_and_named() -> None:
     spec = SPECS[1]
     given = trains_of(spec, count=2)
