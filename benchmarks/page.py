@@ -58,7 +58,10 @@ _SECTIONS = {
         "Dense and compressed with GOMP_SPINCOUNT as in `spin_count`; `kept`: the ratio, of that on the idle machine.",
     ),
     "lookup": ("Lookup of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),
-    "shrinkage": ("Ways of shrinking to 0.2, three seeds", "The way with the lowest held-out loss became the default."),
+    "shrinkage": (
+        "Ways of shrinking to 0.2",
+        "`own`: the part of the size that a way reached by itself, before rounding; `fell`: of the gates pruned by then.",
+    ),
     "dlrm": ("DLRM at the table sizes of the full Kaggle data", "Notes name what a figure compares with."),
     "criteo_prepare": ("Preparation of click data", "`peak_mb` must not grow with the number of rows."),
     "gpu_step": ("One training step on a GPU", "`times_dense` compares with the fastest mode of dense."),
