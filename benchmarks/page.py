@@ -60,7 +60,7 @@ _SECTIONS = {
     "lookup": ("Lookup of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),
     "shrinkage": (
         "Ways of shrinking to 0.2",
-        "`own`: the part of the size that a way reached by itself, before rounding; `fell`: of the gates pruned by then.",
+        "`own`: the part of the size that a way reached by itself, before rounding; `fell`: of the gates, pruned then.",
     ),
     "dlrm": ("DLRM at the table sizes of the full Kaggle data", "Notes name what a figure compares with."),
     "criteo_prepare": ("Preparation of click data", "`peak_mb` must not grow with the number of rows."),
