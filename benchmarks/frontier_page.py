@@ -68,7 +68,7 @@ What was found, in ten minutes of two cores on code, one seed each unless the ta
   is a table of products or users ([DLRM](results.md#dlrm-at-the-table-sizes-of-the-full-kaggle-data)).
 - **Equal parameters and steps**: with AdamW block tensor trains are 0.05 ahead of dense after 320 steps, with Muon
   0.03 ([log](log.md)); 0.1 was the goal.
-- **Against the same model dense** steps are 4 to 8 times faster and take an eighth of the memory
+- **Against the same model dense** steps are 4 times faster and take an eighth of the memory
   ([benchmarks](benchmarks.md)): so where the width is given, by a model to be compatible with, compression pays.
 - Not measured: an hour and more, prose, equal peak memory, one sequence a step.
 """

@@ -78,8 +78,9 @@ def main() -> None:
         "# Benchmarks",
         "",
         "Written by `python benchmarks/page.py` from `benchmarks/results/*.csv`; each script there reproduces its own",
-        "file. Machines are shared and noisy: ratios are of medians, and sides alternate within one process. Limit:",
-        "the figure if our step took only what its operations need at the machine's ceilings (`least_ms`, below).",
+        "file. Machines are shared and noisy: ratios are of medians, and sides alternate within one process.",
+        "Limit: the figure if our step took only what its operations need at the machine's ceilings (`least_ms`,",
+        "below), where both are of one machine.",
         "",
         "## Goals and figures",
         "",
@@ -110,10 +111,13 @@ def _goals(tables: dict[str, Rows]) -> Iterator[Goal]:
 
 
 def _limit(what: str, tables: dict[str, Rows]) -> float | None:
-    """The figure at the roofline: the time of a side's step over the least that ours can take; None for other goals."""
+    """The figure at the roofline: the time of a side's step over the least that ours can take; None for other goals,
+    and for figures of another machine than that of the roofline."""
     if what not in _AT_THE_ROOFLINE:
         return None
-    case, side = _AT_THE_ROOFLINE[what]
+    case, side, measured = _AT_THE_ROOFLINE[what]
+    if len({row["machine"] for name in (measured, "roofline") for row in tables[name] if row["case"] == case}) > 1:
+        return None
     with suppress(LookupError, ValueError):
         least_ms = _one("least_ms", case=case, side="fused")(tables["roofline"])
         return _one("step_ms", case=case, side=side)(tables["peers"]) / least_ms
@@ -336,13 +340,13 @@ _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
     ),
 ]
 
-# goal -> the case of roofline.csv, and the side of peers.csv whose step it compares with ours
+# goal -> the case of roofline.csv, the side of peers.csv whose step it compares with ours, and the goal's own file
 _AT_THE_ROOFLINE = {
-    "step, batch 32 × 128, float32: times dense": ("batch 32", "dense"),
-    "step, batch 1: times dense": ("batch 1", "dense"),
-    "GaLore, batch 1: times our step": ("batch 1", "galore"),
-    "LTE, batch 32: times our step": ("batch 32", "lte"),
-    "tensorly-torch, batch 32: times our step": ("batch 32", "tensorly"),
+    "step, batch 32 × 128, float32: times dense": ("batch 32", "dense", "step"),
+    "step, batch 1: times dense": ("batch 1", "dense", "step"),
+    "GaLore, batch 1: times our step": ("batch 1", "galore", "peers"),
+    "LTE, batch 32: times our step": ("batch 32", "lte", "peers"),
+    "tensorly-torch, batch 32: times our step": ("batch 32", "tensorly", "peers"),
 }
 
 

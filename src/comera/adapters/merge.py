@@ -21,7 +21,7 @@ def merge_adapters_(model: nn.Module, *, materialize: bool = False) -> nn.Module
     trained stays, and parameters get back the `requires_grad` of before.
 
     A compressed layer has no dense weight to add to, and a sum of tensor trains is a tensor train of both ranks
-    together, which costs as much as the two side by side. So such adapters are not merged: leave them beside their
+    together, which costs as much as the two apart. So such adapters are not merged: leave them beside their
     layers, or let these become dense.
 
     Args:
@@ -94,7 +94,7 @@ def _obstacle(model: nn.Module, layer: Adapted, materialized: bool) -> str | Non
     if train is not None and not materialized:
         return (
             f"is a compressed layer ({layer.plain_type.__name__}), whose sum with the adapter is no cheaper than both "
-            "side by side: keep the adapter beside it (save_adapters), or give materialize=True for a dense layer"
+            "apart: keep the adapter beside it (save_adapters), or give materialize=True for a dense layer"
         )
     if train is not None and train.spec.activation:
         return f"has an activation between the factors of its layer ({train.spec}), so it has no dense weight"

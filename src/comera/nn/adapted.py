@@ -7,6 +7,7 @@ away leaves nothing behind.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -44,17 +45,18 @@ class Adapted(nn.Module):
         return lazy_weight(self._sum, self._weight_shape, tensors)
 
     @property
+    @abstractmethod
     def _own_tensors(self) -> Sequence[Tensor]:
         """What W is made of."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _weight_shape(self) -> Sequence[int]:
-        raise NotImplementedError
+        """The shape of W, as the plain layer stores it."""
 
+    @abstractmethod
     def _own(self, tensors: Sequence[Tensor]) -> Tensor:
         """W of `_own_tensors`."""
-        raise NotImplementedError
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
         count = len(self._own_tensors)

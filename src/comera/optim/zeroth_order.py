@@ -71,7 +71,7 @@ class ZerothOrder:
     to the bit.
 
     Args:
-        parameters: those to estimate gradients for; what needs no gradient is left out.
+        parameters: those to estimate gradients for; what needs no gradient is skipped.
         eps: how far each element is moved, in both directions. Too large, and the curvature enters; too small, and the
             rounding of the loss does. float32 suits 1e-3, float64 1e-5; do not use it with a loss in bfloat16.
         queries: random directions of an estimate, each with two values of the loss. May be set between steps, as to

@@ -17,6 +17,8 @@ from comera.rank.prune import prune_
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
 from comera.tt.spec import BTTSpec, Spec
 
+from ...helpers.next_token_net import network, train
+
 RAGGED = BTTSpec(12, 10, (3, 4), (2, 5), ((1, 4), (2, 3), (0, 1)))
 SPECS = [
     tt_spec(48, 64, order=2, rank=6),
@@ -35,26 +37,6 @@ FORMATS = [
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def network(form: comera.BTT | comera.TT | None) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(40, 60), nn.Linear(60, 90), nn.LayerNorm(90), nn.Linear(90, 40))
-    if form is not None:
-        comera.tensorize_(model, comera.TensorizeConfig(form, embedding=comera.TTM(order=2, rank=8)))
-    return model
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        ids = torch.randint(40, (64,), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(ids), (ids + 1) % 40)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("spec", [*SPECS, ttm_spec(40, 60, order=3, rank=5)], ids=str)

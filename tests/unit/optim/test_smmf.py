@@ -13,34 +13,20 @@ from comera.optim.smmf import matrix_shape, state_bytes
 from comera.rank.optimizer_state import zero_state_
 from comera.rank.prune import prune_
 
+from ...helpers.next_token_net import network, train
+
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+FORM = comera.TT(order=4, rank=6)
 
 
 def rank_one(moment: Tensor) -> Tensor:
     """What is kept of a matrix: its signs, and the product of its row and column sums."""
     size = moment.abs()
     return moment.sign() * size.sum(1, keepdim=True) * size.sum(0, keepdim=True) / size.sum()
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(40, 60), nn.Linear(60, 90), nn.LayerNorm(90), nn.Linear(90, 40))
-    comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=6), embedding=comera.TTM(order=2, rank=8)))
-    return model
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        ids = torch.randint(40, (64,), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(ids), (ids + 1) % 40)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize(
@@ -88,7 +74,7 @@ def test_parameters_of_one_size_are_moved_as_alone() -> None:
 
 
 def test_the_state_is_as_small_as_its_shapes_say() -> None:
-    model = network()
+    model = network(FORM)
     optimizer = SMMF(comera.param_groups(model, lr=1e-2))
     train(model, optimizer, 2)
     kept = [value.nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step"]
@@ -98,7 +84,7 @@ def test_the_state_is_as_small_as_its_shapes_say() -> None:
 
 
 def test_state_is_cut_with_its_core_and_a_loaded_state_goes_on_to_the_bit() -> None:
-    model = network()
+    model = network(FORM)
     optimizer = SMMF(comera.param_groups(model, lr=2e-2))
     train(model, optimizer, 5)
     layer = model[1]
@@ -125,7 +111,7 @@ def test_state_is_cut_with_its_core_and_a_loaded_state_goes_on_to_the_bit() -> N
             torch.testing.assert_close(after.reshape(matrix.shape), rank_one(matrix))
     state, weights = deepcopy(optimizer.state_dict()), deepcopy(model.state_dict())
     losses = train(model, optimizer, 4, first=5)
-    other = network()
+    other = network(FORM)
     other.load_state_dict(weights)
     resumed = SMMF(comera.param_groups(other, lr=1e-3))
     resumed.load_state_dict(state)
@@ -160,9 +146,9 @@ def test_gates_that_are_zeroed_lose_their_moments() -> None:
 def test_it_learns_about_as_well_as_adamw() -> None:
     results = []
     for optimizer in (SMMF, comera.optim.AdamW):
-        model = network()
+        model = network(FORM)
         results.append(train(model, optimizer(comera.param_groups(model, lr=1e-2)), 60)[-1])
-    assert results[0] < 0.5 * train(network(), SMMF(network().parameters()), 1)[0]
+    assert results[0] < 0.5 * train(network(FORM), SMMF(network(FORM).parameters()), 1)[0]
     assert results[0] < 2 * results[1] + 0.1
 
 

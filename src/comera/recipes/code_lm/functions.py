@@ -29,7 +29,7 @@ class Example(NamedTuple):
 
 
 def mined(documents: Iterable[Document], skipped: Counter[str], seen: set[bytes]) -> Iterator[Example]:
-    """The functions of documents, each once. skipped: counts what is left out, by reason. seen: digests of the code of
+    """The functions of documents, each once. skipped: counts what yields none, by reason. seen: digests of the code of
     all functions so far, those of earlier calls included: no held-out function may have been seen in training."""
     for document in documents:
         if document.docstring is not None:
@@ -125,5 +125,5 @@ def _characters(line: str, offset: int) -> int:
 
 
 def _text(text: str) -> str:
-    """Without halves of surrogate pairs, which an escape in a docstring can write and no tokenizer reads."""
+    """Without lone surrogates, which an escape in a docstring can write and no tokenizer reads."""
     return text.encode("utf-8", "ignore").decode()

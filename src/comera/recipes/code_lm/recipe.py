@@ -79,8 +79,9 @@ _TRAIN = TrainConfig(
 # Four narrow encoders on two CPU cores; fewer and larger cores suit them, at rates that follow from lr.
 _SMALL = replace(_TRAIN, steps=3000, batch_size=8, lr=1e-3, core_lr=None)
 _SMALL_MODEL = ModelConfig(hidden=256, layers=4, heads=4, ffn=1024)
-# CodeBERT's schedule: 100,000 steps of 2,048 sequences. Phase 1 is the first half; phase 2 halves the compressed layers
-# over half of the rest and trains on at that size. Rates of the cores follow from lr; none of it is tuned at this size.
+# CodeBERT's schedule: 100,000 steps of 2,048 sequences. Phase 1 is the first half; phase 2 cuts the compressed layers
+# to 0.5 over half of the rest and trains on at that size. Rates of the cores follow from lr; none of it is tuned at
+# this size.
 _CODEBERT = TrainConfig(
     steps=100_000,
     batch_size=64,

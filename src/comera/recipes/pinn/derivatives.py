@@ -31,7 +31,7 @@ _LEVEL = 3
 
 @cache
 def sparse_grid(dimension: int, level: int = _LEVEL) -> tuple[Tensor, Tensor]:
-    """Nodes (K, dimension) and weights (K,) of a standard normal distribution, float64; the origin is left out, whose
+    """Nodes (K, dimension) and weights (K,) of a standard normal distribution, float64; without the origin, whose
     difference is 0. Weights can be negative."""
     rules = [_gauss(count) for count in range(1, level + 1)]
     weights: Counter[tuple[tuple[int, float], ...]] = Counter()  # by the coordinates that are not 0
