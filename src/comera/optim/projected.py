@@ -57,6 +57,7 @@ class ProjectedAdamW(AdamW):
         for group in self.param_groups:
             group |= {name: group.get(name, value) for name, value in settings.items()}
             _check(group)
+            group["fused"] = not any(p.is_complex() for p in group["params"])
         self._step_supports_amp_scaling = (
             False  # a GradScaler unscales before the step: only fused AdamW does it inside
         )
@@ -82,10 +83,11 @@ class ProjectedAdamW(AdamW):
 
     def moment_bytes(self, parameter: Tensor) -> int:
         """Bytes of the moments of a parameter and of the bases, at the largest ranks; step counts are not in it."""
-        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+        group = self._group_of(parameter)
         if not self._is_projected(group, parameter):
             return 2 * parameter.nbytes
-        return _planned(group, parameter).elements * _dtype(parameter).itemsize + 2 * 4
+        shares = 0 if group["converged"] is None else 2
+        return (_planned(group, parameter).elements + shares) * _dtype(parameter).itemsize
 
     def edited_state(self, parameter: Tensor, edit: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The state of a projected parameter after `edit`, which takes and returns whole moments; changes nothing.
@@ -95,19 +97,28 @@ class ProjectedAdamW(AdamW):
         state = self.state.get(parameter, {})
         if "first" not in state:
             return {}
-        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
-        bases = _bases(state)
-        first, second = (edit(each.view_as(parameter)) for each in _whole(state))
-        shape = _planned(group, first).shape
-        first, second = first.reshape(shape), second.reshape(shape)
+        bases, generator = _bases(state), torch.Generator().manual_seed(0)
+        drawn = torch.randn(state["first"].shape, generator=generator, dtype=state["first"].dtype)
+        wholes = (
+            restore(state["first"], bases),
+            restore_squares(state["second"], bases),
+            restore(drawn.to(state["first"].device), bases),  # it spans the subspaces, whatever the moments are
+        )
+        first, second, spanning = (edit(whole.view_as(parameter)) for whole in wholes)
+        shape = _planned(self._group_of(parameter), first).shape
         ranks = {k: min(basis.shape[1], shape[k]) for k, basis in bases.items()}
         if first.numel():
-            bases = refined(first, {}, ranks, torch.Generator().manual_seed(0))
+            new = refined(spanning.reshape(shape), {}, ranks, generator)
         else:
-            bases = {k: first.new_zeros(shape[k], rank) for k, rank in ranks.items()}
-        squares = {k: basis_NR.square() for k, basis_NR in bases.items()}
-        moments = {"first": project(first, bases), "second": project(second, squares)}
-        return moments | {f"basis_{k}": basis for k, basis in bases.items()}
+            new = {k: first.new_zeros(shape[k], rank) for k, rank in ranks.items()}
+        squares = project(second.reshape(shape), {k: basis_NR.square() for k, basis_NR in new.items()})
+        squares *= second.sum() / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny)  # all of it is in there
+        return {"first": project(first.reshape(shape), new), "second": squares} | {
+            f"basis_{k}": basis for k, basis in new.items()
+        }
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
 
     @cached_property
     def _places(self) -> dict[Tensor, tuple[int, float]]:
@@ -166,7 +177,7 @@ class ProjectedAdamW(AdamW):
         state = self.state[parameter]
         if "first" not in state:
             return True
-        period = group["check_every"]
+        period = group["check_every"] or group["refresh_every"]
         if (step + int(period * self._places[parameter][1])) % period:
             return False
         if step - state["refreshed"] >= group["refresh_every"] or "share" not in state:
@@ -293,7 +304,7 @@ class TensorGaLore(ProjectedAdamW):
         weight_decay: float = 0.0,
     ) -> None:
         settings = {
-            **{"rank": rank, "energy": None, "converged": None, "check_every": refresh_every},
+            **{"rank": rank, "energy": None, "converged": None, "check_every": None},
             **{"refresh_every": refresh_every, "scale": scale, "as_matrix": False, "two_sided": two_sided},
         }
         super().__init__(params, lr, betas, eps, weight_decay, settings)
@@ -311,7 +322,7 @@ def _check(group: dict[str, Any]) -> None:
             "rank": (share or _is_count(rank), "an integer >= 1, or a share in (0, 1] as a float"),
             "energy": (energy is None or 0 < energy <= 1, "in (0, 1]"),
             "converged": (converged is None or 0 < converged < 1, "in (0, 1)"),
-            "check_every": (_is_count(group["check_every"]), "an integer >= 1"),
+            "check_every": (group["check_every"] is None or _is_count(group["check_every"]), "an integer >= 1"),
             "refresh_every": (_is_count(group["refresh_every"]), "an integer >= 1"),
             "scale": (0 < group["scale"] < float("inf"), "a number > 0"),
             "betas": (all(0 <= beta < 1 for beta in group["betas"]), "two numbers in [0, 1)"),

@@ -60,7 +60,10 @@ def plan(shape: tuple[int, ...], rank: float, *, as_matrix: bool = False, two_si
     if len(shape) == 2 and not two_sided:
         modes = range(1, 2) if shape[1] <= shape[0] else range(1)
     ranks = {k: rank if isinstance(rank, int) else ceil(rank * shape[k]) for k in modes if shape[k] >= SHORTEST}
-    found = Projection(shape, {k: r for k, r in ranks.items() if r < shape[k]})
+    ranks = {k: r for k, r in ranks.items() if r < shape[k]}
+    for k in sorted(ranks, key=lambda k: -ranks[k]):  # no mode of a core has more directions than the others together
+        ranks[k] = min(ranks[k], prod(ranks.get(j, n) for j, n in enumerate(shape) if j != k))
+    found = Projection(shape, ranks)
     return found if found.elements < 2 * prod(shape) else Projection(shape, {})
 
 
