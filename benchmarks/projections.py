@@ -119,7 +119,7 @@ def learned(name: str, hidden: int, steps: int, lr: float, seed: int, data: LMDa
 
 
 def times(options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Steps of the optimizer alone, on gradients of the model's first steps; apart the first one, which makes the state.
+    """Steps of the optimizer alone, on gradients of a model's first steps; the first, which makes the state, apart.
 
     As many steps as three periods of 200, so that every parameter has had its turn.
     """
