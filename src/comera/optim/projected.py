@@ -3,10 +3,11 @@
 A gradient is projected onto bases U_k of some of its modes, and the moments are those of the small core::
 
     C = G ×_k U_kᵀ        M ← β₁ M + (1 − β₁) C        V ← β₂ V + (1 − β₂) C²
-    W ← (1 − η ω) W − η α √(|W| / |C|) · (M̂ / (√V̂ + ε)) ×_k U_k        |·| the number of elements, ^ bias correction
+    W ← (1 − η ω) W − η α √(N / L) · (M̂ / (√V̂ + ε)) ×_k U_k        N, L elements of W and of the largest core
 
-With √(|W| / |C|) the update has the root mean square of AdamW's, so AdamW's rates hold; GaLore has a factor by hand
-instead. Which modes are projected, how bases are found and how moments follow them: `comera.optim.subspaces`.
+^ corrects the bias. With √(N / L) the update of the largest core has the root mean square of AdamW's, so AdamW's rates
+hold; GaLore has a factor by hand instead. It stays when ranks fall: the directions that are left move as before. Which
+modes are projected, how bases are found and how moments follow them: `comera.optim.subspaces`.
 
 AdaRankGrad takes the smallest rank that keeps a share of the gradient's squares, and a new basis when the gradient has
 converged in the old one: when the share p = |C|² / |G|² that the subspace holds of later gradients has fallen, as a
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from comera.errors import ConfigError, check_fields
 from comera.optim.adamw import AdamW
-from comera.optim.subspaces import Projection, carried, plan, project, refined, restore, restore_squares
+from comera.optim.subspaces import Bases, Projection, carried, plan, project, refined, restore, restore_squares
 
 _WHOLE = ("cores", "tables", "ranks", "dense_no_decay")  # groups of `comera.param_groups` that are left to AdamW
 _SMOOTHING = 0.1  # of the share that a subspace holds
@@ -167,7 +168,8 @@ class ProjectedAdamW(AdamW):
         second.mul_(beta2).addcmul_(core, core, value=1 - beta2)
         root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
         moved = restore((first / (1 - beta1**step)).div_(root), bases)
-        rate = float(group["lr"]) * group["scale"] * sqrt(grad.numel() / core.numel())
+        largest = Projection(planned.shape, _ranks(planned, bases)).core
+        rate = float(group["lr"]) * group["scale"] * sqrt(grad.numel() / largest)
         decayed = 1 - float(group["lr"]) * group["weight_decay"]
         parameter.copy_(moved.view(parameter.shape).mul_(-rate).add_(parameter, alpha=decayed))
         state["step"] += 1
@@ -187,7 +189,7 @@ class ProjectedAdamW(AdamW):
     def _refresh(self, group: dict[str, Any], parameter: Tensor, grad: Tensor, planned: Projection) -> None:
         state = self.state[parameter]
         steps, old = int(state.get("step", 0)), _bases(state)
-        ranks = {k: planned.ranks.get(k, basis.shape[1]) for k, basis in old.items()} or planned.ranks
+        ranks = _ranks(planned, old) or planned.ranks
         # of its own, so that a resumed run draws the same and the user's draws stay as they are
         generator = torch.Generator().manual_seed(1_000_003 * self._places[parameter][0] + steps)
         new = refined(grad, old, ranks, generator, group["energy"])
@@ -344,6 +346,11 @@ def _dtype(parameter: Tensor) -> torch.dtype:
 def _planned(group: dict[str, Any], parameter: Tensor) -> Projection:
     settings = {name: group[name] for name in ("rank", "as_matrix", "two_sided")}
     return plan(tuple(parameter.shape), **settings)
+
+
+def _ranks(planned: Projection, bases: Bases) -> dict[int, int]:
+    """The largest ranks of the projected modes; of one that was pruned until it was not worth projecting, its own."""
+    return {k: planned.ranks.get(k, basis_NR.shape[1]) for k, basis_NR in bases.items()}
 
 
 def _bases(state: dict[str, Any]) -> dict[int, Tensor]:

@@ -40,10 +40,14 @@ class Projection(NamedTuple):
     ranks: dict[int, int]
 
     @property
+    def core(self) -> int:
+        """Elements of a core at these ranks."""
+        return prod(self.ranks.get(k, n) for k, n in enumerate(self.shape))
+
+    @property
     def elements(self) -> int:
         """What is kept at these ranks: two moments of the core, and the bases."""
-        core = prod(self.ranks.get(k, n) for k, n in enumerate(self.shape))
-        return 2 * core + sum(self.shape[k] * rank for k, rank in self.ranks.items())
+        return 2 * self.core + sum(self.shape[k] * rank for k, rank in self.ranks.items())
 
 
 def plan(shape: tuple[int, ...], rank: float, *, as_matrix: bool = False, two_sided: bool = False) -> Projection:
