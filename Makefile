@@ -90,6 +90,7 @@ bench: install
 	@$(BIN)/python benchmarks/block_product.py --repeats 10
 	@$(BIN)/python benchmarks/decoder.py --repeats 20
 	@$(BIN)/python benchmarks/optimizer.py
+	@$(BIN)/python benchmarks/projections.py times
 	@$(BIN)/python benchmarks/peers.py
 	@$(BIN)/python benchmarks/page.py
 

@@ -48,6 +48,14 @@ _SECTIONS = {
         "The optimizer's part of a step",
         "`part`: of forward, backward and the optimizer's step; models of about as many parameters in pairs.",
     ),
+    "projections": (
+        "Projected gradients: state and loss",
+        "`kb`: of the optimizer's state at the end; `largest_kb`: its peak; held-out loss in nats per byte.",
+    ),
+    "projections_steps": (
+        "Projected gradients: the longest step",
+        "Steps of the optimizer alone; `first_ms`: the one that makes the state, in no other column.",
+    ),
     "shrunk_step": ("The step after all ranks are cut to 0.2 of the size", "`speed`: compared with before."),
     "codebert": (
         "CodeBERT at full size",

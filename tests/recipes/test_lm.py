@@ -122,6 +122,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "narrow by hand": {"method": "narrow", "baselines": BaselineConfig(narrow=Narrow(hidden=24))},
     "recompute": {"train": {"recompute": True, "accumulation": 2}},
     "smmf": {"train": {"optimizer": "smmf"}},
+    "adarankgrad": {"method": "dense", "train": {"optimizer": "adarankgrad"}},
+    "tensor_galore": {"train": {"optimizer": "tensor_galore"}, "compress": replace(RANKS, head="dense")},
     "fp8": {"train": {"precision": "fp8"}},
     "fp8, recompute": {"train": {"precision": "fp8", "recompute": True}},
 }
@@ -175,6 +177,8 @@ def test_the_help_offers_what_these_tests_run() -> None:
         ("comera", "flat", "adamw"),
         ("comera", "spectral", "muon"),
         ("comera", "spectral", "smmf"),
+        ("dense", "spectral", "adarankgrad"),
+        ("dense", "spectral", "tensor_galore"),
         ("narrow", "flat", "adamw"),
     ],
 )

@@ -3,7 +3,17 @@
 from comera.optim.adamw import AdamW
 from comera.optim.muon import Muon
 from comera.optim.param_groups import param_groups
+from comera.optim.projected import AdaRankGrad, TensorGaLore
 from comera.optim.smmf import SMMF
 from comera.optim.zeroth_order import ZerothOrder, adaptive_queries
 
-__all__ = ["SMMF", "AdamW", "Muon", "ZerothOrder", "adaptive_queries", "param_groups"]
+__all__ = [
+    "SMMF",
+    "AdaRankGrad",
+    "AdamW",
+    "Muon",
+    "TensorGaLore",
+    "ZerothOrder",
+    "adaptive_queries",
+    "param_groups",
+]

@@ -18,7 +18,7 @@ _FREE = {
     *("trackers", "progress", "threads", "device", "mode", "recompute", "energy"),
 }
 
-OptimizerName = Literal["adamw", "muon", "smmf", "adagrad", "sgd"]
+OptimizerName = Literal["adamw", "muon", "smmf", "adarankgrad", "tensor_galore", "adagrad", "sgd"]
 
 _EVAL_STEPS = 100  # between evaluations, without eval_every and epochs
 
@@ -80,13 +80,14 @@ class TrainConfig:
 
     optimizer: OptimizerName = "adamw"
     """muon: orthogonalized momentum for linear layers, dense or compressed, and AdamW for the rest. smmf: Adam with
-    factored moments, a sixtieth of its state. adagrad and sgd update only those rows of dense tables that are in the
-    batch (dlrm)."""
+    factored moments, a sixtieth of its state. adarankgrad, tensor_galore: AdamW on projected gradients of dense
+    weights, at ranks that adapt or by all modes of convolutions. adagrad and sgd update only those rows of dense tables
+    that are in the batch (dlrm)."""
     lr: float = 1e-3
     """Peak learning rate of the dense parameters."""
     rates: Literal["flat", "spectral"] = "spectral"
     """How the rates of cores follow from lr where none is given. flat: they are lr; spectral: a core moves its weight
-    as far as lr moves a dense one, for AdamW, SMMF and Muon; Adagrad and SGD have flat rates."""
+    as far as lr moves a dense one, for all but Adagrad and SGD, which have flat rates."""
     core_lr: float | None = None
     """Peak learning rate of the cores of linear layers. Default: as `rates` says."""
     table_lr: float | None = None
@@ -95,7 +96,7 @@ class TrainConfig:
     """Peak learning rate of the gates (rank parameters). Default: lr."""
 
     weight_decay: float = 0.0
-    """Decoupled weight decay of AdamW, SMMF and Muon; never on biases, norms and gates."""
+    """Weight decay, never on biases, norms and gates; decoupled but for Adagrad and SGD."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     max_grad_norm: float = 1.0

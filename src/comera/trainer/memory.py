@@ -16,14 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from comera.errors import ConfigError
 from comera.kernels.cpp.library import dry_run
 from comera.optim.muon import orthogonal_parameters
+from comera.optim.param_groups import param_groups
 from comera.optim.smmf import state_bytes
 from comera.trainer.live_memory import FusedAttention, LiveMemory
+from comera.trainer.optimizer import PROJECTED
 
 # Tensors of a parameter's size that each kind of optimizer keeps, and whether it counts steps per parameter.
 _STATE = {
     "adamw": (2, True),
     "muon": (2, True),
     "smmf": (0, True),
+    **dict.fromkeys(PROJECTED, (0, True)),
     "sgd": (0, False),
     "momentum": (1, False),
     "adagrad": (1, True),
@@ -150,7 +153,8 @@ def estimate(
     those of the device that it stands for, with the kernels that this machine has, fused as the model is.
 
     loss: closure over model and batch that returns the scalar loss. No `.grad` changes.
-    optimizer: "adamw", "muon", "smmf", "sgd", "momentum" (SGD with momentum) or "adagrad"; ConfigError for any other.
+    optimizer: "adamw", "muon", "smmf", "adarankgrad" (at its largest ranks), "tensor_galore", "sgd", "momentum" (SGD
+        with momentum) or "adagrad"; ConfigError for any other.
     device: what the meta device stands for: "auto", "cpu" or "cuda", as in TrainConfig.
     """
     if optimizer not in _STATE:
@@ -162,6 +166,9 @@ def estimate(
     matrices = orthogonal_parameters(model) if optimizer == "muon" else set()  # with one moment
     moments = [p.nbytes for p in trained for _ in range(1 if p in matrices else slots)]
     moments += [state_bytes(p.numel()) for p in trained] if optimizer == "smmf" else []
+    if optimizer in PROJECTED:
+        made = PROJECTED[optimizer](param_groups(model, lr=0.0, rates="flat"))
+        moments += [made.moment_bytes(p) for p in trained]
     for_cpu = stored[0].is_meta and (device == "cpu" or not torch.cuda.is_available())
     before = [p.grad for p in trained]
     try:

@@ -11,8 +11,11 @@ from comera.errors import ConfigError
 from comera.optim.adamw import AdamW
 from comera.optim.muon import Muon
 from comera.optim.param_groups import param_groups
+from comera.optim.projected import AdaRankGrad, TensorGaLore
 from comera.optim.smmf import SMMF
 from comera.trainer.config import TrainConfig
+
+PROJECTED: dict[str, type[AdaRankGrad | TensorGaLore]] = {"adarankgrad": AdaRankGrad, "tensor_galore": TensorGaLore}
 
 
 def named_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -21,10 +24,12 @@ def named_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     if config.optimizer == "muon":
         return Muon(model, rates=config.rates, betas=config.betas, **rates)
     # the spectral rule is one for Adam's steps
-    as_adam = config.optimizer in ("adamw", "smmf")
+    as_adam = config.optimizer not in ("adagrad", "sgd")
     groups = param_groups(model, rates=config.rates if as_adam else "flat", **rates)
     if config.optimizer == "smmf":
         return SMMF(groups)
+    if config.optimizer in PROJECTED:
+        return PROJECTED[config.optimizer](groups, betas=config.betas)
     if config.optimizer == "adamw":
         # Fused where torch takes the step: 2-3 times faster over dense weights on a CPU.
         return AdamW(groups, betas=config.betas, fused=True)

@@ -25,6 +25,7 @@ from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
 from comera.optim.muon import Muon
+from comera.optim.projected import ProjectedAdamW
 from comera.rank.controller import RankController
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
@@ -251,8 +252,9 @@ class TrainStep:
             return "gradients are averaged over several processes, which is not captured"
         if not all("capturable" in group for group in self.optimizer.param_groups):
             return f"{type(self.optimizer).__name__} has no capturable form"
-        if isinstance(self.optimizer, Muon):
-            return "Muon's step over matrices is not captured: use mode eager or compile, or train.optimizer adamw"
+        if isinstance(self.optimizer, Muon | ProjectedAdamW):
+            kind = type(self.optimizer).__name__
+            return f"{kind}'s step over matrices is not captured: use mode eager or compile, or train.optimizer adamw"
         return ""
 
     def _make_capturable(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from comera.errors import ConfigError
 from comera.fusion import fuse_
 from comera.nn.linear import BTTLinear, TTLinear
-from comera.optim import SMMF
+from comera.optim import SMMF, AdaRankGrad, TensorGaLore
 from comera.trainer.live_memory import Heap, LiveMemory
 from comera.trainer.memory import MemoryEstimate, MemoryMeter, current_memory, estimate, peak_memory
 from comera.tt.spec import BTTSpec, TTSpec
@@ -61,6 +61,17 @@ def test_optimizer_state_is_that_of_the_real_one(kind: str, make: type[torch.opt
     optimizer.step()
     kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     assert parts.optimizer == sum(v.numel() * v.element_size() for v in kept)
+
+
+@pytest.mark.parametrize(("kind", "make"), [("adarankgrad", AdaRankGrad), ("tensor_galore", TensorGaLore)])
+def test_projected_state_is_estimated_at_its_largest_ranks(kind: str, make: type[AdaRankGrad | TensorGaLore]) -> None:
+    model, x = nn.Sequential(nn.Conv1d(32, 48, 3), nn.ReLU(), nn.Linear(62, 40)), torch.randn(80, 32, 64)
+    estimated = estimate(model, lambda: model(x).square().sum(), optimizer=kind).optimizer
+    optimizer = make([{"params": list(model.parameters()), **({"energy": 1.0} if make is AdaRankGrad else {})}])
+    model(x).square().sum().backward()
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    assert estimated == sum(value.nbytes for value in kept) < 0.7 * sum(8 * p.numel() for p in model.parameters())
 
 
 def test_frozen_parameters_need_neither_gradient_nor_state() -> None:

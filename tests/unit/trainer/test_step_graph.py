@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from comera.errors import DataError
 from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
+from comera.optim.projected import AdaRankGrad
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.cuda_graph import GraphedStep
@@ -229,11 +230,19 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
 
 
+NOT_CAPTURED = "step over matrices is not captured: use mode eager or compile, or train.optimizer adamw"
+
+
+def projected(model: nn.Module) -> torch.optim.Optimizer:
+    return AdaRankGrad(model.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "reason"),
     [
         (adamw, {"recorder": None}, "graphs need CUDA, the model is on cpu"),
         (sgd, {}, "SGD has no capturable form"),
+        (projected, {}, f"AdaRankGrad's {NOT_CAPTURED}"),
         (adamw, {"average": lambda flat: flat}, "gradients are averaged over several processes, which is not captured"),
     ],
 )

@@ -1,0 +1,173 @@
+"""Projected gradients: what the state takes, what is learned, and the longest step, beside GaLore and AdamW.
+
+A dense language model on plain bytes (4 blocks, 4 × 256 tokens a step). The weights of its linear layers are projected
+to a quarter of their shorter side, by GaLore and by ours alike, and ours also with all matrices (`all`). Cosine
+schedule, rates from a grid, the same for each; held-out loss in nats per byte. `kb`: of the optimizer's state at the
+end; `largest_kb`: its peak, since ranks adapt.
+
+    python benchmarks/projections.py losses [--cases adamw galore ...] [--steps 400] [--hidden 128] [--rates 2e-3 4e-3]
+    python benchmarks/projections.py times  [--hidden 256]            on a quiet machine: steps of the optimizer alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from common import about, update
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera.baselines import GaLore
+from comera.optim import AdamW, AdaRankGrad, TensorGaLore, param_groups
+from comera.recipes.lm.data import LMData, LMDataConfig, prepare
+from comera.recipes.lm.model import ModelConfig
+from comera.recipes.lm.recipe import LMConfig, build_model, next_token_loss, token_losses
+from comera.trainer.config import TrainConfig
+from comera.trainer.optimizer import lr_multiplier
+
+VOCABULARY, BLOCK, ROWS, HELD_OUT = 256, 256, 4, 32
+BETAS = (0.9, 0.95)
+CLIP = 1.0
+
+
+def _galore(model: nn.Module, lr: float) -> Optimizer:
+    """At the package's factor 0.25, ten times the rate for projected weights, as its authors have it."""
+    applied = GaLore().apply_(model, skip=["lm_head"])
+    assert applied.optimizer is not None
+    return applied.optimizer(TrainConfig(steps=1, lr=lr, core_lr=10 * lr, betas=BETAS))
+
+
+def _layers(model: nn.Module, lr: float) -> Iterator[dict[str, Any]]:
+    """Groups in which only what GaLore projects, the weights of linear layers but the head, is worth projecting."""
+    apart = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # type: ignore[operator]
+    for group in param_groups(model, lr=lr):
+        for name, chosen in (("dense", False), ("tables", True)):
+            members = [p for p in group["params"] if (p in apart) == chosen]
+            if members:
+                yield {**group, "params": members, "name": name if group["name"] == "dense" else group["name"]}
+
+
+CASES: dict[str, Callable[[nn.Module, float], Optimizer]] = {
+    "adamw": lambda model, lr: AdamW(param_groups(model, lr=lr), betas=BETAS, fused=True),
+    "galore": _galore,
+    "adarankgrad": lambda model, lr: AdaRankGrad(_layers(model, lr), betas=BETAS),
+    "adarankgrad-all": lambda model, lr: AdaRankGrad(param_groups(model, lr=lr), betas=BETAS),
+    "tensor_galore": lambda model, lr: TensorGaLore(_layers(model, lr), betas=BETAS),
+    "tensor_galore-all": lambda model, lr: TensorGaLore(param_groups(model, lr=lr), betas=BETAS),
+    "tensor_galore-both": lambda model, lr: TensorGaLore(_layers(model, lr), two_sided=True, rank=0.5, betas=BETAS),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["losses", "times"])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])
+    parser.add_argument("--seeds", type=int, default=1)
+    options = parser.parse_args()
+    rows = losses(options) if options.part == "losses" else times(options)
+    for row in rows:
+        print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
+        key = ("case", "hidden", "steps", "lr", "seed") if options.part == "losses" else ("case", "hidden", "threads")
+        update("projections" if options.part == "losses" else "projections_steps", [row | about()], key)
+
+
+def losses(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    data = prepare(LMDataConfig(vocab_size=VOCABULARY, block_size=BLOCK), quiet=True)
+    for seed in range(options.seeds):
+        for name in options.cases:
+            for lr in options.rates:
+                row = {"case": name, "hidden": options.hidden, "steps": options.steps, "lr": f"{lr:g}", "seed": seed}
+                yield {**row, **learned(name, options.hidden, options.steps, lr, seed, data)}
+
+
+def learned(name: str, hidden: int, steps: int, lr: float, seed: int, data: LMData) -> dict[str, object]:
+    """Train one case; its held-out loss and the bytes of its state."""
+    torch.manual_seed(seed)
+    model = _model(hidden)
+    optimizer = CASES[name](model, lr)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    largest = 0
+    for step in range(steps):
+        factor = lr_multiplier((step + 1) / steps, warmup=0.05, schedule="cosine", final=0.0)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        optimizer.zero_grad()
+        next_token_loss(model, data.train_batch(step, ROWS, seed)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        largest = max(largest, _state_bytes(optimizer))
+    with torch.no_grad():
+        batches = list(islice(data.held_out_batches(ROWS), HELD_OUT))
+        nats = sum(float(token_losses(model, batch).sum()) for batch in batches)
+    size = sum(int(batch.sizes.sum()) for batch in batches)
+    ranks = list(_ranks(optimizer))
+    return {
+        "nats_per_byte": f"{nats / size:.4f}",
+        "kb": f"{_state_bytes(optimizer) / 1e3:.4g}",
+        "largest_kb": f"{largest / 1e3:.4g}",
+        "mean_rank": f"{statistics.fmean(ranks):.3g}" if ranks else "",
+    }
+
+
+def times(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Steps of the optimizer alone, on gradients of a model's first steps; the first, which makes the state, apart.
+
+    As many steps as three periods of 200, so that every parameter has had its turn.
+    """
+    data = prepare(LMDataConfig(vocab_size=VOCABULARY, block_size=BLOCK), quiet=True)
+    for name in options.cases:
+        torch.manual_seed(0)
+        model = _model(options.hidden)
+        gradients = [_gradients(model, data, step) for step in range(4)]
+        optimizer = CASES[name](model, 1e-4)
+        seconds = []
+        for step in range(600):
+            for p, grad in zip(model.parameters(), gradients[step % len(gradients)], strict=True):
+                p.grad = grad
+            started = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - started)
+        median, late = statistics.median(seconds[1:]), sorted(seconds[1:])
+        shown = {"median": median, "first": seconds[0], "p99": late[int(0.99 * len(late))], "longest": late[-1]}
+        row = {"case": name, "hidden": options.hidden, **{f"{key}_ms": f"{s * 1e3:.3g}" for key, s in shown.items()}}
+        yield {**row, "longest_over_median": f"{late[-1] / median:.3g}"}
+
+
+def _gradients(model: nn.Module, data: LMData, step: int) -> list[Tensor]:
+    loss = next_token_loss(model, data.train_batch(step, ROWS, 0))
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def _model(hidden: int) -> nn.Module:
+    sizes = ModelConfig(hidden=hidden, layers=4, heads=max(1, hidden // 64), tie=False)
+    data = LMDataConfig(vocab_size=VOCABULARY, block_size=BLOCK)
+    model, _ = build_model(LMConfig(method="dense", data=data, model=sizes), VOCABULARY)
+    return model
+
+
+def _tensors(optimizer: Optimizer) -> Iterable[Tensor]:
+    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    return sum(value.nbytes for value in _tensors(optimizer))
+
+
+def _ranks(optimizer: Optimizer) -> Iterator[int]:
+    for state in optimizer.state.values():
+        yield from (value.shape[1] for key, value in state.items() if key.startswith("basis_"))
+        if "basis" in state:  # GaLore's: (r, n) or (m, r)
+            yield min(state["basis"].shape)
+
+
+if __name__ == "__main__":
+    main()
