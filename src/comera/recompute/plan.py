@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from comera.errors import ConfigError
 from comera.nn.linear import TTLinear
@@ -39,6 +38,7 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = {
 }
 """Optimizers of `plan_memory` by name: what makes one for a model."""
 
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _CONTRACTIONS: dict[Contraction, str] = {
     "planned": "as planned for the rows",
     "low_rank": "low rank, from both ends",
@@ -184,7 +184,7 @@ class _Search:
         self.ways = list(product([False, True] if find_blocks(self.model) else [False], choices))
         self.tried: dict[tuple[int, bool, Contraction], MemoryPlan | None] = {}
         self.refused = ""
-        normed = any(isinstance(module, _BatchNorm) for module in self.model.modules())
+        normed = any(isinstance(module, _BATCH_NORMS) for module in self.model.modules())
         self.notes = ("batch norm takes its statistics from micro-batches",) if normed else ()
 
     def first_that_fits(self) -> MemoryPlan | None:
