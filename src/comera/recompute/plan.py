@@ -27,7 +27,7 @@ from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.optim.smmf import SMMF
 from comera.recompute.blocks import find_blocks, recompute_
-from comera.recompute.budget import balanced, batch_size, megabytes, parse_bytes, parts
+from comera.recompute.budget import balanced, batch_size, batch_tensors, megabytes, parse_bytes, parts
 from comera.recompute.trial import Loss, MakeOptimizer, StepMemory, measure_step
 
 OPTIMIZERS: Mapping[str, MakeOptimizer] = {
@@ -38,6 +38,9 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = {
 }
 """Optimizers of `plan_memory` by name: what makes one for a model."""
 
+# Micro-batches of a step that is tried. From the second on they differ only where memory depends on values, as that of
+# distinct ids does; on the meta device there are none.
+_MOST_PARTS = 16
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _CONTRACTIONS: dict[Contraction, str] = {
     "planned": "as planned for the rows",
@@ -116,7 +119,9 @@ def plan_memory(
     where nothing is computed and nothing allocated (and no layer may look at values, as compressed embeddings do).
 
     Counted are weights, gradients, optimizer state, the batch, and everything that is alive between operations. The
-    process itself and scratch memory inside an operation are not.
+    process itself and scratch memory inside an operation are not. Where memory depends on values, as that of a
+    compressed embedding does on distinct ids, the peak is that of this batch (of its first 16 micro-batches): other
+    batches may take a few percent more.
 
     Args:
         model: on its device, converted and fused as it is to be trained.
@@ -218,7 +223,9 @@ class _Search:
         """The plan of a step; None for micro-batches that the model refuses, as batch norm does single samples."""
         key = size, recompute, contraction
         if key not in self.tried:
-            batch = [self.batch] if size == self.samples else [part for part, _ in islice(parts(self.batch, size), 2)]
+            meta = any(tensor.is_meta for tensor in batch_tensors(self.batch))
+            tried = islice(parts(self.batch, size), 2 if meta else _MOST_PARTS)
+            batch = [self.batch] if size == self.samples else [part for part, _ in tried]
             prepare_ = partial(_set, recompute=recompute, contraction=contraction)
             try:
                 step = measure_step(self.model, batch, self.loss, self.make_optimizer, prepare_)

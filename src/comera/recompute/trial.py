@@ -64,8 +64,8 @@ def measure_step(
 ) -> StepMemory:
     """The peak of a step that trains a copy of `model` on one part of the batch after the other, and of the next one.
 
-    Two parts stand for any number: from the second on, gradients are there while activations are. prepare_: changes
-    the copy before. On the meta device nothing is computed.
+    From the second part on, gradients are there while activations are. prepare_: changes the copy before. On the meta
+    device nothing is computed.
 
     Raises whatever the step raises, and ConfigError for a loss that is none, or that does not come from the copy.
     """
@@ -80,7 +80,7 @@ def measure_step(
                 stack.enter_context(FusedAttention())
             live = stack.enter_context(LiveMemory([*stored, *given]))
             _step(model, batch[:1], loss, optimizer)  # makes the optimizer's state
-            gradients = _step(model, batch[:2], loss, optimizer)
+            gradients = _step(model, batch, loss, optimizer)
         weights, optimizer_state = _nbytes(stored), _nbytes(tree_leaves(list(optimizer.state.values())))
         total = weights + _nbytes(given) + live.peak
     return StepMemory(weights, gradients, optimizer_state, total - weights - gradients - optimizer_state)

@@ -29,6 +29,11 @@ from ...helpers.live import assert_same
 WIDTH, HUGE = 64, "1GB"
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def block() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
 
@@ -172,6 +177,18 @@ def test_less_and_less_memory_from_the_fastest_step_to_the_smallest() -> None:
     assert (sizes[1], plans[1].recompute) == (16, True)  # before smaller micro-batches
     assert sizes[-1] < 8
     assert plans[-1].peak == smallest
+
+
+def test_micro_batches_that_take_more_than_the_first_ones_count() -> None:
+    """As texts with more distinct words do: memory that depends on values."""
+
+    def repeating(model: nn.Module, x: Tensor) -> Tensor:
+        return averaging(model, x.repeat(64 if x.amax() > 100 else 1, 1))
+
+    model, x = mlp(), torch.randn(8, WIDTH)
+    alike = least(model, x, optimizer="sgd", loss=repeating)
+    x[5] = 200.0
+    assert least(model, x, optimizer="sgd", loss=repeating) > 1.5 * alike
 
 
 def test_low_rank_contraction_is_chosen_where_the_planned_one_takes_more() -> None:
