@@ -209,7 +209,7 @@ _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         "tiny",
         28.5,
         True,
-        _one("allocated_mb", case="compressed, batch 1, adamw"),
+        _one("live_mb", case="compressed, batch 1, adamw"),
     ),
     (
         "time with recomputation, of that without",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from operator import itemgetter
 
 from comera.kernels.select import CPP
 
@@ -94,7 +95,7 @@ def train(
 def allocated(events: list[tuple[int, int]]) -> int:
     """The most bytes given out at once. events: time and bytes, given out or taken back."""
     now = most = 0
-    for _, nbytes in sorted(events):
+    for _, nbytes in sorted(events, key=itemgetter(0)):  # of one moment, in their order
         now += nbytes
         most = max(most, now)
     return most
