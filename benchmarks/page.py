@@ -29,6 +29,11 @@ _SECTIONS = {
         "`times_dense`: dense time over this side's; medians of alternating steps.",
     ),
     "recompute": ("Peak memory with recomputation", "`added`: beyond an interpreter with its libraries."),
+    "tiny": (
+        "Training in the memory of a small chip",
+        "`plan_mb`: what `plan_memory` says, in MB of a million bytes; `live_mb`, `allocated_mb`: the tensors of ten "
+        "steps, followed one by one, and as torch's allocator gave them out.",
+    ),
     "roofline": (
         "How far the step is from the machine's limits",
         "`least_ms`: every operation at the speed of large products or of copies from memory, whichever is slower; "
@@ -206,6 +211,13 @@ _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         0.09,
         True,
         _one("added_of_dense", side="fused, recompute"),
+    ),
+    (
+        "two encoders, 768 wide, one text: MB of tensors in training",
+        "tiny",
+        28.5,
+        True,
+        _one("live_mb", case="compressed, batch 1, adamw"),
     ),
     (
         "time with recomputation, of that without",

@@ -104,7 +104,7 @@ class MergeCache:
         trains = [layer.tt for layer in layers]
         if any(layer not in self._layers.get(train, ()) for layer, train in zip(layers, trains, strict=True)):
             return None
-        if not self._prefers_factors(trains, input):
+        if not self._prefers_factors(layers, input):
             return None
         dtype = working_dtype(input)
         merged = self._merged.setdefault((dtype, input.device, recording, torch.is_inference_mode_enabled()), {})
@@ -118,16 +118,17 @@ class MergeCache:
             found.append(factors if bias is None or factors.has_bias else factors.with_bias(bias.to(dtype)))
         return found
 
-    def _prefers_factors(self, trains: Sequence[TensorTrain], input: Tensor) -> bool:
-        """Whether the trains may meet the dtype of the input, and for one of them the product of A and B is the best
-        for so many rows, given that a merge of several trains is shared."""
-        autocast, cores = autocast_dtype(input), [train.cores[0] for train in trains]
+    def _prefers_factors(self, layers: Sequence[TTLinear], input: Tensor) -> bool:
+        """Whether the trains may meet the dtype of the input, and for one of them the product of A and B is wanted, or
+        the best for so many rows, given that a merge of several trains is shared."""
+        autocast, cores = autocast_dtype(input), [layer.tt.cores[0] for layer in layers]
         # writes to inference tensors are not counted
         if any(core.is_inference() or (autocast is None and input.dtype != core.dtype) for core in cores):
             return False
         size = input.shape[:-1].numel(), (autocast or input.dtype).itemsize, input.device.type
-        for train, core in zip(trains, cores, strict=True):
-            if train.spec.activation:
+        for layer, core in zip(layers, cores, strict=True):
+            train = layer.tt
+            if train.spec.activation or layer.contraction == "low_rank":
                 return True
             gradients, merged = (input.requires_grad, core.requires_grad), train in self._batched
             if choose(LinearProblem, train.spec, *size, *gradients, merged=merged)[0] == "low_rank":

@@ -11,7 +11,7 @@ from comera.errors import SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.block_product import BTTWeight, btt_linears
 from comera.ops.fp8 import Scaling
-from comera.ops.linear import tt_linear
+from comera.ops.linear import Contraction, tt_linear
 from comera.ops.low_rank import LowRankFactors
 from comera.tt.spec import BTTSpec, TTSpec
 
@@ -74,6 +74,8 @@ class TTLinear(CompressedLinear):
 
     fp8: how the products with the input are scaled to float8, None for products in the input's dtype; `fp8_` sets it.
     It is not in the state_dict.
+    contraction: "planned", the fastest for the number of rows, or always "low_rank", (x A) B; `plan_memory` chooses. It
+    is not in the state_dict.
 
     Raises:
         SpecError: for a tensor train of another format or a bias of another shape.
@@ -89,6 +91,7 @@ class TTLinear(CompressedLinear):
 
     spec_type = TTSpec
     fp8: Scaling | None = None
+    contraction: Contraction = "planned"
 
     @property
     def spec(self) -> TTSpec:
@@ -108,10 +111,12 @@ class TTLinear(CompressedLinear):
             threshold=self.tt.threshold,
             factors=factors,
             fp8=self.fp8,
+            contraction=self.contraction,
         )
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (f", fp8={self.fp8}" if self.fp8 else "")
+        fp8 = f", fp8={self.fp8}" if self.fp8 else ""
+        return super().extra_repr() + fp8 + (", contraction=low_rank" if self.contraction == "low_rank" else "")
 
 
 class BTTLinear(CompressedLinear):

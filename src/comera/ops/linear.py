@@ -13,6 +13,7 @@ Shapes: B flattened batch, I/O in/out features.
 
 from collections.abc import Sequence
 from math import prod
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -28,6 +29,9 @@ from comera.ops.sequential import contract_groups
 from comera.tt.dense import absorb
 from comera.tt.spec import Spec, TTSpec, check_cores
 
+Contraction: TypeAlias = Literal["planned", "low_rank"]
+"""How a layer's cores meet its input: as planned for the number of rows, or from both ends to A and B, then (x A) B."""
+
 
 def tt_linear(
     input: Tensor,
@@ -40,6 +44,7 @@ def tt_linear(
     factors: LowRankFactors | None = None,
     plan: ContractionPlan | None = None,
     fp8: Scaling | None = None,
+    contraction: Contraction = "planned",
 ) -> Tensor:
     """y = x W + bias, W the tensor train of `cores`; with an activation in `spec`, y = act(x A) B + bias.
 
@@ -53,6 +58,8 @@ def tt_linear(
         plan: a forced choice; by default `plan_linear` for this batch. With an activation the product is low rank.
         fp8: how the operands of the products with the batch are scaled to float8 (ops/fp8.py); then the product is low
             rank, too. Not with an activation.
+        contraction: "low_rank" for (x A) B whatever the plan would be; its only intermediate result has r elements a
+            row, and W is never made.
 
     Returns:
         (..., out_features) in x's dtype, which must be the cores', or in autocast's dtype: then only the products with
@@ -70,7 +77,7 @@ def tt_linear(
             gradients = x_BI.requires_grad, any(core.requires_grad for core in cores)
             size = x_BI.shape[0], x_BI.element_size(), x_BI.device.type
             strategy, groups = choose(LinearProblem, spec, *size, *gradients, plan=plan)
-            if strategy == "low_rank" or spec.activation or fp8:
+            if "low_rank" in (strategy, contraction) or spec.activation or fp8:
                 gates = [cores[0].new_ones(rank) for rank in spec.inner_ranks] if gates is None else gates
                 (factors,) = merge([spec], [[*cores, *gates]], threshold, working_dtype(x_BI), [bias])
         if factors is not None:

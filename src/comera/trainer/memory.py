@@ -18,7 +18,7 @@ from comera.kernels.cpp.library import dry_run
 from comera.optim.muon import orthogonal_parameters
 from comera.optim.param_groups import param_groups
 from comera.optim.smmf import state_bytes
-from comera.trainer.live_memory import FusedAttention, LiveMemory
+from comera.recompute.live_memory import FusedAttention, LiveMemory, run_backward
 from comera.trainer.optimizer import PROJECTED
 
 # Tensors of a parameter's size that each kind of optimizer keeps, and whether it counts steps per parameter.
@@ -197,11 +197,7 @@ def _forward_backward(trained: Sequence[nn.Parameter], loss: Callable[[], Tensor
     """Leave the gradients of the loss in the parameters."""
     for p in trained:
         p.grad = None
-    value = loss()
-    # torch.autograd.backward leaves the modes of torch's functions, which blocks that recompute need
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
-        (value,), (torch.ones_like(value),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run_backward(loss())
 
 
 def _process_memory(field: str) -> int:

@@ -36,7 +36,7 @@ class LiveMemory(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
-                for part in _parts(tensor):
+                for part in stored_parts(tensor):
                     self._add(part.untyped_storage())
         return made
 
@@ -60,7 +60,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak, self.resident = self.now, self._heap.held
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def stored_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that hold the elements of a tensor: of a sparse gradient its indices and values."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
@@ -157,3 +157,10 @@ def _fused(
     attend: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = attend(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return out
+
+
+def run_backward(loss: Tensor) -> None:
+    """loss.backward() that stays inside modes of torch's functions: blocks that recompute need `FusedAttention`."""
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

@@ -1,0 +1,276 @@
+"""A training step in a given number of bytes: how cores are contracted, what is recomputed, and micro-batches.
+
+The step runs, on a copy, in one way after the other, from the fastest to the smallest, until it fits (trial.py):
+
+    all samples at once      as planned → low rank → recomputing → recomputing and low rank
+    in micro-batches         as large as any of the four allows; of these again the first that fits
+
+"As planned" is the fastest contraction of each layer for its number of rows; "low rank" merges the cores of every
+tensor train from both ends to A and B, whose product with the batch leaves r elements a row (ops/merge.py).
+
+Rejected: bytes from formulas. `trainer/memory.py` needs them for models that are not there yet; here the model is.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comera.errors import ConfigError
+from comera.nn.linear import TTLinear
+from comera.ops.linear import Contraction
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
+from comera.optim.smmf import SMMF
+from comera.recompute.blocks import find_blocks, recompute_
+from comera.recompute.budget import balanced, batch_size, batch_tensors, megabytes, parse_bytes, parts
+from comera.recompute.trial import Loss, MakeOptimizer, StepMemory, measure_step
+
+OPTIMIZERS: Mapping[str, MakeOptimizer] = {
+    "adamw": lambda model: AdamW(param_groups(model, lr=1e-3)),
+    "smmf": lambda model: SMMF(param_groups(model, lr=1e-3)),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+}
+"""Optimizers of `plan_memory` by name: what makes one for a model."""
+
+# Micro-batches of a step that is tried. From the second on they differ only where memory depends on values, as that of
+# distinct ids does; on the meta device there are none.
+_MOST_PARTS = 16
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_CONTRACTIONS: dict[Contraction, str] = {
+    "planned": "as planned for the rows",
+    "low_rank": "low rank, from both ends",
+}
+
+
+@dataclass(frozen=True)
+class MemoryPlan(StepMemory):
+    """A training step that fits a budget, in bytes by part; prints itself.
+
+    model: its class. samples: of the batch. micro_batch: samples at once. recompute, contraction: what `apply_` sets.
+    budget: bytes. notes: what differs from a step on all samples at once.
+
+    See `plan_memory`.
+    """
+
+    model: str
+    samples: int
+    micro_batch: int
+    recompute: bool
+    contraction: Contraction
+    budget: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def headroom(self) -> int:
+        """Bytes of the budget that are left at the peak."""
+        return self.budget - self.peak
+
+    def apply_(self, model: nn.Module) -> None:
+        """Set recomputation and contraction as planned, in place; a plan without recomputation removes it.
+
+        Raises ConversionError for a model without the blocks that are to recompute; it is unchanged.
+        """
+        _set(model, self.recompute, self.contraction)
+
+    def micro_batches(self, batch: Any) -> Iterator[tuple[Any, float]]:
+        """The micro-batches of a batch, without a copy, each with its share of the samples.
+
+        The gradient of a mean loss is the sum of share · gradient over the micro-batches. A batch may have other sizes
+        than the planned one. Raises ConfigError for a batch whose tensors differ in their first dimension.
+        """
+        return parts(batch, self.micro_batch)
+
+    def __str__(self) -> str:
+        rows = [(name, megabytes(nbytes)) for name, nbytes in self.parts.items()]
+        rows += [("peak", megabytes(self.peak)), ("budget", megabytes(self.budget))]
+        rows += [("headroom", megabytes(self.headroom))]
+        width = max(len(value) for _, value in rows)
+        lines = [f"  {name:<13}{value:>{width}}" for name, value in rows]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join([f"a step of {self.model} on {self.samples:,} samples: {self.how}", *lines])
+
+    @property
+    def how(self) -> str:
+        """What was chosen, in words."""
+        count = -(-self.samples // self.micro_batch)
+        batches = f"{count} micro-batches of {self.micro_batch:,}" if count > 1 else "all at once"
+        recompute = "recomputing" if self.recompute else "nothing recomputed"
+        return f"{batches}, {recompute}, contraction {_CONTRACTIONS[self.contraction]}"
+
+
+def plan_memory(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int,
+    *,
+    optimizer: str | MakeOptimizer = "adamw",
+    loss: Loss | None = None,
+) -> MemoryPlan:
+    """The fastest training step of a model that stays within a budget of bytes, its tensors counted all together.
+
+    Steps are tried on copies of the model, one at a time, on its own device; the model and random states stay as they
+    are. If the whole batch may be too much even for the machine that plans, put model and batch on the meta device,
+    where nothing is computed and nothing allocated (and no layer may look at values, as compressed embeddings do).
+
+    Counted are weights, gradients, optimizer state, the batch, and everything that is alive between operations. The
+    process itself and scratch memory inside an operation are not. Where memory depends on values, as that of a
+    compressed embedding does on distinct ids, the peak is that of this batch (of its first 16 micro-batches): other
+    batches may take a few percent more.
+
+    Args:
+        model: on its device, converted and fused as it is to be trained.
+        batch: a tensor, or tuple, list or mapping of tensors (samples, ...), as large as those of training.
+        budget: bytes, or "28.5MB" (millions) or "24MiB" (2^20).
+        optimizer: "adamw", "smmf", "sgd" or "momentum"; or a function from a model to its optimizer.
+        loss: (model, batch) -> mean loss. Default: `model(**batch)`, `model(*batch)` or `model(batch)`, if that is a
+            number or has one as its `loss`.
+
+    Returns:
+        The plan: print it, `apply_` it to the model, and loop over its `micro_batches`.
+
+    Raises:
+        ConfigError: a budget that no way of taking the step stays within (the message has the smallest that would do,
+            and what takes it); a budget, batch or optimizer that cannot be read; a step that fails.
+
+    Example:
+        >>> import torch, comera
+        >>> from comera.recompute import plan_memory
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4)))
+        >>> x = torch.randn(128, 64)
+        >>> plan = plan_memory(model, x, "500kB", loss=lambda model, x: (model(x) - x).square().mean())
+        >>> plan.recompute, plan.peak <= 500_000
+        (True, True)
+        >>> plan.apply_(model)
+        >>> optimizer = comera.optim.AdamW(comera.param_groups(model, lr=1e-3))
+        >>> for part, share in plan.micro_batches(x):
+        ...     (share * (model(part) - part).square().mean()).backward()
+        >>> optimizer.step()
+
+    Source: docs/method.md §8; arXiv:2501.06663 for the budget and the order from both ends.
+    """
+    nbytes, samples = parse_bytes(budget), batch_size(batch)
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"expected an optimizer out of {', '.join(OPTIMIZERS)}, or a function from a model to one, got "
+            f"{optimizer!r}"
+        )
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    search = _Search(model, batch, samples, nbytes, loss or _own_loss, make)
+    found = search.first_that_fits()
+    if found is None:
+        raise search.too_small()
+    return found
+
+
+@dataclass
+class _Search:
+    """Steps tried so far, and how the next one is. ways: (recompute, contraction), the fastest first."""
+
+    model: nn.Module
+    batch: Any
+    samples: int
+    budget: int
+    loss: Loss
+    make_optimizer: MakeOptimizer
+
+    def __post_init__(self) -> None:
+        choices: list[Contraction] = ["planned"]
+        if any(isinstance(module, TTLinear) for module in self.model.modules()):
+            choices.append("low_rank")
+        self.ways = list(product([False, True] if find_blocks(self.model) else [False], choices))
+        self.tried: dict[tuple[int, bool, Contraction], MemoryPlan | None] = {}
+        self.refused = ""
+        normed = any(isinstance(module, _BATCH_NORMS) for module in self.model.modules())
+        self.notes = ("batch norm takes its statistics from micro-batches",) if normed else ()
+
+    def first_that_fits(self) -> MemoryPlan | None:
+        """The first plan within the budget: all samples at once, else in the largest micro-batches that fit."""
+        whole = self._fitting(self.samples)
+        if whole is not None or self.samples == 1:
+            return whole
+        low, high = 0, self.samples  # samples that fit, and that do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fitting(middle) else (low, middle)
+        return self._fitting(low) if low else None
+
+    def too_small(self) -> ConfigError:
+        """The error for a budget that nothing fits, with the smallest step that was found."""
+        least = min((plan for plan in self.tried.values() if plan is not None), key=lambda plan: plan.peak)
+        taken = ", ".join(f"{name} {megabytes(nbytes)}" for name, nbytes in least.parts.items())
+        advice = "raise the budget, compress further, or use an optimizer with less state, such as smmf"
+        advice += f" (smaller micro-batches fail: {self.refused})" if self.refused else ""
+        return ConfigError(
+            f"expected a budget of at least {least.peak:,} bytes ({megabytes(least.peak)}) for a step of {least.model} "
+            f"on {self.samples:,} samples, got {self.budget:,}; the smallest step, {least.how}, takes {taken}: {advice}"
+        )
+
+    def _fitting(self, micro_batch: int) -> MemoryPlan | None:
+        size = balanced(self.samples, micro_batch)
+        plans = (self._try(size, *way) for way in self.ways)
+        return next((plan for plan in plans if plan is not None and plan.headroom >= 0), None)
+
+    def _try(self, size: int, recompute: bool, contraction: Contraction) -> MemoryPlan | None:
+        """The plan of a step; None for micro-batches that the model refuses, as batch norm does single samples."""
+        key = size, recompute, contraction
+        if key not in self.tried:
+            meta = any(tensor.is_meta for tensor in batch_tensors(self.batch))
+            tried = islice(parts(self.batch, size), 2 if meta else _MOST_PARTS)
+            batch = [self.batch] if size == self.samples else [part for part, _ in tried]
+            prepare_ = partial(_set, recompute=recompute, contraction=contraction)
+            try:
+                step = measure_step(self.model, batch, self.loss, self.make_optimizer, prepare_)
+            except Exception as error:
+                if size == self.samples:
+                    raise self._failed(error, recompute) from error
+                self.tried[key], self.refused = None, _in_words(error)
+            else:
+                self.tried[key] = MemoryPlan(
+                    **step.parts, model=type(self.model).__name__, samples=self.samples, micro_batch=size,
+                    recompute=recompute, contraction=contraction, budget=self.budget,
+                    notes=self.notes if size < self.samples else (),
+                )  # fmt: skip
+        return self.tried[key]
+
+    def _failed(self, error: Exception, recompute: bool) -> ConfigError:
+        if isinstance(error, ConfigError):
+            return error
+        what = "a recomputing training step" if recompute else "a training step"
+        return ConfigError(
+            f"expected {what} of {type(self.model).__name__} on this batch to run, got {_in_words(error)}"
+        )
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _set(model: nn.Module, recompute: bool, contraction: Contraction) -> None:
+    recompute_(model, enabled=recompute)
+    for module in model.modules():
+        if isinstance(module, TTLinear):
+            module.contraction = contraction
+
+
+def _own_loss(model: Callable[..., Any], batch: Any) -> Tensor:
+    """The loss that a model computes itself."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ConfigError(
+            "expected a model that returns a loss, a number or an output with one as its `loss`, got "
+            f"{type(out).__name__}: pass loss=, a function of model and batch"
+        )
+    return loss
