@@ -76,8 +76,8 @@ dist: install
 	@$(BIN)/python -m pytest tests/packaging
 
 check: install
-	@$(BIN)/ruff check src tests benchmarks examples
-	@$(BIN)/ruff format --check src tests benchmarks examples
+	@$(BIN)/ruff check src tests benchmarks examples hatch_build.py
+	@$(BIN)/ruff format --check src tests benchmarks examples hatch_build.py
 	@$(BIN)/mypy
 
 bench: install
@@ -110,8 +110,8 @@ gpu:
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_step.py
 
 format: install
-	@$(BIN)/ruff check --fix src tests benchmarks examples
-	@$(BIN)/ruff format src tests benchmarks examples
+	@$(BIN)/ruff check --fix src tests benchmarks examples hatch_build.py
+	@$(BIN)/ruff format src tests benchmarks examples hatch_build.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
