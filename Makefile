@@ -73,7 +73,7 @@ faults: install
 
 dist: install
 	@$(BIN)/python -m hatchling build --clean --directory dist
-	@$(BIN)/python -m pytest tests/packaging
+	@$(BIN)/python -m pytest tests/packaging --built dist
 
 check: install
 	@$(BIN)/ruff check src tests benchmarks examples hatch_build.py

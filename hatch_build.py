@@ -40,10 +40,13 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
         wanted = os.environ.get("COMERA_WHEEL_KERNELS", "all")
         if wanted not in ("all", "none"):
             raise ValueError(f"expected COMERA_WHEEL_KERNELS to be all or none, got {wanted!r}")
-        levels = compiler.LEVELS.get(platform.machine()) if sys.platform == "linux" else None
-        program = compiler.find()
-        if wanted == "none" or levels is None or program is None:
-            return "COMERA_WHEEL_KERNELS=none" if wanted == "none" else "no GCC, or not Linux on x86-64 or aarch64"
+        if wanted == "none":
+            return "COMERA_WHEEL_KERNELS=none"
+        levels, program = compiler.LEVELS.get(platform.machine()), compiler.find()
+        if sys.platform != "linux" or levels is None:
+            return "there are kernels for Linux on x86-64 and aarch64"
+        if program is None:
+            return "no C++ compiler was found (CXX, c++, g++, clang++)"
         version = compiler.digest(compiler.source_texts())
         made = {}
         try:

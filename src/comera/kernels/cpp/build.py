@@ -38,20 +38,21 @@ def choose(accept: Callable[[Path], T | str]) -> T | str:
 
     The one rule of which comes first: the wheel's, from the best level down, then the compiled one.
     """
-    reasons = []
+    reasons: list[str] = []
     for found in _prebuilt():
         try:
             made = accept(found) if isinstance(found, Path) else found
         except OSError as error:
-            made = f"{found} could not be loaded: {one_line(str(error))}"
+            made = f"the wheel's kernels could not be loaded: {one_line(str(error))}"
         if not isinstance(made, str):
-            return made
+            break
         reasons.append(made)
-    made = _compiled(accept)
+    else:
+        made = _compiled(accept)
     if isinstance(made, str):
         return "; ".join([*reasons, made])
     if reasons:
-        _log.warning("the C++ kernels are not those of the wheel: %s", "; ".join(reasons))
+        _log.warning("not the best of the wheel's C++ kernels are used: %s", "; ".join(reasons))
     return made
 
 
