@@ -90,6 +90,25 @@ def test_a_damaged_library_is_compiled_anew(cache: Path, damage: str) -> None:
     assert made(cache).read_bytes() != damaged, "it was loaded as it is"
 
 
+@pytest.mark.parametrize("other", ["source", "flags", "compiler", "processor"])
+def test_a_library_for_anything_else_is_another_one(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: str
+) -> None:
+    assert reason() is None
+    if other == "source":
+        (tmp_path / "csrc" / "small.cpp").write_text(f"{SOURCE} // changed")
+    elif other == "flags":
+        monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-g"))
+    elif other == "compiler":
+        newer = f"{compiler.about(str(compiler.find()))} and one"
+        monkeypatch.setattr(compiler, "about", lambda program: newer)
+    else:
+        monkeypatch.setattr(compiler, "processor", lambda: "another one")
+    first = made(cache)
+    assert reason() is None
+    assert len({first, *cache.rglob("native-*.so")}) == 2
+
+
 def test_another_users_library_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason() is None
     path = made(cache)
