@@ -73,11 +73,11 @@ faults: install
 
 dist: install
 	@$(BIN)/python -m hatchling build --clean --directory dist
-	@$(BIN)/python -m pytest tests/packaging
+	@$(BIN)/python -m pytest tests/packaging --built dist
 
 check: install
-	@$(BIN)/ruff check src tests benchmarks examples
-	@$(BIN)/ruff format --check src tests benchmarks examples
+	@$(BIN)/ruff check src tests benchmarks examples hatch_build.py
+	@$(BIN)/ruff format --check src tests benchmarks examples hatch_build.py
 	@$(BIN)/mypy
 
 bench: install
@@ -112,8 +112,8 @@ gpu:
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_step.py
 
 format: install
-	@$(BIN)/ruff check --fix src tests benchmarks examples
-	@$(BIN)/ruff format src tests benchmarks examples
+	@$(BIN)/ruff check --fix src tests benchmarks examples hatch_build.py
+	@$(BIN)/ruff format src tests benchmarks examples hatch_build.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.kernels.cpp import build
+from comera.kernels.cpp import build, compiler
 from comera.kernels.cpp import memory as kernel_memory
 from comera.kernels.select import unavailable_reason
 
@@ -20,7 +20,7 @@ from .children import settle
 from .models import bert, optimizer_of, step
 
 Record = Callable[[str, object], None]
-needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 LIMITED = """
 import resource, sys, torch
@@ -133,17 +133,17 @@ def test_random_shapes_under_sanitizers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    flags = f"from comera.kernels.cpp import build; build.FLAGS = (*build.FLAGS, *{sanitizers.FLAGS})\n"
-    runtime, compiler = sanitizers._runtime(), build._compiler()
+    runtime, program = sanitizers._runtime(), compiler.find()
     assert runtime is not None
-    assert compiler is not None
+    assert program is not None
     with monkeypatch.context() as patch:
-        patch.setattr(build, "FLAGS", (*build.FLAGS, *sanitizers.FLAGS))
-        build.cached(build.cache_folder(), compiler)  # here, where the compiler runs without the sanitizer
+        patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, *sanitizers.FLAGS))
+        made = build.cached(build.cache_folder(), program)  # here, where the compiler runs without the sanitizer
+    use = f"from pathlib import Path; from comera.kernels.cpp import library; library.on_trial = Path({str(made)!r})\n"
     wrong, rounds = [], 60
     for seed in range(4):
         options = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-        run = _python(flags + RANDOM, str(rounds), str(seed), XDG_CACHE_HOME=str(tmp_path), **options)
+        run = _python(use + RANDOM, str(rounds), str(seed), XDG_CACHE_HOME=str(tmp_path), **options)
         if run.returncode != 0 or "all kernels ran" not in run.stdout:
             wrong.append(f"seed {seed}: {run.stderr[-1500:]}")
     settle(record_property, "sanitizers: rounds of all kernels, random shapes", 4 * rounds, wrong)

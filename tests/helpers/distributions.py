@@ -8,14 +8,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def build(tree: Path, folder: Path, *options: str) -> None:
-    """Build the distributions of a source tree into a folder."""
-    run(sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options, cwd=tree)
+def build(tree: Path, folder: Path, *options: str, **variables: str) -> str:
+    """Build the distributions of a source tree into a folder; returns what that prints."""
+    shown = run(sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options, cwd=tree, **variables)
+    return shown.stdout + shown.stderr
 
 
-def run(*command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+def run(*command: str, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command that must end with this exit status, and that sees nothing of this process's paths."""
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment())
+    env = environment() | variables
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
     assert shown.returncode == code, shown.stderr
     return shown
 

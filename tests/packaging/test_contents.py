@@ -1,9 +1,12 @@
 """What the wheel and the sdist hold and claim."""
 
+import os
+import platform
 import re
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from email.parser import Parser
 from pathlib import Path
 
@@ -12,9 +15,18 @@ from packaging.requirements import Requirement
 from tests.helpers.distributions import ROOT, build
 
 from comera.extras import NAMES, TRAIN
+from comera.kernels.cpp import compiler
 
+PREBUILT = "comera/kernels/cpp/prebuilt/"
 SOURCE = ROOT / "src" / "comera"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+_program = compiler.find()
+needs_gcc = pytest.mark.skipif(
+    platform.machine() not in compiler.LEVELS or _program is None or compiler.is_clang(_program),
+    reason="no GCC, or a machine that wheels hold no kernels for",
+)
 
 
 def files_of(archive: Path) -> dict[str, bytes]:
@@ -49,7 +61,7 @@ def test_both_hold_the_whole_package_and_its_licence(wheel: dict[str, bytes], sd
         source
     )
     info = next(name.partition("/")[0] for name in wheel if name.endswith(".dist-info/METADATA"))
-    assert {name: content for name, content in wheel.items() if not name.startswith(info)} == {
+    assert {name: content for name, content in wheel.items() if not name.startswith((info, PREBUILT))} == {
         f"comera/{name}": content for name, content in source.items()
     }
     assert wheel[f"{info}/licenses/LICENSE"] == sdist["LICENSE"] == (ROOT / "LICENSE").read_bytes()
@@ -57,12 +69,46 @@ def test_both_hold_the_whole_package_and_its_licence(wheel: dict[str, bytes], sd
     assert not [name for name in sdist if name.startswith(("tests/", "benchmarks/", "docs/", "runs/"))]
 
 
-def test_the_sdist_builds_the_same_wheel(built: Path, wheel: dict[str, bytes], tmp_path: Path) -> None:
+@needs_gcc
+@pytest.mark.skipif(os.environ.get("COMERA_WHEEL_KERNELS") == "none", reason="a pure wheel was asked for")
+def test_the_wheel_has_kernels_for_every_level_of_its_machine(built: Path, wheel: dict[str, bytes]) -> None:
+    (archive,) = built.glob("*.whl")
+    levels = compiler.LEVELS[platform.machine()]
+    assert archive.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    version = compiler.digest(compiler.source_texts())
+    prebuilt = {PREBUILT + compiler.prebuilt_name(level, version) for level in levels}
+    assert {name for name in wheel if name.startswith(PREBUILT)} == prebuilt
+    assert len({wheel[name] for name in prebuilt}) == len(levels)
+    assert b"Root-Is-Purelib: false" in next(text for name, text in wheel.items() if name.endswith("/WHEEL"))
+
+
+@pytest.mark.parametrize("why", ["asked for", "no compiler", "broken compiler"])
+def test_a_pure_wheel_says_why(why: str, tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'error: no such flag' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    none_found = "no C++ compiler was found (CXX, c++, g++, clang++)"
+    variables, said = {
+        "asked for": ({"COMERA_WHEEL_KERNELS": "none"}, "COMERA_WHEEL_KERNELS=none"),
+        "no compiler": ({"CXX": "", "PATH": str(tmp_path / "missing")}, none_found),
+        "broken compiler": ({"CXX": str(broken)}, f"{broken} could not compile them: error: no such flag"),
+    }[why]
+    shown = build(ROOT, tmp_path / "dist", "-t", "wheel", **variables)
+    assert shown.count("a wheel without compiled kernels: ") == 1
+    assert f"a wheel without compiled kernels: {said}\n" in shown
+    (archive,) = (tmp_path / "dist").glob("*.whl")
+    assert archive.name.endswith("-py3-none-any.whl")
+    assert not [name for name in files_of(archive) if name.startswith(PREBUILT)]
+
+
+def test_the_sdist_builds_the_same_wheel(
+    built: Path, wheel: dict[str, bytes], compiler_variables: Mapping[str, str], tmp_path: Path
+) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(tmp_path, filter="data")
     (tree,) = tmp_path.iterdir()
-    build(tree, tmp_path / "dist", "-t", "wheel")
+    build(tree, tmp_path / "dist", "-t", "wheel", **compiler_variables)
     (again,) = (tmp_path / "dist").glob("*.whl")
     assert files_of(again) == wheel
 

@@ -12,6 +12,26 @@ from tests.helpers.distributions import environment, run
 STEPS = Path(__file__).parent / "first_steps.py"
 COMMANDS = ("train lm", "train dlrm", "compare lm", "inspect a", "estimate lm", "export a --to onnx --out b")
 COMMANDS += ("generate a b", "score a b --out c", "completion bash")
+# trains a step on fused kernels and prints which these are, what ran and how many libraries of OpenMP are loaded
+KERNELS = """
+import torch, comera
+from comera.kernels.cpp import library
+from comera.optim import AdamW
+ran, call = set(), library._functions()
+for name, function in list(call.items()):
+    call[name] = lambda *given, name=name, function=function: ran.add(name) or function(*given)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(96, 384), torch.nn.GELU(), torch.nn.Linear(384, 96))
+comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT()), ratio=4)
+comera.fuse_(model)
+optimizer = AdamW(comera.param_groups(model, lr=1e-3))
+model(torch.randn(64, 96)).square().mean().backward()
+optimizer.step()
+files = {line.split()[-1] for line in open("/proc/self/maps")}
+print(library.version())
+print(*ran)
+print(len([file for file in files if any(name in file for name in ("libgomp", "libomp", "libiomp"))]))
+"""
 # what is imported -> what it says that it needs
 ROOMS = {
     "comera.trainer": "comera.trainer needs accelerate, rich, pyyaml: pip install 'comera[train]'",
@@ -33,6 +53,23 @@ def test_a_model_is_converted_trained_saved_and_loaded(bare: Path, tmp_path: Pat
     shown = run(str(bare / "python"), "-I", str(STEPS), cwd=tmp_path)
     assert Path(shown.stdout.strip()).is_relative_to(bare.parent)
     assert shown.stderr == ""
+
+
+def test_the_wheels_kernels_serve_where_there_is_no_compiler(bare: Path, tmp_path: Path) -> None:
+    """A step of training runs on them, from a folder that had nothing compiled, with torch's own OpenMP."""
+    if not list(bare.parent.rglob("comera/kernels/cpp/prebuilt/*.so")):
+        pytest.skip("the wheel was built without a compiler")
+    away = {"PATH": str(tmp_path / "missing"), "CXX": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    script = tmp_path / "step.py"
+    script.write_text(KERNELS)
+    shown = run(str(bare / "python"), "-I", str(script), cwd=tmp_path, **away)
+    version, kernels, openmp = shown.stdout.splitlines()
+    assert shown.stderr == ""
+    assert re.fullmatch(r"(x86-64-v[234]|armv8-a)-[0-9a-f]{16}", version)
+    assert {"merge", "merge_backward", "low_rank", "low_rank_backward"} <= set(kernels.split())
+    assert openmp == "1"
+    (passed,) = (tmp_path / "cache").rglob("*-*")
+    assert passed.name.startswith("passed-")
 
 
 def test_every_command_without_the_extra_is_one_line(bare: Path, tmp_path: Path) -> None:

@@ -16,27 +16,30 @@ from typing import Any
 
 import pytest
 
-from comera.kernels.cpp import build, library
+from comera.kernels.cpp import compiler, library, trial
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+from ..helpers.chosen_kernels import forget
+
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 SOURCE = 'extern "C" { const char* comera_signatures() { return "mlp=i"; } int mlp(int) { return 0; } }'
 LOAD = """
 import sys
 from pathlib import Path
-from comera.kernels.cpp import build, library
-build.SOURCES, library.SIGNATURES = Path(sys.argv[1]), {"mlp": "i"}
+from comera.kernels.cpp import compiler, library, trial
+compiler.SOURCES, library.SIGNATURES, trial.refusal = Path(sys.argv[1]), {"mlp": "i"}, lambda path: None
 print(library.unavailable_reason())
 """
 
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where libraries are kept: an empty folder. They are of one small function."""
+    """Where libraries are kept: an empty folder. They are of one small function, which no trial would pass."""
     for name in ("csrc", "tmp"):
         (tmp_path / name).mkdir()
     (tmp_path / "csrc" / "small.cpp").write_text(SOURCE)
-    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(trial, "refusal", lambda path: None)
     monkeypatch.setattr(library, "SIGNATURES", {"mlp": "i"})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -44,13 +47,6 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "cache"
     monkeypatch.undo()
     forget()
-
-
-def forget() -> None:
-    for module in (build, library):
-        for value in list(vars(module).values()):
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
 
 
 def reason() -> str | None:
@@ -71,7 +67,7 @@ def left(folder: Path) -> list[Path]:
 
 def load_elsewhere(cache: Path) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which may die of it."""
-    command = [sys.executable, "-c", LOAD, str(build.SOURCES)]
+    command = [sys.executable, "-c", LOAD, str(compiler.SOURCES)]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -92,6 +88,25 @@ def test_a_damaged_library_is_compiled_anew(cache: Path, damage: str) -> None:
     run = load_elsewhere(cache)
     assert (run.returncode, run.stdout) == (0, "None\n"), f"exit status {run.returncode}"
     assert made(cache).read_bytes() != damaged, "it was loaded as it is"
+
+
+@pytest.mark.parametrize("other", ["source", "flags", "compiler", "processor"])
+def test_a_library_for_anything_else_is_another_one(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: str
+) -> None:
+    assert reason() is None
+    if other == "source":
+        (tmp_path / "csrc" / "small.cpp").write_text(f"{SOURCE} // changed")
+    elif other == "flags":
+        monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-g"))
+    elif other == "compiler":
+        newer = f"{compiler.about(str(compiler.find()))} and one"
+        monkeypatch.setattr(compiler, "about", lambda program: newer)
+    else:
+        monkeypatch.setattr(compiler, "processor", lambda: "another one")
+    first = made(cache)
+    assert reason() is None
+    assert len({first, *cache.rglob("native-*.so")}) == 2
 
 
 def test_another_users_library_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +205,8 @@ def test_a_folder_that_nothing_is_run_from(
 ) -> None:
     load = ctypes.CDLL
 
-    def refuse(name: str, *args: Any, **options: Any) -> Any:
-        if str(refused) in name:
+    def refuse(name: str | None, *args: Any, **options: Any) -> Any:
+        if name is not None and str(refused) in name:
             raise OSError(f"{name}: failed to map segment from shared object: Operation not permitted")
         return load(name, *args, **options)
 
@@ -210,7 +225,7 @@ def test_a_folder_that_nothing_is_run_from(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_with_a_library_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason() is None
-    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "make", lambda *_: pytest.fail("compiled again"))
     made(cache).parent.chmod(0o500)
     assert reason() is None
     made(cache).parent.chmod(0o700)
@@ -220,7 +235,7 @@ def test_a_library_that_is_there_is_used_without_writing(cache: Path, monkeypatc
     assert reason() is None
     path = made(cache)
     before = {each: each.stat().st_mtime_ns for each in (path, path.parent)}
-    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "make", lambda *_: pytest.fail("compiled again"))
     assert reason() is None
     assert {each: each.stat().st_mtime_ns for each in before} == before
 
@@ -236,7 +251,7 @@ def test_nowhere_to_write_is_a_line_why(cache: Path, monkeypatch: pytest.MonkeyP
 
 def test_threads_and_processes_compile_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = cache.parent / "compiled"
-    compile_now = build._compile
+    compile_now = compiler.make
 
     def slowly(*args: Any) -> None:
         with open(compiled, "a") as file:
@@ -244,7 +259,7 @@ def test_threads_and_processes_compile_it_once(cache: Path, monkeypatch: pytest.
         time.sleep(0.5)
         compile_now(*args)
 
-    monkeypatch.setattr(build, "_compile", slowly)
+    monkeypatch.setattr(compiler, "make", slowly)
     forget()
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=library.unavailable_reason) for _ in range(2)]
@@ -275,8 +290,9 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[os.stat_result]:
     loaded: list[os.stat_result] = []
     load = ctypes.CDLL
 
-    def note(name: str, *args: Any, **options: Any) -> Any:
-        loaded.append(os.stat(name))
+    def note(name: str | None, *args: Any, **options: Any) -> Any:
+        if name is not None:  # the process itself
+            loaded.append(os.stat(name))
         return load(name, *args, **options)
 
     monkeypatch.setattr(ctypes, "CDLL", note)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from comera._version import __version__
 from comera.errors import ConfigError
-from comera.kernels.cpp import build
+from comera.kernels.cpp import library
 from comera.kernels.cpp.library import on_cpu
 from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
 from comera.kernels.scaled_mm import unavailable_reason as scaled_mm_unavailable_reason
@@ -149,7 +149,7 @@ def kernels_in_use(device: torch.device) -> str:
     """
     if device.type == "cpu":
         names = [name for name in CPP if asked(name) is not False and unavailable_reason() is None]
-        version = build.version() if names else ""
+        version = library.version() if names else ""
     else:
         names = [name for name in TRITON if triton_enabled(name, device)]
         version = f"triton {metadata.version('triton')}, comera {__version__}" if names else ""

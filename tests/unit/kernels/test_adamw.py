@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from comera.errors import ConfigError
-from comera.kernels.cpp import build
+from comera.kernels.cpp import compiler
 from comera.kernels.cpp.adamw import Held
 from comera.nn.linear import TTLinear
 from comera.optim.adamw import AdamW
@@ -17,7 +17,7 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.optimizer import named_optimizer
 from comera.tt.spec import TTSpec
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 # nothing, less than a vector, vectors with and without a rest, and several tiles
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (5, 13), (8, 16), (3, 11, 2), (41_003,)] + [(4, 7)] * 30

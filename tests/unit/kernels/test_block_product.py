@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from comera.kernels import select
-from comera.kernels.cpp import build
+from comera.kernels.cpp import compiler
 from comera.kernels.cpp.block_product import block_product, block_product_backward
 from comera.tt.blocks import materialize_blocks
 from comera.tt.shapes import btt_spec
@@ -12,7 +12,7 @@ from comera.tt.spec import BTTSpec
 
 from ...helpers.specs import ragged
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 SPECS = [
     btt_spec(768, 768),

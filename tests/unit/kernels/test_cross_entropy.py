@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.kernels.cpp import build, cross_entropy
+from comera.kernels.cpp import compiler, cross_entropy
 from comera.ops import chunking
 from comera.ops.cross_entropy import head_cross_entropy
 
-needs_kernels = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+needs_kernels = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 
 def oracle(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

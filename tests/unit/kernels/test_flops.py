@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from comera.kernels.cpp import build
+from comera.kernels.cpp import compiler
 from comera.kernels.cpp.library import operation
 from comera.ops import mlp as mlp_room
 from comera.ops.attention import attention
@@ -18,7 +18,7 @@ from comera.ops.low_rank import low_rank, pairs
 from comera.ops.merge import merge
 from comera.tt.shapes import btt_spec, tt_spec
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 
 def counted(run, setting, monkeypatch):

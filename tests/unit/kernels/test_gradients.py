@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from comera.kernels import select
-from comera.kernels.cpp import build
+from comera.kernels.cpp import compiler
 from comera.kernels.cpp.gradients import are_plain, clip_
 from comera.trainer.step import TrainStep
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 SIZES = [[1], [0], [3, 0, 200_001, 65_536, 7], [31] * 300]
 

@@ -11,7 +11,7 @@ from comera.kernels.cpp import (
     adamw,
     attention,
     block_product,
-    build,
+    compiler,
     cross_entropy,
     gated,
     gradients,
@@ -32,7 +32,7 @@ from ...helpers.odd_operands import (
     rotary_operands,
 )
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 SEED = torch.tensor(5)
 WANTED = (True, True, True)
 
@@ -312,7 +312,7 @@ def test_gradients_with_the_negative_bit_have_the_right_sign():
 
 SCRATCH = """
 import resource, torch
-from comera.kernels.cpp import attention, block_product, low_rank, merge, mlp, residual_norm
+from comera.kernels.cpp import attention, block_product, compiler, low_rank, merge, mlp, residual_norm
 torch.set_num_threads(1)
 n = 2**22
 x, p, one = torch.zeros(n, 1), torch.zeros(n, 16), torch.ones(1, 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from comera.kernels.cpp import build
+from comera.kernels.cpp import compiler
 from comera.kernels.cpp.low_rank import low_rank, low_rank_backward, low_rank_output
 from comera.kernels.select import LOW_RANK_LEAST_ROWS as LEAST_ROWS
 from comera.kernels.select import LOW_RANK_MOST_RANK as MOST_RANK
@@ -11,7 +11,7 @@ from comera.kernels.select import low_rank_backend
 from comera.ops import low_rank as ours
 from comera.recompute.replay import contexts
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 # samples, features in, out and rank of each weight, bias
 SHAPES = [

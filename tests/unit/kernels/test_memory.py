@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from comera.kernels import select
-from comera.kernels.cpp import build, memory
+from comera.kernels.cpp import compiler, memory
 from comera.kernels.cpp.memory import LARGE, empty
 from comera.ops.linear import tt_linear
 from comera.tt.init import init_cores
 from comera.tt.spec import TTSpec
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 ROWS = LARGE // 1024  # of 256 float32: a large tensor
 
 

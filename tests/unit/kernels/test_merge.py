@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from comera.kernels.cpp import build
+from comera.kernels.cpp import compiler
 from comera.ops import merge as room
 from comera.ops.merge import merge
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 SPECS = [
     TTSpec(in_modes=(2, 3), out_modes=(4,), ranks=(1, 2, 3, 1), in_features=6, out_features=4),

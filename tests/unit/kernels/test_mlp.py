@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from comera.kernels.cpp import build
+from comera.kernels.cpp import compiler
 from comera.kernels.cpp.activations import ACTIVATIONS as KERNEL_ACTIVATIONS
 from comera.kernels.cpp.low_rank import low_rank_output
 from comera.kernels.cpp.mlp import mlp, mlp_backward
 from comera.ops.activations import ACTIVATIONS
 
-pytestmark = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 ONES = [torch.ones(1, 1)] * 2
 # samples, features in, hidden and out, ranks of the weights of x, rank of that of h, bias

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from comera.errors import SpecError
-from comera.kernels.cpp import build
+from comera.kernels.cpp import compiler
 from comera.ops import block_product as room
 from comera.ops.block_product import BlockFactors, block_product, block_products, btt_linear
 from comera.recompute.replay import contexts
@@ -15,7 +15,7 @@ from comera.tt.spec import BTTSpec
 from ...helpers.oracle import signal_to_noise, values_and_gradients
 from ...helpers.specs import ragged
 
-needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 SPECS = [
     btt_spec(12, 20),

@@ -5,13 +5,15 @@ passed on: they raise RuntimeError with what was expected and what was given.
 """
 
 import ctypes
+import logging
 import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from comera._on_import import when_imported
-from comera.kernels.cpp import build
+from comera.kernels.cpp import build, trial
 
 # Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
 # threads. The library derives the same text from its functions' types (exports.h) and is refused where the two differ.
@@ -50,10 +52,23 @@ SIGNATURES = {
 }
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
 _FLOP_COUNTER = "torch.utils.flop_counter"
+_log = logging.getLogger(__name__)
+_one_thread = threading.Lock()
 
 Result = TypeVar("Result")
 T = TypeVar("T", Tensor, Tensor | None)
 Functions = dict[str, Callable[..., int]]
+
+
+class _Kernels(NamedTuple):
+    """A library that is used. version: its file name without .so."""
+
+    version: str
+    functions: Functions
+
+
+on_trial: Path | None = None
+"""The one library that this process uses, whose trial it is (trial.py)."""
 
 _library = torch.library.Library("comera", "FRAGMENT")
 _flop_formulas: dict[str, Callable[..., int]] = {}
@@ -63,6 +78,12 @@ def unavailable_reason() -> str | None:
     """Why the kernels cannot be used here, in one line; None where they can."""
     functions = _functions()
     return functions if isinstance(functions, str) else None
+
+
+def version() -> str:
+    """What the kernels were compiled for, and from which sources; "" where there are none."""
+    kernels = _kernels()
+    return "" if isinstance(kernels, str) else kernels.version
 
 
 @contextmanager
@@ -205,9 +226,33 @@ when_imported(_FLOP_COUNTER, _register_all_flops)
 @cache
 def _functions() -> Functions | str:
     """The C functions by name, or why there are none."""
-    library = build.load()
-    if isinstance(library, str):
-        return library
+    kernels = _kernels()
+    return kernels if isinstance(kernels, str) else kernels.functions
+
+
+def _kernels() -> _Kernels | str:
+    with _one_thread:
+        return _chosen()
+
+
+@cache
+def _chosen() -> _Kernels | str:
+    if on_trial is not None:
+        return _bound(on_trial)
+    chosen = build.choose(_tried)
+    if isinstance(chosen, str):
+        _log.warning("torch's own operations take the place of comera's C++ kernels: %s", chosen)
+    return chosen
+
+
+def _tried(path: Path) -> _Kernels | str:
+    return trial.refusal(path) or _bound(path)
+
+
+def _bound(path: Path) -> _Kernels | str:
+    """The functions of a library; in one line why it does not fit. Raises OSError if it cannot be loaded."""
+    _find_openmp()
+    library = ctypes.CDLL(str(path))
     try:
         found = library.comera_signatures
     except AttributeError as error:
@@ -221,4 +266,14 @@ def _functions() -> Functions | str:
     functions: Functions = {name: getattr(library, name) for name in SIGNATURES}
     for name, kinds in SIGNATURES.items():
         functions[name].argtypes = [_KINDS.get(kind, ctypes.c_void_p) for kind in kinds.split()]  # type: ignore[attr-defined]
-    return functions
+    return _Kernels(path.stem, functions)
+
+
+def _find_openmp() -> None:
+    """Let libraries find the functions of OpenMP (`compiler.make`): torch loads its own for all, unless it was built in
+    an unusual way."""
+    if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return
+    bundled = (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")
+    with suppress(OSError):  # there is none: libraries that need it say so
+        ctypes.CDLL(next(map(str, bundled), "libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)

@@ -5,6 +5,8 @@
 #include <cstring>
 #if defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -34,6 +36,8 @@ static inline Vec multiply_add(Vec x, Vec y, Vec sum) {
     return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
 #elif defined(__AVX__) && defined(__FMA__)
     return (Vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__aarch64__)
+    return (Vec)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
 #else
     return x * y + sum;
 #endif
