@@ -61,13 +61,14 @@ What was found, in ten minutes of two cores on code, one seed each unless the ta
 - **Layers are most of the model** (plain bytes): a narrow dense model wins by 0.12, with 1.3 times as many steps and
   1.2 times as many parameters.
 - **The table of a large vocabulary is most of the model** (32,768 tokens): compression wins at 2 MB, where a dense
-  model has 14 channels left. It loses at 8 MB, where it has 56, and at 0.5 MB, where both have stopped learning: 4
+  model has 14 channels left, by 0.05 (three seeds). It loses at 8 MB, where it has 56, and at 0.5 MB, where both have stopped learning: 4
   channels, or ranks of 1 and 2.
 - **Who may choose the vocabulary takes bytes**: dense 128 wide reaches 1.183 in 3.5 MB, below every model of 32,768
   tokens of 2 and of 8 MB. Compression pays where the vocabulary is given: by a tokenizer, by a teacher, or because it
   is a table of products or users ([DLRM](results.md#dlrm-at-the-table-sizes-of-the-full-kaggle-data)).
-- **Equal parameters and steps**: with AdamW block tensor trains are 0.05 ahead of dense after 320 steps, with Muon
-  0.03 ([log](log.md)); 0.1 was the goal.
+- **Equal parameters and steps**: level. After 1,600 steps with Muon block tensor trains are 0.004, 0.008 and 0.026
+  ahead of dense at 0.5, 0.9 and 1.9 million parameters, three seeds each, with spreads of up to 0.03; 0.1 was the goal.
+  With AdamW, after 320 steps, it was 0.05 ([log](log.md)): a better optimizer helps dense models more.
 - **Against the same model dense** steps are 4 times faster and take an eighth of the memory
   ([benchmarks](benchmarks.md)): so where the width is given, by a model to be compatible with, compression pays.
 - Not measured: an hour and more, prose, equal peak memory, one sequence a step.
@@ -117,8 +118,8 @@ def _goals() -> Iterator[Goal]:
             yield Goal("equal parameters and steps", 0.1, Setting(text, 256, "1600steps", "muon"), pair=pair)
 
 
-# as many parameters, give or take a twentieth
-PAIRS = (("dense-64", "btt4b4-128"), ("dense-128", "btt8b4-288"), ("dense-192", "btt14b4-384"))
+# as many parameters before any gate falls, give or take a twentieth
+PAIRS = (("dense-96", "btt1-256"), ("dense-128", "btt1-384"), ("dense-192", "btt14b4-384"))
 
 
 def main() -> None:
