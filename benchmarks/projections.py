@@ -1,11 +1,12 @@
 """Projected gradients: what the state takes, what is learned, and the longest step, beside GaLore and AdamW.
 
-A dense language model on plain bytes (4 blocks, 4 × 256 tokens a step). The weights of its linear layers are projected
-to a quarter of their shorter side, by GaLore and by ours alike, and ours also with all matrices (`all`). Cosine
-schedule, rates from a grid, the same for each; held-out loss in nats per byte. `kb`: of the optimizer's state at the
-end; `largest_kb`: its peak, since ranks adapt.
+A dense language model on plain bytes (4 blocks, 4 × 256 tokens a step), or one of causal convolutions in the place of
+blocks (`--model conv`; GaLore has no rule for these). The weights of its layers are projected to a quarter of their
+shorter side, by GaLore and by ours alike: at ranks that adapt, at the full ranks as matrices (`full`) or by all modes,
+and with the embedding and the head (`all`). Cosine schedule, the same rates for each; held-out loss in nats per byte.
+`kb`: of the optimizer's state at the end; `largest_kb`: its peak, since ranks adapt.
 
-    python benchmarks/projections.py losses [--cases adamw galore ...] [--steps 400] [--hidden 128] [--rates 2e-3 4e-3]
+    python benchmarks/projections.py losses [--model conv] [--cases adamw galore ...] [--steps 300] [--rates 2e-3 4e-3]
     python benchmarks/projections.py times  [--hidden 256]            on a quiet machine: steps of the optimizer alone
 """
 
@@ -16,9 +17,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from common import about, update
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +30,7 @@ from comera.baselines import GaLore
 from comera.optim import AdamW, AdaRankGrad, TensorGaLore, param_groups
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.model import ModelConfig
-from comera.recipes.lm.recipe import LMConfig, build_model, next_token_loss, token_losses
+from comera.recipes.lm.recipe import LMConfig, build_model, token_losses
 from comera.trainer.config import TrainConfig
 from comera.trainer.optimizer import lr_multiplier
 
@@ -57,6 +60,7 @@ CASES: dict[str, Callable[[nn.Module, float], Optimizer]] = {
     "adamw": lambda model, lr: AdamW(param_groups(model, lr=lr), betas=BETAS, fused=True),
     "galore": _galore,
     "adarankgrad": lambda model, lr: AdaRankGrad(_layers(model, lr), betas=BETAS),
+    "full": lambda model, lr: AdaRankGrad(_layers(model, lr), energy=1.0, betas=BETAS),
     "adarankgrad-all": lambda model, lr: AdaRankGrad(param_groups(model, lr=lr), betas=BETAS),
     "tensor_galore": lambda model, lr: TensorGaLore(_layers(model, lr), betas=BETAS),
     "tensor_galore-all": lambda model, lr: TensorGaLore(param_groups(model, lr=lr), betas=BETAS),
@@ -67,17 +71,21 @@ CASES: dict[str, Callable[[nn.Module, float], Optimizer]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["losses", "times"])
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--model", choices=["llama", "conv"], default="llama")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES))
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
+    options.cases = options.cases or [name for name in CASES if options.model == "llama" or name != "galore"]
     rows = losses(options) if options.part == "losses" else times(options)
     for row in rows:
         print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
-        key = ("case", "hidden", "steps", "lr", "seed") if options.part == "losses" else ("case", "hidden", "threads")
-        update("projections" if options.part == "losses" else "projections_steps", [row | about()], key)
+        if options.part == "losses":
+            update("projections", [row | about()], ("model", "case", "hidden", "steps", "lr", "seed"))
+        else:
+            update("projections_steps", [row | about()], ("model", "case", "hidden", "threads"))
 
 
 def losses(options: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -85,14 +93,13 @@ def losses(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     for seed in range(options.seeds):
         for name in options.cases:
             for lr in options.rates:
-                row = {"case": name, "hidden": options.hidden, "steps": options.steps, "lr": f"{lr:g}", "seed": seed}
-                yield {**row, **learned(name, options.hidden, options.steps, lr, seed, data)}
+                row = {"model": options.model, "case": name, "hidden": options.hidden, "steps": options.steps}
+                model = _model(options.model, options.hidden, seed)
+                yield {**row, "lr": f"{lr:g}", "seed": seed, **learned(model, name, options.steps, lr, seed, data)}
 
 
-def learned(name: str, hidden: int, steps: int, lr: float, seed: int, data: LMData) -> dict[str, object]:
+def learned(model: nn.Module, name: str, steps: int, lr: float, seed: int, data: LMData) -> dict[str, object]:
     """Train one case; its held-out loss and the bytes of its state."""
-    torch.manual_seed(seed)
-    model = _model(hidden)
     optimizer = CASES[name](model, lr)
     peaks = [group["lr"] for group in optimizer.param_groups]
     largest = 0
@@ -101,7 +108,7 @@ def learned(name: str, hidden: int, steps: int, lr: float, seed: int, data: LMDa
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         optimizer.zero_grad()
-        next_token_loss(model, data.train_batch(step, ROWS, seed)).backward()
+        token_losses(model, data.train_batch(step, ROWS, seed)).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         largest = max(largest, _state_bytes(optimizer))
@@ -125,8 +132,7 @@ def times(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """
     data = prepare(LMDataConfig(vocab_size=VOCABULARY, block_size=BLOCK), quiet=True)
     for name in options.cases:
-        torch.manual_seed(0)
-        model = _model(options.hidden)
+        model = _model(options.model, options.hidden, 0)
         gradients = [_gradients(model, data, step) for step in range(4)]
         optimizer = CASES[name](model, 1e-4)
         seconds = []
@@ -138,16 +144,43 @@ def times(options: argparse.Namespace) -> Iterator[dict[str, object]]:
             seconds.append(time.perf_counter() - started)
         median, late = statistics.median(seconds[1:]), sorted(seconds[1:])
         shown = {"median": median, "first": seconds[0], "p99": late[int(0.99 * len(late))], "longest": late[-1]}
-        row = {"case": name, "hidden": options.hidden, **{f"{key}_ms": f"{s * 1e3:.3g}" for key, s in shown.items()}}
+        row = {"model": options.model, "case": name, "hidden": options.hidden}
+        row |= {f"{key}_ms": f"{second * 1e3:.3g}" for key, second in shown.items()}
         yield {**row, "longest_over_median": f"{late[-1] / median:.3g}"}
 
 
 def _gradients(model: nn.Module, data: LMData, step: int) -> list[Tensor]:
-    loss = next_token_loss(model, data.train_batch(step, ROWS, 0))
+    loss = token_losses(model, data.train_batch(step, ROWS, 0)).mean()
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def _model(hidden: int) -> nn.Module:
+class ConvModel(nn.Module):
+    """Causal convolutions of five tokens with residuals, in the interface of a language model."""
+
+    def __init__(self, hidden: int, layers: int = 8) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+        self.norms = nn.ModuleList([nn.LayerNorm(hidden) for _ in range(layers + 1)])
+        self.layers = nn.ModuleList([nn.Conv1d(hidden, hidden, 5) for _ in range(layers)])
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        x_BTH = self.embedding(input_ids)
+        for norm, layer in zip(self.norms, self.layers, strict=False):
+            before_BHT = F.pad(norm(x_BTH).mT, (4, 0))
+            x_BTH = x_BTH + F.gelu(layer(before_BHT)).mT
+        return SimpleNamespace(logits=self.head(self.norms[-1](x_BTH)))
+
+
+def _model(kind: str, hidden: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    if kind == "conv":
+        return ConvModel(hidden)
     sizes = ModelConfig(hidden=hidden, layers=4, heads=max(1, hidden // 64), tie=False)
     data = LMDataConfig(vocab_size=VOCABULARY, block_size=BLOCK)
     model, _ = build_model(LMConfig(method="dense", data=data, model=sizes), VOCABULARY)

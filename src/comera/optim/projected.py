@@ -59,9 +59,8 @@ class ProjectedAdamW(AdamW):
             group |= {name: group.get(name, value) for name, value in settings.items()}
             _check(group)
             group["fused"] = not any(p.is_complex() for p in group["params"])
-        self._step_supports_amp_scaling = (
-            False  # a GradScaler unscales before the step: only fused AdamW does it inside
-        )
+        # a GradScaler unscales before the step: only fused AdamW does it inside
+        self._step_supports_amp_scaling = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of any optimizer of torch; phases are distributed anew."""
@@ -78,8 +77,9 @@ class ProjectedAdamW(AdamW):
         for key, p in zip(saved, own, strict=True):
             state = state_dict["state"].get(key, {})
             if "first" in state:
-                tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
-                self.state[p].update({name: value.to(p.device, copy=True) for name, value in tensors.items()})
+                for name, value in state.items():
+                    if isinstance(value, Tensor):  # steps are counted on the host
+                        self.state[p][name] = value.to("cpu" if name == "step" else p.device, copy=True)
         self.__dict__.pop("_places", None)
 
     def moment_bytes(self, parameter: Tensor) -> int:
@@ -153,11 +153,13 @@ class ProjectedAdamW(AdamW):
             )
         state, (beta1, beta2), planned = self.state[parameter], group["betas"], _planned(group, parameter)
         grad = grad.reshape(planned.shape).to(_dtype(parameter))
-        if "first" not in state and not grad.any():
-            return  # nothing to project onto; AdamW would not move it either, but for the decay
+        decayed = 1 - float(group["lr"]) * group["weight_decay"]
         step = 1 + int(state.get("step", 0))
-        if self._is_due(group, parameter, step):
+        if self._is_due(group, parameter, step) and grad.any():  # zeros have no subspace
             self._refresh(group, parameter, grad, planned)
+        if "first" not in state:
+            parameter.mul_(decayed)
+            return
         bases = _bases(state)
         core = project(grad, bases)
         if "share" in state and state["refreshed"] != step:  # of the gradient that chose them the bases hold too much
@@ -170,7 +172,6 @@ class ProjectedAdamW(AdamW):
         moved = restore((first / (1 - beta1**step)).div_(root), bases)
         largest = Projection(planned.shape, _ranks(planned, bases)).core
         rate = float(group["lr"]) * group["scale"] * sqrt(grad.numel() / largest)
-        decayed = 1 - float(group["lr"]) * group["weight_decay"]
         parameter.copy_(moved.view(parameter.shape).mul_(-rate).add_(parameter, alpha=decayed))
         state["step"] += 1
 
@@ -246,9 +247,9 @@ class AdaRankGrad(ProjectedAdamW):
         lr: float = 1e-3,
         *,
         rank: float = 0.25,
-        energy: float = 0.9,
-        converged: float = 0.5,
-        check_every: int = 20,
+        energy: float = 0.99,
+        converged: float = 0.9,
+        check_every: int = 10,
         refresh_every: int = 200,
         scale: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -253,18 +253,26 @@ def test_state_is_cut_with_its_core(kind: type[ProjectedAdamW]) -> None:
 def test_cores_without_elements_and_gradients_that_are_missing_or_zero(kind: type[ProjectedAdamW]) -> None:
     empty, still, late = nn.Parameter(torch.empty(0, 32)), nn.Parameter(drawn(20, 32)), nn.Parameter(drawn(20, 32))
     alone = nn.Parameter(late.detach().clone())
-    optimizer, other = kind([empty, still, late], lr=0.1), kind([nn.Parameter(drawn(20, 32)), alone], lr=0.1)
+    settings = {"lr": 0.1, "weight_decay": 0.1, "refresh_every": 1}
+    optimizer = kind([empty, still, late], **settings)  # type: ignore[call-arg]
+    other = kind([nn.Parameter(drawn(20, 32)), alone], **settings)  # type: ignore[call-arg]
     untouched = still.detach().clone()
     for step in range(4):
         empty.grad, still.grad = torch.empty(0, 32), torch.zeros(20, 32) if step else None
         late.grad = torch.zeros(20, 32) if step < 2 else drawn(20, 32, seed=step)
         optimizer.step()
-    assert torch.equal(still, untouched)
+    torch.testing.assert_close(still.detach(), untouched * 0.99**3)
     assert not optimizer.state.get(still)
+    with torch.no_grad():
+        alone.mul_(0.99).mul_(0.99)
     for step in (2, 3):
         alone.grad = drawn(20, 32, seed=step)
         other.step()
     assert torch.equal(late, alone)
+    basis = bases_of(optimizer.state[late])
+    late.grad.zero_()
+    optimizer.step()
+    assert all(torch.equal(optimizer.state[late][f"basis_{k}"], before) for k, before in basis.items())
 
 
 @BOTH
