@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from comera.baselines import LINEAR_METHODS, BaselineConfig, CoLA, GaLore, Method, Narrow, installed
+from comera.baselines import LINEAR_METHODS, TABLE_METHODS, BaselineConfig, CoLA, GaLore, Method, Narrow, installed
 from comera.cli.options import saved_config
 from comera.errors import ConfigError, DataError
 from comera.export.runs import export_run
@@ -166,7 +166,7 @@ def test_the_help_offers_what_these_tests_run() -> None:
     assert {f.name for f in fields(ModelConfig)} == {
         *("family", "hidden", "layers", "heads", "kv_heads", "ffn", "dropout", "max_positions", "tie")
     }
-    assert set(get_args(Method)) == set(LINEAR_METHODS)
+    assert set(get_args(Method)) == {*LINEAR_METHODS, *TABLE_METHODS}  # the latter are refused, see below
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,8 @@ def test_presets_differ_by_method_in_optimizers_and_rates_alone(preset: lm.Prese
         ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, btt, got 'ttx'"),
         ({"compress": {"head": "tied"}}, r"compress\.head must be share, untie or dense, got 'tied'"),
         ({"method": "cola", "model": {"family": "gpt2"}}, "method cola converts nn.Linear, of which gpt2 has none"),
-        ({"method": "lora"}, "method must be one of comera, dense, .*narrow, got 'lora'"),
+        ({"method": "hashing"}, "method hashing needs a recipe that offers it, .* or the recipe dlrm"),
+        ({"method": "lora"}, "method must be one of comera, dense, .*narrow, .*, got 'lora'"),
         ({"train": {"steps": 1, "lr": 0.0}}, r"train\.lr must be a number > 0, got 0\.0"),
     ],
 )
