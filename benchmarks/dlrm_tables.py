@@ -169,7 +169,7 @@ def campaign(options: argparse.Namespace) -> Iterator[Row]:
                 elif possible(options, method, ratio, dim):
                     runs = [(best_rate(method, smaller, dim), seed) for seed in range(options.seeds)]
                 else:
-                    runs = [(0.0, 0)]
+                    runs = [(options.rates[0], 0)]  # to say why there is no figure
                 for lr, seed in runs:
                     place = (options.part, method, smaller, dim, f"{lr:g}", seed)
                     key = tuple(map(str, place))
