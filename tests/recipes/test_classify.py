@@ -22,7 +22,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from comera.baselines import METHODS, BaselineConfig, Method, Narrow
+from comera.baselines import LINEAR_METHODS, BaselineConfig, Method, Narrow
 from comera.cli import options
 from comera.cli.main import main
 from comera.errors import ComeraError, ConfigError, ConversionError
@@ -131,7 +131,7 @@ def test_a_stopped_run_resumes_to_the_bit(
         assert (one / "confusion.json").read_text() == (two / "confusion.json").read_text()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", LINEAR_METHODS)
 def test_two_steps_of_every_method(method: Method, config: ClassifyConfig) -> None:
     width = Narrow(hidden=16)  # at this size nothing is cheaper than dense
     config = steps(replace(config, method=method, baselines=BaselineConfig(narrow=width)), 2)
@@ -237,12 +237,12 @@ def test_configurations_that_do_not_fit_are_refused(config: ClassifyConfig) -> N
 
 def test_estimates_need_no_rows(config: ClassifyConfig, tmp_path: Path) -> None:
     estimates = classify.estimate(classify.preset())
-    assert set(estimates) == set(METHODS)
+    assert set(estimates) == set(LINEAR_METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 4
     assert estimates["narrow"].flops <= estimates["comera"].flops < estimates["dense"].flops
     BertConfig(**SIZES).save_pretrained(tmp_path)
     other = classify.estimate(replace(classify.preset(), model=replace(classify.preset().model, config=str(tmp_path))))
-    assert set(other) == {*METHODS} - {"narrow"}
+    assert set(other) == {*LINEAR_METHODS} - {"narrow"}
 
 
 # --- what the pages show ---------------------------------------------------------------------------------------------

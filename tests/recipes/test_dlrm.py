@@ -1,4 +1,4 @@
-"""The DLRM recipe end to end, small: both methods, both stages, every optimizer, resuming, and two processes as one."""
+"""The DLRM recipe end to end, small: all methods, both stages, every optimizer, resuming, and two processes as one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import nn
 
+from comera.baselines import TABLE_METHODS
 from comera.cli import main as cli
 from comera.cli import options
 from comera.errors import ConfigError
@@ -113,6 +114,52 @@ def test_the_tables_keep_to_the_budget_and_small_ones_stay_dense(config: DLRMTas
         assert rows >= 300 or table.sparse
     assert all(isinstance(layer, nn.Linear | nn.ReLU) for layer in [*model.bottom, *model.top])
     assert not any(table.sparse for table in dense.tables)  # AdamW takes no sparse gradients
+
+
+@pytest.mark.parametrize("method", TABLE_METHODS)
+def test_other_tables_have_the_budget_and_resume(config: DLRMTaskConfig, method: Any, tmp_path: Path) -> None:
+    train = replace(config.train, optimizer="adagrad", save_every=2, steps=4)
+    compress = replace(config.compress, ratio=3.0)
+    config = replace(config, method=method, compress=compress, train=train, late_targets=())
+    model, report = build_model(config, TABLES)
+    assert report is not None
+    assert sum(row.stored for row in report.rows) == sum(p.numel() for p in model.tables.parameters())
+    assert 0.9 < 3 * sum(row.stored for row in report.rows) / (8 * sum(TABLES)) <= 1
+    assert report.dense_total == model_size(build_model(replace(config, method="dense"), TABLES)[0]).total
+    inner = [part for part in model.tables.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    assert all(part.sparse for part in inner)
+    summary = dlrm.run(config)
+    assert summary.steps == 4
+    assert summary.ratio == pytest.approx(report.dense_total / model_size(model).total)
+    stopped = replace(config, out=str(tmp_path / "stopped"))
+    with pytest.MonkeyPatch.context() as patch:
+        batch, left = DLRMTask.train_batch, [3]
+
+        def stop(self: DLRMTask, *place: int) -> ClickBatch:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return batch(self, *place)
+
+        patch.setattr(DLRMTask, "train_batch", stop)
+        with pytest.raises(KeyboardInterrupt):
+            dlrm.run(stopped)
+    dlrm.run(stopped, resume=True)
+    assert records(stopped.folder, "train") == records(config.folder, "train")
+    need = dlrm.estimate(config)
+    assert set(need) == set(METHODS)
+    assert need[method].weights == sum(p.nbytes for p in model.parameters())
+    assert need[method].weights < need["dense"].weights / 2
+
+
+def test_a_method_that_cannot_be_so_small_has_no_estimate(
+    config: DLRMTaskConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, compress=replace(config.compress, ratio=8.0))
+    assert set(dlrm.estimate(config)) == set(METHODS) - {"narrow_tables"}
+    assert "dlrm: no estimate of narrow_tables: compress.ratio 8 leaves" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"compress.ratio 8 leaves .* the method narrow_tables"):
+        dlrm.run(replace(config, method="narrow_tables"))
 
 
 def test_wide_layers_of_the_mlps_become_tensor_trains_on_request(config: DLRMTaskConfig) -> None:
@@ -317,7 +364,7 @@ def test_a_dense_baseline_that_does_not_fit_is_refused_with_its_estimate(
     assert not config.folder.exists()
     dlrm.run(replace(config, late_targets=(), train=replace(config.train, steps=1)))
     noted = json.loads((config.folder / "early" / "memory.json").read_text())
-    assert noted == {method: need[method].parts for method in METHODS}
+    assert noted == {method: need[method].parts for method in ("dense", "comera")}
 
 
 def test_the_defaults_fit_the_synthetic_log(tmp_path: Path) -> None:
@@ -334,7 +381,7 @@ def test_the_defaults_fit_the_synthetic_log(tmp_path: Path) -> None:
 def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> None:
     train = dlrm.preset().train
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"method": "galore"}, "dlrm supports dense and comera, got 'galore'"),
+        ({"method": "galore"}, "method galore needs a recipe that offers it, this one has dense, comera, hashing"),
         ({"preset": "best"}, "preset must be one of sample, kaggle, got 'best'"),
         ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
@@ -384,6 +431,6 @@ def test_the_command_line_takes_presets_and_nested_fields(capsys: pytest.Capture
     )
     assert runs(config) == {"early": Path("o/early"), "late 0.5": Path("o/late-0.5")}
     assert cli.main(["train", "dlrm", "--method", "cola"]) == 2
-    assert "dlrm supports dense and comera" in capsys.readouterr().err
+    assert "method cola needs a recipe that offers it, this one has dense, comera, hashing" in capsys.readouterr().err
     assert cli.main(["train", "dlrm", "--compress.ratio", "0.5"]) == 2
     assert capsys.readouterr().err == "comera: compress.ratio must be a number > 1, got 0.5\n"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from comera.baselines import METHODS, BaselineConfig, CoLA, GaLore, Method, Narrow, installed
+from comera.baselines import LINEAR_METHODS, TABLE_METHODS, BaselineConfig, CoLA, GaLore, Method, Narrow, installed
 from comera.cli.options import saved_config
 from comera.errors import ConfigError, DataError
 from comera.export.runs import export_run
@@ -91,7 +91,7 @@ def test_loss_is_that_of_the_stock_model_with_its_mask(
     torch.testing.assert_close(model(changed).logits[:, :20], logits[:, :20], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if installed(method)])
+@pytest.mark.parametrize("method", [method for method in LINEAR_METHODS if installed(method)])
 def test_a_run_leaves_its_folder_exports_and_resumes_to_its_summary(config: LMConfig, method: Method) -> None:
     config = replace(config, method=method)
     summary = lm.run(config)
@@ -168,7 +168,7 @@ def test_the_help_offers_what_these_tests_run() -> None:
     assert {f.name for f in fields(ModelConfig)} == {
         *("family", "hidden", "layers", "heads", "kv_heads", "ffn", "dropout", "max_positions", "tie")
     }
-    assert set(get_args(Method)) == set(METHODS)
+    assert set(get_args(Method)) == {*LINEAR_METHODS, *TABLE_METHODS}  # the latter are refused, see below
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_estimate_shows_all_methods_without_computing(config: LMConfig, family: 
 
 @pytest.mark.parametrize("preset", lm.PRESETS)
 def test_presets_differ_by_method_in_optimizers_and_rates_alone(preset: lm.Preset) -> None:
-    trains = {method: lm.preset(method, preset).train for method in METHODS if installed(method)}
+    trains = {method: lm.preset(method, preset).train for method in LINEAR_METHODS if installed(method)}
     muon = {method for method, train in trains.items() if train.optimizer == "muon"}
     assert muon == {"comera", "dense", "narrow"}
     assert trains["comera"] == trains["dense"] == trains["narrow"]
@@ -340,7 +340,8 @@ def test_presets_differ_by_method_in_optimizers_and_rates_alone(preset: lm.Prese
         ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, btt, got 'ttx'"),
         ({"compress": {"head": "tied"}}, r"compress\.head must be share, untie or dense, got 'tied'"),
         ({"method": "cola", "model": {"family": "gpt2"}}, "method cola converts nn.Linear, of which gpt2 has none"),
-        ({"method": "lora"}, "method must be one of comera, dense, .*narrow, got 'lora'"),
+        ({"method": "hashing"}, "method hashing needs a recipe that offers it, .* or the recipe dlrm"),
+        ({"method": "lora"}, "method must be one of comera, dense, .*narrow, .*, got 'lora'"),
         ({"train": {"steps": 1, "lr": 0.0}}, r"train\.lr must be a number > 0, got 0\.0"),
     ],
 )

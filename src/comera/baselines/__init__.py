@@ -5,14 +5,17 @@ from comera.extras import require
 require("comera.baselines", "comera[train]", "accelerate", "filelock", "rich", "yaml")
 
 from comera.baselines.cola import CoLA, cola_
-from comera.baselines.common import Applied, Baseline
+from comera.baselines.common import Applied, Baseline, Replaced
+from comera.baselines.embedding_tables import smaller_tables_
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE, lte_, merge_
 from comera.baselines.narrow import Narrow, widest
 from comera.baselines.registry import (
     BASELINES,
     COMMON_METHODS,
+    LINEAR_METHODS,
     METHODS,
+    TABLE_METHODS,
     BaselineConfig,
     Conversion,
     Method,
@@ -27,8 +30,10 @@ from comera.baselines.tensorly import Tensorly, tensorly_
 __all__ = [
     "BASELINES",
     "COMMON_METHODS",
+    "LINEAR_METHODS",
     "LTE",
     "METHODS",
+    "TABLE_METHODS",
     "Applied",
     "Baseline",
     "BaselineConfig",
@@ -37,6 +42,7 @@ __all__ = [
     "GaLore",
     "Method",
     "Narrow",
+    "Replaced",
     "Tensorly",
     "apply_method_",
     "check_method",
@@ -46,6 +52,7 @@ __all__ = [
     "lte_",
     "merge_",
     "rates_by_method",
+    "smaller_tables_",
     "tensorly_",
     "widest",
 ]

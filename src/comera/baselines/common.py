@@ -51,16 +51,25 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Applied:
-    """What a run needs of a method once the model is converted. rows: what became of each layer. dense_total:
-    parameters of the dense model. optimizer, after_step: members of a task (`comera.trainer.task.Task`). state_bytes:
-    size of the optimizer's state; None: two moments for each trained parameter.
+class Replaced:
+    """What became of the layers that a method replaced. rows: of each. dense_total: parameters of the dense model.
 
-    See `apply_method_`.
+    See `smaller_tables_`.
     """
 
     rows: tuple[LayerRow, ...]
     dense_total: int
+
+
+@dataclass(frozen=True)
+class Applied(Replaced):
+    """What a run needs of a method once the model is converted. optimizer, after_step: members of a task
+    (`comera.trainer.task.Task`). state_bytes: size of the optimizer's state; None: two moments for each trained
+    parameter.
+
+    See `apply_method_`.
+    """
+
     optimizer: Callable[[TrainConfig], Optimizer]
     after_step: Callable[[int], object] = lambda step: None
     state_bytes: int | None = None

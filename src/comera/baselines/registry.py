@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from comera.baselines.cola import CoLA
-from comera.baselines.common import Applied, Baseline
+from comera.baselines.common import Baseline, Replaced
+from comera.baselines.embedding_tables import TABLES
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE
 from comera.baselines.narrow import Narrow
@@ -19,16 +20,23 @@ from comera.convert import TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError
 from comera.trainer.config import TrainConfig
 
-Method = Literal["comera", "dense", "galore", "lte", "cola", "tensorly", "narrow"]
+Method = Literal[
+    "comera", "dense", "galore", "lte", "cola", "tensorly", "narrow", "hashing", "quotient_remainder", "narrow_tables"
+]
 """Name of a method, as `--method` takes it."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """All of them."""
-COMMON_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method != "narrow")
-"""Those that every recipe has; narrow needs one that builds its model in any width, and can tell what a step costs."""
-BASELINES: tuple[Method, ...] = tuple(method for method in METHODS if method not in ("comera", "dense"))
+TABLE_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method in TABLES)
+"""Those that replace embedding tables, see `smaller_tables_`; the recipe dlrm alone has them."""
+LINEAR_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method not in TABLES)
+"""The others: they compress linear layers, or train the dense ones; CoMERA compresses tables, too."""
+COMMON_METHODS: tuple[Method, ...] = tuple(method for method in LINEAR_METHODS if method != "narrow")
+"""Those that all recipes with linear layers have; narrow needs one that builds its model in any width, and can tell
+what a step costs."""
+BASELINES: tuple[Method, ...] = tuple(method for method in LINEAR_METHODS if method not in ("comera", "dense"))
 """Those that have settings of their own, in `BaselineConfig`."""
 
-Conversion = TensorizeReport | Applied | None
+Conversion = TensorizeReport | Replaced | None
 """What a method returns of a model's conversion; None for dense."""
 
 
@@ -89,14 +97,14 @@ def check_method(method: str, known: Sequence[Method] = COMMON_METHODS) -> None:
         >>> check_method("cola")
         >>> check_method("sparse")
         Traceback (most recent call last):
-        comera.errors.ConfigError: method must be one of comera, dense, ..., narrow, got 'sparse'
+        comera.errors.ConfigError: method must be one of comera, dense, ..., narrow_tables, got 'sparse'
     """
     if method not in METHODS:
         raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if method not in known:
         raise ConfigError(
             f"method {method} needs a recipe that offers it, this one has {', '.join(known)}: take one of these, or "
-            "the recipe lm or classify, which have all"
+            f"the recipe {'dlrm' if method in TABLE_METHODS else 'lm or classify'}, which has it"
         )
     if method in BASELINES and (package := BaselineConfig()[method].package):
         package.check()
@@ -108,16 +116,17 @@ def has_own_layers(method: str) -> bool:
     Example:
         >>> from comera.baselines import METHODS, has_own_layers
         >>> [method for method in METHODS if has_own_layers(method)]
-        ['lte', 'cola', 'tensorly']
+        ['lte', 'cola', 'tensorly', 'hashing', 'quotient_remainder', 'narrow_tables']
     """
-    return method in BASELINES and not BaselineConfig()[method].dense_layers
+    return method in TABLE_METHODS or (method in BASELINES and not BaselineConfig()[method].dense_layers)
 
 
 def apply_method_(
     model: nn.Module, method: Method, formats: TensorizeConfig, baselines: BaselineConfig, skip: Sequence[str] = ()
 ) -> Conversion:
     """Convert a dense model in place, as the method does. formats: of the compressed layers, for comera. baselines,
-    skip: settings of the baselines, and glob patterns of layers that they leave dense.
+    skip: settings of the baselines, and glob patterns of layers that they leave dense. Raises ConfigError for a method
+    that replaces embedding tables: `smaller_tables_` does.
 
     Example:
         >>> import torch, comera
@@ -132,15 +141,16 @@ def apply_method_(
         comera 2304 {'BTTLinear'}
         cola 1152 {'CoLALinear'}
     """
+    check_method(method, LINEAR_METHODS)
     if method == "dense":
         return None
     return tensorize_(model, formats) if method == "comera" else baselines[method].apply_(model, skip)
 
 
 def rates_by_method(comera: TrainConfig, dense: TrainConfig) -> dict[Method, TrainConfig]:
-    """Training settings of every method from those of comera and dense, for presets. `core_lr` is the rate of whatever
-    replaces the linear weights. Its ratio to the dense rate was measured on short runs of a small model, for none at
-    full size.
+    """Training settings of LINEAR_METHODS from those of comera and dense, for presets. `core_lr` is the rate of
+    whatever replaces the linear weights. Its ratio to the dense rate was measured on short runs of a small model, for
+    none at full size.
 
     Example:
         >>> from comera.baselines import rates_by_method

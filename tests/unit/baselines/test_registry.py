@@ -5,31 +5,37 @@ from dataclasses import fields
 from comera.baselines import (
     BASELINES,
     COMMON_METHODS,
+    LINEAR_METHODS,
     METHODS,
+    TABLE_METHODS,
     BaselineConfig,
     has_own_layers,
     installed,
     rates_by_method,
 )
+from comera.baselines.embedding_tables import TABLES
 from comera.trainer.config import TrainConfig
 
 
 def test_every_method_is_listed_once_and_every_baseline_has_settings() -> None:
     assert len(set(METHODS)) == len(METHODS)
     assert METHODS[:2] == ("comera", "dense")
-    assert METHODS[2:] == BASELINES == tuple(field.name for field in fields(BaselineConfig))
+    assert LINEAR_METHODS[2:] == BASELINES == tuple(field.name for field in fields(BaselineConfig))
     for method in BASELINES:
         package = BaselineConfig()[method].package
         assert package is None or package.method == method
     assert all(installed(method) for method in ("comera", "dense", "lte", "cola", "narrow"))
-    assert (*COMMON_METHODS, "narrow") == METHODS
+    assert (*COMMON_METHODS, "narrow") == LINEAR_METHODS
+    assert (*LINEAR_METHODS, *TABLE_METHODS) == METHODS
+    assert tuple(TABLES) == TABLE_METHODS
+    assert all(installed(method) for method in TABLE_METHODS)
 
 
 def test_rates_follow_from_those_of_comera_and_dense() -> None:
     comera = TrainConfig(steps=5, lr=3e-4, core_lr=1.5e-3, warmup=0.1)
     dense = TrainConfig(steps=7, lr=1e-4)
     rates = rates_by_method(comera, dense)
-    assert tuple(rates) == METHODS
+    assert tuple(rates) == LINEAR_METHODS
     assert (rates["comera"], rates["dense"]) == (comera, dense)
     assert {method: (rates[method].lr, rates[method].core_lr) for method in BASELINES} == {
         "galore": (1e-4, 1e-3),
@@ -42,4 +48,4 @@ def test_rates_follow_from_those_of_comera_and_dense() -> None:
 
 
 def test_methods_with_layers_of_their_own() -> None:
-    assert [method for method in METHODS if has_own_layers(method)] == ["lte", "cola", "tensorly"]
+    assert [method for method in METHODS if has_own_layers(method)] == ["lte", "cola", "tensorly", *TABLE_METHODS]

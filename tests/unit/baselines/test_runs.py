@@ -23,10 +23,12 @@ from comera.baselines import (
     Method,
     Narrow,
     Tensorly,
+    apply_method_,
     check_method,
     widest,
 )
 from comera.cli import main as cli
+from comera.convert import TensorizeConfig
 from comera.errors import ConfigError
 from comera.recipes.task import estimates_by_method, follow
 from comera.report import compare, inspect, render
@@ -171,11 +173,15 @@ def test_a_method_without_its_package_is_refused_before_anything_runs(
 
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="method must be one of comera, dense, galore, lte, cola, tensorly, narrow, got 'x'"
+        ConfigError, match=r"method must be one of comera, dense, galore, lte, cola, tensorly, narrow, .*, got 'x'"
     ):
         check_method("x")
     with pytest.raises(ConfigError, match=r"method narrow needs a recipe that offers it, this one has comera, dense"):
         check_method("narrow")
+    with pytest.raises(ConfigError, match=r"method hashing needs a recipe that offers it, .* or the recipe dlrm"):
+        check_method("hashing", METHODS[:7])
+    with pytest.raises(ConfigError, match="method hashing needs a recipe"):
+        apply_method_(nn.Sequential(nn.Linear(2, 2)), "hashing", TensorizeConfig(), SETTINGS)
     for method in BASELINES:
         check_method(method, METHODS)
 

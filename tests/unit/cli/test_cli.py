@@ -131,7 +131,7 @@ def test_each_method_starts_from_its_preset_and_options_override_it() -> None:
         (["--train.steps", "many"], "train.steps: expected int | None, got many"),
         (
             ["--method", "lora"],
-            "'lte', 'cola', 'tensorly', 'narrow'], got lora",
+            "'hashing', 'quotient_remainder', 'narrow_tables'], got lora",
         ),
         (["--compress.rank", "[1, x]"], "compress.rank: expected int | tuple[int, ...], got"),
         (["--train.steps", "0"], "train.steps must be a number >= 1, got 0"),

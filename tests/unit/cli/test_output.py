@@ -62,7 +62,8 @@ def test_so_do_a_long_help_that_argparse_cannot_write_and_a_table_after_other_wo
     sizes = "--data.synthetic_rows 64 --data.cache cache --train.batch_size 4 --compress.min_rows 10"
     shown = run(f"estimate dlrm {sizes}", folder, unread)
     assert shown.returncode == UNREAD
-    assert all(line.startswith("clicks: ") for line in shown.stderr.splitlines())
+    # so small a log leaves no room for the smallest tables of some methods
+    assert all(line.startswith(("clicks: ", "dlrm: no estimate of ")) for line in shown.stderr.splitlines())
 
 
 def test_so_does_output_that_is_not_buffered(unread: int, folder: Path) -> None:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from comera.baselines import METHODS, BaselineConfig, Conversion, Method, check_method, rates_by_method, widest
+from comera.baselines import (
+    COMMON_METHODS,
+    LINEAR_METHODS,
+    BaselineConfig,
+    Conversion,
+    Method,
+    check_method,
+    rates_by_method,
+    widest,
+)
 from comera.errors import ConfigError, check_fields
 from comera.rank.objective import EarlyStage
 from comera.recipes.architectures import check_length, example_ids, transformers_architecture
@@ -86,7 +95,7 @@ class ClassifyConfig:
     If late stages follow, the early stage holds its learning rates after the warm-up; they decay in the late stages."""
 
     def __post_init__(self) -> None:
-        check_method(self.method, METHODS)
+        check_method(self.method, LINEAR_METHODS)
         check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
         check_stages(self)
         if self.model.source is None:
@@ -232,7 +241,7 @@ def estimate(config: ClassifyConfig) -> dict[str, MemoryEstimate]:
         model, report = build_model(own, build_dense(own, vocab_size, 0, _LABELS))
         return model, report, _meta_loss(own, model)
 
-    methods = METHODS if config.model.source is None else tuple(method for method in METHODS if method != "narrow")
+    methods = LINEAR_METHODS if config.model.source is None else COMMON_METHODS
     return estimates_by_method(build, config.train, methods)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from comera.baselines.embedding_tables import SmallerTable
 from comera.errors import ConfigError
 from comera.nn.linear import CompressedLinear
 from comera.nn.tensor_train import CompressedLayer
@@ -61,7 +62,8 @@ class DLRM(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """The published initialization, for compressed layers too: linear weights normal with std √(2/(in+out)), biases
-        with √(1/out); tables uniform within ±√(1/rows), compressed ones with the same std or _LEAST_STD."""
+        with √(1/out); tables uniform within ±√(1/rows), compressed ones with the same std or _LEAST_STD, those of other
+        methods as they draw them."""
         for layer in [*self.bottom, *self.top]:
             if isinstance(layer, nn.Linear | CompressedLinear):
                 std = sqrt(2 / (layer.in_features + layer.out_features))
@@ -75,6 +77,8 @@ class DLRM(nn.Module):
             bound = sqrt(1 / rows)
             if isinstance(table, CompressedLayer):
                 _draw(table, max(bound / sqrt(3), _LEAST_STD))
+            elif isinstance(table, SmallerTable):
+                table.reset_parameters()
             else:
                 nn.init.uniform_(table.get_parameter("weight"), -bound, bound)
 

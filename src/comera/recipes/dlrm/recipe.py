@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines import Method
-from comera.convert import TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
+from comera.baselines import TABLE_METHODS, Conversion, Method, check_method, smaller_tables_
+from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.files import replace_file
 from comera.rank.objective import EarlyStage
@@ -23,7 +23,7 @@ from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, prep
 from comera.recipes.dlrm.model import DLRM, DLRMConfig
 from comera.recipes.dlrm.table_budget import ORDERS, fit_tables
 from comera.recipes.interface import Architecture
-from comera.recipes.stages import check_stages, fit_stages, is_main, refuse_existing, runs
+from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing, runs
 from comera.recipes.task import RecipeTask, runs_folder, write_test
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate, check_memory
@@ -33,7 +33,7 @@ from comera.trainer.metrics import Summary, to_json
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
 PRESETS: tuple[Preset, ...] = ("sample", "kaggle")
-METHODS: tuple[Method, ...] = ("dense", "comera")
+METHODS: tuple[Method, ...] = ("dense", "comera", *TABLE_METHODS)
 # Optimizers that support sparse gradients, so that a step touches only the rows of its batch. Large dense tables need
 # that; for small ones, AdamW with dense gradients is as fast.
 _SPARSE = ("adagrad", "sgd")
@@ -43,12 +43,12 @@ _EXAMPLE_ROWS = 1024  # of an example batch
 
 @dataclass(frozen=True)
 class CompressConfig:
-    """Formats of the compressed layers; only the method comera uses them."""
+    """Formats of the compressed layers; the methods that only replace tables use the ratio alone."""
 
     ratio: float = 8.0
-    """Initial compression ratio of all embedding tables together. Large tables share the budget in proportion to the
-    square root of their rows; within its share, a table takes the fewest cores that allow rank 8, then the largest
-    rank. The late stage shrinks them further, by importance to the loss."""
+    """Initial compression ratio of all embedding tables together. Of comera, large tables share the budget in
+    proportion to the square root of their rows; within its share, a table takes the fewest cores that allow rank 8,
+    then the largest rank. The late stage shrinks them further, by importance to the loss."""
     min_rows: int = 10_000
     """Tables with fewer rows stay dense."""
     order: int | None = None
@@ -97,7 +97,9 @@ _TRAIN = TrainConfig(
     early=EarlyStage(size_weight=0),
     prune_every=10,
 )
-_RATES: dict[Method, TrainConfig] = {"comera": _TRAIN, "dense": replace(_TRAIN, core_lr=None, rank_lr=None)}
+_RATES: dict[Method, TrainConfig] = {
+    method: _TRAIN if method == "comera" else replace(_TRAIN, core_lr=None, rank_lr=None) for method in METHODS
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class DLRMTaskConfig:
     """Click prediction with DLRM, on Criteo's log or a table of one's own: will this user click on this ad?"""
 
     method: Method = "comera"
-    """comera: compressed tables, in an early stage and late ones; dense: uncompressed tables, for comparison."""
+    """comera: compressed tables, in an early stage and late ones; dense: uncompressed tables, for comparison; hashing,
+    quotient_remainder, narrow_tables: other tables of as many parameters, as `compress.ratio` says."""
     preset: Preset = "sample"
     """Where the defaults come from. sample: one table row per category of the data; kaggle: categories hashed into
     tables of the full Kaggle data's sizes, compressed 200 times."""
@@ -128,11 +131,7 @@ class DLRMTaskConfig:
     stages."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(
-                f"method: dlrm supports dense and comera, got {self.method!r}: the other methods compress linear "
-                "layers, and nearly all of this model is embedding tables"
-            )
+        check_method(self.method, METHODS)  # the others compress linear layers, and nearly all of this model is tables
         if self.preset not in PRESETS:
             raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         check_stages(self)
@@ -151,24 +150,31 @@ def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConf
     return config
 
 
-def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLRM, TensorizeReport | None]:
-    """A DLRM, seeded by train.seed and compressed for the method comera, and the report of that. Compressed tables
+def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLRM, Conversion]:
+    """A DLRM, seeded by train.seed and with the method's tables, and the report of these. Tables that are replaced
     never exist in dense form: they are converted on the meta device."""
     torch.manual_seed(config.train.seed)
-    report = None
-    if config.method == "comera":
+    report: Conversion = None
+    if config.method == "dense":
+        model = DLRM(config.model, table_sizes, config.data.number_count)
+    else:
         device = torch.get_default_device()
         with torch.device("meta"):
             model = DLRM(config.model, table_sizes, config.data.number_count)
-            report = tensorize_(model, config.compress.tensorize(model))
+            if config.method == "comera":
+                report = tensorize_(model, config.compress.tensorize(model))
+            else:
+                report = smaller_tables_(model, config.method, config.compress.ratio)
         if device.type != "meta":
             model.to_empty(device=device).reset_parameters()
-    else:
-        model = DLRM(config.model, table_sizes, config.data.number_count)
-    for table in model.tables:
-        if isinstance(table, nn.EmbeddingBag):
-            table.sparse = config.train.optimizer in _SPARSE
+    for table in _dense_tables(model):
+        table.sparse = config.train.optimizer in _SPARSE
     return model, report
+
+
+def _dense_tables(model: DLRM) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """The tables, and those of which the methods other than comera make smaller ones."""
+    return [table for table in model.tables.modules() if isinstance(table, nn.Embedding | nn.EmbeddingBag)]
 
 
 def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
@@ -253,12 +259,18 @@ def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dic
     estimates: dict[str, MemoryEstimate] = {}
     with torch.device("meta"):
         for method in dict.fromkeys(methods):
-            model, _ = build_model(replace(config, method=method), sizes)
+            try:
+                model, _ = build_model(replace(config, method=method), sizes)
+            except ConfigError as error:  # narrow tables have a least size
+                if method == config.method:
+                    raise
+                log(True, NAME, f"no estimate of {method}: {error}")
+                continue
             ids = torch.empty(rows, len(sizes), dtype=torch.int64)
             batch = ClickBatch(torch.empty(rows, config.data.number_count), ids, torch.empty(rows))
             step = estimate_step(model, partial(click_loss, model, batch), optimizer=config.train.optimizer)
-            tables = [table.weight for table in model.tables if isinstance(table, nn.EmbeddingBag) and table.sparse]
-            for weight in tables:  # sparse: a row and its id for each row of the batch
+            for weight in (table.weight for table in _dense_tables(model) if table.sparse):
+                # a row and its id for each row of the batch
                 saved = weight.nbytes - rows * (weight.element_size() * weight.shape[1] + ids.element_size())
                 step = replace(step, gradients=step.gradients - max(0, saved))
             estimates[method] = step

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from comera.baselines import (
-    METHODS,
+    LINEAR_METHODS,
     BaselineConfig,
     Conversion,
     Method,
@@ -91,7 +91,7 @@ class LMConfig:
     """Length, optimizer, rank adaptation and outputs."""
 
     def __post_init__(self) -> None:
-        check_method(self.method, METHODS)
+        check_method(self.method, LINEAR_METHODS)
         check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
         check_length("data.block_size", self.data.block_size, self.context)
         if self.model.family == "gpt2" and self.method not in _WITHOUT_LINEAR:
@@ -239,7 +239,7 @@ def estimate(config: LMConfig) -> dict[str, MemoryEstimate]:
         model, report = build_model(replace(config, method=method), vocab_size)
         return model, report, partial(next_token_loss, model, _meta_batch(config))
 
-    methods = METHODS if config.model.family == "llama" else _WITHOUT_LINEAR
+    methods = LINEAR_METHODS if config.model.family == "llama" else _WITHOUT_LINEAR
     return estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
 
 
