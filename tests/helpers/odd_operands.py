@@ -9,6 +9,7 @@ from comera.kernels.cpp import (
     cross_entropy,
     gated,
     gradients,
+    lookup,
     low_rank,
     merge,
     mlp,
@@ -74,6 +75,13 @@ def rotary_operands(batch=2, heads=4, groups=2, length=5, width=9, columns=6, sa
     return q, k, torch.randn(samples, length, columns), torch.randn(samples, length, columns)
 
 
+def lookup_operands(pairs=5, rows=(3, 4), columns=(2, 3), rank=7):
+    """Gradients of rows, L, R, i and k as pair_rows_backward takes them. rows, columns: of L and of R."""
+    (m, n), (x, y) = rows, columns
+    ids = [torch.randint(max(1, count), (pairs,)) for count in rows]
+    return torch.randn(pairs, x * y), torch.randn(m, x, rank), torch.randn(n, y, rank), *ids
+
+
 def call_all():
     """Every kernel on shapes without, with part of, and with several vectors, tiles and blocks."""
     seed = torch.tensor(3)
@@ -126,6 +134,21 @@ def call_all():
     ):
         for transposed in (False, True):
             rotary.rotary(*rotary_operands(*sizes), transposed)
+    for sizes in (
+        (5, (3, 4), (2, 3), 7),
+        (1, (1, 1), (1, 1), 1),
+        (0, (0, 4), (2, 2), 3),
+        (4, (3, 3), (2, 2), 0),
+        (9, (2, 2), (0, 3), 5),
+        (5000, (300, 40), (4, 5), 37),
+    ):
+        operands = lookup_operands(*sizes)
+        lookup.pair_rows(*operands[1:])
+        lookup.pair_rows_backward(*operands)
+    for rank, columns in ((7, 9), (1, 1), (0, 3), (3, 0), (21, 700), (40, 257)):
+        for gates in (torch.randn(rank), None):
+            core = torch.randn(rank, columns)
+            lookup.rank_last_backward(lookup.rank_last(core, gates), core, gates)
     for shape in ((3, 65), (1, 1), (0, 8), (4, 0), (40, 700)):
         z, x, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
         for drawn in (seed, None):

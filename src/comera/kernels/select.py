@@ -34,6 +34,7 @@ CPP = (
     "residual_norm",
     "cross_entropy",
     "merge",
+    "lookup",
     "gradients",
     "adamw",
     "memory",

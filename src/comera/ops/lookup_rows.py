@@ -28,10 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels import select
 from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dtypes import without_autocast
-from comera.ops.lookup_pairs import pair_rows
+from comera.ops.lookup_pairs import pair_rows, rank_last
 from comera.ops.planner.groups import Group, Groups, two_parts
 
 BLOCK_ROWS = 128  # n·X at most: more make the products no faster
@@ -62,25 +63,20 @@ def left_and_right(
 
 
 def _rank_last(core_RMNS: Tensor, gates_R: Tensor | None) -> Tensor:
-    """A single core with its left rank last (M, N·S, R).
-
-    By a product, which transposes it back in the backward too: torch makes transposed copies on one thread, several
-    times slower.
-    """
+    """A single core with its left rank last (M, N·S, R), times its gates."""
     rank, m, n, s = core_RMNS.shape
-    scale_RR = torch.eye(rank, dtype=core_RMNS.dtype) if gates_R is None else torch.diag(gates_R)
-    return (core_RMNS.reshape(rank, m * n * s).t() @ scale_RR).view(m, n * s, rank)
+    return rank_last(core_RMNS.reshape(rank, m * n * s), gates_R).view(m, n * s, rank)
 
 
 def rows_of(ids_U: Tensor, groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None) -> Tensor:
-    """Rows (U, D) by two groups or more, for ids that, on the host, all differ.
+    """Rows (U, D) by two groups or more. Ids that repeat are multiplied as often as they do.
 
     gates_R: gates between the left and the right part; default ones.
     """
     left_MXR, right_MYR, i_U, k_U = left_and_right(ids_U, groups, cores, gates_R)
     count, columns = ids_U.numel(), left_MXR.shape[1]
-    in_blocks = count >= BLOCKS_FROM and block_size(count, min(count, right_MYR.shape[0]), columns) > 1
-    if on_host(ids_U) and not in_blocks:
+    blocks_pay = count >= BLOCKS_FROM and block_size(count, min(count, right_MYR.shape[0]), columns) > 1
+    if on_host(ids_U) and (not blocks_pay or select.supports("lookup", left_MXR, right_MYR)):
         return pair_rows(i_U, k_U, left_MXR, right_MYR)
     return pair_sums(i_U, k_U, torch.arange(count, device=ids_U.device), count, left_MXR, right_MYR)
 

@@ -15,6 +15,7 @@ from comera.kernels.cpp import (
     cross_entropy,
     gated,
     gradients,
+    lookup,
     low_rank,
     merge,
     mlp,
@@ -26,6 +27,7 @@ from comera.kernels.cpp.library import call
 from ...helpers.odd_operands import (
     attention_operands,
     block_product_operands,
+    lookup_operands,
     low_rank_operands,
     merge_operands,
     mlp_operands,
@@ -219,6 +221,25 @@ def test_columns_that_cannot_turn_are_refused(columns):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_lookups_are_refused(change):
+    drows, left, right, i, k = lookup_operands()
+    of_backward = lookup.pair_rows_backward
+    if change is longer:  # L and R may have more rows
+        assert_all_refused(lambda *given: of_backward(given[0], left, right, *given[1:]), [drows, i, k], change)
+    else:
+        assert_all_refused(of_backward, [drows, left, right, i, k], change)
+        assert_all_refused(lookup.pair_rows, [left, right, i, k], change)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_cores_and_gates_of_lookups_are_refused(change):
+    core, gates = torch.randn(3, 8), torch.randn(3)
+    assert_all_refused(lookup.rank_last_backward, [torch.randn(8, 3), core, gates], change)
+    if change is not shorter:  # the core alone says how many columns there are
+        assert_all_refused(lookup.rank_last, [core, gates], change)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 def test_wrong_operands_of_residual_norm_are_refused(change):
     z, x, weight, bias = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6), torch.randn(6)
     if change not in (CHANGES[0], CHANGES[1], CHANGES[3]):  # a z of another shape only fits another x
@@ -302,6 +323,9 @@ def test_gradients_with_the_negative_bit_have_the_right_sign():
     results += [[residual_norm.dropout(each, SEED, 0.1)] for each in negative(4, 6)]
     _, *tables = rotary_operands()
     results += [rotary.rotary(each, *tables, False) for each in negative(2, 4, 5, 9)]
+    _, left, right, i, k = lookup_operands()
+    results += [lookup.pair_rows_backward(each, left, right, i, k) for each in negative(5, 6)]
+    results += [lookup.rank_last_backward(each, torch.ones(6, 4), torch.ones(6)) for each in negative(4, 6)]
     first, *rest = parameters
     given = [[each, *rest] for each in (torch._neg_view(-first), first)]  # contiguous, in spite of its bit
     results += [merge.merge(each, biases, layout, 0.0) for each in given]

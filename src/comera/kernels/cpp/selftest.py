@@ -20,6 +20,7 @@ from comera.kernels.cpp import (
     gated,
     gradients,
     library,
+    lookup,
     low_rank,
     merge,
     mlp,
@@ -49,7 +50,8 @@ def main(path: str) -> None:
 def difference() -> str | None:
     """The first kernel whose results differ from torch's, in one line; None if there is none."""
     torch.manual_seed(0)
-    for check in (_low_rank, _mlp, _gated, _norms, _attention, _rotary, _cross_entropy, _blocks, _merge, _optimizer):
+    products = _low_rank, _mlp, _gated, _blocks, _merge, _lookup
+    for check in (*products, _norms, _attention, _rotary, _cross_entropy, _optimizer):
         for sizes in _SIZES:
             for name, found, expected in check(*sizes):
                 if not _near(found, expected):
@@ -191,6 +193,18 @@ def _merge(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
     yield "merge", [a.T.double() @ b[1:].double(), b[0]], values
     db = torch.cat((dbias[None], a @ dweight))
     yield "merge_backward", merge.merge_backward([b[1:] @ dweight.T, db], *given, 0.0), grads
+
+
+def _lookup(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
+    left, right = torch.randn(inputs, 3, rank), torch.randn(outputs, 2, rank)
+    i, k, drows = torch.randint(inputs, (batch,)), torch.randint(outputs, (batch,)), torch.randn(batch, 6)
+    values, grads = _reference(lambda u, v: [(u[i] @ v[k].mT).reshape(batch, 6)], [left, right], [drows])
+    yield "pair_rows", [lookup.pair_rows(left, right, i, k)], values
+    yield "pair_rows_backward", lookup.pair_rows_backward(drows, left, right, i, k), grads
+    core, gates, dright = torch.randn(rank, outputs), torch.randn(rank), torch.randn(outputs, rank)
+    values, grads = _reference(lambda core, gates: [core.t() * gates], [core, gates], [dright])
+    yield "rank_last", [lookup.rank_last(core, gates)], values
+    yield "rank_last_backward", lookup.rank_last_backward(dright, core, gates), grads
 
 
 def _optimizer(batch: int, inputs: int, outputs: int, rank: int) -> _Found:

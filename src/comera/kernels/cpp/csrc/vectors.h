@@ -28,6 +28,23 @@ static inline Vec load(const float* from) {
     return x;
 }
 static inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
+// The first `count` < W elements, zeros beyond them; memory beyond them is not touched.
+static inline Vec load_part(const float* from, long count) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_maskz_loadu_ps((__mmask16)((1 << count) - 1), from);
+#else
+    Vec x{};
+    std::memcpy(&x, from, count * sizeof(float));
+    return x;
+#endif
+}
+static inline void store_part(float* to, Vec x, long count) {
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(to, (__mmask16)((1 << count) - 1), (__m512)x);
+#else
+    std::memcpy(to, &x, count * sizeof(float));
+#endif
+}
 static inline Vec splat(float x) { return x - Vec{}; }  // not x + 0, which the compiler must keep because of -0
 // x y + sum, rounded once where the processor can. Written x * y + sum, a compiler fuses the two in some loops and not in
 // others, so that a result would depend on which loop its row falls into.
