@@ -169,7 +169,8 @@ def test_wandb_runs_offline_and_goes_on_with_its_id(tmp_path: Path) -> None:
     summary = fit(Tiny(), config, run, resume=True)
     assert json.loads((run / "trackers.json").read_text()) == ids
     stores = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    assert [store.name.rpartition("-")[2] for store in stores] == [ids["wandb"]] * 2
+    assert len(stores) == 2
+    assert all(f"-{ids['wandb']}" in store.name for store in stores)  # within one second wandb adds "-1"
     first, second = (next(store.glob("*.wandb")).read_bytes() for store in stores)
     losses = [json.dumps(record["loss"]).encode() for record in jsonl(run) if record["kind"] == "train"]
     assert losses[0] in first
