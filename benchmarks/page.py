@@ -71,6 +71,11 @@ _SECTIONS = {
         "A step beside another program",
         "Dense and compressed with GOMP_SPINCOUNT as in `spin_count`; `kept`: the ratio, of that on the idle machine.",
     ),
+    "threads": (
+        "Kernels on more threads",
+        "Forward and backward. `times`: speed on two threads over one. `busy_of_16`: of 16 threads, those with at least "
+        "a quarter of an equal share of the work.",
+    ),
     "lookup": ("Lookup of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),
     "shrinkage": (
         "Ways of shrinking to 0.2",
