@@ -73,8 +73,8 @@ _SECTIONS = {
     ),
     "threads": (
         "Kernels on more threads",
-        "Forward and backward. `times`: speed on two threads over one. `busy_of_16`: of 16 threads, those with at least "
-        "a quarter of an equal share of the work.",
+        "Forward and backward. `times`: speed on two threads over one. `busy_of_16`: of 16 threads, those with at "
+        "least a quarter of an equal share of the work.",
     ),
     "lookup": ("Lookup of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),
     "shrinkage": (
