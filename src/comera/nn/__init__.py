@@ -3,12 +3,14 @@
 from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.packed import CompressedParameter
 from comera.nn.size import ModelSize, model_size
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 
 __all__ = [
     "BTTLinear",
     "CompressedLayer",
+    "CompressedParameter",
     "ModelSize",
     "TTConv",
     "TTLinear",

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from comera.errors import SpecError, WeightError
 from comera.kernels.tracing import traced
-from comera.nn.weight import is_weight_of, lazy_weight
+from comera.nn.weight import Make, is_weight_of, lazy_weight
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
@@ -212,17 +212,22 @@ class TensorTrain(nn.Module):
         """Cores with the gates absorbed and pruned slices exactly zero; writes nothing."""
         return absorb(_entries(self.cores), self.gates())
 
-    def dense(self, tensors: Sequence[Tensor] | None = None) -> Tensor:
+    def dense(
+        self,
+        tensors: Sequence[Tensor] | None = None,
+        product: Callable[[Spec, Sequence[Tensor]], Tensor] = materialize,
+    ) -> Tensor:
         """The materialized weight, of `spec.shape`, in the cores' dtype whatever autocast says.
 
-        Half-precision cores are merged in float32. tensors: cores and then gates to use in place of its own.
+        Half-precision cores are merged in float32. tensors: cores and then gates to use in place of its own. product:
+        what to make of the cores that have absorbed the gates.
         """
         tensors = [*_entries(self.cores), *_entries(self.rank_params)] if tensors is None else tensors
         cores, gates = tensors[: self.spec.order], tensors[self.spec.order :]
         dtype = cores[0].dtype
         with without_autocast(cores[0]):
             absorbed = absorb(cores, [d.masked_fill(d <= self.threshold, 0.0) for d in gates])
-            return materialize(self.spec, [core.to(merge_dtype(dtype)) for core in absorbed]).to(dtype)
+            return product(self.spec, [core.to(merge_dtype(dtype)) for core in absorbed]).to(dtype)
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
@@ -307,7 +312,12 @@ class CompressedLayer(nn.Module):
         tensors = [*cores, *gates]
         if traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return self._dense(tensors)
-        return lazy_weight(self._dense, self._dense_shape, tensors)
+        return lazy_weight(self._make, self._dense_shape, tensors)
+
+    @property
+    def _make(self) -> Make:
+        """What `weight` is made with when its values are used."""
+        return self._dense
 
     @property
     @abstractmethod

@@ -3,6 +3,9 @@
     reading      dtype, device, shape, requires_grad ... make nothing; any operation makes the dense weight, once
     gradients    that of the dense weight, however it comes about, goes on to the cores and gates
     writing      raises: nothing is stored that could be written to, and a write into a temporary tensor would be lost
+    memory       what was made lives as long as something holds the weight; what is made inside `released()`, as a graph
+                 holds it for its backward, only until its end, and is made again when it is used
+    one of many  where the maker of a stack of matrices has `at`, an index makes that one alone
 
 A wrapper without memory, whose operations are caught below autograd and autocast. So torch's schemas tell what writes
 and what is a view, and custom functions of others get their gradient.
@@ -10,7 +13,9 @@ and what is a view, and custom functions of others get their gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -24,6 +29,22 @@ Make = Callable[[Sequence[Tensor]], Tensor]
 """From cores and gates to the dense weight, contiguous and differentiable."""
 
 
+_scope = local()  # .made: the sources whose values were made in the innermost `released()` of this thread
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Give back, at the end, what was made of weights inside."""
+    outer, made = getattr(_scope, "made", None), list[_Source]()
+    _scope.made = made
+    try:
+        yield
+    finally:
+        _scope.made = outer
+        for source in made:
+            source.made = None
+
+
 class _Source:
     """The values of a weight, made at the first use and then kept."""
 
@@ -34,7 +55,28 @@ class _Source:
         if self.made is None:
             with torch.no_grad(), without_autocast(self.tensors[0]):
                 self.made = self.make([tensor.detach() for tensor in self.tensors])
+            if getattr(_scope, "made", None) is not None:
+                _scope.made.append(self)
         return self.made
+
+    def view(self, out: Tensor) -> _Source:
+        """The source of a view of the values."""
+        same = out.dtype == self.tensors[0].dtype  # other types of elements cannot be taken from the weight again
+        return _View(self, out) if same else _Source(self.make, self.tensors, out)
+
+
+class _View(_Source):
+    """The values of a view, taken from those of the weight at each use: it keeps none itself."""
+
+    def __init__(self, whole: _Source, out: Tensor) -> None:
+        super().__init__(whole.make, whole.tensors)
+        self.whole, self.geometry = whole, (out.shape, out.stride(), out.storage_offset())
+
+    def values(self) -> Tensor:
+        return self.whole.values().as_strided(*self.geometry)
+
+    def view(self, out: Tensor) -> _Source:
+        return self.whole.view(out)
 
 
 class LazyWeight(Tensor):
@@ -64,6 +106,10 @@ class LazyWeight(Tensor):
         if func in _SETS or (func == _SET_GRAD and args[1] is not None):
             _raise(getattr(func, "__name__", str(func)), args[0])
         with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__ and args[0]._is_whole and _is_single(args[1]):
+                one = args[0]._at(args[1])
+                if one is not None:
+                    return one
             if func in _FREEZES and args[0]._is_whole:
                 for tensor in args[0]._source.tensors:
                     tensor.requires_grad_(*args[1:], **kwargs)
@@ -94,12 +140,13 @@ class LazyWeight(Tensor):
         out = func(*tree_map_only(LazyWeight, values, args), **tree_map_only(LazyWeight, values, kwargs))
         if not func.is_view:
             return out
-        make, tensors = weights[0]._source.make, weights[0]._source.tensors
+        source = weights[0]._source
+        return tree_map_only(Tensor, lambda made: LazyWeight(source.view(made), made.shape, made.stride()), out)
 
-        def view(made: Tensor) -> LazyWeight:
-            return LazyWeight(_Source(make, tensors, made), made.shape, made.stride())
-
-        return tree_map_only(Tensor, view, out)
+    def _at(self, index: int | Tensor) -> Tensor | None:
+        """One of a stack of matrices, which is made alone; None if all are made together."""
+        at: Callable[[int | Tensor], Make] | None = getattr(self._source.make, "at", None)
+        return None if at is None else lazy_weight(at(index), self.shape[1:], self._source.tensors)
 
     def _leaf(self) -> Tensor:
         """The values as a tensor of its own, for what reads memory."""
@@ -168,6 +215,12 @@ def lazy_weight(make: Make, shape: Sequence[int], tensors: Sequence[Tensor]) -> 
     with torch.enable_grad():
         weight: LazyWeight = _Weight.apply(make, shape, *tensors)
     return weight
+
+
+def _is_single(index: object) -> bool:
+    if isinstance(index, Tensor):
+        return index.ndim == 0 and index.dtype in (torch.int32, torch.int64)
+    return isinstance(index, int) and not isinstance(index, bool)
 
 
 def is_weight_of(value: object, tensors: Sequence[Tensor]) -> bool:

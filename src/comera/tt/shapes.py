@@ -188,13 +188,17 @@ def ttm_spec(
     return TTMSpec(num_embeddings, embedding_dim, rows, cols, clip_ranks(rank, sizes))
 
 
-def btt_spec(in_features: int, out_features: int, *, rank: int = 1, blocks: tuple[int, int] | None = None) -> BTTSpec:
+def btt_spec(
+    in_features: int, out_features: int, *, rank: int = 1, blocks: tuple[int, int] | None = None, experts: int = 1
+) -> BTTSpec:
     """A BTTSpec with about as many blocks as features in each.
 
     blocks: number of input and of output blocks. By default there are about as many as features in each, fewer of the
     input and more of the output, and the features of a block fill whole vectors of 8, if that takes 5 % of padding or
     less; else the number of blocks is the divisor nearest to the square root.
     rank: of every block, clipped to what they allow.
+    experts: how many matrices in_features -> out_features it holds, each with output blocks of its own that have
+    no padding; the spec's output features are those of all (comera.tt.experts).
     Raises SpecError for blocks, rank and features that do not fit together.
 
     Example:
@@ -210,12 +214,16 @@ def btt_spec(in_features: int, out_features: int, *, rank: int = 1, blocks: tupl
         raise SpecError(f"blocks must be the numbers of input and output blocks, two integers >= 1, got {blocks}")
     if blocks is not None and (blocks[0] > in_features or blocks[1] > out_features):
         raise SpecError(f"expected at most one block per feature of {in_features} and {out_features}, got {blocks}")
-    modes = _blocks(in_features, above=True), _blocks(out_features, above=False)
+    ins, outs = _blocks(in_features, above=True), _blocks(out_features, above=False)
     if blocks is not None:
-        modes = (blocks[0], -(-in_features // blocks[0])), (blocks[1], -(-out_features // blocks[1]))
+        ins, outs = (blocks[0], -(-in_features // blocks[0])), (blocks[1], -(-out_features // blocks[1]))
+    elif experts > 1 and prod(outs) != out_features:
+        size = max(size for size in range(1, isqrt(out_features) + 1) if out_features % size == 0)
+        outs = out_features // size, size
     if rank < 0:
         raise SpecError(f"rank must be >= 0, got {rank}")
-    return BTTSpec(in_features, out_features, *modes, min(rank, modes[0][1], modes[1][1]))
+    outs = experts * outs[0], outs[1]
+    return BTTSpec(in_features, experts * out_features, ins, outs, min(rank, ins[1], outs[1]))
 
 
 def _blocks(features: int, *, above: bool) -> tuple[int, int]:
