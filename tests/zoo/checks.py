@@ -19,6 +19,7 @@ from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
 from comera.fusion import fuse_
 from comera.nn import CompressedLayer
+from comera.nn.packed import HELD, Holder
 from comera.nn.size import model_size
 from comera.optim import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
@@ -29,8 +30,9 @@ from comera.tt.spec import TTMSpec
 from .families import Family
 
 CONV = TT(order=4, rank=4)
-CONFIG = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4), conv=CONV)
-BLOCKS = TensorizeConfig(linear=BTT(rank=1), embedding=TTM(order=2, rank=4), conv=CONV)
+EXPERTS = TT(order=4, rank=4)
+CONFIG = TensorizeConfig(TT(order=4, rank=4), TTM(order=2, rank=4), conv=CONV, experts=EXPERTS)
+BLOCKS = TensorizeConfig(BTT(rank=1), TTM(order=2, rank=4), conv=CONV, experts=BTT(rank=1))
 LEAST_SHARE = 0.8
 Results = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -63,6 +65,10 @@ def dense_model(family: Family, model: nn.Module) -> nn.Module:
         for name, value in dense.state_dict(keep_vars=True).items():
             path, _, leaf = name.rpartition(".")
             layer = modules[path]
+            if isinstance(layer, Holder) and leaf in layer.leaves:
+                held = layer.get_submodule(HELD).get_submodule(leaf)
+                value.copy_(held.layout.parameter(held.tt.dense()))
+                continue
             if isinstance(layer, CompressedLayer) and leaf == "weight":
                 weight = layer.tt.dense()
                 if not isinstance(layer.tt.spec, TTMSpec) and not converters()[layer.dense_type].in_first:

@@ -52,18 +52,6 @@ class Family:
 
 # --- shortfalls ------------------------------------------------------------------------------------------------------
 
-BELOW = r"expected 80% in compressed layers, got (\d+)%; dense: .*"
-
-
-def left_dense(reason: str, match: str) -> dict[str, Shortfall]:
-    """A model most of whose other parameters are no linear layers or tables; its report says so."""
-    return {"conversion": Shortfall(reason, BELOW + match)}
-
-
-EXPERTS = left_dense("The matrices of all experts are one parameter that no layer holds: they stay dense.", "experts")
-XLNET = left_dense("XLNet's attention holds its matrices as parameters of its own: they stay dense.", "rel_attn")
-IN_PROJ = left_dense("`nn.MultiheadAttention` multiplies by `in_proj_weight` itself: it stays dense.", "in_proj_weight")
-RECURRENT = left_dense("Torch's recurrent kernels read their matrices themselves: they stay dense.", "recurrent")
 NO_BLOCKS = {"recompute_": Shortfall("It has no blocks with two compressed layers.", "expected blocks")}
 
 
@@ -259,7 +247,6 @@ FAMILIES: tuple[Family, ...] = (
         n_layer=2,
         n_head=4,
         d_inner=128,
-        shortfalls=XLNET,
     ),
     masked("squeezebert", embedding_size=64),
     causal("gpt2", tied=True, n_embd=64, n_layer=2, n_head=4, n_positions=64),
@@ -277,9 +264,9 @@ FAMILIES: tuple[Family, ...] = (
     causal("gemma2", tied=True, **HEADS),
     causal("gemma3_text", "gemma3", tied=True, **HEADS),
     causal("falcon", tied=True),
-    causal("mixtral", num_local_experts=4, shortfalls=EXPERTS),
-    causal("gpt_oss", **HEADS, num_local_experts=4, shortfalls=EXPERTS),
-    causal("qwen3_moe", **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shortfalls=EXPERTS),
+    causal("mixtral", num_local_experts=4),
+    causal("gpt_oss", **HEADS, num_local_experts=4),
+    causal("qwen3_moe", **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
     causal(
         "deepseek_v3",
         num_key_value_heads=4,
@@ -294,7 +281,6 @@ FAMILIES: tuple[Family, ...] = (
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,
         v_head_dim=16,
-        shortfalls=EXPERTS,
     ),
     causal("mamba", tied=True, state_size=8),
     causal("mamba2", tied=True, state_size=8, num_heads=8, head_dim=16, n_groups=2, chunk_size=4),
@@ -354,8 +340,8 @@ FAMILIES: tuple[Family, ...] = (
         ),
         text_and_image,
     ),
-    Family("nn.Transformer", Seq2Seq, vectors, shortfalls=IN_PROJ),
-    Family("nn.LSTM", Recurrent, sequence, tied=True, shortfalls={**RECURRENT, **NO_BLOCKS}),
+    Family("nn.Transformer", Seq2Seq, vectors),
+    Family("nn.LSTM", Recurrent, sequence, tied=True, shortfalls=NO_BLOCKS),
     Family("timm's ViT", timm_vit, images, needs=("timm", "torchvision")),
     Family("torchvision's ViT", torchvision_vit, images, needs=("torchvision",)),
 )

@@ -2,6 +2,7 @@
 
 from comera.convert.config import BTT, TT, TTM, TensorizeConfig
 from comera.convert.converter import CONVOLUTION, EMBEDDING, EMBEDDING_BAG, LINEAR, Converter
+from comera.convert.packed import EXPERTS, EXPERTS_IN_FIRST, PackedConverter
 from comera.convert.registry import register_converter
 from comera.convert.report import LayerRow, TensorizeReport
 from comera.convert.tensorize import materialize_, tensorize_
@@ -11,11 +12,14 @@ __all__ = [
     "CONVOLUTION",
     "EMBEDDING",
     "EMBEDDING_BAG",
+    "EXPERTS",
+    "EXPERTS_IN_FIRST",
     "LINEAR",
     "TT",
     "TTM",
     "Converter",
     "LayerRow",
+    "PackedConverter",
     "TensorizeConfig",
     "TensorizeReport",
     "materialize_",

@@ -90,9 +90,12 @@ class BTT:
                 raise SpecError(f"BTT needs blocks to be two integers >= 1 or None, got {self.blocks!r}")
             object.__setattr__(self, "blocks", tuple(self.blocks))
 
-    def spec(self, in_features: int, out_features: int) -> BTTSpec:
-        """Blocks and ranks for a layer of these sizes. Raises SpecError if they do not fit."""
-        return btt_spec(in_features, out_features, rank=_chosen(self), blocks=self.blocks)
+    def spec(self, in_features: int, out_features: int, experts: int = 1) -> BTTSpec:
+        """Blocks and ranks for a layer of these sizes. Raises SpecError if they do not fit.
+
+        experts: how many such matrices, each of which gets all of these blocks.
+        """
+        return btt_spec(in_features, out_features, rank=_chosen(self), blocks=self.blocks, experts=experts)
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,9 @@ class TensorizeConfig:
             block tensor trains by default, which learn most for what they cost; `TT` goes to much smaller sizes.
         conv: format of 1-, 2- and 3-dimensional convolutions. By default all of them stay dense, whatever the overrides
             say.
+        experts: format of the matrices of experts that a module holds as one parameter, (experts, out, in). `BTT` makes
+            one block tensor train for each expert, `TT` one train in which the expert is a mode more. By default they
+            stay dense, too.
         overrides: glob pattern on qualified module names ("encoder.*.query", "lm_head") -> a format, or None to leave
             the layer dense. If several match, the last one wins, so put general patterns first.
         tied: what happens to layers that share one weight. "share": they share one tensor train (if an embedding is
@@ -207,6 +213,7 @@ class TensorizeConfig:
     linear: TT | BTT | None = field(default_factory=BTT)
     embedding: TTM | None = field(default_factory=TTM)
     conv: TT | None = field(default=None, kw_only=True)
+    experts: TT | BTT | None = field(default=None, kw_only=True)
     overrides: Mapping[str, TT | TTM | BTT | None] = field(default_factory=dict, hash=False)
     tied: Literal["share", "untie"] = "share"
     init: Literal["random", "decompose"] = "random"
@@ -221,6 +228,7 @@ class TensorizeConfig:
             "linear": (isinstance(self.linear, TT | BTT | None), "a TT, a BTT or None"),
             "embedding": (isinstance(self.embedding, TTM | None), "a TTM or None"),
             "conv": (isinstance(self.conv, TT | None), "a TT or None"),
+            "experts": (isinstance(self.experts, TT | BTT | None), "a TT, a BTT or None"),
             "overrides": (good, "a mapping from name patterns to TT, BTT, TTM or None"),
             "tied": (self.tied in ("share", "untie"), "'share' or 'untie'"),
             "init": (self.init in ("random", "decompose"), "'random' or 'decompose'"),
@@ -234,4 +242,5 @@ class TensorizeConfig:
     @property
     def formats(self) -> dict[str, TT | TTM | BTT | None]:
         """Every format in it, by the name of its field or its pattern."""
-        return {"linear": self.linear, "embedding": self.embedding, "conv": self.conv, **self.overrides}
+        kinds = {"linear": self.linear, "embedding": self.embedding, "conv": self.conv, "experts": self.experts}
+        return {**kinds, **self.overrides}

@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMTable
+from comera.nn.packed import Layout
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Converter:
     in_features are the input channels of a group × kernel positions. in_first: whether a linear map stores its weight
     as (in, out); `nn.Linear` has (out, in). refusal: layer -> why this one cannot be converted, or None. embed_scale:
     layer -> what its rows are multiplied by, as `TTMEmbedding` takes it. holds: names of buffers that `build` makes
-    again. remark: for the report, what a user should know of such a layer once it is compressed.
+    again. remark: for the report, what a user should know of such a layer once it is compressed. layout: how a
+    parameter holds matrices that its module reads itself (packed.py); `build` is not used then.
 
     Example:
         >>> import torch, comera
@@ -60,6 +62,12 @@ class Converter:
     embed_scale: Callable[[Any], float | Tensor] = lambda layer: 1.0
     holds: frozenset[str] = frozenset()
     remark: str = ""
+    layout: Layout | None = None
+
+    @property
+    def experts(self) -> int:
+        """How many matrices of these sizes the weight holds."""
+        return 1 if self.layout is None else self.layout.experts
 
 
 def _refuse_table(layer: nn.Embedding | nn.EmbeddingBag) -> str | None:

@@ -7,6 +7,7 @@ layers with the smallest share, rank by rank, then to single inner ranks.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 from torch import nn
 
@@ -125,12 +126,12 @@ def _total(groups: Iterable[Group]) -> int:
 
 def _kept(names: Mapping[nn.Module, list[str]], groups: Iterable[Group]) -> int:
     """Parameters of the model that its conversion leaves."""
-    swapped = {site.layer for group in groups for site in group.sites}
+    swapped = {site.place for group in groups for site in group.sites}
     kept = {
         parameter: parameter.numel()
         for module in names
         for leaf, parameter in module._parameters.items()
-        if parameter is not None and not (module in swapped and leaf == "weight")
+        if parameter is not None and (module, leaf) not in swapped
     }
     return sum(kept.values())
 
@@ -145,12 +146,15 @@ def _too_small(
         f"ratio={ratio:g}: {type(model).__name__} can become {_down(dense_total / least)} times smaller at most, to "
         f"{least:,} parameters from {dense_total:,}: {kept:,} are in parts that stay as they are"
     )
-    if isinstance(config.linear, BTT):
-        other = replace(config, linear=TT())
+    blocks = [kind for kind in ("linear", "experts") if isinstance(getattr(config, kind), BTT)]
+    if blocks:
+        formats: dict[str, Any] = dict.fromkeys(blocks, TT())
+        other = replace(config, **formats)
         found = find_groups(names, find_sites(names, other), other, smallest=True)
         largest = dense_total / (_kept(names, found) + _total(found))
         if largest >= ratio:
-            return f"{message}. Tensor trains reach {_down(largest)}: TensorizeConfig(linear=comera.TT())"
+            chosen = ", ".join(f"{kind}=comera.TT()" for kind in blocks)
+            return f"{message}. Tensor trains reach {_down(largest)}: TensorizeConfig({chosen})"
     return f"{message}. Ask for less, or let more layers be compressed{closed_hint(names, config)}"
 
 

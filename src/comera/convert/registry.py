@@ -5,13 +5,16 @@ another one is safe, register it.
 """
 
 import sys
+from collections.abc import Mapping
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.convert.converter import CONVOLUTION, EMBEDDING, EMBEDDING_BAG, LINEAR, MHA_OUTPUT, Converter
+from comera.convert.packed import PackedConverter, packed_leaves, register_packed
 from comera.convert.transformers import CONVERTERS as FOREIGN
 from comera.errors import ConversionError
+from comera.nn.packed import HELD, Holder
 
 _CONVERTERS: dict[type[nn.Module], Converter] = {
     nn.Linear: LINEAR,
@@ -24,10 +27,11 @@ _CONVERTERS: dict[type[nn.Module], Converter] = {
 }
 
 
-def register_converter(layer_type: type[nn.Module], converter: Converter) -> None:
+def register_converter(layer_type: type[nn.Module], converter: Converter | PackedConverter) -> None:
     """Let `tensorize_` convert layers whose type is exactly `layer_type`.
 
     For a subclass of `nn.Linear` that computes the same: `register_converter(MyLinear, replace(LINEAR, build=...))`.
+    For a module with matrices of experts, `register_converter(MyExperts, EXPERTS)`: see `PackedConverter`.
     Raises ConversionError for anything but a module type.
 
     Example:
@@ -46,7 +50,10 @@ def register_converter(layer_type: type[nn.Module], converter: Converter) -> Non
     """
     if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise ConversionError(f"expected a subclass of nn.Module to register, got {layer_type!r}")
-    _CONVERTERS[layer_type] = converter
+    if isinstance(converter, PackedConverter):
+        register_packed(layer_type, converter)
+    else:
+        _CONVERTERS[layer_type] = converter
 
 
 def converters() -> dict[type[nn.Module], Converter]:
@@ -58,9 +65,26 @@ def converters() -> dict[type[nn.Module], Converter]:
     return _CONVERTERS
 
 
-def refusal(layer: nn.Module, converter: Converter) -> str | None:
-    """Why a layer of a registered type cannot be converted (it holds or does more than its type implies), or None."""
-    weight = layer._parameters.get("weight")
+def dense_place(modules: Mapping[str, nn.Module], path: str) -> tuple[nn.Module, str, Converter] | None:
+    """The dense layer at the path of a compressed one, the name of its parameter, and the converter; None for no such.
+
+    modules: of a model by name. A parameter that its module reads itself has the path `module.compressed.parameter`.
+    """
+    layer = modules.get(path)
+    if layer is not None:
+        return (layer, "weight", converters()[type(layer)]) if type(layer) in converters() else None
+    above, _, leaf = path.rpartition(".")
+    holder = modules.get(above.removesuffix(HELD).removesuffix("."))
+    known = packed_leaves(holder) if holder is not None and f".{above}".endswith(f".{HELD}") else {}
+    return (holder, leaf, known[leaf]) if holder is not None and leaf in known else None
+
+
+def refusal(layer: nn.Module, converter: Converter, leaf: str = "weight") -> str | None:
+    """Why a layer of a registered type cannot be converted (it holds or does more than its type implies), or None.
+
+    leaf: name of the parameter, where it is not a layer's weight.
+    """
+    weight = layer._parameters.get(leaf)
     if weight is None:
         return "its weight is no parameter of its own (weight norm, pruning?)"
     if type(weight) is not nn.Parameter:
@@ -69,9 +93,12 @@ def refusal(layer: nn.Module, converter: Converter) -> str | None:
         return f"its weight is of {weight.dtype}"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
         return "its weight has gradient hooks"
-    extra = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"} - converter.holds
-    if extra:
-        return f"it also holds {', '.join(sorted(extra))}"
+    if converter.layout is None:
+        extra = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"} - converter.holds
+        if extra:
+            return f"it also holds {', '.join(sorted(extra))}"
+    elif hasattr(layer, HELD) and not isinstance(layer, Holder):
+        return f"it has an attribute {HELD!r}, where the tensor train would be"
     if "forward" in vars(layer):
         return "its forward was replaced"
     if any(getattr(layer, hooks) for hooks in _STATE_HOOKS):

@@ -15,23 +15,27 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.convert.config import BTT, TT, TTM, TensorizeConfig
 from comera.convert.converter import Converter
+from comera.convert.packed import dense_names, packed_converter, packed_leaves
 from comera.convert.registry import converters, refusal
 from comera.errors import ConversionError, SpecError
+from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import CompressedLayer
 from comera.tt.spec import Spec
 
 
 @dataclass
 class Site:
-    """A layer of a registered type that may be converted."""
+    """A layer of a registered type that may be converted, or a parameter of a module that reads it itself."""
 
-    names: list[str]  # all that it is registered under
+    names: list[str]  # all that it is registered under; those of a parameter first, then those of its module
     layer: nn.Module
     converter: Converter
+    weight: nn.Parameter | None  # the dense weight; a refused layer may have none
     choice: TT | TTM | BTT | None  # the format chosen for it; None leaves it dense
     explicit: bool  # whether an override chose the format
     refused: str | None  # why the layer itself cannot be converted
     note: str = ""  # for the report
+    leaf: str = "weight"  # name of the dense weight in the layer
 
     @property
     def name(self) -> str:
@@ -39,13 +43,20 @@ class Site:
         return self.names[0]
 
     @property
-    def weight(self) -> nn.Parameter:
-        """The dense weight; a refused layer may have none."""
-        return self.layer.get_parameter("weight")
+    def dense(self) -> nn.Parameter:
+        """The dense weight of a layer that is not refused."""
+        assert self.weight is not None
+        return self.weight
+
+    @property
+    def place(self) -> tuple[nn.Module, str]:
+        """The layer and the name of the weight in it."""
+        return self.layer, self.leaf
 
     def __str__(self) -> str:
         rows, cols = self.converter.shape(self.layer)
-        return f"{self.name} ({type(self.layer).__name__} {rows} -> {cols})"
+        each = f"{self.converter.experts} experts " if self.converter.experts > 1 else ""
+        return f"{self.name} ({type(self.layer).__name__} {each}{rows} -> {cols})"
 
 
 @dataclass(frozen=True)
@@ -70,25 +81,45 @@ def open_to(config: TensorizeConfig) -> dict[type[nn.Module], Converter]:
     return {kind: one for kind, one in converters().items() if one.convolution is None or config.conv is not None}
 
 
+def open_leaves(module: nn.Module, config: TensorizeConfig) -> dict[str, Converter]:
+    """The parameters, of those that a module reads itself, that a configuration can convert: see `open_to`."""
+    kind = packed_converter(module)
+    if kind is None or (kind.experts and config.experts is None):
+        return {}
+    return packed_leaves(module)
+
+
 def closed_hint(modules: Iterable[nn.Module], config: TensorizeConfig) -> str:
-    """For errors: that a configuration leaves convolutions dense, if any of these modules is one; or nothing."""
-    closed = converters().keys() - open_to(config).keys()
-    if not any(type(module) in closed for module in modules):
-        return ""
-    return ". Convolutions stay dense unless they have a format: TensorizeConfig(conv=comera.TT())"
+    """For errors: that a configuration leaves convolutions or experts dense, if any of these modules is one."""
+    hint, closed, modules = "", converters().keys() - open_to(config).keys(), list(modules)
+    if any(type(module) in closed for module in modules):
+        hint = ". Convolutions stay dense unless they have a format: TensorizeConfig(conv=comera.TT())"
+    if any(packed_leaves(module) and not open_leaves(module, config) for module in modules):
+        hint += ". Experts stay dense unless they have a format: TensorizeConfig(experts=comera.BTT(blocks=(4, 4)))"
+    return hint
+
+
+def _candidates(
+    names: dict[nn.Module, list[str]], config: TensorizeConfig
+) -> Iterator[tuple[nn.Module, str, Converter, list[str]]]:
+    """What may be converted: a layer, the name of its weight, how, and all names, as a `Site` has them."""
+    known = open_to(config)
+    for layer, own in names.items():
+        if type(layer) in known:
+            yield layer, "weight", known[type(layer)], own
+        for leaf, converter in open_leaves(layer, config).items():
+            yield layer, leaf, converter, dense_names([f"{name}.{HELD}.{leaf}" for name in own])
 
 
 def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> list[Site]:
     """The layers of registered types with their formats. Raises ConversionError for overrides that do not fit."""
-    sites, known = [], open_to(config)
-    for layer, own in names.items():
-        converter = known.get(type(layer))
-        if converter is None:
-            continue
-        default, needed, named = _formats(converter, config)
+    sites = []
+    for layer, leaf, converter, own in _candidates(names, config):
+        default, needed, named = _formats(converter, layer, config)
         matches = [p for p in config.overrides if _matches(p, own)]
-        refused = refusal(layer, converter)
-        site = Site(own, layer, converter, default, bool(matches), refused, note=refused or "")
+        refused = refusal(layer, converter, leaf)
+        weight = layer._parameters.get(leaf)
+        site = Site(own, layer, converter, weight, default, bool(matches), refused, note=refused or "", leaf=leaf)
         if matches:
             site.choice = config.overrides[matches[-1]]
             if not isinstance(site.choice, needed | None):
@@ -96,8 +127,10 @@ def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> li
                     f"the override {matches[-1]!r} gives a {type(site.choice).__name__} to {site}, "
                     f"which needs a {named} or None: narrow the pattern or write a later one for this layer"
                 )
-        if isinstance(site.choice, TT) and site.choice.activation and type(layer) is NonDynamicallyQuantizableLinear:
-            site.refused = "nn.MultiheadAttention multiplies by its weight, and with an activation it would have none"
+        reads = type(layer).__name__ if converter.layout is not None else ""
+        reads = "nn.MultiheadAttention" if type(layer) is NonDynamicallyQuantizableLinear else reads
+        if isinstance(site.choice, TT) and site.choice.activation and reads and not site.refused:
+            site.refused = f"{reads} multiplies by its weight, and with an activation it would have none"
             site.note = site.refused
         if site.choice is None and not refused:
             site.note = "left dense as configured"
@@ -106,10 +139,13 @@ def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> li
     return sites
 
 
-def _formats(converter: Converter, config: TensorizeConfig) -> tuple[TT | TTM | BTT | None, Any, str]:
+def _formats(converter: Converter, layer: nn.Module, config: TensorizeConfig) -> tuple[TT | TTM | BTT | None, Any, str]:
     """What layers of a kind become by default, what they can become, and the names of that."""
     if converter.table is not None:
         return config.embedding, TTM, "TTM"
+    kind = packed_converter(layer)
+    if converter.layout is not None and kind is not None and kind.experts:
+        return config.experts, TT | BTT, "TT, a BTT"
     return (config.linear, TT | BTT, "TT, a BTT") if converter.convolution is None else (config.conv, TT, "TT")
 
 
@@ -121,6 +157,7 @@ def _check_patterns(names: dict[nn.Module, list[str]], sites: list[Site], config
     """Raise ConversionError for a pattern that matches neither a convertible layer nor a converted one."""
     known = [site.names for site in sites]
     known += [own for module, own in names.items() if isinstance(module, CompressedLayer)]
+    known += [dense_names(own) for module, own in names.items() if isinstance(module, CompressedParameter)]
     for pattern in config.overrides:
         if any(_matches(pattern, own) for own in known):
             continue
@@ -131,8 +168,13 @@ def _check_patterns(names: dict[nn.Module, list[str]], sites: list[Site], config
         raise ConversionError(
             f"the override {pattern!r} matches no layer that can be converted: {matched}. "
             f"Near matches: {', '.join(near) or 'none, the model has no such layer'}"
-            + closed_hint((module for module, own in names.items() if _matches(pattern, own)), config)
+            + closed_hint((module for module, own in names.items() if _matches(pattern, _all_of(module, own))), config)
         )
+
+
+def _all_of(module: nn.Module, own: list[str]) -> list[str]:
+    """The names of a module and of the parameters that it reads itself."""
+    return own + [name for leaf in packed_leaves(module) for name in dense_names([f"{at}.{HELD}.{leaf}" for at in own])]
 
 
 def find_groups(
@@ -151,7 +193,7 @@ def find_groups(
     by_weight: dict[nn.Parameter, list[Site]] = {}
     for site in sites:
         if site.choice is not None and not site.refused:
-            by_weight.setdefault(site.weight, []).append(site)
+            by_weight.setdefault(site.dense, []).append(site)
 
     groups = []
     for weight, chosen in by_weight.items():
@@ -171,7 +213,7 @@ def _partners(
     chosen: list[Site], users: dict[nn.Module, tuple[str, str]], sites: list[Site], config: TensorizeConfig
 ) -> Iterator[list[Site]]:
     """Split the sites chosen among the `users` of one weight into those that share a tensor train; note their ties."""
-    dense = [site.name for site in sites if site.layer in users and site not in chosen]
+    dense = [site.name for site in sites if site.leaf == users.get(site.layer, ("", ""))[1] and site not in chosen]
     kept = f"untied from {', '.join(dense)} (left dense)" if dense else ""
     if config.tied == "untie":
         for site in chosen:
@@ -191,10 +233,12 @@ def _partners(
 
 def _obstacle(chosen: list[Site], users: dict[nn.Module, tuple[str, str]], sites: list[Site]) -> str | None:
     """Why the users of one weight cannot share a tensor train, or None."""
-    fit = {site.layer for site in sites if not site.refused}
+    fit = {site.place for site in sites if not site.refused}
     for module, (name, leaf) in users.items():
-        if module not in fit or leaf != "weight":
+        if (module, leaf) not in fit:
             return f"{name or 'the model itself'} ({type(module).__name__}.{leaf}) uses it and cannot be converted"
+    if len(chosen) > 1 and any(site.converter.layout for site in chosen):
+        return f"{' and '.join(site.name for site in chosen)} use it, which multiply by it themselves"
     tables = [site for site in chosen if site.converter.table]
     # A table and nn.Linear both store (out, in); a layer that stores (in, out) would need the cores in reverse.
     if len({site.converter.in_first for site in chosen}) > 1:
@@ -217,12 +261,27 @@ def _group(members: list[Site], smallest: bool) -> Group:
     assert leader.choice is not None
     choice = replace(leader.choice, rank=1) if smallest else leader.choice
     try:
-        sizes: Any = leader.converter.shape(leader.layer)
-        if leader.converter.convolution is not None:
-            sizes += (leader.layer.kernel_size,)
-        return Group(tuple(members), leader, choice.spec(*sizes))
+        return Group(tuple(members), leader, _spec(leader, choice))
     except SpecError as error:
         raise SpecError(f"{leader}: {error}") from error
+
+
+def _spec(site: Site, choice: Any) -> Spec:
+    """Modes and ranks that a format has for a site."""
+    rows, cols = site.converter.shape(site.layer)
+    layout, spec = site.converter.layout, None
+    if site.converter.convolution is not None:
+        spec = choice.spec(rows, cols, site.layer.kernel_size)
+    elif layout is None or layout.experts == 1:
+        spec = choice.spec(rows, cols)
+    elif isinstance(choice, BTT):
+        spec = choice.spec(rows, cols, layout.experts)
+    else:
+        spec = choice.spec(layout.experts * rows, cols, (layout.experts,))
+    if layout is not None:
+        layout.check(spec)
+    found: Spec = spec
+    return found
 
 
 def why_nothing(model: nn.Module, sites: list[Site], config: TensorizeConfig) -> str:

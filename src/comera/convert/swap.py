@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from comera.convert.declared_ties import read_ties, rewrite_ties
+from comera.convert.packed import packed_leaves
 from comera.convert.registry import converters
 from comera.convert.vocabulary import guard_resizing_
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.packed import Holder, give_back_, hold_
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.spec import BTTSpec, TTMSpec
 
@@ -39,20 +41,27 @@ def tell_changed(model: nn.Module) -> None:
         act(model)
 
 
-def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) -> None:
+def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], TensorTrain]) -> None:
     """Replace dense layers of registered types by compressed ones around these tensor trains; several may share one.
 
     A tensor train takes over the `requires_grad` of its layers' weight. Biases stay the same objects; hooks and train
-    mode move along.
+    mode move along. trains: (layer, "weight") -> tensor train, and (module, name of a parameter) of one that the module
+    reads itself, which stays the same object.
     """
     padding: dict[TensorTrain, int | None] = {}
-    for layer, tt in trains.items():
-        tt.requires_grad_(layer.get_parameter("weight").requires_grad)
+    layers: dict[nn.Module, TensorTrain] = {}
+    held: list[tuple[nn.Module, str, TensorTrain]] = []
+    for (layer, leaf), tt in trains.items():
+        tt.requires_grad_(layer.get_parameter(leaf).requires_grad)
+        if type(layer) not in converters():
+            held.append((layer, leaf, tt))
+            continue
+        layers[layer] = tt
         if converters()[type(layer)].table:
             padding[tt] = layer.padding_idx  # type: ignore[assignment]
 
     swaps: dict[nn.Module, CompressedLayer] = {}
-    for layer, tt in trains.items():
+    for layer, tt in layers.items():
         converter, bias = converters()[type(layer)], layer._parameters.get("bias")
         if converter.table is not None:
             table = converter.table.like(layer, tt)
@@ -67,17 +76,26 @@ def compress_layers_(model: nn.Module, trains: Mapping[nn.Module, TensorTrain]) 
             kind = BTTLinear if isinstance(tt.spec, BTTSpec) else TTLinear
             swaps[layer] = kind(tt, False if bias is None else bias)
         swaps[layer].dense_type = type(layer)
+    for module, leaf, tt in held:
+        layout = packed_leaves(module)[leaf].layout
+        assert layout is not None
+        hold_(module, leaf, tt, layout)
     _swap_(model, swaps)
 
 
 def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tensor] | None = None) -> int:
-    """Replace every compressed layer by a dense one of its original type; returns how many there were.
+    """Replace every compressed layer by a dense one of its original type, and compressed parameters by dense ones;
+    returns how many there were.
 
     Layers that share a tensor train share one weight again, unless one type stores it transposed.
     values: only these layers, with dense weights of these values.
     """
     weights: dict[tuple[TensorTrain, bool], nn.Parameter] = {}
     swaps: dict[nn.Module, nn.Module] = {}
+    holders = [module for module in model.modules() if isinstance(module, Holder)] if values is None else []
+    count = 0
+    for holder in holders:
+        count += give_back_(holder)
     for layer in model.modules():
         if isinstance(layer, CompressedLayer) and (values is None or layer in values):
             converter = converters()[layer.dense_type]
@@ -94,9 +112,9 @@ def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tenso
             if converter.table is None:
                 dense.register_parameter("bias", layer._parameters["bias"])
             swaps[layer] = dense
-    if swaps:
+    if swaps or holders:
         _swap_(model, swaps)
-    return len(swaps)
+    return len(swaps) + count
 
 
 def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:

@@ -44,9 +44,10 @@ def tensorize_(
     stay as they are.
 
     Args:
-        model: any module that contains `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, Hugging Face's variants of them
-            (`Conv1D`, `FalconLinear`, scaled embeddings), or layers of a type registered with `register_converter`;
-            convolutions with `TensorizeConfig(conv=...)`.
+        model: any module that contains `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, `nn.MultiheadAttention`,
+            `nn.LSTM`, `nn.GRU`, `nn.RNN`, Hugging Face's variants of them (`Conv1D`, `FalconLinear`, scaled embeddings,
+            XLNet's attention), or layers of a type registered with `register_converter`; convolutions with
+            `TensorizeConfig(conv=...)`, and the matrices of experts with `TensorizeConfig(experts=...)`.
         config: formats by kind of layer and by name; see `TensorizeConfig`. By default block tensor trains for linear
             layers and TT-matrices for tables, with the ranks that `ratio` asks for.
         ratio: how many times smaller the whole model becomes, parameters that stay dense included; more only by what
@@ -104,15 +105,15 @@ def tensorize_(
     if ratio is not None:
         groups = fit_groups(model, names, groups, config, ratio)
 
-    trains: dict[nn.Module, TensorTrain] = {}
+    trains: dict[tuple[nn.Module, str], TensorTrain] = {}
     errors: dict[TensorTrain, float] = {}
     for group in groups:
         tt, error = _make_train(group, config, generator, fitted=ratio is not None)
-        trains |= dict.fromkeys([site.layer for site in group.sites], tt)
+        trains |= dict.fromkeys([site.place for site in group.sites], tt)
         if error is not None:
             errors[tt] = error
     compress_layers_(model, trains)
-    _count_once(model, {tt: layer.get_parameter("weight") for layer, tt in trains.items()})
+    _count_once(model, {trains[site.place]: site.dense for site in sites if site.place in trains})
     return TensorizeReport(tuple(rows_of(model, names, sites, errors, config)), model_size(model))
 
 
@@ -178,15 +179,18 @@ def _make_train(
 
     fitted: the ranks follow from a ratio, so that a block tensor train may give its blocks the ranks they need.
     """
-    site, weight = group.leader, group.leader.weight.detach()
+    site, weight = group.leader, group.leader.dense.detach()
     std, threshold, dtype, device = config.init_std or _std(site), config.threshold, weight.dtype, weight.device
     if config.init == "random":
         tt = TensorTrain(group.spec, init_std=std, threshold=threshold, dtype=dtype, device=device, generator=generator)
         return tt, None
     if weight.is_meta:
         raise ConversionError(f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'")
-    weight = weight.flatten(1)  # of a convolution (out, in, *kernel)
-    matrix = weight.t() if not isinstance(group.spec, TTMSpec) and not site.converter.in_first else weight
+    if site.converter.layout is not None:
+        matrix = site.converter.layout.stack(weight).reshape(group.spec.shape)
+    else:
+        weight = weight.flatten(1)  # of a convolution (out, in, *kernel)
+        matrix = weight.t() if not isinstance(group.spec, TTMSpec) and not site.converter.in_first else weight
     try:
         if fitted and isinstance(group.spec, BTTSpec):  # the largest singular values of all blocks
             whole = tt_svd(matrix, group.spec.with_ranks(group.spec.block_limit))
@@ -203,7 +207,7 @@ def _make_train(
 
 def _std(site: Site) -> float:
     """Standard deviation of the weight, or of its layer's own initialization if the weight does not show one."""
-    weight = site.weight.detach()
+    weight = site.dense.detach()
     if not weight.is_meta and weight.numel():
         values = weight.to(torch.promote_types(weight.dtype, torch.float32))
         std, mean = float(values.std(correction=0)), float(values.mean())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.convert import materialize_
 from comera.errors import ConversionError
@@ -24,6 +25,7 @@ from comera.nn.adapted import refuse_adapters
 from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.packed import CompressedParameter
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.block_product import batched_product, component_places
 from comera.ops.chunking import pad_last
@@ -62,8 +64,10 @@ def dense_copy(model: nn.Module) -> nn.Module:
 def serving_copy(model: nn.Module) -> nn.Module:
     """A copy of a model in evaluation mode, with the compressed layers of this file.
 
-    Pruned slices are removed and gates absorbed; everything else is shared with the model, which is unchanged. Outputs
-    are the same up to rounding. Raises ConversionError for an unknown type of compressed layer, and for adapters.
+    Pruned slices are removed and gates absorbed; everything else is shared with the model, which is unchanged. Modules
+    that multiply by compressed weights themselves stay as they are, gates included, and make them dense each time.
+    Outputs are the same up to rounding.
+    Raises ConversionError for an unknown type of compressed layer, and for adapters.
 
     Example:
         >>> import torch, comera
@@ -93,13 +97,19 @@ def serving_copy(model: nn.Module) -> nn.Module:
             cores[layer.tt] = _Cores(layer.tt)
         return _INFERENCE[type(layer)](layer, cores[layer.tt])
 
-    swaps: dict[nn.Module, nn.Module] = {m: replacement(m) for m in copy.modules() if isinstance(m, CompressedLayer)}
+    layers = [m for m in copy.modules() if isinstance(m, CompressedLayer) and not _read_by_others(m)]
+    swaps: dict[nn.Module, nn.Module] = {layer: replacement(layer) for layer in layers}
     swaps |= {m: _DenseBag(m) for m in copy.modules() if type(m) is nn.EmbeddingBag and _sums_rows(m)}
     for parent in list(copy.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     return swaps.get(copy, copy).eval()
+
+
+def _read_by_others(layer: CompressedLayer) -> bool:
+    """Whether another module multiplies by its weight."""
+    return isinstance(layer, CompressedParameter) or layer.dense_type is NonDynamicallyQuantizableLinear
 
 
 def _sums_rows(bag: nn.EmbeddingBag) -> bool:

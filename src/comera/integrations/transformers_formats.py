@@ -26,7 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from comera._version import __version__
-from comera.convert.registry import converters, refusal
+from comera.convert.registry import dense_place, refusal
 from comera.convert.swap import compress_layers_, materialize_layers_, when_changed
 from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain, named_trains
@@ -157,21 +157,20 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
         ]
         placed = [saved for saved in placed if saved.names]
         shapes = _stored_shapes(model, placed, checkpoint_files)
-        trains: dict[nn.Module, TensorTrain] = {}
+        trains: dict[tuple[nn.Module, str], TensorTrain] = {}
         ties: dict[str, str] = {}
         for found in placed:
             saved = with_stored_ranks(found, shapes, where)
             if saved is None:
                 continue
-            layers = {name: modules[name.rpartition(".")[0]] for name in saved.names}
-            layers |= _tied_to(model, modules, layers, shapes)
-            for name, layer in layers.items():
-                _check_fit(name, layer, saved.spec, where)
-            dtype = next(iter(layers.values())).get_parameter("weight").dtype
+            paths = list(saved.names)
+            paths += [path for path in _tied_to(model, paths, shapes) if path not in paths]
+            places = [_fitting_place(modules, name, saved.spec, where) for name in paths]
+            dtype = places[0][0].get_parameter(places[0][1]).dtype
             tt = TensorTrain(saved.spec, init_std=saved.init_std, threshold=saved.threshold, dtype=dtype, device="meta")
             tt.late_from, tt.counts_elsewhere = saved.late_from, saved.counts_elsewhere
-            trains |= dict.fromkeys(layers.values(), tt)
-            first, *others = layers
+            trains |= dict.fromkeys(places, tt)
+            first, *others = paths
             for name in others:
                 ties |= dict(zip(saved.shapes(name), saved.shapes(first), strict=True))
         compress_layers_(model, trains)
@@ -215,7 +214,8 @@ def _names_in(model: Any, modules: Mapping[str, nn.Module], saved: SavedTrain) -
     names: dict[str, str] = {}
     for name, kind in saved.names.items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
-        at = next((at for at in candidates if at.rpartition(".")[0] in modules), None)
+        paths = {at: at.rpartition(".")[0] for at in candidates}
+        at = next((at for at, path in paths.items() if path in modules or dense_place(modules, path)), None)
         if at is not None:
             names[at] = kind
     return names
@@ -242,35 +242,44 @@ def _stored_shapes(model: Any, placed: Sequence[SavedTrain], files: Sequence[str
     }
 
 
-def _tied_to(
-    model: Any, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, nn.Module]:
-    """Layers that the model declares to share a weight with these, such as a head that was not saved with its base."""
-    more: dict[str, nn.Module] = {}
+def _tied_to(model: Any, trains: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Other names that tensor trains with these names have, in layers that the model declares to share a weight with
+    theirs, such as a head that was not saved with its base."""
+    more: list[str] = []
     for pair in model.all_tied_weights_keys.items():
         for one, other in (pair, pair[::-1]):
             here, there = (weight.removesuffix(".weight") for weight in (one, other))
-            if f"{there}.tt" in layers and f"{here}.tt" not in layers and one not in shapes and one != here:
-                more[f"{here}.tt"] = modules[here]
+            if f"{there}.tt" in trains and f"{here}.tt" not in trains and one not in shapes and one != here:
+                more.append(f"{here}.tt")
     return more
 
 
-def _check_fit(name: str, layer: nn.Module, spec: Spec, where: object) -> None:
-    """Raise CheckpointError unless a layer can be replaced by one with this spec."""
-    converter = converters().get(type(layer))
-    reason = "it is of no type that can be compressed" if converter is None else refusal(layer, converter)
-    if converter is not None and reason is None:
+def _fitting_place(modules: Mapping[str, nn.Module], name: str, spec: Spec, where: object) -> tuple[nn.Module, str]:
+    """The layer that a tensor train of this name replaces, and the name of its weight.
+
+    Raises CheckpointError, naming `where`, unless it can be replaced by one with this spec.
+    """
+    path = name.rpartition(".")[0]
+    place, layer, leaf = dense_place(modules, path), modules.get(path), "weight"
+    reason: str | None = "it is of no type that can be compressed"
+    if place is not None:
+        layer, leaf, converter = place
+        reason = refusal(layer, converter, leaf)
+    if place is not None and reason is None and converter.layout is not None:
+        reason = None if converter.layout.fits(spec) else f"its parameter {leaf} is {converter.layout.shape}"
+    elif place is not None and reason is None:
         shape = converter.shape(layer)
         transposed = converter.table is None and isinstance(spec, TTMSpec)
         fits = isinstance(spec, TTMSpec) if converter.table is not None else True
         fits = isinstance(spec, TTSpec) if converter.convolution is not None else fits
         if not fits or spec.shape != (shape[::-1] if transposed else shape):
             reason = f"its sizes are {shape[0]} and {shape[1]}"
-    if reason is not None:
+    if reason is not None or layer is None:
         raise CheckpointError(
-            f"{where}: expected a layer at {name.rpartition('.')[0]} that {spec} can replace, got a "
+            f"{where}: expected a layer at {path} that {spec} can replace, got a "
             f"{type(layer).__name__}: {reason}. Load it with the class of model that was saved"
         )
+    return layer, leaf
 
 
 when_changed(note_formats_)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.convert.registry import converters, refusal
+from comera.convert.converter import Converter
+from comera.convert.registry import dense_place, refusal
 from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError
 from comera.nn.adapted import refuse_adapters
+from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
 from comera.pretrained.sharded import like, type_name
@@ -136,7 +138,7 @@ class _Placement:
 
     saved: SavedTrain
     names: list[str] = field(default_factory=list)
-    dense: list[nn.Module] = field(default_factory=list)
+    dense: list[tuple[nn.Module, str]] = field(default_factory=list)  # and the names of their weights
     holders: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -185,16 +187,20 @@ class _Plan:
                     self.problems.append(f"{key}: expected {shape} as the manifest says, got {got}")
                 elif key.endswith(".block_ranks") and value.tolist() != saved.block_ranks:
                     self.problems.append(f"{key}: expected the ranks that the manifest says, got others")
-            if module is None:
+            there = dense_place(self._modules, path)
+            if module is None and there is None:
                 self.unmatched.append(f"{path} ({kind}) is in the file only")
                 continue
-            if type(module) in converters():
-                misfit = _misfit(module, kind, saved.spec)
-                placement.dense.append(module)
-                self._claim(f"{path}.weight")
-                for leaf in module._buffers:  # they go with the layer
-                    self.meta_buffers.pop(f"{path}.{leaf}", None)
+            if there is not None:
+                layer, leaf, converter = there
+                misfit = _misfit(*there, kind, saved.spec)
+                placement.dense.append((layer, leaf))
+                self.state.pop(_name_of(path, leaf, converter), None)
+                if converter.layout is None:
+                    for buffer in layer._buffers:  # they go with the layer
+                        self.meta_buffers.pop(f"{path}.{buffer}", None)
             else:
+                assert module is not None
                 misfit = _held_misfit(module, attribute, kind, saved.spec)
                 if not misfit:
                     placement.holders.append((module, attribute))
@@ -241,7 +247,7 @@ class _Plan:
         written: set[Tensor] = set()
         replaced: set[Tensor] = set()
         for placement in self.placements:
-            replaced.update(layer.get_parameter("weight") for layer in placement.dense)
+            replaced.update(layer.get_parameter(leaf) for layer, leaf in placement.dense)
             for held in placement.held:
                 (written if placement.in_place else replaced).update(held.parameters())
         for own in self.state.values():
@@ -252,7 +258,7 @@ class _Plan:
     @torch.no_grad()
     def apply(self) -> None:
         """Change the model; nothing can fail any more."""
-        new: dict[nn.Module, TensorTrain] = {}
+        new: dict[tuple[nn.Module, str], TensorTrain] = {}
         for placement in self.placements:
             saved, held = placement.saved, placement.in_place
             tensors = [self.stored[key].clone() for key in saved.shapes(placement.names[0])]
@@ -264,7 +270,7 @@ class _Plan:
                 held.late_from, held.counts_elsewhere = saved.late_from, saved.counts_elsewhere
                 continue
             old = next((tt.cores[0] for tt in placement.held), None)
-            old = placement.dense[0].get_parameter("weight") if old is None else old
+            old = placement.dense[0][0].get_parameter(placement.dense[0][1]) if old is None else old
             constants = {"init_std": saved.init_std, "threshold": saved.threshold}
             device = "cpu" if old.is_meta else old.device
             tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=old.dtype, device=device)
@@ -301,14 +307,24 @@ def _without_values(name: str) -> str:
     return f"{name} is on the meta device and not in the file, so it would get no values"
 
 
-def _misfit(layer: nn.Module, kind: str, spec: Spec) -> str | None:
+def _name_of(path: str, leaf: str, converter: Converter) -> str:
+    """The dense parameter behind the path of a compressed layer."""
+    if converter.layout is None:
+        return f"{path}.{leaf}"
+    return f"{path.removesuffix(leaf).removesuffix('.').removesuffix(HELD)}{leaf}"
+
+
+def _misfit(layer: nn.Module, leaf: str, converter: Converter, kind: str, spec: Spec) -> str | None:
     """What a dense layer can be replaced by, if not by a layer of type `kind` with this spec."""
-    converter = converters()[type(layer)]
-    reason = refusal(layer, converter)
+    reason = refusal(layer, converter, leaf)
     if reason:
         return f"a layer that can be converted (not this {type(layer).__name__}: {reason})"
     rows, cols = converter.shape(layer)
     allowed: set[tuple[object, ...]]
+    if converter.layout is not None:
+        if kind == CompressedParameter.__name__ and converter.layout.fits(spec):
+            return None
+        return f"a tensor train for the parameter {leaf} {converter.layout.shape} of a {type(layer).__name__}"
     if converter.table is not None:
         allowed = {(converter.table.__name__, TTMSpec, (rows, cols))}
     elif converter.convolution is not None:
