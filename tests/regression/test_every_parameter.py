@@ -110,7 +110,7 @@ def test_alike_modules_are_printed_as_one_row() -> None:
     (experts,) = [line for line in lines if "MixtralExperts" in line]
     assert experts.startswith("| model.layers.0.mlp.experts and 1 more")
     assert "147,456" in experts
-    reason = "matrices of experts, which TensorizeConfig(experts=comera.BTT(blocks=(4, 4))) would compress"
+    reason = "matrices of experts, which TensorizeConfig(experts=comera.TT(order=3)) would compress"
     assert f"gate_up_proj 4×192×64, down_proj 4×64×96: {reason}" in experts
 
 

@@ -40,7 +40,7 @@ class PackedConverter:
         >>> model = torch.nn.Sequential(Experts())
         >>> report = comera.tensorize_(model, comera.TensorizeConfig(experts=comera.BTT(rank=1)))
         >>> [(row.name, row.dense, row.stored) for row in report.rows]
-        [('0.weight', 16384, 4096)]
+        [('0.weight', 16384, 4352)]
         >>> model[0](torch.randn(5, 32), 3).shape
         torch.Size([5, 64])
     """

@@ -102,6 +102,6 @@ def _why_dense(module: nn.Module, besides: Collection[str]) -> str:
         return f"{shapes}: a convolution, which TensorizeConfig(conv=comera.TT()) would compress"
     kind_of = packed_converter(module)
     if kind_of is not None and kind_of.experts and not besides:
-        return f"{shapes}: matrices of experts, which TensorizeConfig(experts=comera.BTT(blocks=(4, 4))) would compress"
+        return f"{shapes}: matrices of experts, which TensorizeConfig(experts=comera.TT(order=3)) would compress"
     reasons = [reason for kind, reason in _REASONS.items() if isinstance(module, kind)]
     return f"{shapes}: {reasons[0] if reasons else 'no linear layer or table of a type that can be converted'}"

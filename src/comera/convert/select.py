@@ -95,7 +95,7 @@ def closed_hint(modules: Iterable[nn.Module], config: TensorizeConfig) -> str:
     if any(type(module) in closed for module in modules):
         hint = ". Convolutions stay dense unless they have a format: TensorizeConfig(conv=comera.TT())"
     if any(packed_leaves(module) and not open_leaves(module, config) for module in modules):
-        hint += ". Experts stay dense unless they have a format: TensorizeConfig(experts=comera.BTT(blocks=(4, 4)))"
+        hint += ". Experts stay dense unless they have a format: TensorizeConfig(experts=comera.TT(order=3))"
     return hint
 
 

@@ -209,7 +209,7 @@ def test_without_a_format_they_stay_dense_and_the_report_says_what_would_compres
     model = moe()
     report = tensorize_(model, TensorizeConfig(BTT(rank=1), None, overrides={"model.layers.*": BTT(rank=1)}))
     (row, *_) = [row for row in report.rows if row.name == "model.layers.0.mlp.experts"]
-    reason = "matrices of experts, which TensorizeConfig(experts=comera.BTT(blocks=(4, 4))) would compress"
+    reason = "matrices of experts, which TensorizeConfig(experts=comera.TT(order=3)) would compress"
     assert row.note == f"gate_up_proj 4×96×32, down_proj 4×32×48: {reason}"
     assert not held(model)
     with pytest.raises(
