@@ -1,10 +1,9 @@
 """Training over slow links: dense DistributedDataParallel beside compressed, each process behind a link of its own.
 
-The six-encoder transformer of benchmarks/step.py, fused on both sides, 8 x 128 tokens a process, gloo. Each process has a
-network namespace on this machine (benchmarks/network.py), with so many Mbit/s each way and a delay; and, for what the
-links cost, the same without a limit. Two more sides are what one would use on such links instead: gradients sent as
-float16, and as factors of rank 4 (PowerSGD), both with torch's hooks on the dense model. What these lose in quality is not
-looked at here.
+The six-encoder transformer of benchmarks/step.py, fused on both sides, 8 x 128 tokens a process, gloo. Each process has
+a network namespace on this machine (benchmarks/network.py), with so many Mbit/s each way and a delay; and the same
+without a limit. Two more sides are what one would use on such links instead: gradients sent as float16, and as factors
+of rank 4 (PowerSGD), both with torch's hooks on the dense model. What these lose in quality is not looked at here.
 
 Each case is a set of processes of its own, which share the cores: with more processes than cores, steps take longer.
 A step is from a barrier to the end of the optimizer's; the slowest process counts. `sent_mb`: what left a process's

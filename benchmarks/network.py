@@ -1,10 +1,10 @@
 """Network namespaces on one machine, joined by links of a chosen speed: a computer for each process of a benchmark.
 
 Each namespace has one interface, eth0, with the address 10.77.0.K. Links without a limit are veth pairs on a bridge.
-Links with one are TUN devices: the kernel's token bucket filter (`tc ... tbf`) holds each end to its speed, and a thread
-here carries the packets from one to the other, each after the delay. Rejected: `tc ... netem` for the delay, which many
-kernels of virtual machines do not have. The thread reads and writes about 50,000 packets a second, five times what four
-ends at 100 Mbit/s send; it takes little of a core while a step computes, since nothing is sent then.
+Links with one are TUN devices: the kernel's token bucket filter (`tc ... tbf`) holds each end to its speed, and a
+thread here carries the packets from one to the other, each after the delay. Rejected: `tc ... netem` for the delay,
+which kernels of small virtual machines do not have. The thread takes part of a core while packets of 1,500 bytes go
+from end to end at 100 Mbit/s, and nothing while steps compute.
 
 Everything is gone when the `with` ends, however it does: names hold the id of the process.
 """
@@ -172,6 +172,6 @@ def _run(program: str, *arguments: str, check: bool = True) -> None:
     if check and done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise NetworkRefusedError(
-            f"`{program} {' '.join(arguments)}` failed ({said[-1] if said else done.returncode}): run this as root, in a "
-            "container with --privileged, on a kernel with network namespaces, veth, bridge, tun and tbf"
+            f"`{program} {' '.join(arguments)}` failed ({said[-1] if said else done.returncode}): run this as root, "
+            "in a container with --privileged, on a kernel with network namespaces, veth, bridge, tun and tbf"
         )
