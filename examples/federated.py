@@ -1,19 +1,20 @@
 """Federated fine-tuning with TT adapters (FedTT): clients keep their texts, and only adapters travel.
 
-Each client is a process on this machine with texts of its own, more of some labels than of others. In a round, the server
-(process 0) sends what is trained to all clients, each takes some steps on its own texts and sends the result back, and
-the mean, weighted by numbers of texts, is the next model (FedAvg). A client that goes away, or does not answer in time,
-is left out from then on. Methods:
+Each client is a process on this machine with texts of its own, more of some labels than of others. In a round, the
+server (process 0) sends what is trained to all clients, each takes some steps on its own texts and sends the result
+back, and the mean, weighted by numbers of texts, is the next model (FedAvg). A client that goes away, or does not
+answer in time, is left out from then on. Rates fall linearly over the rounds. Methods:
 
     tt     tensor trains beside the linear layers of the encoder, and the head        FedTT, arXiv:2410.13097
-    tt+    the same, one core of each in turn: the mean of such adapters is exact, and a round sends less
+    tt+    the same, one core of each in turn: the mean of such adapters is exact, and a round sends less (FedTT+ also
+           freezes some cores in a round, by a rule of its own)
     lora   LoRA: adapters of order 2
     full   every parameter
     head   the head alone, for what adapters add
 
-The encoder is pre-trained first, on the texts without labels, by the words that are left out of them. Texts are generated:
-two clauses, each in a good or in a bad mood; do the moods agree? Or your own: --data FOLDER with train.tsv and test.tsv,
-"text TAB label" a line.
+The encoder is pre-trained first, on the texts without labels, by the words that are left out of them. Texts are
+generated: two clauses, each in a good or in a bad mood; do the moods agree? Or your own: --data FOLDER with train.tsv
+and test.tsv, "text TAB label" a line.
 
     python examples/federated.py --methods tt lora full --rounds 20 --out runs/federated
 """
@@ -53,7 +54,7 @@ class Settings:
     out: str
     method: str = "tt"
     data: str = ""  # folder of train.tsv and test.tsv; "": generated texts
-    clients: int = 4
+    clients: int = 3
     rounds: int = 20
     steps: int = 10  # of each client in a round
     batch: int = 32
@@ -91,7 +92,7 @@ def read(file: Path) -> list[tuple[str, str]]:
 
 @dataclass
 class Texts:
-    """Ids (N, LENGTH) and labels (N,) for training and testing; `words` with the three special ones, `labels`: counts."""
+    """Ids (N, LENGTH) and labels (N,) for training and testing; how many words, the special ones too, and labels."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
@@ -104,7 +105,7 @@ class Texts:
         if settings.data:
             train, test = (read(Path(settings.data) / f"{part}.tsv") for part in ("train", "test"))
         else:
-            train, test = generated(4000, seed=1000), generated(2000, seed=2000)
+            train, test = generated(4000, seed=1000), generated(1000, seed=2000)
         counted = Counter(word for text, _ in train for word in text.lower().split())
         ids = {word: k + 3 for k, (word, _) in enumerate(counted.most_common(WORDS))}
         names = sorted({label for _, label in train})
@@ -240,14 +241,14 @@ def weighted_mean(answers: Sequence[Tensor]) -> Tensor:
     return (weights * stacked[:, :-1]).sum(0).float()
 
 
-def local_steps(
-    model: nn.Module, parameters: Sequence[Tensor], ids: Tensor, labels: Tensor, settings: Settings, seed: int
-) -> None:
+def local_steps(model: nn.Module, ids: Tensor, labels: Tensor, settings: Settings, round_: int, client: int) -> None:
     """A client's steps of a round, on its own texts."""
-    chosen = set(parameters)
-    groups = comera.param_groups(model, lr=settings.lr or RATES[settings.method])
+    chosen = set(travelling(model, settings, round_))
+    lr = (settings.lr or RATES[settings.method]) * (1 - round_ / settings.rounds)
+    groups = comera.param_groups(model, lr=lr)
     groups = [{**group, "params": [p for p in group["params"] if p in chosen]} for group in groups]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
+    seed = (settings.seed * settings.rounds + round_) * settings.clients + client
     generator = torch.Generator().manual_seed(seed)
     for _ in range(settings.steps):
         picked = torch.randint(len(ids), (settings.batch,), generator=generator)
@@ -304,8 +305,7 @@ def take_part(settings: Settings, texts: Texts, client: int) -> None:
         if client == settings.vanish and round_ == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if len(own):
-            seed = (settings.seed * settings.rounds + round_) * settings.clients + client
-            local_steps(model, parameters, ids, labels, settings, seed)
+            local_steps(model, ids, labels, settings, round_, client)
         dist.send(torch.cat([vector(parameters), torch.tensor([float(len(own))])]), 0)
 
 
@@ -337,7 +337,8 @@ def process(rank: int, store: str, settings: Settings) -> None:
 def run(settings: Settings) -> list[dict[str, object]]:
     """Accuracy, bytes up and down, and the clients of each round."""
     Path(settings.out).mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "comera.adapters"])  # imported once for all processes
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(rank, str(Path(folder, "store")), settings) for rank in range(settings.clients + 1)]
         processes = [context.Process(target=process, args=given, daemon=True) for given in arguments]
@@ -377,7 +378,9 @@ def main() -> None:
         last = rounds[-5:]
         mean = sum(float(str(each["accuracy"])) for each in last) / len(last)
         sent = sum(int(str(each[way])) for each in rounds for way in ("up", "down")) / len(rounds)
-        rows.append(f"{method:>5}: accuracy {mean:.4f} (mean of the last {len(last)} rounds), {sent:,.0f} bytes a round")
+        rows.append(
+            f"{method:>5}: accuracy {mean:.4f} (mean of the last {len(last)} rounds), {sent:,.0f} bytes a round"
+        )
     print(*rows, sep="\n")
 
 
