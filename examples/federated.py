@@ -26,9 +26,11 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -65,7 +67,7 @@ class Settings:
     skew: float = 0.5  # of labels over clients, Dirichlet's alpha: small is uneven
     hidden: int = 64
     pretrain_steps: int = 600
-    timeout: float = 60.0  # seconds until a silent client is left out
+    timeout: float = 120.0  # seconds until a silent client is left out
     vanish: int = 0  # a client that is killed in the second round, to see the others go on; 0: none
     seed: int = 0
 
@@ -210,13 +212,18 @@ def adapted(texts: Texts, settings: Settings) -> Classifier:
 
 
 def travelling(model: nn.Module, settings: Settings, round_: int) -> list[nn.Parameter]:
-    """What is trained in a round, and sent. For tt+ one core of each adapter, the last one first, which starts at zero:
-    an adapter is linear in each of its cores, so the mean over clients is that of the adapters themselves."""
+    """What is trained in a round, and sent to the server. For tt+ one core of each adapter, the last one first, which
+    starts at zero: an adapter is linear in each of its cores, so the mean over clients is that of the adapters."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if settings.method != "tt+":
         return list(trained.values())
     turn = f".cores.{settings.order - 1 - round_ % settings.order}"
     return [p for name, p in trained.items() if name.endswith(turn) or ".adapter." not in name]
+
+
+def changed(model: nn.Module, settings: Settings, round_: int) -> list[nn.Parameter]:
+    """What clients need before a round: the means of the last one, in the place of what each had made of them."""
+    return travelling(model, settings, max(round_ - 1, 0))
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------
@@ -263,29 +270,29 @@ def serve(settings: Settings, texts: Texts) -> None:
     model, clients, rounds = adapted(texts, settings), list(range(1, settings.clients + 1)), []
     for round_ in range(settings.rounds):
         parameters = travelling(model, settings, round_)
-        current = vector(parameters)
+        current = vector(changed(model, settings, round_))
         down = up = 0
-        answers: dict[int, Tensor] = {}
-        for client in list(clients):
-            try:
+        told, answers = [], dict[int, Tensor]()
+        for client in clients:
+            with suppress(RuntimeError):  # what gloo raises where nobody is, or nobody answers in time
                 dist.send(current, client)
+                told.append(client)
                 down += current.nbytes
-            except RuntimeError:
-                clients.remove(client)
-        for client in list(clients):
-            answer = torch.empty(len(current) + 1)
-            try:
+        for client in told:
+            answer = torch.empty(len(vector(parameters)) + 1)
+            with suppress(RuntimeError):
                 dist.recv(answer, client)
                 answers[client] = answer
                 up += answer.nbytes
-            except RuntimeError:
-                clients.remove(client)
-                print(f"round {round_}: client {client} has gone, {len(clients)} go on", flush=True)
+        for client in clients:
+            if client not in answers:
+                print(f"round {round_}: client {client} has gone, {len(answers)} go on", flush=True)
+        clients = list(answers)
         if not answers:
             raise SystemExit(f"round {round_}: no client is left")
         fill_(parameters, weighted_mean(list(answers.values())))
         right = accuracy(model, *texts.test)
-        rounds.append({"accuracy": right, "up": up, "down": down, "clients": sorted(answers)})
+        rounds.append({"accuracy": right, "up": up, "down": down, "clients": clients})
         print(f"round {round_}: accuracy {right:.4f}, bytes up {up:,} down {down:,}", flush=True)
     folder = Path(settings.out)
     if settings.method not in ("full", "head"):
@@ -298,15 +305,16 @@ def take_part(settings: Settings, texts: Texts, client: int) -> None:
     model, own = adapted(texts, settings), shards(texts.train[1], settings)[client - 1]
     ids, labels = (tensor[own] for tensor in texts.train)
     for round_ in range(settings.rounds):
-        parameters = travelling(model, settings, round_)
-        received = torch.empty(sum(p.numel() for p in parameters))
+        news = changed(model, settings, round_)
+        received = torch.empty(sum(p.numel() for p in news))
         dist.recv(received, 0)
-        fill_(parameters, received)
+        fill_(news, received)
         if client == settings.vanish and round_ == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if len(own):
             local_steps(model, ids, labels, settings, round_, client)
-        dist.send(torch.cat([vector(parameters), torch.tensor([float(len(own))])]), 0)
+        answer = vector(travelling(model, settings, round_))
+        dist.send(torch.cat([answer, torch.tensor([float(len(own))])]), 0)
 
 
 @torch.no_grad()
@@ -320,12 +328,13 @@ def process(rank: int, store: str, settings: Settings) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     texts = Texts.of(settings)
+    patience = settings.timeout * (1 if rank == 0 else settings.clients + 1)  # clients wait while others are waited for
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=settings.clients + 1,
-        timeout=timedelta(seconds=settings.timeout),
+        timeout=timedelta(seconds=patience),
     )
     if rank == 0:
         serve(settings, texts)
@@ -366,6 +375,7 @@ def main() -> None:
     given = vars(parser.parse_args())
     methods = given.pop("methods")
     settings = Settings(**given)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the processes end, too
     torch.set_num_threads(1)  # so that the seed decides everything
     texts = Texts.of(settings)
     Path(settings.out).mkdir(parents=True, exist_ok=True)

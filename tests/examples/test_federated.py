@@ -48,7 +48,7 @@ def settings_of(out: Path, method: str = "tt") -> Any:
 
 
 def by_hand(settings: Any) -> torch.nn.Module:
-    """The same rounds in one process, averaged parameter by parameter."""
+    """The same rounds in one process, averaged parameter by parameter, in float64."""
     texts = example.Texts.of(settings)
     parts = example.shards(texts.train[1], settings)
     server = example.adapted(texts, settings)
@@ -63,7 +63,7 @@ def by_hand(settings: Any) -> torch.nn.Module:
             example.local_steps(model, ids, labels, settings, round_, client)
             states.append(model.state_dict())
         weights = [len(part) / sum(map(len, parts)) for part in parts]
-        mean = {name: sum(w * state[name] for w, state in zip(weights, states, strict=True)) for name in sent}
+        mean = {name: sum(w * state[name].double() for w, state in zip(weights, states, strict=True)) for name in sent}
         server.load_state_dict(server.state_dict() | mean)
     return server
 
@@ -102,9 +102,12 @@ def test_bytes_are_those_of_what_is_trained(rounds: tuple[Path, dict[str, list[d
         settings = settings_of(out, method)
         model = example.adapted(example.Texts.of(settings), settings)
         for round_, row in enumerate(each):
-            elements = sum(p.numel() for p in example.travelling(model, settings, round_))
-            assert row["down"] == 2 * 4 * elements
-            assert row["up"] == 2 * 4 * (elements + 1)  # and the number of texts
+            up, down = (
+                sum(p.numel() for p in which(model, settings, round_))
+                for which in (example.travelling, example.changed)
+            )
+            assert row["down"] == 2 * 4 * down
+            assert row["up"] == 2 * 4 * (up + 1)  # and the number of texts
     assert found["tt+"][0]["up"] < found["tt"][0]["up"] < found["full"][0]["up"]
 
 
