@@ -76,6 +76,11 @@ _SECTIONS = {
         "Forward and backward. `times`: speed on two threads over one. `busy_of_16`: of 16 threads, those with at "
         "least a quarter of an equal share of the work.",
     ),
+    "links": (
+        "Slow links",
+        "Data-parallel training with a link of its own for each process; `sent_mb`: by a process in a step; "
+        "`times_dense`: dense time over this side's. The loss is not compared here.",
+    ),
     "lookup": ("Lookup of rows in a compressed table", "Forward and backward; `times_x`: time of x over this side's."),
     "shrinkage": (
         "Ways of shrinking to 0.2",
@@ -285,6 +290,13 @@ _GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         0.9,
         False,
         _one("kept", spin_count=SPIN_COUNT, load="one core busy"),
+    ),
+    (
+        "100 Mbit/s, 2 processes: dense DDP step over compressed",
+        "links",
+        20,
+        False,
+        _one("times_dense", processes="2", link="100 Mbit/s, 10 ms", side="compressed"),
     ),
     ("encoder layer: least ratio, any width, float32", "layer", 1, False, _least("ratio", precision="fp32")),
     ("encoder layer: least ratio, any width, bf16", "layer", 1, False, _least("ratio", precision="bf16")),

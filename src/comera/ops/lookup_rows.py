@@ -103,7 +103,7 @@ def _part(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tenso
 def _merge(group: Group, cores: Sequence[Tensor]) -> Tensor:
     """Product of the cores (R, M, N, S) of a group as (M, N, R, S), row and column modes apart; differentiable."""
     if group.pair is None:
-        return cores[group.first].permute(1, 2, 0, 3)
+        return _modes_first(cores[group.first])
     left_MNRK, right_MNKS = _merge(group.pair[0], cores), _merge(group.pair[1], cores)
     (rows, cols, r, k), (m, n, _, s) = left_MNRK.shape, right_MNKS.shape
     if s == 1:  # the right one first: then r, or the modes, stay contiguous when the modes are permuted
@@ -112,6 +112,18 @@ def _merge(group: Group, cores: Sequence[Tensor]) -> Tensor:
     product = left_MNRK.reshape(rows * cols * r, k) @ right_MNKS.permute(2, 0, 1, 3).reshape(k, m * n * s)
     ordered = product.view(rows, cols, r, m, n, s).permute(0, 3, 1, 4, 2, 5)
     return ordered.reshape(rows * m, cols * n, r, s)
+
+
+def _modes_first(core_RMNS: Tensor) -> Tensor:
+    """A core as (M, N, R, S). Dimensions of one leave before the others move and come back after: else the gradient
+    would have other strides there than the core, of which DistributedDataParallel warns."""
+    order = (1, 2, 0, 3)
+    ones = [d for d in range(4) if core_RMNS.shape[d] == 1]
+    kept = [d for d in range(4) if d not in ones]
+    moved = core_RMNS.squeeze(ones).permute([kept.index(d) for d in order if d in kept])
+    for place in sorted(order.index(d) for d in ones):
+        moved = moved.unsqueeze(place)
+    return moved
 
 
 class _Blocks(NamedTuple):

@@ -82,6 +82,18 @@ def test_bags_of_one_id(spec, option, mode, padding_idx, count):
     assert_equal(found, F.embedding_bag(ids, table, per_sample_weights=weights, **settings), leaves)
 
 
+@pytest.mark.parametrize("kernels", ["all", "none"])
+@pytest.mark.parametrize("spec", [*SPECS, ttm((3, 4, 2), (1, 3, 1), 3), ttm((3, 1, 2), (2, 3, 1), 1)], ids=str)
+def test_gradients_have_the_strides_of_their_cores(spec, kernels, monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", kernels)
+    for option in plan_lookup(spec, 8).options:
+        for count in (3, 60):
+            cores = [torch.randn(shape, requires_grad=True) for shape in spec.core_shapes]
+            rows = ttm_lookup(some_ids(spec, count), spec, cores, plan=plan_lookup(spec, 8).using(option.ends))
+            rows.square().sum().backward()
+            assert [core.grad.stride() for core in cores] == [core.stride() for core in cores]
+
+
 @each_option
 def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     (cores, gates), plan, ids = train_of(spec), plan_lookup(spec, 8).using(option.ends), some_ids(spec, 6)
