@@ -91,6 +91,16 @@ class CompressedParameter(CompressedLayer):
     """A parameter of a module that is a tensor train; the module reads `weight` under the parameter's name.
 
     tt: of a spec that fits the layout. It is no layer: it has no forward.
+
+    Example:
+        >>> import torch, comera
+        >>> attention = torch.nn.MultiheadAttention(64, 4)
+        >>> _ = comera.tensorize_(attention, comera.TensorizeConfig(comera.BTT(rank=1)))
+        >>> part = attention.compressed.in_proj_weight
+        >>> type(part).__name__, part.layout.shape, attention.in_proj_weight.shape
+        ('CompressedParameter', (192, 64), torch.Size([192, 64]))
+        >>> torch.equal(part.weight, attention.in_proj_weight)
+        True
     """
 
     def __init__(self, tt: TensorTrain, layout: Layout) -> None:
