@@ -146,7 +146,9 @@ def measure(side: str, steps: int, dry: bool, rank: int, world: int, address: st
     model: Any = build_model(config, 100 if dry else VOCABULARY)[0]
     fuse_(model)
     # every process has drawn the same parameters: to send them would take longer than the steps
-    ddp = DistributedDataParallel(model.train(), init_sync=False)
+    # PowerSGD sends in callbacks, and those of several buckets come in another order in each process: gloo aborts
+    buckets = 1024 if side == "dense, PowerSGD" else None
+    ddp = DistributedDataParallel(model.train(), init_sync=False, bucket_cap_mb=buckets)
     if side == "dense, float16 sent":
         ddp.register_comm_hook(None, fp16_compress_hook)
     elif side == "dense, PowerSGD":
