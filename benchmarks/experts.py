@@ -11,22 +11,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from itertools import islice
 
 import torch
 from common import about, update
-from torch import nn
+from short_runs import BETAS, BLOCK, VOCABULARY, held_out, standard_library, train
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import comera
 from comera.optim import AdamW, param_groups
-from comera.recipes.lm.data import LMData, LMDataConfig, prepare
-from comera.recipes.lm.recipe import token_losses
-from comera.trainer.optimizer import lr_multiplier
 
-VOCABULARY, BLOCK, ROWS, HELD_OUT = 256, 256, 4, 32
-BETAS = (0.9, 0.95)
-CLIP = 1.0
 EXPERTS, WIDTH, INNER = 8, 128, 128
 CASES: dict[str, comera.TT | comera.BTT | int | None] = {
     "dense": None,
@@ -48,23 +41,21 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=[4e-3, 8e-3])
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
-    data = prepare(LMDataConfig(vocab_size=VOCABULARY, block_size=BLOCK), quiet=True)
-    for row in runs(options, data):
+    for row in runs(options):
         print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
         update("experts", [row | about()], ("case", "ratio", "steps", "lr", "seed"))
 
 
-def runs(options: argparse.Namespace, data: LMData) -> Iterator[dict[str, object]]:
+def runs(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    data = standard_library()
     for seed in range(options.seeds):
         for name in options.cases:
             for lr in options.rates:
                 row = {"case": name, "ratio": options.ratio, "steps": options.steps, "lr": f"{lr:g}", "seed": seed}
                 model = built(name, options.ratio, seed)
+                train(model, AdamW(param_groups(model, lr=lr), betas=BETAS), data, options.steps, seed)
                 size = comera.model_size(model).total
-                yield row | {
-                    "parameters": size,
-                    "nats_per_byte": f"{learned(model, options.steps, lr, seed, data):.4f}",
-                }
+                yield row | {"parameters": size, "nats_per_byte": f"{held_out(model, data):.4f}"}
 
 
 def built(name: str, ratio: float, seed: int) -> MixtralForCausalLM:
@@ -85,24 +76,6 @@ def built(name: str, ratio: float, seed: int) -> MixtralForCausalLM:
     if isinstance(how, comera.TT | comera.BTT):
         comera.tensorize_(model, comera.TensorizeConfig(None, None, experts=how), ratio=ratio)
     return model
-
-
-def learned(model: nn.Module, steps: int, lr: float, seed: int, data: LMData) -> float:
-    """Train one case; its held-out loss."""
-    optimizer = AdamW(param_groups(model, lr=lr), betas=BETAS)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    for step in range(steps):
-        factor = lr_multiplier((step + 1) / steps, warmup=0.05, schedule="cosine", final=0.0)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor
-        optimizer.zero_grad()
-        token_losses(model, data.train_batch(step, ROWS, seed)).mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-    with torch.no_grad():
-        batches = list(islice(data.held_out_batches(ROWS), HELD_OUT))
-        nats = sum(float(token_losses(model, batch).sum()) for batch in batches)
-    return nats / sum(int(batch.sizes.sum()) for batch in batches)
 
 
 if __name__ == "__main__":

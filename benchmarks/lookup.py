@@ -1,6 +1,7 @@
 """Lookup of rows in a compressed table and their sums over bags, forward and backward, against three alternatives.
 
     comera        TTMEmbeddingBag
+    comera, torch the same without the C++ kernel for lookups, which makes rows that are not summed over bags
     plain         every id gathers its slice of each core and multiplies them core by core, under autograd
     dense         nn.EmbeddingBag with a gradient of the whole table
     dense sparse  nn.EmbeddingBag(sparse=True), whose optimizer must support sparse gradients
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ import torch
 from common import about, write
 from torch import Tensor, nn
 
+from comera.kernels import select
 from comera.nn import TTMEmbeddingBag
 from comera.trainer.memory import MemoryMeter
 from comera.tt.shapes import ttm_spec
@@ -47,7 +50,8 @@ def main() -> None:
             torch.manual_seed(0)
             ids, dsums = draw_ids(law, table_rows, (bags, width)), torch.randn(bags, columns)
             steps = {name: step(layer, ids, dsums) for name, layer in sides.items()}
-            memory = {name: added_peak(sides[name], run) for name, run in steps.items()}
+            steps["comera, torch"] = without_kernel(steps["comera"])
+            memory = {name: added_peak(sides[name.partition(",")[0]], run) for name, run in steps.items()}
             times = in_turns(steps, options.seconds)
             for name, (fastest, median) in times.items():
                 row = {
@@ -57,6 +61,7 @@ def main() -> None:
                     "side": name,
                     "fwd_bwd_ms": f"{median * 1e3:.1f}",
                     "fastest_ms": f"{fastest * 1e3:.1f}",
+                    "times_torch": f"{times['comera, torch'][1] / median:.2f}",
                     "times_plain": f"{times['plain'][1] / median:.1f}",
                     "times_dense": f"{times['dense'][1] / median:.1f}",
                     "times_sparse": f"{times['dense sparse'][1] / median:.2f}",
@@ -115,6 +120,20 @@ def step(layer: nn.Module, ids: Tensor, dsums: Tensor) -> Callable[[], None]:
         layer(ids).backward(dsums)
 
     return run
+
+
+def without_kernel(run: Callable[[], None]) -> Callable[[], None]:
+    """A step with all kernels but that for lookups."""
+    names = ",".join(name for name in select.NAMES if name != "lookup")
+
+    def without() -> None:
+        os.environ["COMERA_KERNELS"] = names
+        try:
+            run()
+        finally:
+            del os.environ["COMERA_KERNELS"]
+
+    return without
 
 
 def added_peak(layer: nn.Module, run: Callable[[], None]) -> int:

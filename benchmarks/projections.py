@@ -16,27 +16,22 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from common import about, update
+from short_runs import BETAS, BLOCK, ROWS, VOCABULARY, held_out, standard_library, train
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.baselines import GaLore
 from comera.optim import AdamW, AdaRankGrad, TensorGaLore, param_groups
-from comera.recipes.lm.data import LMData, LMDataConfig, prepare
+from comera.recipes.lm.data import LMData, LMDataConfig
 from comera.recipes.lm.model import ModelConfig
 from comera.recipes.lm.recipe import LMConfig, build_model, token_losses
 from comera.trainer.config import TrainConfig
-from comera.trainer.optimizer import lr_multiplier
-
-VOCABULARY, BLOCK, ROWS, HELD_OUT = 256, 256, 4, 32
-BETAS = (0.9, 0.95)
-CLIP = 1.0
 
 
 def _galore(model: nn.Module, lr: float) -> Optimizer:
@@ -89,7 +84,7 @@ def main() -> None:
 
 
 def losses(options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    data = prepare(LMDataConfig(vocab_size=VOCABULARY, block_size=BLOCK), quiet=True)
+    data = standard_library()
     for seed in range(options.seeds):
         for name in options.cases:
             for lr in options.rates:
@@ -101,26 +96,13 @@ def losses(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 def learned(model: nn.Module, name: str, steps: int, lr: float, seed: int, data: LMData) -> dict[str, object]:
     """Train one case; its held-out loss and the bytes of its state."""
     optimizer = CASES[name](model, lr)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    largest = 0
-    for step in range(steps):
-        factor = lr_multiplier((step + 1) / steps, warmup=0.05, schedule="cosine", final=0.0)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor
-        optimizer.zero_grad()
-        token_losses(model, data.train_batch(step, ROWS, seed)).mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        largest = max(largest, _state_bytes(optimizer))
-    with torch.no_grad():
-        batches = list(islice(data.held_out_batches(ROWS), HELD_OUT))
-        nats = sum(float(token_losses(model, batch).sum()) for batch in batches)
-    size = sum(int(batch.sizes.sum()) for batch in batches)
+    sizes: list[int] = []
+    train(model, optimizer, data, steps, seed, after_step=lambda: sizes.append(_state_bytes(optimizer)))
     ranks = list(_ranks(optimizer))
     return {
-        "nats_per_byte": f"{nats / size:.4f}",
-        "kb": f"{_state_bytes(optimizer) / 1e3:.4g}",
-        "largest_kb": f"{largest / 1e3:.4g}",
+        "nats_per_byte": f"{held_out(model, data):.4f}",
+        "kb": f"{sizes[-1] / 1e3:.4g}",
+        "largest_kb": f"{max(sizes) / 1e3:.4g}",
         "mean_rank": f"{statistics.fmean(ranks):.3g}" if ranks else "",
     }
 
@@ -130,7 +112,7 @@ def times(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
     As many steps as three periods of 200, so that every parameter has had its turn.
     """
-    data = prepare(LMDataConfig(vocab_size=VOCABULARY, block_size=BLOCK), quiet=True)
+    data = standard_library()
     for name in options.cases:
         model = _model(options.model, options.hidden, 0)
         gradients = [_gradients(model, data, step) for step in range(4)]

@@ -16,7 +16,6 @@ import torch
 import yaml
 from torch import nn
 
-from comera.baselines import TABLE_METHODS
 from comera.cli import main as cli
 from comera.cli import options
 from comera.errors import ConfigError
@@ -39,17 +38,17 @@ from comera.recipes.dlrm.recipe import (
 from comera.recipes.stages import runs
 from comera.trainer import memory
 from comera.trainer.checkpoint import find_checkpoint
-from comera.trainer.config import OptimizerName, TrainConfig
+from comera.trainer.config import OptimizerName
 from comera.trainer.metrics import Summary
 
-TABLES = (700, 40, 1500, 400, *[7] * 22)
-ROWS, TRAIN, BATCH, EPOCH = 420, 360, 32, 12  # the last batch of an epoch goes on into the next one
+from ..helpers.small_dlrm import BATCH, ROWS, TABLES, records, small_log, small_run
+
+EPOCH = 12  # steps; the last batch of an epoch goes on into the next one
 
 
 @pytest.fixture(scope="module")
 def data_config(tmp_path_factory: pytest.TempPathFactory) -> CriteoConfig:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return CriteoConfig(synthetic_rows=ROWS, table_sizes=TABLES, workers=1, cache=cache)
+    return small_log(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -59,25 +58,7 @@ def data(data_config: CriteoConfig) -> ClickData:
 
 @pytest.fixture
 def config(data_config: CriteoConfig, tmp_path: Path) -> DLRMTaskConfig:
-    train = TrainConfig(
-        epochs=1, batch_size=BATCH, lr=1e-3, core_lr=5e-3, max_grad_norm=1.0, log_every=1, progress=False, device="cpu"
-    )
-    return DLRMTaskConfig(
-        out=str(tmp_path / "run"),
-        late_targets=(0.6, 0.3),
-        late_epochs=2.0,
-        data=data_config,
-        model=DLRMConfig(dim=8, bottom=(16,), top=(16,)),
-        compress=CompressConfig(ratio=6, min_rows=300),
-        train=train,
-    )
-
-
-def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """What a run logged, but for what it took."""
-    measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in measured} for row in found if kind in (None, row["kind"])]
+    return small_run(data_config, tmp_path / "run")
 
 
 def losses(folder: Path) -> list[float]:
@@ -114,52 +95,6 @@ def test_the_tables_keep_to_the_budget_and_small_ones_stay_dense(config: DLRMTas
         assert rows >= 300 or table.sparse
     assert all(isinstance(layer, nn.Linear | nn.ReLU) for layer in [*model.bottom, *model.top])
     assert not any(table.sparse for table in dense.tables)  # AdamW takes no sparse gradients
-
-
-@pytest.mark.parametrize("method", TABLE_METHODS)
-def test_other_tables_have_the_budget_and_resume(config: DLRMTaskConfig, method: Any, tmp_path: Path) -> None:
-    train = replace(config.train, optimizer="adagrad", save_every=2, steps=4)
-    compress = replace(config.compress, ratio=3.0)
-    config = replace(config, method=method, compress=compress, train=train, late_targets=())
-    model, report = build_model(config, TABLES)
-    assert report is not None
-    assert sum(row.stored for row in report.rows) == sum(p.numel() for p in model.tables.parameters())
-    assert 0.9 < 3 * sum(row.stored for row in report.rows) / (8 * sum(TABLES)) <= 1
-    assert report.dense_total == model_size(build_model(replace(config, method="dense"), TABLES)[0]).total
-    inner = [part for part in model.tables.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    assert all(part.sparse for part in inner)
-    summary = dlrm.run(config)
-    assert summary.steps == 4
-    assert summary.ratio == pytest.approx(report.dense_total / model_size(model).total)
-    stopped = replace(config, out=str(tmp_path / "stopped"))
-    with pytest.MonkeyPatch.context() as patch:
-        batch, left = DLRMTask.train_batch, [3]
-
-        def stop(self: DLRMTask, *place: int) -> ClickBatch:
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            return batch(self, *place)
-
-        patch.setattr(DLRMTask, "train_batch", stop)
-        with pytest.raises(KeyboardInterrupt):
-            dlrm.run(stopped)
-    dlrm.run(stopped, resume=True)
-    assert records(stopped.folder, "train") == records(config.folder, "train")
-    need = dlrm.estimate(config)
-    assert set(need) == set(METHODS)
-    assert need[method].weights == sum(p.nbytes for p in model.parameters())
-    assert need[method].weights < need["dense"].weights / 2
-
-
-def test_a_method_that_cannot_be_so_small_has_no_estimate(
-    config: DLRMTaskConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = replace(config, compress=replace(config.compress, ratio=8.0))
-    assert set(dlrm.estimate(config)) == set(METHODS) - {"narrow_tables"}
-    assert "dlrm: no estimate of narrow_tables: compress.ratio 8 leaves" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"compress.ratio 8 leaves .* the method narrow_tables"):
-        dlrm.run(replace(config, method="narrow_tables"))
 
 
 def test_wide_layers_of_the_mlps_become_tensor_trains_on_request(config: DLRMTaskConfig) -> None:

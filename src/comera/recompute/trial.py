@@ -1,8 +1,8 @@
 """What a training step takes, found by running one: on a copy of the model, whose every tensor is followed.
 
 Formulas would have to know each operation's buffers and when they are freed; a step knows. It runs on the model's own
-device, with the kernels that training will use. Nothing of the original is touched: weights, gradients, buffers, modes
-and hooks are the copy's, and random states are put back.
+device, with the kernels that training will use. The original is not touched: the copy has its own weights, gradients,
+buffers, modes and hooks, and random states are restored.
 """
 
 import random

@@ -1,0 +1,249 @@
+"""What every benchmark should reach: the rows of docs/benchmarks.md's first table, which page.py writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from comera.__main__ import SPIN_COUNT
+
+Rows = list[dict[str, str]]
+
+
+def one(column: str, **wanted: str) -> Callable[[Rows], float]:
+    """The figure in `column` of the first row with the wanted values."""
+    return lambda rows: [float(row[column]) for row in _where(rows, wanted) if row[column]][0]  # noqa: RUF015
+
+
+def _over(column: str, method: str, other: str, **wanted: str) -> Callable[[Rows], float]:
+    """The figure of a method over that of another."""
+    return lambda rows: one(column, method=method, **wanted)(rows) / one(column, method=other, **wanted)(rows)
+
+
+def _least(column: str, **wanted: str) -> Callable[[Rows], float]:
+    return lambda rows: min(float(row[column]) for row in _where(rows, wanted))
+
+
+def _largest(column: str, **wanted: str) -> Callable[[Rows], float]:
+    return lambda rows: max(float(row[column]) for row in _where(rows, wanted))
+
+
+def _where(rows: Rows, wanted: dict[str, str]) -> Rows:
+    found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    if not found:
+        raise LookupError(f"no row with {wanted}")
+    return found
+
+
+# what, results file, goal, whether the goal is an upper bound, how to find the figure
+GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
+    (
+        "step, batch 32 × 128, float32: times dense",
+        "step",
+        10,
+        False,
+        one("times_dense", case="batch 32", side="fused"),
+    ),
+    ("step, batch 1: times dense", "step", 9, False, one("times_dense", case="batch 1", side="fused")),
+    ("step, batch 1, bf16: times dense", "step", 2, False, one("times_dense", case="batch 1, bf16", side="fused")),
+    (
+        "step, batch 32, bf16: times dense in float32",
+        "step",
+        2,
+        False,
+        one("times_dense", case="batch 32", side="fused, bf16"),
+    ),
+    (
+        "memory with recomputation, of dense",
+        "recompute",
+        0.09,
+        True,
+        one("added_of_dense", side="fused, recompute"),
+    ),
+    (
+        "two encoders, 768 wide, one text: MB of tensors in training",
+        "tiny",
+        28.5,
+        True,
+        one("live_mb", case="compressed, batch 1, adamw"),
+    ),
+    (
+        "time with recomputation, of that without",
+        "recompute",
+        1.08,
+        True,
+        one("time_of_plain", side="fused, recompute"),
+    ),
+    ("GaLore, batch 1: times our step", "peers", 10, False, one("times_comera", case="batch 1", side="galore")),
+    (
+        "GaLore, batch 1: times our memory, with recomputation",
+        "peers",
+        20,
+        False,
+        lambda rows: (
+            one("memory_mb", case="batch 1", side="galore")(rows)
+            / _least("memory_mb", case="batch 1", side="comera, recompute")(rows)
+        ),
+    ),
+    ("LTE, batch 32: times our step", "peers", 9, False, one("times_comera", case="batch 32", side="lte")),
+    (
+        "LTE, batch 32: times our memory, with recomputation",
+        "peers",
+        12,
+        False,
+        lambda rows: (
+            one("memory_mb", case="batch 32", side="lte")(rows)
+            / _least("memory_mb", case="batch 32", side="comera, recompute")(rows)
+        ),
+    ),
+    (
+        "tensorly-torch, batch 32: times our step",
+        "peers",
+        11,
+        False,
+        one("times_comera", case="batch 32", side="tensorly"),
+    ),
+    ("CodeBERT, 12 encoders, phase 1: times smaller", "codebert", 4.23, False, one("times_smaller", side="phase 1")),
+    ("CodeBERT, 12 encoders, phase 1: times dense", "codebert", 2.5, False, one("times_faster", side="phase 1")),
+    (
+        "one busy neighbour on two cores, as comera runs: ratio to dense, of the idle one",
+        "busy",
+        0.9,
+        False,
+        one("kept", spin_count=SPIN_COUNT, load="one core busy"),
+    ),
+    (
+        "100 Mbit/s, 2 processes: dense DDP step over compressed",
+        "links",
+        20,
+        False,
+        one("times_dense", processes="2", link="100 Mbit/s, 10 ms", side="compressed"),
+    ),
+    ("encoder layer: least ratio, any width, float32", "layer", 1, False, _least("ratio", precision="fp32")),
+    ("encoder layer: least ratio, any width, bf16", "layer", 1, False, _least("ratio", precision="bf16")),
+    ("encoder layer: width 4096, float32", "layer", 8, False, _least("ratio", precision="fp32", width="4096")),
+    (
+        "block tensor trains: most time over low rank's, forward and backward",
+        "block_product",
+        1,
+        True,
+        _largest("times_low_rank", products="forward and backward"),
+    ),
+    (
+        "lookup in 10 M × 64: times the plain one",
+        "lookup",
+        5,
+        False,
+        _least("times_plain", table="10000000 x 64", side="comera"),
+    ),
+    (
+        "step after the cut to 0.2: times before",
+        "shrunk_step",
+        1.5,
+        False,
+        one("speed", model="after the cut to 0.2", multiple="1", dropout="0.1"),
+    ),
+    (
+        "DLRM, D = 128: model, times smaller",
+        "dlrm",
+        150,
+        False,
+        one("value", figure="model, times smaller", method="comera", dim="128"),
+    ),
+    (
+        "DLRM, D = 128: tables, times smaller",
+        "dlrm",
+        200,
+        False,
+        one("value", figure="tables, times smaller", method="comera", dim="128"),
+    ),
+    (
+        "DLRM, D = 16: peak memory, times lower",
+        "dlrm",
+        10,
+        False,
+        one("value", figure="peak, times lower", method="comera", dim="16"),
+    ),
+    (
+        "DLRM, D = 128: peak MB",
+        "dlrm",
+        2000,
+        True,
+        one("value", figure="peak MB", method="comera", dim="128"),
+    ),
+    (
+        "DLRM, D = 16, tables of the sample: cross-entropy above dense, %",
+        "dlrm",
+        0.5,
+        True,
+        one("value", figure="nce above dense, %", method="late 0.5, sample"),
+    ),
+    (
+        "DLRM, D = 16, tables of the full data: cross-entropy above dense, %",
+        "dlrm",
+        0.5,
+        True,
+        one("value", figure="nce above dense, %", method="late 0.5, kaggle"),
+    ),
+    *(
+        (
+            f"DLRM, D = {dim}, 200 times: cross-entropy above {reference}, %",
+            "dlrm_tables",
+            0.5,
+            True,
+            one(column, dim=dim, ratio="200", method="comera"),
+        )
+        for dim in ("16", "64")
+        for column, reference in (
+            ("above_dense", "dense"),
+            ("above_own_rows", "a row for each category"),
+        )
+    ),
+    *(
+        (
+            f"DLRM, D = {dim}, {ratio} times: cross-entropy, times {name}'s",
+            "dlrm_tables",
+            1,
+            True,
+            _over("nce", "comera", method, dim=dim, ratio=ratio),
+        )
+        for dim, ratio in (("16", "50"), ("16", "200"), ("64", "200"))
+        for method, name in (("hashing", "hashing"), ("quotient_remainder", "quotient-remainder"))
+    ),
+    (
+        "DLRM, D = 16: samples/s, times dense Adagrad",
+        "dlrm",
+        1.3,
+        False,
+        one("value", figure="times faster than dense adagrad", optimizer="adagrad"),
+    ),
+    (
+        "DLRM, D = 16: samples/s, times dense AdamW",
+        "dlrm",
+        1,
+        False,
+        one("value", figure="times faster than dense adamw"),
+    ),
+    (
+        "click data: rows/s from train.txt.gz",
+        "criteo_prepare",
+        150_000,
+        False,
+        _least("rows_per_second", form="txt.gz"),
+    ),
+    (
+        "GPU step, bf16, batch 128: times dense",
+        "gpu_step",
+        2.5,
+        False,
+        lambda rows: max(float(row["times_dense"]) for row in _where(rows, {"precision": "bf16", "batch": "128"})),
+    ),
+]
+
+# goal -> the case of roofline.csv, the side of peers.csv whose step it compares with ours, and the goal's own file
+AT_THE_ROOFLINE = {
+    "step, batch 32 × 128, float32: times dense": ("batch 32", "dense", "step"),
+    "step, batch 1: times dense": ("batch 1", "dense", "step"),
+    "GaLore, batch 1: times our step": ("batch 1", "galore", "peers"),
+    "LTE, batch 32: times our step": ("batch 32", "lte", "peers"),
+    "tensorly-torch, batch 32: times our step": ("batch 32", "tensorly", "peers"),
+}
