@@ -10,12 +10,12 @@ tuned alike: the same base rates for each case, at a fifth of the budget.
     python benchmarks/frontier.py tune  --budget 600s         every case at every rate, a fifth of the budget each
     python benchmarks/frontier.py final --budget 600s --seeds 3 --cases dense-192 btt2-384
     options: --text code|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES, --jobs N,
-             --budget 1600steps, --optimizer muon|adamw
+             --budget 1600steps, --optimizer muon|adamw, --runs FOLDER
 
 A budget is one of time, and a case takes as many steps as fit in it by the seconds that `speed` has measured; or one of
 steps, the same for all. So losses do not depend on what else the machine does, and several runs may go at once (--jobs)
 or be stopped and continued: rows are written one by one to results/frontier.csv, and runs that it holds are not
-repeated without --again.
+repeated without --again. With --runs a run that was stopped goes on from its last checkpoint, too.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ BLOCK, ROWS, LAYERS, HEAD = 256, 4, 4, 64
 TUNING = 5  # times shorter than the run that is tuned
 BUDGET = r"(\d+)(s|steps)"
 HELD_OUT = 64  # batches of the evaluation at the end
+SAVE_EVERY = 1000  # steps, with --runs
 ROUNDS, STEPS = 5, 20  # of `speed`, for each case
 
 
@@ -127,20 +128,21 @@ def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int,
         betas=(0.9, 0.95),
         eval_every=0,
         eval_batches=HELD_OUT,
-        save_every=0,
+        save_every=SAVE_EVERY if options.runs else 0,
         progress=False,
         device="cpu",
     )
     return LMConfig(method=case.method, data=data, model=model, compress=compress, train=train)
 
 
-def run(config: LMConfig, half: int) -> dict[str, float]:
-    """Train in this process, a fresh one; the figures of the run."""
+def run(config: LMConfig, half: int, folder: Path) -> dict[str, float]:
+    """Train in this process, a fresh one, from the last checkpoint in the folder if it has one; the run's figures."""
     data = prepare(config.data, quiet=True)
     task = Half(config, data)
     task.half = half
-    with tempfile.TemporaryDirectory() as folder:
-        summary = fit(task, config.train, Path(folder))
+    summary = fit(task, config.train, folder, resume=True)
+    if summary.stopped == "interrupted":
+        raise SystemExit(f"stopped after {summary.steps} of {config.train.steps} steps; the same command goes on")
     tokens = config.train.batch_size * config.data.block_size
     return {
         "nats_per_byte": summary.metrics[METRIC],
@@ -178,6 +180,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the cores")
     parser.add_argument("--cache", help="folder for prepared text")
+    parser.add_argument("--runs", help="folder that keeps the runs, so that stopped ones can go on")
     parser.add_argument("--again", action="store_true", help="repeat runs that the results hold already")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -186,11 +189,15 @@ def main() -> None:
         parser.error(f"--budget: expected seconds or steps, as 600s or 1600steps, got {options.budget!r}")
     if options.text == "prose" and not options.prose:
         parser.error("--text prose needs --prose, a file or folder of text")
+    if options.again and options.runs:
+        parser.error("--again repeats runs that --runs keeps: give another folder and leave --again out")
     known = {name: parse(name) for name in options.cases}
     if options.part == "one":
         wanted = json.loads(options.run)
         settings = (wanted[name] for name in ("lr", "seed", "steps"))
-        print(json.dumps(run(configuration(options, parse(wanted["case"]), *settings), wanted["half"])))
+        config = configuration(options, parse(wanted["case"]), *settings)
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(run(config, wanted["half"], Path(wanted["folder"] or folder))))
     elif options.part == "costs":
         costs(options, known)
     elif options.part == "speed":
@@ -252,7 +259,9 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             steps = max(1, int(share * budget_steps(options, name)))
             # a run of other steps is from a time when a step took longer or shorter
             if done.get(tuple(map(str, place))) != steps or options.again:
-                runs.append((place, {"case": name, "lr": lr, "seed": seed, "steps": steps, "half": half}))
+                folder = options.runs and str(Path(options.runs).absolute() / "-".join(map(str, place)))
+                run_settings = {"case": name, "lr": lr, "seed": seed, "steps": steps, "half": half, "folder": folder}
+                runs.append((place, run_settings))
     with ThreadPoolExecutor(options.jobs) as pool:
         started = {pool.submit(_run_in_child, options, settings): place for place, settings in runs}
         for future in as_completed(started):
@@ -270,6 +279,7 @@ def _run_in_child(options: argparse.Namespace, settings: dict[str, Any]) -> dict
     command += ["--optimizer", options.optimizer]
     command += ["--prose", options.prose] if options.prose else []
     command += ["--cache", options.cache] if options.cache else []
+    command += ["--runs", options.runs] if options.runs else []
     command += ["--run", json.dumps(settings)]
     threads = max(1, (os.cpu_count() or 1) // options.jobs)
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
