@@ -42,6 +42,15 @@ def _git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def measured(name: str) -> list[dict[str, str]]:
+    """The rows of results/NAME.csv, none without the file."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def write(name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write `rows`, all with the same keys, to results/NAME.csv in place of what it held; return its path.
 
@@ -64,12 +73,8 @@ def update(name: str, rows: Sequence[Mapping[str, Any]], key: Sequence[str]) -> 
 
     A script can thus write as it measures, or measure only some of its cases. Rows with other columns are dropped.
     """
-    path = RESULTS / f"{name}.csv"
-    kept: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            old = list(csv.DictReader(file))
-        kept = {tuple(row[column] for column in key): row for row in old if list(row) == list(rows[0])}
+    old = [row for row in measured(name) if list(row) == list(rows[0])]
+    kept: dict[tuple[str, ...], Mapping[str, Any]] = {tuple(row[column] for column in key): row for row in old}
     kept |= {tuple(str(row[column]) for column in key): row for row in rows}
     return write(name, list(kept.values()))
 

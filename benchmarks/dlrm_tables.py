@@ -20,7 +20,6 @@ holds are not repeated without --again.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, about, update
+from common import about, measured, update
 from torch import Tensor, nn
 
 from comera.baselines import Method
@@ -139,19 +138,10 @@ def run(config: DLRMTaskConfig, part: str) -> dict[str, float]:
     return {**figures, "tables_mb": 4 * elements / MB, "step_mb": step_memory / MB, "steps": steps}
 
 
-def measured() -> list[dict[str, str]]:
-    """The rows of the results file."""
-    path = RESULTS / "dlrm_tables.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def best_rate(method: str, ratio: int, dim: int) -> float:
     """The rate that was tuned for a case."""
     place = ("tune", method, str(ratio), str(dim))
-    tuned = [row for row in measured() if tuple(row[key] for key in KEY[:4]) == place and row["nce"]]
+    tuned = [row for row in measured("dlrm_tables") if tuple(row[key] for key in KEY[:4]) == place and row["nce"]]
     if not tuned:
         raise SystemExit(f"{method} {ratio} x, {dim} columns, has no tuned rate: run the part tune first")
     return float(min(tuned, key=lambda row: float(row["nce"]))["lr"])
@@ -159,7 +149,7 @@ def best_rate(method: str, ratio: int, dim: int) -> float:
 
 def campaign(options: argparse.Namespace) -> Iterator[Row]:
     """The runs that are missing."""
-    done = {tuple(row[key] for key in KEY) for row in measured()}
+    done = {tuple(row[key] for key in KEY) for row in measured("dlrm_tables")}
     for dim in options.dims:
         for ratio in options.ratios:
             for method in options.methods:

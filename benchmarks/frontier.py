@@ -21,21 +21,17 @@ repeated without --again. With --runs a run that was stopped goes on from its la
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from common import RESULTS, about, update
+from children import run_children
+from common import about, measured, update
 
 from comera.baselines import Method
 from comera.recipes.lm.data import Batch, LMDataConfig, prepare
@@ -154,15 +150,6 @@ def run(config: LMConfig, half: int, folder: Path) -> dict[str, float]:
     }
 
 
-def measured(name: str) -> list[dict[str, str]]:
-    """The rows of a results file."""
-    path = RESULTS / f"{name}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("costs", "speed", "tune", "final", "one"))
@@ -262,32 +249,20 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 folder = options.runs and str(Path(options.runs).absolute() / "-".join(map(str, place)))
                 run_settings = {"case": name, "lr": lr, "seed": seed, "steps": steps, "half": half, "folder": folder}
                 runs.append((place, run_settings))
-    with ThreadPoolExecutor(options.jobs) as pool:
-        started = {pool.submit(_run_in_child, options, settings): place for place, settings in runs}
-        for future in as_completed(started):
-            place, figures = started[future], future.result()
-            if isinstance(figures, str):
-                print(f"{place}: {figures}", file=sys.stderr)
-                continue
-            shown = {figure: f"{value:.5g}" for figure, value in figures.items()}
-            yield {**dict(zip(KEY, place, strict=True)), **shown, **about()}
+    commands = {place: _command(options, settings) for place, settings in runs}
+    for place, figures in run_children(commands, options.jobs):
+        shown = {figure: f"{value:.5g}" for figure, value in figures.items()}
+        yield {**dict(zip(KEY, place, strict=True)), **shown, **about()}
 
 
-def _run_in_child(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, float] | str:
-    """The figures of a run, or the end of what it said when it failed."""
-    command = [sys.executable, __file__, "one", "--text", options.text, "--vocab", str(options.vocab)]
+def _command(options: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
+    """One run, for Python to run."""
+    command = [__file__, "one", "--text", options.text, "--vocab", str(options.vocab)]
     command += ["--optimizer", options.optimizer]
     command += ["--prose", options.prose] if options.prose else []
     command += ["--cache", options.cache] if options.cache else []
     command += ["--runs", options.runs] if options.runs else []
-    command += ["--run", json.dumps(settings)]
-    threads = max(1, (os.cpu_count() or 1) // options.jobs)
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    child = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if child.returncode:
-        return child.stderr.strip()[-500:]
-    figures: dict[str, float] = json.loads(child.stdout.strip().splitlines()[-1])
-    return figures
+    return [*command, "--run", json.dumps(settings)]
 
 
 def budget_steps(options: argparse.Namespace, name: str) -> float:

@@ -5,14 +5,13 @@ python benchmarks/frontier_page.py
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from common import RESULTS
+from common import measured
 from frontier import TUNING, parse
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -127,7 +126,7 @@ PAIRS = (("dense-96", "btt1-256"), ("dense-128", "btt1-384"), ("dense-192", "btt
 
 
 def main() -> None:
-    rows, costs = (_read(RESULTS / f"{name}.csv") for name in ("frontier", "frontier_costs"))
+    rows, costs = measured("frontier"), measured("frontier_costs")
     tuned = [row for row in rows if row["part"] == "tune"]
     final = _at_their_rates([row for row in rows if row["part"] == "final"], tuned)
     lines = [HEAD.format(layers=4, tuning=TUNING), *_goal_table(final), *_rate_table(tuned)]
@@ -312,13 +311,6 @@ def _means(rows: Iterable[Row]) -> dict[str, float]:
     for row in rows:
         losses.setdefault(row["case"], []).append(float(row["nats_per_byte"]))
     return {name: statistics.fmean(own) for name, own in losses.items()}
-
-
-def _read(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 if __name__ == "__main__":

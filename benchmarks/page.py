@@ -5,12 +5,11 @@ python benchmarks/page.py
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from common import RESULTS
+from common import measured
 from dlrm_tables import summary
 from goals import AT_THE_ROOFLINE, GOALS, Rows, one
 from matplotlib.figure import Figure
@@ -102,7 +101,7 @@ _SECTIONS = {
 
 
 def main() -> None:
-    tables = {name: _read(RESULTS / f"{name}.csv") for name in _SECTIONS}
+    tables = {name: measured(name) for name in _SECTIONS}
     tables["dlrm_tables"] = summary(tables["dlrm_tables"])
     goals = list(_goals(tables))
     _draw([(what, reached) for what, *_, reached in goals if reached is not None])
@@ -147,8 +146,8 @@ def _limit(what: str, tables: dict[str, Rows]) -> float | None:
     and for figures of another machine than that of the roofline."""
     if what not in AT_THE_ROOFLINE:
         return None
-    case, side, measured = AT_THE_ROOFLINE[what]
-    if len({row["machine"] for name in (measured, "roofline") for row in tables[name] if row["case"] == case}) > 1:
+    case, side, results = AT_THE_ROOFLINE[what]
+    if len({row["machine"] for name in (results, "roofline") for row in tables[name] if row["case"] == case}) > 1:
         return None
     with suppress(LookupError, ValueError):
         least_ms = one("least_ms", case=case, side="fused")(tables["roofline"])
@@ -186,13 +185,6 @@ def _draw(goals: list[tuple[str, float]]) -> None:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
         FIGURE.write_bytes(png(figure))
-
-
-def _read(path: Path) -> Rows:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def _table(name: str, rows: Rows) -> list[str]:
