@@ -104,12 +104,26 @@ def serving_copy(model: nn.Module) -> nn.Module:
         for name, child in list(parent._modules.items()):
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
+    _leave_fast_paths(copy)
     return swaps.get(copy, copy).eval()
 
 
 def _read_by_others(layer: CompressedLayer) -> bool:
     """Whether another module multiplies by its weight."""
     return isinstance(layer, CompressedParameter) or layer.dense_type is NonDynamicallyQuantizableLinear
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """torch's transformer layers call their linear layers, instead of reading dense weights that they do not have."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and _without_weights(module):
+            module.activation_relu_or_gelu = 0  # none that its fast path has
+        elif isinstance(module, nn.TransformerEncoder) and any(map(_without_weights, module.layers)):
+            module.use_nested_tensor = False
+
+
+def _without_weights(layer: nn.Module) -> bool:
+    return not all(hasattr(getattr(layer, name, None), "weight") for name in ("linear1", "linear2"))
 
 
 def _sums_rows(bag: nn.EmbeddingBag) -> bool:

@@ -54,10 +54,10 @@ def test_multihead_attention(sizes: dict[str, Any], format_: TT | BTT, training:
         torch.testing.assert_close([p.grad for p in train], list(wanted), rtol=1e-9, atol=1e-10)
 
 
-def encoder() -> nn.TransformerEncoder:
+def encoder(nested: bool = False) -> nn.TransformerEncoder:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, dtype=F64)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -72,6 +72,23 @@ def test_a_transformer_takes_no_fast_path_around_the_cores(training: bool, grad:
     with torch.set_grad_enabled(grad):
         found, exact = model.train(training)(x, src_key_padding_mask=mask), dense(x, src_key_padding_mask=mask)
     torch.testing.assert_close(found[~mask], exact[~mask], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("linear", [TT(order=4, rank=6), BTT(rank=2)])
+def test_a_served_transformer_takes_no_fast_path_around_the_cores(linear: TT | BTT, grad: bool, nested: bool) -> None:
+    model = encoder(nested)
+    tensorize_(model, TensorizeConfig(linear))
+    served = serving_copy(model)
+    x, mask = torch.randn(3, 6, 32, dtype=F64), torch.zeros(3, 6, dtype=torch.bool)
+    mask[0, 4:] = True
+    with torch.set_grad_enabled(grad):
+        for seen in (None, mask):
+            found, exact = (each(x, src_key_padding_mask=seen) for each in (served, model.eval()))
+            torch.testing.assert_close(found[~mask], exact[~mask], rtol=1e-9, atol=1e-10)
+    program = torch.export.export(served, (x,))
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-9, atol=1e-10)
 
 
 def test_exports_hold_cores(tmp_path: Path) -> None:
