@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from comera.recipes.dlrm.criteo.parse import KINDS, Rows, explain, log_integers, parse
@@ -67,13 +67,14 @@ def test_the_first_mistake_in_a_row_counts() -> None:
 
 
 @settings(deadline=None, max_examples=60)
+@example(255842, False)  # one row without a field: nothing but the end of a line
 @given(st.integers(0, 2**32), st.booleans())
 def test_any_mixture_of_rows(seed: int, labeled: bool) -> None:
     rng = random.Random(seed)
     rows = [random_row(rng) for _ in range(rng.randrange(12))]
     rows = [spoil(row, rng.choice(KINDS), rng) if rng.random() < 0.4 else row for row in rows]
     text = bytearray(lines_of(rows, rng.choice(["\n", "\r\n"])))
-    for _ in range(rng.randrange(4) if text else 0):  # any byte anywhere but at the end, separators too
+    for _ in range(rng.randrange(4) if len(text) > 1 else 0):  # any byte anywhere but at the end, separators too
         text[rng.randrange(len(text) - 1)] = rng.choice([9, 10, 13, 0, 45, 48, 97, 255, rng.randrange(256)])
     assert_as_naive(bytes(text), labeled)
 
