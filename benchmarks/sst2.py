@@ -2,13 +2,13 @@
 
 A BERT of two encoders, 512 wide, on the phrases of the Stanford Sentiment Treebank in GLUE's form, with a tokenizer
 trained on them: dense, dense of other widths, and compressed 10 or 20 times as a whole. All run with fused kernels and
-AdamW. Rates are tuned alike: the same ones for each case, for a quarter of the time, on phrases that were split off.
+AdamW. Rates are tuned alike: the same ones for each case, for half of the time, on phrases that were split off.
 The figure is the accuracy on GLUE's development set, read once, at the end.
 
     python benchmarks/sst2.py speed --data FOLDER      seconds of a step, the cases in turns, on a quiet machine
     python benchmarks/sst2.py tune  --data FOLDER      every case at every rate, one seed
     python benchmarks/sst2.py final --data FOLDER      the tuned rate, three seeds
-    options: --cases NAMES, --rates RATES, --epochs 2, --seeds 3, --jobs N, --cache FOLDER, --again
+    options: --cases NAMES, --rates RATES, --epochs 1, --seeds 3, --jobs N, --cache FOLDER, --again
 
 FOLDER holds sst2_train.tsv.gz, sst2_valid.tsv.gz and sst2_dev.tsv.gz, with columns sentence and label. Accuracies do
 not depend on what else the machine does, so several runs may go at once (--jobs). Rows are written one by one to
@@ -40,7 +40,7 @@ KEY = ("part", "case", "epochs", "lr", "seed")
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3)
 LAYERS, WIDTH, HEAD = 2, 512, 64
 ROWS, LENGTH = 64, 64
-EPOCHS, TUNING = 2.0, 4  # passes over the phrases; times fewer to tune
+EPOCHS, TUNING = 1.0, 2  # passes over the phrases; times fewer to tune
 ROUNDS, STEPS = 5, 20  # of `speed`, for each case
 
 
