@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -145,6 +146,27 @@ def zero_smallest_(model: nn.Module, ratio: float) -> int:
     excess = round(total - total / ratio)
     prune.global_unstructured(pruned, prune.L1Unstructured, amount=excess)
     return total - excess
+
+
+def summary(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Each case at the rate that is best on the phrases that were split off, the mean over its seeds."""
+    cases: dict[tuple[float, str], dict[str, list[dict[str, str]]]] = {}
+    for row in rows:
+        cases.setdefault((float(row["ratio"]), row["case"]), {}).setdefault(row["lr"], []).append(row)
+    lines = []
+    for ratio, name in sorted(cases, key=lambda case: (case[0], list(CASES).index(case[1]))):
+        rates = cases[ratio, name]
+        best = max(rates.values(), key=lambda own: statistics.fmean(float(row["valid"]) for row in own))
+        line = {
+            "ratio": f"{ratio:g}",
+            "case": name,
+            "parameters": f"{int(best[0]['parameters']):,}",
+            "lr": best[0]["lr"],
+        }
+        for figure in ("before", "dev", "valid"):
+            line[figure] = f"{statistics.fmean(float(row[figure]) for row in best):.2f}"
+        lines.append({**line, "seeds": str(len(best)), **{column: best[0][column] for column in about()}})
+    return lines
 
 
 def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

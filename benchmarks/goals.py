@@ -129,6 +129,21 @@ GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         _largest("times_low_rank", products="forward and backward"),
     ),
     (
+        "SST-2 from scratch, 20 times smaller: accuracy, of dense's less half a point",
+        "sst2",
+        1,
+        False,
+        lambda rows: one("dev", case="tt-20")(rows) / (one("dev", case="dense-512")(rows) - 0.5),
+    ),
+    (
+        "SST-2 from scratch, 20 times smaller: accuracy, of that of dense at the same step time",
+        "sst2",
+        1,
+        False,
+        lambda rows: one("dev", case="tt-20")(rows) / one("dev", case="dense-256")(rows),
+    ),
+    ("SST-2 from scratch, 20 times smaller: step, times dense", "sst2", 3, False, one("times_dense", case="tt-20")),
+    (
         "lookup in 10 M × 64: times the plain one",
         "lookup",
         5,
