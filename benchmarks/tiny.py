@@ -121,7 +121,7 @@ def measure(name: str, budget: int) -> dict[str, object]:
     there = sum(tensor.nbytes for tensor in stored)
     with LiveMemory(stored) as live:
         losses = train(model, batch, plan, optimizer)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         train(model, batch, plan, optimizer)
     found = profiled.profiler.kineto_results.events()
     given_out = allocated([(event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]"])

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_allocated(run: Callable[[], object]) -> int:
     """The most bytes that `run` has allocated at once, beyond what is there before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         run()
     now = peak = 0
     results = profiled.profiler.kineto_results  # type: ignore[union-attr]

@@ -87,7 +87,7 @@ def test_modes_and_profilers_see_the_kernels(monkeypatch):
         "comera.merge.default",
         "comera.merge_backward.default",
     ]
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         profiled_too = merging()
         profiled_too.sum().backward()
     assert {"comera::merge", "comera::merge_backward"} <= {event.key for event in profiled.key_averages()}

@@ -374,6 +374,8 @@ def test_transforms_of_torch_func(scaling):
     plain_tensors = [each.detach() for each in tensors]
     for gradient, expected in zip(torch.func.grad(inner, (0, 1, 2))(*plain_tensors), (dx, da, db), strict=True):
         assert torch.equal(gradient, expected)
+    if torch.__version__ < "2.13":
+        pytest.skip("torch 2.12 has no batching rule for a view of another dtype")
     xs = torch.stack([plain_tensors[0], 2 * plain_tensors[0]])
     mapped = torch.func.vmap(torch.func.grad(inner, 1), (0, None, None))(xs, *plain_tensors[1:])
     torch.testing.assert_close(mapped[0], da)
