@@ -18,16 +18,14 @@ equal parts of the run, in the paper a pass over the texts. The optimizer is Ada
 The mezo methods take as many forward passes as adazeta. Rates fall linearly. A method trains with each of its rates,
 and the one with the best validation accuracy is tested, once.
 
-The encoder is a BERT that is trained here first, to fill in words that are left out of the texts, without labels; it
-stays in --out for later runs. Or give one with --encoder: a folder that transformers reads, tokenizer included. Texts:
---data FOLDER with sst2_train.tsv.gz, sst2_valid.tsv.gz and sst2_dev.tsv.gz, columns sentence and label. Without it
-they are generated, and figures mean little.
+The encoder is a BERT that is trained here first, to fill in words of the texts, without labels; it stays in --out. Or
+give one with --encoder: a folder that transformers reads, tokenizer included. Texts: --data FOLDER with
+sst2_train.tsv.gz, sst2_valid.tsv.gz and sst2_dev.tsv.gz, columns sentence and label; by default they are generated.
 
     python examples/adazeta.py --methods head first-order adazeta mezo mezo-tt --out runs/adazeta
 """
 
 import argparse
-import csv
 import gzip
 import json
 import random
@@ -57,7 +55,7 @@ RATES = dict.fromkeys(("head", "first-order", "adazeta"), (3e-3, 1e-2)) | {
     "mezo-tt": (1e-3, 3e-3),
     "mezo": (1e-4, 1e-3),
 }
-WHITENING = 0.01  # of the mean variance, added to each
+WINDOW, WHITENING = 4, 0.01  # tokens that are near; of the mean variance, added to each
 LENGTH = 64  # tokens of a text, at most
 COLUMNS = ("method", "rate", "valid", "dev", "gain_valid", "gain_dev", "trained", "steps", "passes")
 COLUMNS += ("step_mb", "inference_mb", "memory")
@@ -73,8 +71,8 @@ class Settings:
     hidden: int = 128
     layers: int = 2
     vocab: int = 8_000  # tokens, at most
-    pretrain_steps: int = 3_000
-    steps: int = 1_500  # of head and first-order
+    pretrain_steps: int = 1_500
+    steps: int = 1_000  # of head and first-order
     zeroth_steps: int = 2_000  # of adazeta
     batch: int = 64
     order: int = 4  # of the adapters' tensor trains
@@ -98,11 +96,6 @@ class Settings:
         epoch = step * self.epochs // self.zeroth_steps
         return adaptive_queries(epoch, alpha=self.alpha, beta=self.beta, maximum=self.most)
 
-    @property
-    def passes(self) -> int:
-        """Forward passes of a method that estimates gradients."""
-        return 2 * sum(self.queries(step) for step in range(self.zeroth_steps))
-
 
 def generate(folder: Path) -> None:
     """Write texts of good, bad and other words, of which "not" turns the next one; the label is the mood that wins."""
@@ -110,9 +103,9 @@ def generate(folder: Path) -> None:
     for part, count in {"train": 6000, "valid": 1000, "dev": 1000}.items():
         drawn, lines = random.Random(part), ["sentence\tlabel"]
         while len(lines) <= count:
-            mood, words, score = drawn.choice((1, -1)), [], 0
-            for _ in range(drawn.randint(4, 12)):
-                turned, kind = drawn.random() < 0.2, drawn.choice((mood, mood, -mood, 0))
+            size, mood, score, words = drawn.randint(4, 12), drawn.choice((1, -1)), 0, list[str]()
+            for kind in drawn.choices((mood, -mood, 0), (2, 1, 1), k=size):
+                turned = drawn.random() < 0.2
                 score += -kind if turned else kind
                 words += ["not"] * turned + [("word", "good", "bad")[kind] + str(drawn.randrange(40))]
             if score:
@@ -127,9 +120,8 @@ def prepared(settings: Settings) -> PreparedExamples:
         print("texts are generated: these figures say that it runs, and little else; --data FOLDER has others")
         generate(folder)
     files = [folder / f"sst2_{part}.tsv.gz" for part in ("train", "valid", "dev")]
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"--data: expected {file.name} in {folder}, found none")
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise DataError(f"--data: expected {missing[0]} in {folder}, found none")
     if settings.encoder and not Path(settings.encoder, "config.json").is_file():
         raise CheckpointError(f"--encoder: expected a BERT with its config.json, found none in {settings.encoder}")
     train, valid, dev = map(str, files)
@@ -138,15 +130,31 @@ def prepared(settings: Settings) -> PreparedExamples:
     return prepare(replace(data, vocab_size=settings.vocab, **own), quiet=True)
 
 
+def word_vectors(data: PreparedExamples, width: int) -> Tensor:
+    """(tokens, width): singular vectors of which tokens are near each other (positive PMI, Levy & Goldberg 2014)."""
+    ids, lengths = (torch.from_numpy(found.astype("int64")) for found in (data.train.tokens, data.train.lengths))
+    text = torch.arange(len(lengths)).repeat_interleave(lengths)
+    near = [torch.stack([ids[:-k], ids[k:]])[:, text[k:] == text[:-k]] for k in range(1, WINDOW + 1)]
+    pairs = torch.cat([*near, *(pair.flip(0) for pair in near)], 1)
+    counted, size = torch.ones(pairs.shape[1]), (data.vocab_size, data.vocab_size)
+    table = torch.sparse_coo_tensor(pairs, counted, size, check_invariants=True).coalesce()
+    (row, column), often = table.indices(), table.sum(1).to_dense()
+    share = often**0.75 / (often**0.75).sum()
+    table.values().div_(often[row] * share[column]).log_().clamp_min_(0)
+    vectors = torch.svd_lowrank(table, q=width, niter=3)[0]
+    return 0.05 * vectors / vectors.std()
+
+
 def pretrain(data: PreparedExamples, folder: Path, settings: Settings) -> None:
-    """Train a BERT to fill in a sixth of the tokens, and write it to a folder as transformers does."""
+    """Train a BERT to fill in a sixth of the tokens, and write it to a folder as transformers does. Its token table
+    starts from `word_vectors`, since few texts are too few to learn them so."""
     names, roles = data.tokenizer.tokenizer, data.tokenizer.roles
     mask, special = names.token_to_id(roles["mask_token"]), torch.tensor([names.token_to_id(r) for r in roles.values()])
     torch.manual_seed(settings.seed)
     sizes = ModelConfig(settings.hidden, settings.layers, max(1, settings.hidden // 32), 4 * settings.hidden)
     model = BertForMaskedLM(sizes.bert(data.vocab_size, pad_token_id=data.tokenizer.pad))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.pretrain_steps)
+    model.bert.embeddings.word_embeddings.weight.data.copy_(word_vectors(data, settings.hidden))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for step in range(settings.pretrain_steps):
         ids, _, present, _ = data.train_batch(step, settings.batch, settings.seed)
         hidden = (torch.rand(ids.shape) < 1 / 6) & ~torch.isin(ids, special)
@@ -156,7 +164,6 @@ def pretrain(data: PreparedExamples, folder: Path, settings: Settings) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        decay.step()
         if step % 500 == 0:
             print(f"encoder: step {step}, loss {loss.item():.3f}", flush=True)
     model.bert.save_pretrained(folder)
@@ -189,9 +196,8 @@ class Classifier(nn.Module):
             self.encoder, loading = BertModel.from_pretrained(
                 folder, add_pooling_layer=False, local_files_only=True, output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:100]
-            raise CheckpointError(f"{folder}: expected a BERT that transformers reads, found none ({reason})") from None
+        except (OSError, ValueError, RuntimeError):
+            raise CheckpointError(f"{folder}: expected a BERT that transformers reads, found none") from None
         config, missing = self.encoder.config, sorted(loading["missing_keys"])
         if missing or config.vocab_size < data.vocab_size:
             what = f"no {missing[0]}" if missing else f"a table of {config.vocab_size}"
@@ -235,7 +241,8 @@ class Trainer:
             adapt_(model, adapter, targets=settings.targets.split(","), also_train="head", generator=drawn)
         self.planned, self.estimator = settings.steps, None
         if method in ("adazeta", "mezo-tt", "mezo"):
-            self.planned = settings.zeroth_steps if method == "adazeta" else settings.passes // 2
+            steps = settings.zeroth_steps
+            self.planned = steps if method == "adazeta" else sum(settings.queries(step) for step in range(steps))
             self.estimator = ZerothOrder(model.parameters(), eps=settings.eps, seed=settings.seed)
         groups = comera.param_groups(model, lr=rate)
         self.optimizer = torch.optim.SGD(groups) if method == "mezo" else torch.optim.AdamW(groups)
@@ -273,9 +280,7 @@ def peaks(trainer: Trainer, batch: ExampleBatch) -> tuple[int, int]:
     return there + training.peak, there + inference.peak
 
 
-def run(
-    method: str, rates: Sequence[float], folder: Path, data: PreparedExamples, settings: Settings
-) -> dict[str, Any]:
+def run(method: str, rates: Sequence[float], folder: Path, data: PreparedExamples, settings: Settings) -> Any:
     """The row of a method, with the best of the rates by validation accuracy."""
     trainers: list[Trainer] = []
     for rate in rates:
@@ -284,7 +289,7 @@ def run(
         for step in range(trainer.planned):
             losses.append(trainer.step(data.train_batch(step, settings.batch, settings.seed + 1)))
             if trainer.steps % every == 0:
-                mean = float(torch.stack(losses[-every:]).mean())
+                mean = torch.stack(losses[-every:]).mean()
                 print(f"{method} {rate:g}: step {trainer.steps} of {trainer.planned}, loss {mean:.4f}", flush=True)
         trainer.valid = trainer.model.accuracy(data.dev)
         print(f"{method} {rate:g}: validation accuracy {trainer.valid:.4f}", flush=True)
@@ -302,7 +307,7 @@ def run(
 
 
 def write(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """Add the shares of first-order's gain over the untrained head; write results.csv and results.json."""
+    """Add the shares of first-order's gain over the untrained head; write results.json."""
     by_name = {row["method"]: row for row in rows}
     start, best = by_name["untrained"], by_name.get("first-order", {})
     for row in rows:
@@ -310,10 +315,6 @@ def write(rows: Sequence[dict[str, Any]], out: Path) -> None:
             if whole := best.get(part, start[part]) - start[part]:
                 row[f"gain_{part}"] = (row[part] - start[part]) / whole
     (out / "results.json").write_text(json.dumps(rows, indent=1))
-    with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
