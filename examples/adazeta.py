@@ -7,7 +7,8 @@ A query is a random direction z of signs, one for each of the d trained elements
     Q_e = min(max(⌊α e^β⌋, 1), most)                           queries of each step in epoch e, from 0
 
 Tensor trains keep d small, and Q_e grows, since late steps need better estimates. An epoch here is one of --epochs
-equal parts of the run, in the paper a pass over the texts. The optimizer is AdamW. Methods:
+equal parts of the run, in the paper a pass over the texts. AdamW takes the step, with betas of 0.9 and 0.99: estimates
+spread less and less, which a slower second moment would follow too late. Methods:
 
     head          the classification head alone, by a backward
     first-order   adapters and head, by a backward: what adazeta is measured by
@@ -18,9 +19,10 @@ equal parts of the run, in the paper a pass over the texts. The optimizer is Ada
 The mezo methods take as many forward passes as adazeta. Rates fall linearly. A method trains with each of its rates,
 and the one with the best validation accuracy is tested, once.
 
-The encoder is a BERT that is trained here first, to fill in words of the texts, without labels; it stays in --out. Or
-give one with --encoder: a folder that transformers reads, tokenizer included. Texts: --data FOLDER with
-sst2_train.tsv.gz, sst2_valid.tsv.gz and sst2_dev.tsv.gz, columns sentence and label; by default they are generated.
+The encoder is a BERT that is made here first, without labels: token vectors from co-occurrence, then training to fill
+in words; it stays in --out. Or give one with --encoder: a folder that transformers reads, tokenizer included. Texts:
+--data FOLDER with sst2_train.tsv.gz, sst2_valid.tsv.gz and sst2_dev.tsv.gz, columns sentence and label; by default
+they are generated, and figures mean little.
 
     python examples/adazeta.py --methods head first-order adazeta mezo mezo-tt --out runs/adazeta
 """
