@@ -39,8 +39,8 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned packages need Python 3.11 or later, found " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@# another torch comes with the triton that it was built for
-	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; s/^triton==[^;]*/triton/)' requirements.lock > $(VENV)/requirements.txt
+	@# another torch comes with the triton that it was built for, and may need an older setuptools
+	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; s/^triton==[^;]*/triton/; s/^setuptools==[^;]*/setuptools/)' requirements.lock > $(VENV)/requirements.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
 	@# galore-torch depends on a GPU library that its plain optimizer does not use
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps galore-torch==1.0

@@ -188,7 +188,7 @@ def _torch_forwards(specs: Sequence[BTTSpec], operands: Operands) -> tuple[Tenso
 
 def _through_gates(operands: Operands) -> list[Any]:
     """R diag(g), and no gates."""
-    x_BI, *flat = operands
+    x_BI, flat = operands[0], list(operands[1:])  # *flat is a tuple where torch 2.12 compiles this
     for k in range(0, len(flat), 4):
         if flat[k + 3] is not None:
             flat[k], flat[k + 3] = flat[k] * flat[k + 3], None
