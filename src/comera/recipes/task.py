@@ -15,6 +15,7 @@ from comera.recipes.paths import typed_path
 from comera.recipes.stages import log
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
+from comera.trainer.display import figure
 from comera.trainer.evaluation import evaluate
 from comera.trainer.memory import MemoryEstimate
 from comera.trainer.memory import estimate as estimate_step
@@ -77,7 +78,7 @@ def write_test(task: RecipeTask, folder: Path) -> None:
     accelerator, means = open_accelerator(task.config.train.device), evaluate_last(task, folder)
     if accelerator.is_main_process:
         replace_file(folder / "test.json", to_json(means, indent=1) + "\n")
-    metrics = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items())
+    metrics = ", ".join(f"{name} {figure(mean)}" for name, mean in means.items())
     log(accelerator.is_main_process, task.name, f"test: {metrics}")
     accelerator.wait_for_everyone()
 

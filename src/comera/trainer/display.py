@@ -52,9 +52,9 @@ class Display:
 
         What matters most comes first: a narrow terminal leaves out the rest.
         """
-        parts = [f"loss {loss:.4f}"]
+        parts = [f"loss {figure(loss)}"]
         if held_out_loss is not None:
-            parts.append(f"held out {held_out_loss:.4f}")
+            parts.append(f"held out {figure(held_out_loss)}")
         if done:
             parts.append(f"{remaining(time / done * (1 - done))} left")
         parts += [f"step {step:,}", f"{tokens_per_s:,.0f} {self.counted}/s", f"{ratio:.1f}x smaller"]
@@ -66,6 +66,16 @@ class Display:
     def announce(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, markup=False, soft_wrap=True)
+
+
+def figure(value: float) -> str:
+    """A loss or metric with four decimals, a small one with its first two digits.
+
+    >>> from comera.trainer.display import figure
+    >>> figure(2.34567), figure(0.0), figure(0.0000144)
+    ('2.3457', '0.0000', '1.4e-05')
+    """
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
 def remaining(seconds: float) -> str:

@@ -17,7 +17,7 @@ from comera.nn.size import ModelSize, model_size
 from comera.nn.tensor_train import named_trains
 from comera.rank.report import RankReport
 from comera.rank.size import unpruned_ranks, unpruned_size
-from comera.trainer.display import Display
+from comera.trainer.display import Display, figure
 from comera.trainer.energy import emissions
 from comera.trainer.metrics import MetricsLog, Summary, to_json
 from comera.trainer.provenance import note
@@ -175,7 +175,7 @@ class RunLogger:
         self._write("stage", stage=controller.stage, target_size=target, target_loss=loss, size=size)
         self.announce(
             f"step {self._state.progress.step:,}: the late stage begins, from {size:,} parameters in compressed layers "
-            f"to {target:,}, at a loss of {loss:.4f}"
+            f"to {target:,}, at a loss of {figure(loss)}"
         )
 
     def log_prune(self, report: RankReport) -> None:
@@ -202,9 +202,10 @@ class RunLogger:
         self._write("eval", tokens=progress.tokens, loss=loss, metrics=metrics, epoch=epochs, energy=energy)
         self.log_size()
         self.announce(
-            f"step {progress.step:,}, {progress.time:.0f} s: held-out loss {loss:.4f}"
+            f"step {progress.step:,}, {progress.time:.0f} s: held-out loss {figure(loss)}"
             f"{' (best so far)' if is_best else ''}"
-            f"{''.join(f', {name} {value:.4f}' for name, value in metrics.items())}, {self._size.ratio:.1f}x smaller"
+            f"{''.join(f', {name} {figure(value)}' for name, value in metrics.items())}"
+            f", {self._size.ratio:.1f}x smaller"
         )
 
     def summary(self) -> Summary:
