@@ -11,7 +11,7 @@ from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.packed import CompressedParameter
 from comera.nn.tensor_train import CompressedLayer
-from comera.ops.fp8 import Scaling
+from comera.ops.fp8 import Recipe
 from comera.tables import Report, Table
 
 __all__ = ["FP8Report", "FP8Row", "fp8_"]
@@ -47,7 +47,7 @@ class FP8Report(Report):
     """
 
     rows: tuple[FP8Row, ...]
-    recipe: Scaling | None
+    recipe: Recipe | None
     emulated: str | None
 
     @property
@@ -88,12 +88,12 @@ class FP8Report(Report):
         return "as before" if row.reason or self.recipe is None else "FP8"
 
 
-def fp8_(model: nn.Module, recipe: Scaling | None = "tensorwise") -> FP8Report:
+def fp8_(model: nn.Module, recipe: Recipe | None = "tensorwise") -> FP8Report:
     """Let the tensor train linear layers of a model compute in FP8, in place.
 
-    Their products with the batch, forward and backward, take float8 operands: inputs and factors in e4m3, gradients in
-    e5m2, each scaled by a power of two to its range; they are accumulated in float32. So they keep a byte per element
-    of their input for the backward. Everything else stays: parameters, merges of cores, biases, other layers.
+    Their products with the batch, forward and backward, take float8 operands: inputs, factors and gradients in e4m3,
+    each scaled by a power of two to its range; they are accumulated in float32. So they keep a byte per element of
+    their input for the backward. Everything else stays: parameters, merges of cores, biases, other layers.
     On a CUDA device of capability 8.9 or later torch's scaled products run; elsewhere they are emulated, with the same
     rounding of the operands, which is slower and for checking quality only.
 
@@ -107,7 +107,8 @@ def fp8_(model: nn.Module, recipe: Scaling | None = "tensorwise") -> FP8Report:
     Args:
         model: a model with tensor train layers, on any device.
         recipe: "tensorwise": one scale for each operand. "rowwise": one for each row (and column of the weight), so
-            tokens with large elements do not cost others their precision. None takes FP8 back.
+            tokens with large elements do not cost others their precision. "hybrid": as "tensorwise", with gradients in
+            e5m2, which the paper has; it learns less (docs/log.md). None takes FP8 back.
 
     Returns:
         A table with every linear or compressed layer, and for those left alone the reason.
@@ -126,8 +127,8 @@ def fp8_(model: nn.Module, recipe: Scaling | None = "tensorwise") -> FP8Report:
 
     Source: docs/method.md §4.
     """
-    if recipe is not None and recipe not in get_args(Scaling):
-        raise ConversionError(f"expected a recipe out of {', '.join(get_args(Scaling))} or None, got {recipe!r}")
+    if recipe is not None and recipe not in get_args(Recipe):
+        raise ConversionError(f"expected a recipe out of {', '.join(get_args(Recipe))} or None, got {recipe!r}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CompressedLayer | nn.Linear)}
     rows = tuple(_row(name, layer) for name, layer in layers.items())
     converted = [layer for layer, row in zip(layers.values(), rows, strict=True) if not row.reason]

@@ -19,7 +19,7 @@ from comera.tt import tt_spec
 
 from ..helpers.oracle import signal_to_noise
 
-RECIPES = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+RECIPES = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "hybrid"])
 CONFIG = comera.TensorizeConfig(linear=comera.TT(order=4, rank=16), embedding=None)
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "hidden_size": 64}
 
@@ -156,7 +156,7 @@ def test_taken_back_and_repeated():
 @pytest.mark.parametrize(
     ("model", "recipe", "message"),
     [
-        (layer, "blockwise", "expected a recipe out of tensorwise, rowwise or None, got 'blockwise'"),
+        (layer, "blockwise", "expected a recipe out of tensorwise, rowwise, hybrid or None, got 'blockwise'"),
         (
             lambda: nn.Sequential(nn.Linear(16, 16), layer(16, 40)),
             "rowwise",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from comera.errors import SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.block_product import BTTWeight, btt_linears
-from comera.ops.fp8 import Scaling
+from comera.ops.fp8 import Recipe
 from comera.ops.linear import Contraction, tt_linear
 from comera.ops.low_rank import LowRankFactors
 from comera.tt.spec import BTTSpec, TTSpec
@@ -90,7 +90,7 @@ class TTLinear(CompressedLinear):
     """
 
     spec_type = TTSpec
-    fp8: Scaling | None = None
+    fp8: Recipe | None = None
     contraction: Contraction = "planned"
 
     @property

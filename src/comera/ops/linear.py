@@ -20,7 +20,7 @@ from torch import Tensor
 from comera.errors import SpecError
 from comera.ops.activated import activated_low_rank
 from comera.ops.dtypes import product_dtype, without_autocast, working_dtype
-from comera.ops.fp8 import Scaling, fp8_low_rank
+from comera.ops.fp8 import Recipe, fp8_low_rank
 from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.ops.merge import merge
 from comera.ops.planner.plan import ContractionPlan, choose
@@ -43,7 +43,7 @@ def tt_linear(
     threshold: float = 0.0,
     factors: LowRankFactors | None = None,
     plan: ContractionPlan | None = None,
-    fp8: Scaling | None = None,
+    fp8: Recipe | None = None,
     contraction: Contraction = "planned",
 ) -> Tensor:
     """y = x W + bias, W the tensor train of `cores`; with an activation in `spec`, y = act(x A) B + bias.
