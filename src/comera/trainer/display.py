@@ -68,13 +68,15 @@ class Display:
         self.console.print(text, markup=False, soft_wrap=True)
 
 
-def figure(value: float) -> str:
-    """A loss or metric with four decimals, a small one with its first two digits.
+def figure(value: float | None) -> str:
+    """A loss or metric with four decimals, a small one with its first two digits; – for none.
 
     >>> from comera.trainer.display import figure
     >>> figure(2.34567), figure(0.0), figure(0.0000144)
     ('2.3457', '0.0000', '1.4e-05')
     """
+    if value is None:
+        return "–"
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
