@@ -6,9 +6,12 @@ product applies (`as_matrices`), moves the weight of K cores to first order by
 
     ‖ΔW‖ ≤ Σ_k ‖ΔG_k‖ · Π_{j≠k} ‖G_j‖
 
-Its rate η_k is such that each term is 1/K of what the dense rate η allows a dense weight::
+Its rate η_k is such that each term is a share of what the dense rate η allows a dense weight::
 
-    η_k · reach(d_in^k, d_out^k) · Π_{j≠k} ‖G_j‖  =  η · reach(in, out) / K
+    η_k · reach(d_in^k, d_out^k) · Π_{j≠k} ‖G_j‖  =  η · reach(in, out) · share(K)
+
+The share is 1/K under Adam, whose steps may all push one direction, and 1/√K under Muon, whose steps push all
+directions alike and hence add up like random ones. Both were measured (docs/log.md).
 
 In a TTM the dense weight is one row. The last core of an adapter starts at zero, and counts as it would have been drawn
 otherwise. Source: the bound, to first order in the steps; the norms are those of the cores
@@ -17,6 +20,7 @@ as they are. docs/method.md §9.
 
 from collections.abc import Callable
 from math import prod, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +30,28 @@ from comera.optim.core_matrices import as_matrices
 from comera.tt.init import init_cores
 from comera.tt.spec import TTMSpec
 
-Reach = Callable[[int, int], float]
+
+class Reach(NamedTuple):
+    """How far the steps of an optimizer move a weight.
+
+    `step`: the spectral norm of a step at rate 1 on a matrix (d_in × d_out), at most. `share`: the part of a dense
+    weight's step that each of K cores may take.
+    """
+
+    step: Callable[[int, int], float]
+    share: Callable[[int], float]
+
+
+ADAM = Reach(step=lambda d_in, d_out: sqrt(d_in * d_out), share=lambda cores: 1 / cores)
+MUON = Reach(step=lambda d_in, d_out: 0.2 * sqrt(max(d_in, d_out)), share=lambda cores: 1 / sqrt(cores))
 
 # A row of a dense table gets its gradients far apart, so Adam's second moment has decayed when one comes, and the row
 # moves by some 10 (β₂ = 0.99) to 30 (0.999) times the rate. A compressed row moves with its cores, in every step.
 RARE = 10.0
 
 
-def adam_reach(d_in: int, d_out: int) -> float:
-    """How far, in spectral norm, a step of Adam at rate 1 moves a matrix at most."""
-    return sqrt(d_in * d_out)
-
-
-def muon_reach(d_in: int, d_out: int) -> float:
-    """How far, in spectral norm, a step of Muon at rate 1 moves a matrix: its entries by 0.2 as a root mean square."""
-    return 0.2 * sqrt(max(d_in, d_out))
-
-
 @torch.no_grad()
-def core_rates(train: TensorTrain, reach: Reach = adam_reach) -> list[float] | None:
+def core_rates(train: TensorTrain, reach: Reach = ADAM) -> list[float] | None:
     """Rates of the cores of a tensor train as multiples of the dense rate, from the cores as they are now.
 
     None where there is nothing to measure: on the meta device, and for a weight of zeros, as of rank 0.
@@ -60,11 +67,11 @@ def core_rates(train: TensorTrain, reach: Reach = adam_reach) -> list[float] | N
     norms = [float(torch.linalg.eigvalsh(_gram(matrix)).amax().clamp_min(0).sqrt()) for matrix in matrices]
     if not all(norms):
         return None
-    dense = RARE * reach(1, spec.embedding_dim) if isinstance(spec, TTMSpec) else reach(*spec.shape)
+    dense = RARE * reach.step(1, spec.embedding_dim) if isinstance(spec, TTMSpec) else reach.step(*spec.shape)
     rates = []
     for matrix, norm in zip(matrices, norms, strict=True):
-        moved = reach(*matrix.shape[-2:]) * prod(norms) / norm
-        rates.append(float(f"{dense / spec.order / moved:.3g}"))
+        moved = reach.step(*matrix.shape[-2:]) * prod(norms) / norm
+        rates.append(float(f"{dense * reach.share(spec.order) / moved:.3g}"))
     return rates
 
 

@@ -8,7 +8,7 @@ products alone::
 
 W ← W − 0.2 η √max(in, out) · msign(M) moves the entries by 0.2 η as a root mean square, as AdamW does about, so its
 rates can be used. A core is seen as the matrices that the product applies (`as_matrices`), and its rate is such that
-it moves the weight by 1/K of what η allows a dense one, in spectral norm (`core_rates`). The smaller side of a core is
+it moves the weight by 1/√K of what η allows a dense one, in spectral norm (`core_rates`). The smaller side of a core is
 made of ranks, so orthogonalizing cores costs less than orthogonalizing dense weights.
 
 Source: Jordan et al. 2024 (Muon), Liu et al. 2025 (arXiv:2502.16982) for the scale; for low-rank factors Spectron
@@ -26,7 +26,7 @@ from comera.errors import ConfigError
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim.adamw import AdamW
 from comera.optim.core_matrices import as_matrices, from_matrices
-from comera.optim.core_rates import Reach, adam_reach, muon_reach
+from comera.optim.core_rates import ADAM, MUON, Reach
 from comera.optim.param_groups import groups_for
 from comera.tt.spec import TTMSpec
 
@@ -86,7 +86,7 @@ class Muon(AdamW):
         matrices = orthogonal_parameters(model, exclude)
 
         def reach_of(train: TensorTrain) -> Reach:
-            return muon_reach if matrices.issuperset(train.cores) else adam_reach
+            return MUON if matrices.issuperset(train.cores) else ADAM
 
         groups = groups_for(model, reach_of, lr, rates, core_lr, table_lr, rank_lr, weight_decay)
         split = [
@@ -128,7 +128,7 @@ class Muon(AdamW):
             found += [self._as_matrices(p, direction) for p, direction in zip(params, directions, strict=True)]
         signs = orthogonalized(found)
         for p, rate, sign in zip(moved, rates, signs, strict=True):
-            p.add_(self._from_matrices(p, sign), alpha=-rate * muon_reach(*sign.shape[-2:]))
+            p.add_(self._from_matrices(p, sign), alpha=-rate * MUON.step(*sign.shape[-2:]))
 
     def _moment(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

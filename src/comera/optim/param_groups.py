@@ -9,7 +9,7 @@ from torch import nn
 
 from comera.errors import ConfigError
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.optim.core_rates import Reach, adam_reach, core_rates
+from comera.optim.core_rates import ADAM, Reach, core_rates
 from comera.tt.spec import TTMSpec
 
 _NAMES = ("cores", "tables", "ranks", "dense", "dense_no_decay")
@@ -86,7 +86,7 @@ def param_groups(
 
     Source: docs/method.md §9.
     """
-    return groups_for(model, lambda train: adam_reach, lr, rates, core_lr, table_lr, rank_lr, weight_decay)
+    return groups_for(model, lambda train: ADAM, lr, rates, core_lr, table_lr, rank_lr, weight_decay)
 
 
 def groups_for(

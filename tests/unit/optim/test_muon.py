@@ -1,6 +1,7 @@
 """Muon: orthogonalized momentum for dense weights and cores, AdamW for the rest."""
 
 from copy import deepcopy
+from math import sqrt
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from comera.errors import ConfigError
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim import AdamW, Muon
 from comera.optim.core_matrices import as_matrices, from_matrices
-from comera.optim.core_rates import adam_reach, core_rates, muon_reach
+from comera.optim.core_rates import ADAM, MUON, core_rates
 from comera.optim.muon import orthogonalized
 from comera.rank.prune import prune_
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
@@ -111,7 +112,7 @@ def test_a_step_moves_the_weight_no_further_than_a_dense_one(spec: Spec) -> None
             self.tt = TensorTrain(spec, init_std=0.1, generator=torch.Generator().manual_seed(0))
 
     model, lr = Held(), 1e-3
-    rates = core_rates(model.tt, muon_reach)
+    rates = core_rates(model.tt, MUON)
     assert rates is not None
     optimizer = Muon(model, lr=lr)
     before = model.tt.dense().detach().double()
@@ -119,13 +120,28 @@ def test_a_step_moves_the_weight_no_further_than_a_dense_one(spec: Spec) -> None
         core.grad = drawn(*core.shape, seed=k).float()
     optimizer.step()
     moved = torch.linalg.matrix_norm(model.tt.dense().detach().double() - before, 2)
-    allowed = lr * muon_reach(*spec.shape)
+    allowed = lr * MUON.step(*spec.shape)
     assert 0 < moved < 1.3 * allowed  # singular values of the iteration reach 1.2
     for group in optimizer.param_groups:
         if group["orthogonal"]:
             (core,) = group["params"]
             (k,) = (k for k, each in enumerate(model.tt.cores) if each is core)
             assert group["lr"] == pytest.approx(lr * rates[k])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_step_of_one_core_takes_its_share_of_a_dense_one(spec: Spec) -> None:
+    allowed = 1e-3 * MUON.step(*spec.shape) / sqrt(spec.order)
+    for k in range(spec.order):
+        holder = nn.Module()
+        holder.tt = TensorTrain(spec, init_std=0.1, generator=torch.Generator().manual_seed(0))
+        before = holder.tt.dense().detach().double()
+        optimizer = Muon(holder, lr=1e-3)
+        core = holder.tt.cores[k]
+        core.grad = drawn(*core.shape, seed=k).float()
+        optimizer.step()
+        moved = torch.linalg.matrix_norm(holder.tt.dense().detach().double() - before, 2)
+        assert 0 < moved < 1.25 * allowed  # singular values of the iteration reach 1.2
 
 
 @pytest.mark.parametrize("form", [None, *FORMATS], ids=str)
@@ -135,7 +151,7 @@ def test_it_learns_and_leaves_tables_and_excluded_layers_to_adamw(form: comera.B
     losses = train(model, optimizer, 40)
     assert losses[-1] < 0.3 * losses[0]
     rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    for name, reach in (("1.tt", muon_reach), ("3.tt", adam_reach)) if form else ():
+    for name, reach in (("1.tt", MUON), ("3.tt", ADAM)) if form else ():
         tensor_train = dict(named_trains(network(form)))[name]
         for core, multiple in zip(model.get_submodule(name).cores, core_rates(tensor_train, reach), strict=True):
             assert rates[core] == pytest.approx(2e-2 * multiple)

@@ -60,7 +60,7 @@ _SMALL = replace(_TRAIN, steps=2500, batch_size=8)  # with four blocks of 128 to
 
 def _by_method(train: TrainConfig) -> dict[Method, TrainConfig]:
     """Muon where the recipe chooses the optimizer, at a rate that was tuned (docs/log.md); AdamW's rate elsewhere."""
-    muon = replace(train, optimizer="muon", lr=1.6e-2)
+    muon = replace(train, optimizer="muon", lr=1e-2)
     return {**rates_by_method(train, train), "comera": muon, "dense": muon, "narrow": muon}
 
 
