@@ -49,8 +49,8 @@ from comera.trainer.processes import open_accelerator
 KEY = ("case", "ratio", "lr", "seed")
 CASES = {
     "dense": None,
-    "btt": CompressConfig(format="btt"),
-    "tt": CompressConfig(format="tt", order=4),
+    "btt": CompressConfig(format="btt", embedding_order=3),
+    "tt": CompressConfig(format="tt", order=4, embedding_order=3),
     "low-rank": CompressConfig(format="tt", order=2, embedding_order=2),
     "magnitude": None,
 }

@@ -26,6 +26,7 @@ from comera.baselines import LINEAR_METHODS, BaselineConfig, Method, Narrow
 from comera.cli import options
 from comera.cli.main import main
 from comera.errors import ComeraError, ConfigError, ConversionError
+from comera.nn.tensor_train import named_trains
 from comera.recipes.classify import recipe as classify
 from comera.recipes.classify.data import ClassifyDataConfig
 from comera.recipes.classify.model import CompressConfig, EncoderConfig, outside
@@ -193,6 +194,23 @@ def test_any_encoder_trains_leaves_and_is_read_back_with_its_labels(
 def test_a_size_that_cannot_be_says_what_can(config: ClassifyConfig) -> None:
     with pytest.raises(ConversionError, match=r"smaller at most.*lower compress\.ratio, or take compress\.format tt"):
         task_of(replace(config, compress=CompressConfig(ratio=50.0)))
+
+
+def test_decomposed_weights_get_two_factors_by_default(config: ClassifyConfig, tmp_path: Path) -> None:
+    source = replace(classify.preset().model, checkpoint=str(checkpoint(tmp_path / "bert", vocab_size=8192)))
+    trained = replace(config, preset="small", model=source)
+
+    def specs(config: ClassifyConfig) -> set[tuple[str, int]]:
+        trains = [train for _, train in named_trains(task_of(config).model)]
+        return {(type(train.spec).__name__, train.spec.order) for train in trains}
+
+    assert specs(trained) == {("TTSpec", 2), ("TTMSpec", 2)}
+    for own in ({"init": "random"}, {"format": "btt", "embedding_order": 3}):
+        assert specs(replace(trained, compress=CompressConfig(ratio=1.5, **own))) == {("BTTSpec", 2), ("TTMSpec", 3)}
+    assert specs(config) == {("BTTSpec", 2), ("TTMSpec", 3)}
+    # a run's model is rebuilt in the same formats, to load its weights
+    built, _ = classify.build_model(trained, task_of(trained).model.config)
+    assert {train.spec.order for _, train in named_trains(built)} == {2}
 
 
 def test_head_positions_and_segments_stay_dense(config: ClassifyConfig) -> None:

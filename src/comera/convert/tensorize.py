@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from comera.convert.config import TensorizeConfig
+from comera.convert.config import TT, TTM, TensorizeConfig
 from comera.convert.ratio import check_size, fit_groups
 from comera.convert.registry import converters
 from comera.convert.report import TensorizeReport
@@ -49,7 +49,8 @@ def tensorize_(
             XLNet's attention), or layers of a type registered with `register_converter`; convolutions with
             `TensorizeConfig(conv=...)`, and the matrices of experts with `TensorizeConfig(experts=...)`.
         config: formats by kind of layer and by name; see `TensorizeConfig`. By default block tensor trains for linear
-            layers and TT-matrices for tables, with the ranks that `ratio` asks for.
+            layers and TT-matrices for tables, with the ranks that `ratio` asks for. With init="decompose" all have two
+            cores instead, `TT(order=2)` and `TTM(order=2)`: they keep most of trained weights (docs/results.md).
         ratio: how many times smaller the whole model becomes, parameters that stay dense included; more only by what
             ranks, being integers, leave over. Every layer gets the same share of its own full rank. The formats then
             have no ranks of their own.
@@ -83,7 +84,8 @@ def tensorize_(
         (706048, 16880)
     """
     check_size(config, ratio)
-    config = config or TensorizeConfig()
+    if config is None:
+        config = TensorizeConfig(TT(order=2), TTM(order=2)) if init == "decompose" else TensorizeConfig()
     config = config if init is None else replace(config, init=init)
     if type(model) in converters():
         raise ConversionError(

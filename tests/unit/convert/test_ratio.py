@@ -18,6 +18,7 @@ from comera.nn.size import model_size
 from comera.nn.tensor_train import named_trains
 from comera.tt.format import spec_size
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
 
 FORMATS = {
     "default": None,
@@ -152,11 +153,19 @@ def test_a_decomposition_to_a_ratio_keeps_the_largest_singular_values_of_all_blo
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     with torch.no_grad():
         model[0].weight[:, 32:] *= 1e-6  # the later input blocks matter less
-    tensorize_(model, ratio=2.2, init="decompose")
+    tensorize_(model, TensorizeConfig(BTT()), ratio=2.2, init="decompose")
     spec = model[0].spec
     assert isinstance(model[0], BTTLinear)
     first, last = spec.rows_of_ranks[0], spec.rows_of_ranks[-1]
     assert min(first) > max(last)
+
+
+def test_a_trained_model_is_decomposed_into_two_factors_by_default() -> None:
+    trained, fresh = Net(), Net()
+    tensorize_(trained, ratio=3, init="decompose")
+    tensorize_(fresh, ratio=3)
+    assert {(type(train.spec), train.spec.order) for _, train in named_trains(trained)} == {(TTSpec, 2), (TTMSpec, 2)}
+    assert BTTSpec in {type(train.spec) for _, train in named_trains(fresh)}
 
 
 def test_the_size_must_be_given_once() -> None:

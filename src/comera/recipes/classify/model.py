@@ -59,15 +59,15 @@ class CompressConfig:
 
     ratio: float | None = 5.0
     """How many times smaller the whole model becomes, at the start; none with ranks."""
-    format: Literal["btt", "tt"] = "btt"
+    format: Literal["btt", "tt"] | None = None
     """Format of linear layers. btt, a block tensor train, learns most for what it costs; tt, a tensor train, goes to
-    much smaller sizes."""
-    order: int = 4
-    """Cores in the tensor train of a linear layer; tt only."""
+    much smaller sizes. Default: btt; tt for decomposed weights, of which two factors keep most."""
+    order: int | None = None
+    """Cores in the tensor train of a linear layer; tt only. Default: 4, 2 for decomposed weights."""
     rank: int | None = None
     """Initial rank of linear layers, in place of a ratio."""
-    embedding_order: int = 3
-    """Cores in the TT-matrix of the token embedding."""
+    embedding_order: int | None = None
+    """Cores in the TT-matrix of the token embedding. Default: 3, 2 for decomposed weights."""
     embedding_rank: int | None = None
     """Initial TT-rank of the token embedding, in place of a ratio."""
     init: Literal["random", "decompose"] | None = None
@@ -78,7 +78,7 @@ class CompressConfig:
         ranks = (self.rank, self.embedding_rank)
         checks = {
             "ratio": (self.ratio is None or 1 < self.ratio < float("inf"), "a number > 1, or none with ranks"),
-            "format": (self.format in ("btt", "tt"), "btt or tt"),
+            "format": (self.format in (None, "btt", "tt"), "btt or tt"),
             "init": (self.init in (None, "random", "decompose"), "random or decompose"),
         }
         check_fields(self, "compress.", checks)
@@ -89,11 +89,16 @@ class CompressConfig:
             )
         self.tensorize(())  # refuses what no layer can have
 
-    def tensorize(self, kept: tuple[str, ...]) -> TensorizeConfig:
-        """The conversion; kept: names of the layers that stay dense."""
-        linear = BTT(rank=self.rank) if self.format == "btt" else TT(order=self.order, rank=self.rank)
-        table = TTM(order=self.embedding_order, rank=self.embedding_rank)
-        return TensorizeConfig(linear=linear, embedding=table, overrides=dict.fromkeys(kept))
+    def tensorize(self, kept: tuple[str, ...], trained: bool = False) -> TensorizeConfig:
+        """The conversion; kept: names of the layers that stay dense; trained: the weights are those of a checkpoint."""
+        init = self.init or ("decompose" if trained else "random")
+        blocks, order, table_order = (False, 2, 2) if init == "decompose" else (True, 4, 3)
+        blocks = blocks if self.format is None else self.format == "btt"
+        order = order if self.order is None else self.order
+        table_order = table_order if self.embedding_order is None else self.embedding_order
+        linear = BTT(rank=self.rank) if blocks else TT(order=order, rank=self.rank)
+        table = TTM(order=table_order, rank=self.embedding_rank)
+        return TensorizeConfig(linear=linear, embedding=table, overrides=dict.fromkeys(kept), init=init)
 
 
 def labels_of(names: tuple[str, ...]) -> dict[str, Any]:
@@ -184,19 +189,28 @@ def outside(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def convert_(
-    model: PreTrainedModel, method: Method, compress: CompressConfig, baselines: BaselineConfig, init: str
+    model: PreTrainedModel,
+    method: Method,
+    compress: CompressConfig,
+    baselines: BaselineConfig,
+    *,
+    trained: bool,
+    empty: bool = False,
 ) -> Conversion:
-    """Convert a dense model in place, as the method does; returns the report of that. init: of the cores, "random" or
-    "decompose"."""
+    """Convert a dense model in place, as the method does; returns the report of that. trained: its weights are those
+    of a checkpoint; empty: they are not there yet, as before a run's own are loaded, so that nothing is decomposed."""
     if method == "narrow":
         return None
     kept = outside(model)
-    formats = replace(compress.tensorize(kept), init=init)  # type: ignore[arg-type]
+    formats = compress.tensorize(kept, trained)
+    formats = replace(formats, init="random") if empty else formats
     if method == "comera" and compress.ratio is not None:
         try:
             return tensorize_(model, formats, ratio=compress.ratio)
         except ConversionError as error:
-            raise ConversionError(f"{error}: lower compress.ratio, or take compress.format tt") from None
+            raise ConversionError(
+                f"{error}: lower compress.ratio, or take compress.format tt with compress.order 4"
+            ) from None
     return apply_method_(model, method, formats, baselines, skip=kept)
 
 

@@ -144,7 +144,8 @@ def build_model(config: ClassifyConfig, about: PretrainedConfig) -> tuple[PreTra
     report of that."""
     torch.manual_seed(config.train.seed)
     model = fresh_model(about, config.model.option)
-    return model, convert_(model, config.method, config.compress, config.baselines, "random")
+    trained = config.model.checkpoint is not None
+    return model, convert_(model, config.method, config.compress, config.baselines, trained=trained, empty=True)
 
 
 def narrow_width(config: ClassifyConfig, vocab_size: int, labels: tuple[str, ...]) -> int:
@@ -184,8 +185,7 @@ class ClassifyTask(ClassificationTask):
         else:
             torch.manual_seed(config.train.seed)
             model, self.begun = trained_model(config.model.checkpoint, about)
-            init = config.compress.init or "decompose"
-            report = convert_(model, config.method, config.compress, config.baselines, init)
+            report = convert_(model, config.method, config.compress, config.baselines, trained=True)
         longest = longest_text(model)
         if longest is not None:
             check_length("data.max_length", config.data.max_length, longest)
