@@ -13,10 +13,10 @@ import torch
 from transformers import BertForMaskedLM
 
 from comera.baselines import COMMON_METHODS, Method
-from comera.errors import ConfigError, DataError
+from comera.errors import ConfigError, DataError, SpecError
 from comera.fusion import merge_cache
 from comera.nn.embedding import TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import named_trains
 from comera.recipes.code_lm import recipe as code_lm
 from comera.recipes.code_lm.data import Batch, CodeData, CodeDataConfig, prepare
@@ -73,6 +73,19 @@ def test_every_kind_of_head_trains_all_parameters(
     kinds: dict[str, type] = {"share": TTMProjection, "untie": TTLinear, "dense": torch.nn.Linear}
     assert type(model.cls.predictions.decoder) is kinds[head]
     assert report is not None
+    _assert_all_are_trained(model, data)
+
+
+def test_block_tensor_trains_take_the_place_of_tensor_trains(config: CodeLMConfig, data: CodeData) -> None:
+    formats = replace(RANKS, format="btt", rank=3, blocks=(2, 2), head_rank=2)
+    model, _ = build_model(replace(config, compress=formats), data.vocab_size)
+    linears = [model.bert.encoder.layer[0].intermediate.dense, model.cls.predictions.decoder]
+    assert [str(layer.spec).split(" rank ")[1] for layer in linears] == ["3", "2"]
+    assert all(type(layer) is BTTLinear and layer.spec.blocks == (2, 2) for layer in linears)
+    _assert_all_are_trained(model, data)
+
+
+def _assert_all_are_trained(model: torch.nn.Module, data: CodeData) -> None:
     masked_loss(model, data.train_batch(0, 4, seed=0)).backward()
     without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
     assert without <= {f"bert.encoder.layer.{i}.attention.self.key.bias" for i in range(2)}  # softmax cancels them
@@ -212,6 +225,10 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
         ModelConfig(layers=0)
     with pytest.raises(ConfigError, match=r"model\.dropout must be in \[0, 1\)"):
         ModelConfig(dropout=1.0)
+    with pytest.raises(ConfigError, match=r"compress\.format must be tt or btt, got 'cp'"):
+        CompressConfig(format="cp")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"BTT needs rank to be an integer >= 0 or None, got \(4, 4\)"):
+        CompressConfig(format="btt", rank=(4, 4))
     with pytest.raises(ConfigError, match=r"data\.block_size \(600\) must not be above model\.max_positions \(512\)"):
         CodeLMConfig(data=CodeDataConfig(block_size=600))
     with pytest.raises(

@@ -2,12 +2,12 @@
 and learned positions; its sizes and its formats."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from transformers import BertConfig
 
 from comera.baselines.narrow import nearest_heads
-from comera.convert import TT, TTM
+from comera.convert import BTT, TT, TTM
 from comera.errors import ConfigError, check_fields
 
 
@@ -59,19 +59,34 @@ class ModelConfig:
 class BertFormats:
     """Formats of the compressed layers; only the method comera uses them."""
 
+    format: Literal["tt", "btt"] = "tt"
+    """Format of linear layers: tt, a tensor train, as published, or btt, a block tensor train."""
     order: int = 6
-    """Cores in the tensor train of a linear layer."""
+    """Cores in the tensor train of a linear layer; tt only."""
     rank: int | tuple[int, ...] = 30
-    """Initial TT-rank of linear layers: one value, clipped where the modes allow less, or one per inner rank."""
+    """Initial rank of linear layers: one value, clipped where the modes or blocks allow less, or for tt one per inner
+    rank."""
+    blocks: tuple[int, int] | None = None
+    """Input and output blocks of linear layers; btt only. None: about the square roots of the features."""
     embedding_order: int = 4
     """Cores in the TT-matrix of the token embedding."""
     embedding_rank: int | tuple[int, ...] = 30
     """Initial TT-rank of the token embedding."""
 
+    def __post_init__(self) -> None:
+        check_fields(self, "compress.", {"format": (self.format in ("tt", "btt"), "tt or btt")})
+        self.linear, self.embedding  # noqa: B018  # refuses what no layer can have
+
     @property
-    def linear(self) -> TT:
+    def linear(self) -> TT | BTT:
         """The format of linear layers."""
-        return TT(order=self.order, rank=self.rank)
+        return self.linear_of(self.rank)
+
+    def linear_of(self, rank: int | tuple[int, ...]) -> TT | BTT:
+        """The format of linear layers, at another rank."""
+        if self.format == "tt":
+            return TT(order=self.order, rank=rank)
+        return BTT(rank=rank, blocks=self.blocks)  # type: ignore[arg-type]  # which refuses several ranks
 
     @property
     def embedding(self) -> TTM:

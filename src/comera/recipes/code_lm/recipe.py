@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
 from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, check_method, rates_by_method
-from comera.convert import TT, TTM, TensorizeConfig
+from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import check_fields
 from comera.rank.objective import LateStage
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
@@ -47,16 +47,16 @@ class CompressConfig(BertFormats):
     embedding_rank: int | tuple[int, ...] = 32
     """Initial TT-rank of the token embedding."""
     head: Literal["share", "untie", "dense"] = "untie"
-    """Output head: share the embedding's cores, untie it as a tensor train of its own, or as a dense weight."""
+    """Output head: share the embedding's cores, untie it in the format of linear layers, or as a dense weight."""
     head_rank: int | tuple[int, ...] = 64
-    """Initial TT-rank of an untied output head."""
+    """Initial rank of an untied output head."""
 
     def tensorize(self) -> TensorizeConfig:
         """The conversion; position and segment tables stay dense, as published."""
-        overrides: dict[str, TT | TTM | None] = {"*.position_embeddings": None, "*.token_type_embeddings": None}
+        overrides: dict[str, TT | BTT | TTM | None] = {"*.position_embeddings": None, "*.token_type_embeddings": None}
         if self.head != "share":
-            own = TT(order=self.order, rank=self.head_rank)
-            overrides["cls.predictions.decoder"] = own if self.head == "untie" else None
+            own = self.linear_of(self.head_rank) if self.head == "untie" else None
+            overrides["cls.predictions.decoder"] = own
         return TensorizeConfig(
             linear=self.linear,
             embedding=self.embedding,
