@@ -2,14 +2,14 @@
 
 The recipe `comera train code-lm --preset codebert-small`, masked language modelling of Python functions and their
 docstrings: 4 encoders, 256 wide, 8,192 tokens, sequences of 128. Every case gets the same wall-clock time, to which the
-schedule of its rates is stretched, the same rates to choose from at that length, fused kernels and AdamW. The loss is
-that of 128 held-out batches, in nats per masked token; they choose the rate, too. The cases in phases go on to half of
-their compressed layers' size from about the middle on.
+schedule of its rates is stretched, the same rates to choose from at that length, fused kernels and the same optimizer.
+The loss is that of 128 held-out batches, in nats per masked token; they choose the rate, too. The cases in phases go on
+to half of their compressed layers' size from about the middle on.
 
     python benchmarks/codebert_small.py --rates 5e-4 1e-3 2e-3      seed 0, every case at every rate
     python benchmarks/codebert_small.py --seeds 3                   the best rate found, further seeds
     python benchmarks/codebert_small.py figure                      docs/codebert.png, of what is measured
-    options: --cases NAMES, --seconds 300, --jobs N, --cache FOLDER, --again
+    options: --optimizer adamw (or muon), --cases NAMES, --seconds 300, --jobs N, --cache FOLDER, --again
 
 Runs share the machine: with OMP_NUM_THREADS=1 and --jobs 2 on two cores, as measured, each has a core of its own.
 Rows are written one by one to results/codebert_small.csv; runs that it holds are not repeated without --again.
@@ -32,7 +32,7 @@ from comera.rank.objective import LateStage
 from comera.recipes.code_lm import recipe as code_lm
 
 NAME = "codebert_small"
-KEY = ("case", "seconds", "lr", "seed")
+KEY = ("case", "optimizer", "seconds", "lr", "seed")
 WIDTH = 256
 NARROWER = (192, 128, 96)
 EVERY, BATCHES = 400, 128  # steps between points of the curve; held-out batches of each
@@ -60,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", default="runs", choices=("runs", "figure", "one"))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
     parser.add_argument("--rates", nargs="+", type=float, help="default: the best rate measured")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--seeds", type=int, default=1)
@@ -96,9 +97,9 @@ def configuration(case: Case, **train: Any) -> code_lm.CodeLMConfig:
     return replace(config, model=config.model.narrowed(case.width), compress=formats, train=settings)
 
 
-def run(cache: str | None, case: str, seconds: float, lr: float, seed: int) -> dict[str, Any]:
+def run(cache: str | None, case: str, optimizer: str, seconds: float, lr: float, seed: int) -> dict[str, Any]:
     """Train in this process, a fresh one; the figures of the run, and its curve as SECONDS:LOSS."""
-    config = configuration(CASES[case], max_seconds=seconds, lr=lr, seed=seed)
+    config = configuration(CASES[case], optimizer=optimizer, max_seconds=seconds, lr=lr, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         summary = code_lm.run(replace(config, data=replace(config.data, cache=cache), out=folder))
         lines = (json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines())
@@ -119,37 +120,44 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     seconds = f"{options.seconds:g}"
     commands = {}
     for name in options.cases:
-        for lr in options.rates or [best_rate(name, seconds)]:
+        for lr in options.rates or [best_rate(name, options.optimizer, seconds)]:
             for seed in range(options.seeds):
-                place = (name, seconds, f"{lr:g}", str(seed))
+                place = (name, options.optimizer, seconds, f"{lr:g}", str(seed))
                 if place not in done or options.again:
-                    of_run = {"case": name, "seconds": options.seconds, "lr": lr, "seed": seed}
+                    of_run: dict[str, Any] = {
+                        "case": name,
+                        "optimizer": options.optimizer,
+                        "seconds": options.seconds,
+                        "lr": lr,
+                        "seed": seed,
+                    }
                     cache = ["--cache", options.cache] if options.cache else []
                     commands[place] = [__file__, "one", *cache, "--run", json.dumps(of_run)]
     for place, figures in run_children(commands, options.jobs):
         yield {**dict(zip(KEY, place, strict=True)), **figures, **about()}
 
 
-def best_rate(name: str, seconds: str) -> float:
+def best_rate(name: str, optimizer: str, seconds: str) -> float:
     """The rate at which seed 0 of a case ended lowest."""
-    rows = [row for row in measured(NAME) if (row["case"], row["seconds"], row["seed"]) == (name, seconds, "0")]
+    place = {"case": name, "optimizer": optimizer, "seconds": seconds, "seed": "0"}
+    rows = [row for row in measured(NAME) if place.items() <= row.items()]
     if not rows:
-        raise SystemExit(f"{name} has no run of {seconds} seconds yet: give --rates")
+        raise SystemExit(f"{name} has no run of {seconds} seconds with {optimizer} yet: give --rates")
     return float(min(rows, key=lambda row: float(row["loss"]))["lr"])
 
 
 def summary(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     """Each case at its best rate, the lowest loss first; above_best: nats per masked token, of the means."""
     lines = []
-    for name, seconds in sorted({(row["case"], row["seconds"]) for row in rows}):
-        own = [row for row in rows if (row["case"], row["seconds"]) == (name, seconds)]
+    key = KEY[:3]
+    for place in sorted({tuple(row[name] for name in key) for row in rows}):
+        own = [row for row in rows if tuple(row[name] for name in key) == place]
         rates = sorted({float(row["lr"]) for row in own})
         best = min((row for row in own if row["seed"] == "0"), key=lambda row: float(row["loss"]))
         seeds = [float(row["loss"]) for row in own if row["lr"] == best["lr"]]
         lines.append(
             {
-                "case": name,
-                "seconds": seconds,
+                **dict(zip(key, place, strict=True)),
                 "loss": f"{sum(seeds) / len(seeds):.3f}",
                 "spread": f"{(max(seeds) - min(seeds)) / 2:.3f}" if len(seeds) > 1 else "",
                 "seeds": str(len(seeds)),
@@ -173,7 +181,7 @@ def draw() -> None:
         if rows:
             row = min(rows, key=lambda row: float(row["loss"]))
             points = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
-            label = f"{name}, {int(row['parameters']) / 1e6:.2f} million parameters"
+            label = f"{name}, {row['optimizer']}, {int(row['parameters']) / 1e6:.2f} million parameters"
             axes.plot(*zip(*points, strict=True), "--" if name.startswith("dense") else "-", label=label)
     axes.set(xlabel="seconds on one core", ylabel="held-out loss, nats per masked token")
     axes.legend(frameon=False)
