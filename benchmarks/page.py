@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import codebert_small
 import decompose
 import dlrm_tables
 import sst2
@@ -67,6 +68,11 @@ _SECTIONS = {
         "CodeBERT at full size",
         "A step of a few sequences of 512 tokens; `added_mb`: beyond an interpreter with its libraries.",
     ),
+    "codebert_small": (
+        "CodeBERT in small",
+        "Four encoders, 256 wide, masked tokens of Python functions; `seconds` of training on one core for each, in "
+        "nats per masked token; `lr`: the best of those tried, at that length; `step_ms` with another run beside it.",
+    ),
     "busy": (
         "A step beside another program",
         "Dense and compressed with GOMP_SPINCOUNT as in `spin_count`; `kept`: the ratio, of that on the idle machine.",
@@ -117,6 +123,7 @@ _SECTIONS = {
 def main() -> None:
     tables = {name: measured(name) for name in _SECTIONS}
     tables["dlrm_tables"] = dlrm_tables.summary(tables["dlrm_tables"])
+    tables["codebert_small"] = codebert_small.summary(tables["codebert_small"])
     tables["sst2"] = sst2.summary(tables["sst2"], measured("sst2_speed"))
     tables["decompose"] = decompose.summary(tables["decompose"])
     goals = list(_goals(tables))

@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import BertForMaskedLM
 
-from comera.baselines import COMMON_METHODS, Method
+from comera.baselines import LINEAR_METHODS, Method
+from comera.cli.options import saved_config
 from comera.errors import ConfigError, DataError, SpecError
+from comera.export.runs import export_run
 from comera.fusion import merge_cache
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
@@ -27,7 +29,10 @@ from comera.recipes.code_lm.recipe import (
     ModelConfig,
     build_model,
     masked_loss,
+    step_flops,
 )
+from comera.recipes.trained import open_trained
+from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
@@ -144,7 +149,7 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: CodeLMConfig, d
         assert task.tokens(came) == 4 * 32
 
 
-@pytest.mark.parametrize("method", COMMON_METHODS)
+@pytest.mark.parametrize("method", LINEAR_METHODS)
 def test_a_run_leaves_its_folder_and_resumes_to_its_summary(config: CodeLMConfig, method: Method) -> None:
     config = replace(config, method=method)
     summary = code_lm.run(config)
@@ -152,8 +157,29 @@ def test_a_run_leaves_its_folder_and_resumes_to_its_summary(config: CodeLMConfig
     assert summary.held_out_loss is not None
     rows = _rows(config.folder)
     assert [row["step"] for row in rows if row["kind"] == "eval"] == [2, 4]
-    assert bool(json.loads((config.folder / "layers.json").read_text())) == (method != "dense")
+    assert bool(json.loads((config.folder / "layers.json").read_text())) == (method not in ("dense", "narrow"))
     assert code_lm.run(config, resume=True) == summary
+
+
+@pytest.mark.parametrize("form", ["files", "functions"])
+def test_a_narrow_model_costs_as_much_as_the_compressed_one(config: CodeLMConfig, form: Any) -> None:
+    wide = replace(config.model, hidden=128, heads=4, ffn=512)
+    config = replace(config, model=wide, data=replace(config.data, form=form))
+    width = build_model(replace(config, method="narrow"), 400)[0].config.hidden_size
+
+    def flops(width: int) -> int:
+        return step_flops(replace(config, method="dense", model=wide.narrowed(width)), 400)
+
+    assert flops(width) <= step_flops(config, 400) < flops(width + 8)
+
+
+def test_a_narrow_run_leaves_with_the_width_that_it_began_with(config: CodeLMConfig, tmp_path: Path) -> None:
+    config = replace(config, method="narrow", model=replace(config.model, hidden=128, heads=4, ffn=512))
+    code_lm.run(config)
+    trained = open_trained(config.folder, saved_config)
+    assert export_run(trained, "safetensors", tmp_path / "dense", dense=True).difference < 1e-4
+    stored = BertForMaskedLM.from_pretrained(tmp_path / "dense").config.hidden_size
+    assert f'"baselines.narrow.hidden": {stored},' in (find_checkpoint(config.folder) / "trainer.json").read_text()
 
 
 def test_recomputing_changes_no_loss_and_the_merge_runs(config: CodeLMConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +227,7 @@ def test_a_run_does_not_resume_on_other_data_or_another_model(config: CodeLMConf
 
 def test_estimate_shows_all_methods_without_computing(config: CodeLMConfig) -> None:
     estimates = code_lm.estimate(code_lm.preset(preset="base"))
-    assert set(estimates) == set(COMMON_METHODS)
+    assert set(estimates) == set(LINEAR_METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 30
     assert estimates["dense"].flops / estimates["comera"].flops > 3
     model, _ = build_model(replace(config, method="dense"), config.data.vocab_size)
@@ -211,7 +237,7 @@ def test_estimate_shows_all_methods_without_computing(config: CodeLMConfig) -> N
 
 @pytest.mark.parametrize("preset", code_lm.PRESETS)
 def test_presets_differ_by_method_in_learning_rates_alone(preset: code_lm.Preset) -> None:
-    comera, *others = [code_lm.preset(method, preset).train for method in COMMON_METHODS]
+    comera, *others = [code_lm.preset(method, preset).train for method in LINEAR_METHODS]
     rates = {"lr": 1.0, "core_lr": None, "rank_lr": None}
     assert (comera.lr != others[0].lr) == (preset == "base")
     for other in others:

@@ -28,7 +28,6 @@ from comera.recipes.lm.recipe import (
     LMConfig,
     LMTask,
     build_model,
-    narrow_width,
     next_token_loss,
     step_flops,
     token_losses,
@@ -223,7 +222,8 @@ def test_a_narrow_model_costs_as_much_as_the_compressed_one_and_a_wider_one_more
     one = replace(TINY, layers=1)
     for model in (replace(one, hidden=128, kv_heads=2, ffn=320), replace(one, family="gpt2")):
         each = replace(config, model=model, compress=replace(RANKS, rank=8))
-        limit, width = step_flops(each, 400), narrow_width(each, 400)
+        limit = step_flops(each, 400)
+        width = build_model(replace(each, method="narrow"), 400)[0].config.hidden_size
 
         def flops(width: int, each: LMConfig = each) -> int:
             return step_flops(replace(each, method="dense", model=each.model.narrowed(width)), 400)
@@ -242,7 +242,7 @@ def test_a_narrow_run_says_its_width_keeps_it_and_has_a_ratio(
 ) -> None:
     config = replace(config, method="narrow", model=replace(TINY, kv_heads=2))
     summary = lm.run(config)
-    width = narrow_width(config, 400)
+    width = build_model(config, 400)[0].config.hidden_size
     assert f"narrow: dense and {width} wide instead of 64" in capsys.readouterr().err
     assert summary.ratio is not None
     assert summary.ratio > 1

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import BertForSequenceClassification
 
-from comera.baselines import COMMON_METHODS, Method
+from comera.baselines import LINEAR_METHODS, BaselineConfig, Method, Narrow
 from comera.cli import options
+from comera.cli.options import saved_config
 from comera.errors import ConfigError, DataError
+from comera.export.runs import export_run
+from comera.files import write_sums
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes import stages
 from comera.recipes.bert import ModelConfig
@@ -24,8 +28,10 @@ from comera.recipes.classify.task import example_loss, scores
 from comera.recipes.examples import ExampleBatch
 from comera.recipes.mnli import recipe as mnli
 from comera.recipes.mnli.data import MNLIDataConfig, prepare
-from comera.recipes.mnli.recipe import CompressConfig, MNLIConfig, MNLITask, build_model
+from comera.recipes.mnli.recipe import CompressConfig, MNLIConfig, MNLITask, build_model, step_flops
 from comera.recipes.stages import runs
+from comera.recipes.trained import open_trained
+from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.metrics import Summary
 
@@ -161,7 +167,7 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: MNLIConfig, dat
     assert task.steps_per_epoch == 3  # eight batches, three a step
 
 
-@pytest.mark.parametrize("method", COMMON_METHODS)
+@pytest.mark.parametrize("method", LINEAR_METHODS)
 def test_two_steps(config: MNLIConfig, data: PreparedExamples, method: Method) -> None:
     config = replace(config, method=method, late_targets=(), train=replace(config.train, steps=2))
     summary = mnli.run(config)
@@ -172,6 +178,45 @@ def test_two_steps(config: MNLIConfig, data: PreparedExamples, method: Method) -
     (folder,) = runs(config).values()
     assert folder == (config.folder / "early" if method == "comera" else config.folder)
     assert mnli.run(config, resume=True) == summary
+
+
+def test_a_narrow_model_costs_as_much_as_the_compressed_one_keeps_its_width_and_leaves(
+    config: MNLIConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = replace(config.model, hidden=128, heads=4, ffn=512)
+    config = replace(config, method="narrow", model=wide, train=replace(config.train, steps=2))
+    summary = mnli.run(config)
+    trained = open_trained(config.folder, saved_config)
+    width = trained.model.config.hidden_size
+    assert f"narrow: dense and {width} wide instead of 128" in capsys.readouterr().err
+    assert 8 < width < 128
+    vocab_size = trained.model.config.vocab_size
+
+    def flops(width: int) -> int:
+        return step_flops(replace(config, method="dense", model=wide.narrowed(width)), vocab_size)
+
+    assert flops(width) <= step_flops(replace(config, method="comera"), vocab_size) < flops(width + 8)
+    assert summary.ratio is not None
+    assert summary.ratio > 1
+    assert export_run(trained, "safetensors", tmp_path / "dense", dense=True).difference < 1e-4
+    assert BertForSequenceClassification.from_pretrained(tmp_path / "dense").config.hidden_size == width
+    (config.folder / "summary.json").unlink()
+    with pytest.raises(ConfigError, match=rf"baselines\.narrow\.hidden: expected {width}, got 8"):
+        mnli.run(replace(config, baselines=BaselineConfig(narrow=Narrow(hidden=8))), resume=True)
+
+
+def test_a_run_from_before_formats_had_names_resumes(config: MNLIConfig) -> None:
+    config = replace(config, late_targets=(), train=replace(config.train, steps=2))
+    summary = mnli.run(config)
+    folder = runs(config)["early"]
+    file = find_checkpoint(folder) / "trainer.json"
+    stored = json.loads(file.read_text())
+    for name in ("format", "blocks"):
+        del stored["identity"][f"compress.{name}"]
+    file.write_text(json.dumps(stored))
+    write_sums(file.parent)
+    (folder / "summary.json").unlink()
+    assert mnli.run(config, resume=True).held_out_loss == summary.held_out_loss
 
 
 def test_late_stages_start_from_the_early_one_and_meet_their_targets(config: MNLIConfig) -> None:
@@ -277,7 +322,7 @@ def test_training_learns_to_answer(config: MNLIConfig, capsys: pytest.CaptureFix
 
 def test_estimate_shows_all_methods_without_data(config: MNLIConfig) -> None:
     estimates = mnli.estimate(replace(mnli.preset(preset="tuned"), data=MNLIDataConfig(path="on/the-hub")))
-    assert set(estimates) == set(COMMON_METHODS)
+    assert set(estimates) == set(LINEAR_METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 40
     assert estimates["dense"].flops / estimates["comera"].flops > 3
     model, _ = build_model(

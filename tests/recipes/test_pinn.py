@@ -25,7 +25,7 @@ from comera.recipes.pinn.config import (
     ZerothOrderConfig,
 )
 from comera.recipes.pinn.model import CompressConfig, ModelConfig
-from comera.recipes.pinn.recipe import METRIC, PinnTask, build_model, draw, narrow_width, residual_loss, step_loss
+from comera.recipes.pinn.recipe import METRIC, PinnTask, build_model, draw, residual_loss, step_loss
 from comera.recipes.trained import open_trained
 from comera.report import inspect, render
 from comera.report.run import read_run
@@ -176,7 +176,7 @@ def test_estimate_shows_all_methods_without_computing(config: PinnConfig, ways: 
     estimates = pinn.estimate(wide)
     assert list(estimates) == ["comera", "dense", "narrow"]
     assert estimates["narrow"].flops <= estimates["comera"].flops < estimates["dense"].flops
-    assert 8 <= narrow_width(wide) < 128
+    assert 8 <= build_model(replace(wide, method="narrow"))[0].head.in_features < 128
 
 
 def test_without_a_backward_memory_does_not_grow_with_the_layers(config: PinnConfig) -> None:

@@ -31,8 +31,8 @@ TABLE_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method
 LINEAR_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method not in TABLES)
 """The others: they compress linear layers, or train the dense ones; CoMERA compresses tables, too."""
 COMMON_METHODS: tuple[Method, ...] = tuple(method for method in LINEAR_METHODS if method != "narrow")
-"""Those that all recipes with linear layers have; narrow needs one that builds its model in any width, and can tell
-what a step costs."""
+"""Those that any model with linear layers can have; narrow needs one that is built in any width, and what a step of it
+costs."""
 BASELINES: tuple[Method, ...] = tuple(method for method in LINEAR_METHODS if method not in ("comera", "dense"))
 """Those that have settings of their own, in `BaselineConfig`."""
 
@@ -104,7 +104,7 @@ def check_method(method: str, known: Sequence[Method] = COMMON_METHODS) -> None:
     if method not in known:
         raise ConfigError(
             f"method {method} needs a recipe that offers it, this one has {', '.join(known)}: take one of these, or "
-            f"the recipe {'dlrm' if method in TABLE_METHODS else 'lm or classify'}, which has it"
+            f"the recipe {'dlrm' if method in TABLE_METHODS else 'lm'}, which has it"
         )
     if method in BASELINES and (package := BaselineConfig()[method].package):
         package.check()

@@ -38,9 +38,12 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
 def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a stored configuration or identity, which an earlier version may have written, by present names.
 
-    Versions that stored a whole configuration without `rates` had flat ones, and without `optimizer` AdamW.
+    Versions that stored a whole configuration without `rates` had flat ones, and without `optimizer` AdamW; those that
+    stored a recipe's formats without their name had tensor trains.
     """
     before: dict[str, Any] = {"rates": "flat", "optimizer": "adamw"} if set(stored) >= _ALWAYS else {}
+    if "compress.embedding_order" in stored:
+        before["compress.format"] = "tt"
     stored = dict(stored)
     if stored.pop("tensorboard", False):  # a switch of its own
         before["trackers"] = ["tensorboard"]

@@ -287,7 +287,7 @@ def test_estimate_shows_the_parts_for_all_methods(tiny: list[str], capsys: pytes
     head, _, *rows = capsys.readouterr().out.splitlines()
     for part in ("weights", "gradients", "optimizer", "activations", "total", "GFLOPs"):
         assert part in head
-    assert [row.split()[0] for row in rows] == ["dense", "comera", "galore", "lte", "cola", "tensorly"]
+    assert [row.split()[0] for row in rows] == ["dense", "comera", "galore", "lte", "cola", "tensorly", "narrow"]
 
 
 @pytest.mark.usefixtures("no_report")

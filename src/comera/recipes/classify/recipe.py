@@ -20,10 +20,10 @@ from comera.baselines import (
     Method,
     check_method,
     rates_by_method,
-    widest,
 )
 from comera.errors import ConfigError, check_fields
 from comera.rank.objective import EarlyStage
+from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, transformers_architecture
 from comera.recipes.classify.data import ClassifyDataConfig, find_tokenizer, prepare
 from comera.recipes.classify.model import (
@@ -133,10 +133,13 @@ def preset(method: Method = "comera", preset: Preset = "small") -> ClassifyConfi
 
 def build_dense(config: ClassifyConfig, vocab_size: int, pad: int, labels: tuple[str, ...]) -> PretrainedConfig:
     """The configuration of the dense model; of the method narrow, of its narrower one."""
-    if config.method == "narrow":
-        hidden = narrow_width(config, vocab_size, labels)
-        config = replace(config, model=config.model.narrowed(hidden))
-    return dense_config(config.model, vocab_size, pad, labels)
+
+    def flops(own: ClassifyConfig) -> int:
+        with torch.device("meta"):
+            built, _ = build_model(own, dense_config(own.model, vocab_size, pad, labels))
+            return estimate_step(built, _meta_loss(own, built)).flops
+
+    return dense_config(narrow.sizes(config, flops), vocab_size, pad, labels)
 
 
 def build_model(config: ClassifyConfig, about: PretrainedConfig) -> tuple[PreTrainedModel, Conversion]:
@@ -146,22 +149,6 @@ def build_model(config: ClassifyConfig, about: PretrainedConfig) -> tuple[PreTra
     model = fresh_model(about, config.model.option)
     trained = config.model.checkpoint is not None
     return model, convert_(model, config.method, config.compress, config.baselines, trained=trained, empty=True)
-
-
-def narrow_width(config: ClassifyConfig, vocab_size: int, labels: tuple[str, ...]) -> int:
-    """The width of the method narrow: as set by hand, or the widest whose training step needs no more FLOPs than that
-    of the compressed model, on the same batch."""
-    if config.baselines.narrow.hidden is not None:
-        return config.baselines.narrow.hidden
-
-    def flops(method: Method, model: EncoderConfig) -> int:
-        with torch.device("meta"):
-            about = dense_config(model, vocab_size, 0, labels)
-            built, _ = build_model(replace(config, method=method, model=model), about)
-            return estimate_step(built, _meta_loss(config, built)).flops
-
-    limit = flops("comera", config.model)
-    return widest(limit, lambda width: flops("dense", config.model.narrowed(width)))
 
 
 def _meta_loss(config: ClassifyConfig, model: PreTrainedModel) -> Callable[[], Tensor]:
@@ -178,7 +165,6 @@ class ClassifyTask(ClassificationTask):
 
     def __init__(self, config: ClassifyConfig, data: PreparedExamples, first: int = 0) -> None:
         about = build_dense(config, data.vocab_size, data.tokenizer.pad, data.label_names)
-        self.width: int | None = getattr(about, "hidden_size", None)
         self.begun: list[str] = []
         if config.model.checkpoint is None:
             model, report = build_model(config, about)
@@ -190,10 +176,8 @@ class ClassifyTask(ClassificationTask):
         if longest is not None:
             check_length("data.max_length", config.data.max_length, longest)
         super().__init__(config, data, model, report, first)
-        if config.method == "narrow":
-            with torch.device("meta"):
-                whole = fresh_model(dense_config(config.model, data.vocab_size, data.tokenizer.pad, data.label_names))
-            self.dense_total = sum(p.numel() for p in whole.parameters())
+        dense = partial(dense_config, config.model, data.vocab_size, data.tokenizer.pad, data.label_names)
+        narrow.note(self, getattr(about, "hidden_size", None), lambda: fresh_model(dense()))
         self.files = {**data.tokenizer.files(config.data.max_length, *self.reads.inputs), **config_files(about)}
 
 
@@ -224,10 +208,7 @@ def _about(task: ClassifyTask) -> list[str]:
     if config.model.checkpoint:
         begun = ", ".join(task.begun) or "nothing"
         lines.append(f"weights of {config.model.checkpoint}; not in it, begun anew: {begun}")
-    if config.method == "narrow":
-        width = task.width
-        lines.append(f"narrow: dense and {width} wide instead of {config.model.hidden}")
-    return lines
+    return lines + narrow.about(task)
 
 
 def estimate(config: ClassifyConfig) -> dict[str, MemoryEstimate]:

@@ -16,10 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
-from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, check_method, rates_by_method
+from comera.baselines import (
+    LINEAR_METHODS,
+    BaselineConfig,
+    Conversion,
+    Method,
+    apply_method_,
+    check_method,
+    rates_by_method,
+)
 from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import check_fields
 from comera.rank.objective import LateStage
+from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.bert import BertFormats, ModelConfig
 from comera.recipes.code_lm.config import CodeDataConfig
@@ -33,6 +42,7 @@ from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate
+from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary
 
 NAME = "code-lm"
@@ -120,7 +130,8 @@ class CodeLMConfig:
     """Pre-training of a BERT-style transformer on source code."""
 
     method: Method = "comera"
-    """comera: compressed, with adaptive ranks; dense: the uncompressed model; the others: baselines for comparison."""
+    """comera: compressed, with adaptive ranks; dense: the uncompressed model; narrow: a dense model of fewer channels
+    that costs as much as the compressed one; the others: baselines for comparison."""
     preset: Preset = "base"
     """Where the defaults come from. small: four narrow encoders, about ten minutes on two CPU cores; base: the six
     encoders of the published results; codebert: CodeBERT's twelve encoders, its vocabulary size, length and schedule,
@@ -140,7 +151,7 @@ class CodeLMConfig:
     """Length, optimizer, rank adaptation and outputs."""
 
     def __post_init__(self) -> None:
-        check_method(self.method)
+        check_method(self.method, LINEAR_METHODS)
         check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
         check_length("data.block_size", self.data.block_size, self.model.max_positions)
 
@@ -179,11 +190,30 @@ def build_model(
     special: Special = Special(),  # noqa: B008
 ) -> tuple[BertForMaskedLM, Conversion]:
     """A stock BertForMaskedLM, seeded by train.seed and converted by the method, and the report of that."""
+    sizes = narrow.sizes(config, partial(step_flops, vocab_size=vocab_size))
     torch.manual_seed(config.train.seed)
     tokens = {"bos_token_id": special.start, "pad_token_id": special.pad, "eos_token_id": special.end}
     tokens["type_vocab_size"] = 1
-    model = BertForMaskedLM(config.model.bert(vocab_size, **tokens))
+    model = BertForMaskedLM(sizes.bert(vocab_size, **tokens))
+    if config.method == "narrow":
+        return model, None
     return model, apply_method_(model, config.method, config.compress.tensorize(), config.baselines)
+
+
+def step_flops(config: CodeLMConfig, vocab_size: int) -> int:
+    """FLOPs of a training step, forward and backward, counted on the meta device."""
+    with torch.device("meta"):
+        model, _ = build_model(config, vocab_size)
+        return estimate_step(model, partial(masked_loss, model, _meta_batch(config))).flops
+
+
+def _meta_batch(config: CodeLMConfig) -> Batch | PaddedBatch:
+    rows, width = config.train.batch_size, config.data.block_size
+    masked = masked_at_most(config.data.mask_share, rows * width)
+    ids, *others = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
+    if config.data.form == "files":
+        return Batch(ids, *others)
+    return PaddedBatch(ids, torch.empty(rows, width, dtype=torch.bool), *others)
 
 
 def masked_loss(model: Any, batch: Batch | PaddedBatch) -> Tensor:
@@ -221,6 +251,8 @@ class CodeLMTask(RecipeTask):
         if data.special != Special():
             settings[_SPECIAL] = list(data.special)
         super().__init__(config, data, model, report, **settings, **config.baselines.identity(config.method))
+        dense = replace(config, method="dense")
+        narrow.note(self, model.config.hidden_size, lambda: build_model(dense, data.vocab_size, data.special)[0])
         self.files = data.files(config.model.max_positions)
         if isinstance(data, FunctionData):
             self.steps_per_epoch = self.epoch_length()
@@ -250,6 +282,8 @@ def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
     reached = frequency_loss(config, data)
     log(main, NAME, f"held-out loss from token frequencies alone: {reached:.4f}")
     task = CodeLMTask(config, data)
+    for line in narrow.about(task):
+        log(main, NAME, line)
     task.references = {"loss": {"token frequencies alone": reached}}
     return fit(task, config.train, config.folder, resume=resume, resolved=resolved(config))
 
@@ -262,26 +296,18 @@ def runs(config: CodeLMConfig) -> dict[str, Path]:
 def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step for every installed method, on the meta device: nothing is allocated or
     computed."""
-    rows, width = config.train.batch_size, config.data.block_size
-    masked = masked_at_most(config.data.mask_share, rows * width)
-
-    def batch() -> Batch | PaddedBatch:
-        ids, *others = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
-        if config.data.form == "files":
-            return Batch(ids, *others)
-        return PaddedBatch(ids, torch.empty(rows, width, dtype=torch.bool), *others)
 
     def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
         model, report = build_model(replace(config, method=method), config.data.vocab_size)
-        return model, report, partial(masked_loss, model, batch())
+        return model, report, partial(masked_loss, model, _meta_batch(config))
 
-    return estimates_by_method(build, config.train)
+    return estimates_by_method(build, config.train, LINEAR_METHODS)
 
 
 def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     vocab_size = stored_rows(checkpoint, "bert.embeddings.word_embeddings")
-    special = Special(*identity.get(_SPECIAL, ()))
+    special, config = Special(*identity.get(_SPECIAL, ())), narrow.as_begun(config, identity)
     return transformers_architecture(
         BertForMaskedLM,
         lambda: build_model(config, vocab_size, special)[0],

@@ -23,9 +23,9 @@ from comera.baselines import (
     apply_method_,
     check_method,
     rates_by_method,
-    widest,
 )
 from comera.errors import ConfigError, check_fields
+from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.interface import Architecture
 from comera.recipes.lm.data import Batch, LMData, LMDataConfig, prepare
@@ -44,7 +44,6 @@ NAME = "lm"
 Preset = Literal["small", "base"]
 METRIC = "nats_per_byte"
 _WITHOUT_LINEAR: tuple[Method, ...] = ("comera", "dense", "narrow")  # methods for models whose layers are no nn.Linear
-_WIDTH = "baselines.narrow.hidden"
 
 _TRAIN = TrainConfig(
     steps=10_000,
@@ -123,26 +122,12 @@ def preset(method: Method = "comera", preset: Preset = "small") -> LMConfig:
 
 def build_model(config: LMConfig, vocab_size: int, separator: int = 0) -> tuple[PreTrainedModel, Conversion]:
     """A stock model of transformers, seeded by train.seed and converted by the method, and the report of that."""
-    narrow = config.method == "narrow"
-    sizes = config.model.narrowed(narrow_width(config, vocab_size)) if narrow else config.model
+    sizes = narrow.sizes(config, partial(step_flops, vocab_size=vocab_size))
     torch.manual_seed(config.train.seed)
     model = dense_model(sizes, vocab_size, config.context, separator)
-    if narrow:
+    if config.method == "narrow":
         return model, None
     return model, apply_method_(model, config.method, config.compress.tensorize(config.model.family), config.baselines)
-
-
-def narrow_width(config: LMConfig, vocab_size: int) -> int:
-    """The width of the method narrow: as set by hand, or the widest whose training step needs no more FLOPs than that
-    of the compressed model, on the same batch."""
-    if config.baselines.narrow.hidden is not None:
-        return config.baselines.narrow.hidden
-    limit = step_flops(replace(config, method="comera"), vocab_size)
-
-    def flops(width: int) -> int:
-        return step_flops(replace(config, method="dense", model=config.model.narrowed(width)), vocab_size)
-
-    return widest(limit, flops)
 
 
 def step_flops(config: LMConfig, vocab_size: int) -> int:
@@ -180,14 +165,9 @@ class LMTask(RecipeTask):
     def __init__(self, config: LMConfig, data: LMData) -> None:
         model, report = build_model(config, data.vocab_size, data.separator)
         identity = {"data.block_size": config.data.block_size, "data.separator": data.separator}
-        identity |= config.baselines.identity(config.method)
-        if config.method == "narrow":
-            identity[_WIDTH] = model.config.hidden_size
-        super().__init__(config, data, model, report, **identity)
-        if config.method == "narrow":
-            with torch.device("meta"):
-                whole = dense_model(config.model, data.vocab_size, config.context, data.separator)
-            self.dense_total = sum(p.numel() for p in whole.parameters())
+        super().__init__(config, data, model, report, **identity, **config.baselines.identity(config.method))
+        dense = replace(config, method="dense")
+        narrow.note(self, model.config.hidden_size, lambda: build_model(dense, data.vocab_size, data.separator)[0])
         self.files = run_files(data.tokenizer, data.separator, config.context)
         self.references = {METRIC: data.ngram_losses(config.train.batch_size, config.train.eval_batches)}
 
@@ -219,9 +199,8 @@ def run(config: LMConfig, *, resume: bool = False) -> Summary:
     task = LMTask(config, data)
     reached = ", ".join(f"{name} {loss:.4f}" for name, loss in task.references[METRIC].items())
     log(main, NAME, f"held-out nats per byte from frequencies alone: {reached}")
-    if config.method == "narrow":
-        width = task.identity[_WIDTH]
-        log(main, NAME, f"narrow: dense and {width} wide instead of {config.model.hidden}")
+    for line in narrow.about(task):
+        log(main, NAME, line)
     return fit(task, config.train, config.folder, resume=resume, resolved=resolved(config))
 
 
@@ -247,9 +226,7 @@ def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path
     """How to rebuild the model of a run."""
     embedding = "transformer.wte" if config.model.family == "gpt2" else "model.embed_tokens"
     vocab_size, separator = stored_rows(checkpoint, embedding), int(identity["data.separator"])
-    if config.method == "narrow":  # as chosen when the run started
-        narrow = replace(config.baselines.narrow, hidden=identity[_WIDTH])
-        config = replace(config, baselines=replace(config.baselines, narrow=narrow))
+    config = narrow.as_begun(config, identity)
     return transformers_architecture(
         CLASSES[config.model.family],
         lambda: build_model(config, vocab_size, separator)[0],

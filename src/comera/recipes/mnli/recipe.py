@@ -13,10 +13,19 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
-from comera.baselines import BaselineConfig, Conversion, Method, apply_method_, check_method, rates_by_method
+from comera.baselines import (
+    LINEAR_METHODS,
+    BaselineConfig,
+    Conversion,
+    Method,
+    apply_method_,
+    check_method,
+    rates_by_method,
+)
 from comera.convert import TensorizeConfig
 from comera.errors import check_fields
 from comera.rank.objective import EarlyStage, LateStage
+from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.bert import BertFormats, ModelConfig
 from comera.recipes.classify.prepared import PreparedExamples
@@ -32,6 +41,7 @@ from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.recipes.tokenizers import parse_vocabulary
 from comera.trainer.config import TrainConfig
 from comera.trainer.memory import MemoryEstimate
+from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary
 
 NAME = "mnli"
@@ -92,8 +102,8 @@ class MNLIConfig:
     """Natural-language inference: does one sentence follow from another, contradict it, or neither."""
 
     method: Method = "comera"
-    """comera: compressed, in an early stage and late ones; dense: the uncompressed model, for comparison; the others:
-    further baselines."""
+    """comera: compressed, in an early stage and late ones; dense: the uncompressed model, for comparison; narrow: a
+    dense model of fewer channels that costs as much as the compressed one; the others: further baselines."""
     preset: Preset = "tuned"
     """Where the defaults come from. published: the paper's learning rates and pruning; tuned: the same rates, ranks
     pruned by sensitivity; short: six encoders on 20,000 pairs, an evening on a CPU; small: two small encoders on the
@@ -118,7 +128,7 @@ class MNLIConfig:
     If late stages follow, the early stage holds its learning rates after the warm-up; they decay in the late stages."""
 
     def __post_init__(self) -> None:
-        check_method(self.method)
+        check_method(self.method, LINEAR_METHODS)
         check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
         check_stages(self)
         check_length("data.max_length", self.data.max_length, self.model.max_positions)
@@ -146,11 +156,25 @@ def build_model(
 ) -> tuple[BertForSequenceClassification, Conversion]:
     """A stock BertForSequenceClassification, seeded by train.seed and converted by the method, and the report of that;
     the classifier stays dense. labels: their names."""
+    sizes = narrow.sizes(config, partial(step_flops, vocab_size=vocab_size))
     torch.manual_seed(config.train.seed)
     names = {"id2label": dict(enumerate(labels)), "label2id": {name: k for k, name in enumerate(labels)}}
-    model = BertForSequenceClassification(config.model.bert(vocab_size, type_vocab_size=2, **names))
+    model = BertForSequenceClassification(sizes.bert(vocab_size, type_vocab_size=2, **names))
+    if config.method == "narrow":
+        return model, None
     formats = config.compress.tensorize(vocab_size, config.model.hidden)
     return model, apply_method_(model, config.method, formats, config.baselines, skip=("classifier",))
+
+
+def step_flops(config: MNLIConfig, vocab_size: int) -> int:
+    """FLOPs of a training step on pairs of maximum length, forward and backward, counted on the meta device."""
+    with torch.device("meta"):
+        model, _ = build_model(config, vocab_size)
+        return estimate_step(model, _meta_loss(config, model)).flops
+
+
+def _meta_loss(config: MNLIConfig, model: nn.Module) -> Callable[[], Tensor]:
+    return partial(example_loss, model, meta_batch(config.train.batch_size, config.data.max_length))
 
 
 class MNLITask(ClassificationTask):
@@ -163,6 +187,8 @@ class MNLITask(ClassificationTask):
         model, report = build_model(config, data.vocab_size, data.label_names)
         settings = {_LABELS: list(data.label_names)} if data.label_names != LABELS else {}
         super().__init__(config, data, model, report, first, **settings)
+        dense = replace(config, method="dense")
+        narrow.note(self, model.config.hidden_size, lambda: build_model(dense, data.vocab_size, data.label_names)[0])
         self.files = data.tokenizer.files(config.data.max_length)
 
 
@@ -175,7 +201,15 @@ def run(config: MNLIConfig, *, resume: bool = False) -> Summary:
         refuse_existing(config)
     data = prepare(config.data, quiet=not main)
     log(main, NAME, _about(data))
-    return fit_stages(config, partial(MNLITask, config, data), resume=resume, finish=write_results)
+
+    def task(first: int) -> MNLITask:
+        made = MNLITask(config, data, first)
+        if first == 0:
+            for line in narrow.about(made):
+                log(main, NAME, line)
+        return made
+
+    return fit_stages(config, task, resume=resume, finish=write_results)
 
 
 def _about(data: PreparedExamples) -> str:
@@ -192,19 +226,19 @@ def _about(data: PreparedExamples) -> str:
 def estimate(config: MNLIConfig) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step on pairs of maximum length for every installed method, on the meta device:
     nothing is allocated or computed, and only the vocabulary is read."""
-    rows, width, vocab_size = config.train.batch_size, config.data.max_length, _vocab_size(config.data)
+    vocab_size = _vocab_size(config.data)
 
     def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
         model, report = build_model(replace(config, method=method), vocab_size)
-        return model, report, partial(example_loss, model, meta_batch(rows, width))
+        return model, report, _meta_loss(config, model)
 
-    return estimates_by_method(build, config.train)
+    return estimates_by_method(build, config.train, LINEAR_METHODS)
 
 
 def architecture(config: MNLIConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     vocab_size = stored_rows(checkpoint, "bert.embeddings.word_embeddings")
-    labels = identity.get(_LABELS, LABELS)
+    labels, config = identity.get(_LABELS, LABELS), narrow.as_begun(config, identity)
     ids_BT = example_ids(vocab_size, config.data.max_length)
     middle = ids_BT.shape[1] // 2
     segments_BT, mask_BT = torch.zeros_like(ids_BT), torch.ones_like(ids_BT)

@@ -12,7 +12,7 @@ compressed layers have one backward. Li et al. 2023 (arXiv:2307.08214) call it t
 
 B points, I inputs, H hidden width, R = I + 2 rows: value, a tangent for each input, Laplacian."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import sqrt
 from typing import Literal
@@ -45,6 +45,10 @@ class ModelConfig:
             "activation": (self.activation in ("sin", "tanh"), "one of sin, tanh"),
         }
         check_fields(self, "model.", checks)
+
+    def narrowed(self, hidden: int) -> "ModelConfig":
+        """The same depth, `hidden` wide."""
+        return replace(self, hidden=hidden)
 
 
 @dataclass(frozen=True)

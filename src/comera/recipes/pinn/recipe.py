@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from comera.baselines import Conversion, Method, widest
+from comera.baselines import Conversion, Method
 from comera.convert import tensorize_
 from comera.optim.zeroth_order import ZerothOrder
+from comera.recipes import narrow
 from comera.recipes.interface import Architecture
 from comera.recipes.pinn.config import METHODS, NAME, PRESETS, PinnConfig, preset
 from comera.recipes.pinn.derivatives import drawn_nodes, sparse_grid, stein_derivatives
@@ -33,7 +34,6 @@ from comera.trainer.task import Task
 __all__ = ["PRESETS", "PinnConfig", "PinnTask", "architecture", "estimate", "preset", "run", "runs"]
 
 METRIC = "relative_l2"
-_WIDTH = "baselines.narrow.hidden"
 _HELD_OUT_BATCHES, _HELD_OUT_POINTS = 16, 256
 _HELD_OUT = -1  # in place of a batch's number
 
@@ -99,26 +99,18 @@ def rows_of_loss(config: PinnConfig, batch: Batch) -> int:
 
 def build_model(config: PinnConfig) -> tuple[PINN, Conversion]:
     """The method's network, seeded by train.seed, and the report of its conversion."""
-    narrow = config.method == "narrow"
-    sizes = replace(config.model, hidden=narrow_width(config)) if narrow else config.model
+    sizes = narrow.sizes(config, _backward_flops)
     torch.manual_seed(config.train.seed)
     model = PINN(sizes, HJB(config.dimension))
     return model, tensorize_(model, config.compress.tensorize()) if config.method == "comera" else None
 
 
-def narrow_width(config: PinnConfig) -> int:
-    """The width of the method narrow: as set by hand, or the widest whose loss and backward need no more FLOPs than
-    those of the compressed network."""
-    if config.baselines.narrow.hidden is not None:
-        return config.baselines.narrow.hidden
-
-    def flops(method: Method, hidden: int) -> int:
-        own = replace(config, method=method, model=replace(config.model, hidden=hidden), gradients="backward")
-        with torch.device("meta"):
-            model, _ = build_model(own)
-            return estimate_step(model, _meta_loss(own, model)).flops
-
-    return widest(flops("comera", config.model.hidden), lambda width: flops("dense", width))
+def _backward_flops(config: PinnConfig) -> int:
+    """FLOPs of the loss and its backward, counted on the meta device."""
+    own = replace(config, gradients="backward")
+    with torch.device("meta"):
+        model, _ = build_model(own)
+        return estimate_step(model, _meta_loss(own, model)).flops
 
 
 def _meta_loss(config: PinnConfig, model: nn.Module) -> Callable[[], Tensor]:
@@ -143,11 +135,7 @@ class PinnTask(Task):
         groups = ("model", "compress", "stein", "zeroth_order")
         self.identity = {name: settings[name] for name in ("dimension", "derivatives", "gradients")}
         self.identity |= {f"{group}.{name}": value for group in groups for name, value in settings[group].items()}
-        if config.method == "narrow":
-            self.identity[_WIDTH] = self.model.head.in_features
-            with torch.device("meta"):
-                whole = PINN(config.model, HJB(config.dimension))
-            self.dense_total = sum(p.numel() for p in whole.parameters())
+        narrow.note(self, self.model.head.in_features, lambda: build_model(replace(config, method="dense"))[0])
         alone = HJB(config.dimension).points(_HELD_OUT_POINTS * _HELD_OUT_BATCHES, _generator(0, _HELD_OUT))
         self.held_out = alone.split(_HELD_OUT_POINTS)
         known = torch.cat([self.model.equation.exact(points) for points in self.held_out])
@@ -199,8 +187,8 @@ def run(config: PinnConfig, *, resume: bool = False) -> Summary:
     main, task = is_main(config.train), PinnTask(config)
     passes = task.tokens(task.train_batch(0, 0, 0, 1)) * config.train.accumulation
     log(main, NAME, f"{HJB(config.dimension).inputs} inputs; the first step takes {passes:,} forward passes")
-    if config.method == "narrow":
-        log(main, NAME, f"narrow: dense and {task.identity[_WIDTH]} wide instead of {config.model.hidden}")
+    for line in narrow.about(task):
+        log(main, NAME, line)
     return fit(task, config.train, config.folder, resume=resume, resolved=resolved(config))
 
 
@@ -222,9 +210,7 @@ def estimate(config: PinnConfig) -> dict[str, MemoryEstimate]:
 
 def architecture(config: PinnConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run: points (B, I) -> u (B,)."""
-    if config.method == "narrow":  # as chosen when the run started
-        narrow = replace(config.baselines.narrow, hidden=identity[_WIDTH])
-        config = replace(config, baselines=replace(config.baselines, narrow=narrow))
+    config = narrow.as_begun(config, identity)
     equation = HJB(config.dimension)
     return Architecture(
         build=lambda: build_model(config)[0],
