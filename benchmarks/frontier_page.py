@@ -71,8 +71,8 @@ What was found, in ten minutes of two cores on code, one seed each unless the ta
   tensor trains are 0.012 ahead of dense at 0.5 million parameters and 0.000 and 0.002 behind at 0.9 and 1.9; 0.1 was
   the goal. Earlier leads, of up to 0.094, were rates tuned over too few steps, which is worse for dense models than for
   block tensor trains ([log](log.md)). On code (dense at 0.004, block tensor trains at 0.008, one seed) 0.015 and 0.010
-  ahead at 0.5 and 0.9 million; at 1.9 dense is 0.02 ahead. With AdamW, after 320 steps, it was 0.05: a better optimizer
-  helps dense models more.
+  ahead at 0.5 and 0.9 million; at 1.9 dense is 0.02 ahead; the three seeds below have the rates of 320 steps. With
+  AdamW, after 320 and 400 steps, it was 0.05 and 0.10: a better optimizer and a longer run help dense models more.
 - **Against the same model dense** steps are 4 times faster and take an eighth of the memory
   ([benchmarks](benchmarks.md)): so where the width is given, by a model to be compatible with, compression pays.
 - **Equal peak memory**: no question of its own for models this small. Processes of dense 14 wide peaked at 882 to
