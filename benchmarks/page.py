@@ -24,6 +24,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 FIGURE = PAGE.with_suffix(".png")
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 _ABOUT = ("machine", "threads", "python", "torch", "commit")
+# results file -> the script and its part, where a script has several files
+_COMMANDS = {"projections": "projections.py losses", "projections_steps": "projections.py times"}
 # results file -> heading and how to read it
 _SECTIONS = {
     "step": (
@@ -218,7 +220,7 @@ def _table(name: str, rows: Rows) -> list[str]:
         f"|{'---|' * len(columns)}",
         *(f"| {' | '.join(row[column] for column in columns)} |" for row in rows),
         "",
-        f"`python benchmarks/{name}.py`; {'; '.join(abouts)}.",
+        f"`python benchmarks/{_COMMANDS.get(name, f'{name}.py')}`; {'; '.join(abouts)}.",
     ]
 
 
