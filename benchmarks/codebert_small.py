@@ -147,7 +147,7 @@ def best_rate(name: str, optimizer: str, seconds: str) -> float:
 
 
 def summary(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Each case at its best rate, the lowest loss first; above_best: nats per masked token, of the means."""
+    """Each case at its best rate, the lowest loss first; losses are means over the seeds."""
     lines = []
     key = KEY[:3]
     for place in sorted({tuple(row[name] for name in key) for row in rows}):

@@ -18,7 +18,7 @@ _FALLING = (
     "relative_l2",
 )  # metrics of which less is better, by the end of their name
 _TIE = 0.002  # of a value: less than this apart is neither ahead nor behind
-_UNEQUAL = 1.1  # training times that differ by more than this factor are mentioned
+_UNEQUAL = 1.1  # training times that differ by more than this factor are not the same: a budget ends with a whole step
 
 
 def of_run(run: RunData) -> str:
@@ -78,7 +78,8 @@ def of_comparison(runs: Mapping[str, RunData]) -> list[str]:
 
 
 def _ranking(runs: Mapping[str, RunData]) -> str:
-    """The order of the runs at the end of the shortest one, and where ours stand."""
+    """The order of the runs at the end of the shortest one, and where ours stand; those that end soon after that are
+    read at their own ends."""
     measured = ("loss", *next(iter(runs.values())).evals[-1].metrics)
     common = [name for name in measured if all(isfinite(run.evals[-1].value(name)) for run in runs.values())]
     judged = [run.judged_by for run in runs.values() if run.judged_by in common]
@@ -172,8 +173,11 @@ def _gap(name: str, leader: float, value: float) -> str:
 
 
 def _at(run: RunData, name: str, time: float) -> float | None:
-    """A held-out value at a time, on the line between the evaluations around it; None before the first one."""
+    """A held-out value at a time: the last one, if that is of about the same time, else the value on the line between
+    the evaluations around it; None before the first one."""
     times_of = [point.time for point in run.evals]
+    if times_of[-1] <= _UNEQUAL * time:
+        return run.evals[-1].value(name)
     if time < times_of[0]:
         return None
     return float(np.interp(time, times_of, [point.value(name) for point in run.evals]))

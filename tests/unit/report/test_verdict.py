@@ -55,6 +55,20 @@ def test_values_are_compared_at_the_end_of_the_shortest_run(tmp_path: Path) -> N
     assert "So the compressed" not in text
 
 
+def test_runs_that_end_a_step_late_are_compared_at_their_ends(tmp_path: Path) -> None:
+    """A budget of time ends with the step that passes it, which takes a dense model longer: nobody is left out."""
+    runs = {
+        "dense": judged(tmp_path / "dense", "dense", {15.6: 6.7}),
+        "narrow": judged(tmp_path / "narrow", "narrow", {15.0: 5.8}),
+        "comera": judged(tmp_path / "comera", "comera", {5.0: 9.9, 15.1: 5.6}),
+    }
+    ranking = of_comparison(runs)[0]
+    assert ranking == (
+        "After 15.0 s of training each, comera is ahead with a held-out loss of 5.60; narrow has 5.80 (3.6 % behind) "
+        "and dense has 6.70 (19.6 % behind)."
+    )
+
+
 def test_equal_values_are_level(tmp_path: Path) -> None:
     runs = {name: judged(tmp_path / name, name, {100.0: 3.0}) for name in ("dense", "comera")}
     assert of_comparison(runs)[0].endswith("dense and comera are level at a held-out loss of 3.00.")
