@@ -14,7 +14,7 @@ import decompose
 import dlrm_tables
 import sst2
 from common import measured
-from goals import AT_THE_ROOFLINE, GOALS, Rows, one
+from goals import AT_THE_ROOFLINE, GOALS, LIMITS, Rows, one
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
@@ -167,8 +167,12 @@ def _goals(tables: dict[str, Rows]) -> Iterator[Goal]:
 
 
 def _limit(what: str, tables: dict[str, Rows]) -> float | None:
-    """The figure at the roofline: the time of a side's step over the least that ours can take; None for other goals,
-    and for figures of another machine than that of the roofline."""
+    """The most that ours can reach: what LIMITS says, or the figure at the roofline, the time of a side's step over the
+    least that ours can take; None for other goals, and for figures of another machine than that of the roofline."""
+    if what in LIMITS:
+        results, figure = LIMITS[what]
+        with suppress(LookupError, ValueError):
+            return figure(tables[results])
     if what not in AT_THE_ROOFLINE:
         return None
     case, side, results = AT_THE_ROOFLINE[what]
