@@ -7,6 +7,7 @@ from collections.abc import Callable
 from comera.__main__ import SPIN_COUNT
 
 Rows = list[dict[str, str]]
+Tables = dict[str, Rows]  # by results file
 
 
 def one(column: str, **wanted: str) -> Callable[[Rows], float]:
@@ -51,6 +52,13 @@ GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         2,
         False,
         one("times_dense", case="batch 32", side="fused, bf16"),
+    ),
+    (
+        "step, Llama-style 12 × 768, 4 × 256: times dense",
+        "step",
+        5,
+        False,
+        one("times_dense", case="Llama-style, 4 × 256", side="fused"),
     ),
     (
         "memory with recomputation, of dense",
@@ -254,18 +262,44 @@ GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
     ),
 ]
 
-# goal -> the case of roofline.csv, the side of peers.csv whose step it compares with ours, and the goal's own file
-AT_THE_ROOFLINE = {
-    "step, batch 32 × 128, float32: times dense": ("batch 32", "dense", "step"),
-    "step, batch 1: times dense": ("batch 1", "dense", "step"),
-    "GaLore, batch 1: times our step": ("batch 1", "galore", "peers"),
-    "LTE, batch 32: times our step": ("batch 32", "lte", "peers"),
-    "tensorly-torch, batch 32: times our step": ("batch 32", "tensorly", "peers"),
-}
-# what, results file, the figure that ours cannot exceed, measured
-LIMITS: dict[str, tuple[str, Callable[[Rows], float]]] = {
-    "DLRM, D = 16: samples/s, times dense Adagrad": (
-        "dlrm",
-        one("value", figure="times faster than dense adagrad", method="without tables"),
-    ),
+
+def _dense_over_least(case: str) -> Callable[[Tables], float]:
+    """Dense's step over the least time that ours can take, both measured in one run; see roofline.py."""
+
+    def figure(tables: Tables) -> float:
+        _check_machine(tables, case, "step", "roofline")
+        return one("best_ratio", case=case, side="fused")(tables["roofline"])
+
+    return figure
+
+
+def _peer_over_least(case: str, side: str) -> Callable[[Tables], float]:
+    """The same for the step of another side, measured beside ours."""
+
+    def figure(tables: Tables) -> float:
+        _check_machine(tables, case, "peers", "roofline")
+        least_ms = one("least_ms", case=case, side="fused")(tables["roofline"])
+        return one("step_ms", case=case, side=side)(tables["peers"]) / least_ms
+
+    return figure
+
+
+def _check_machine(tables: Tables, case: str, *results: str) -> None:
+    """Raises LookupError if these results are of several machines."""
+    machines = {row["machine"] for name in results for row in tables[name] if row["case"] == case}
+    if len(machines) > 1:
+        raise LookupError(f"{case}: {' and '.join(results)} are of {' and '.join(machines)}")
+
+
+# what -> the most that ours can reach, measured
+LIMITS: dict[str, Callable[[Tables], float]] = {
+    "step, batch 32 × 128, float32: times dense": _dense_over_least("batch 32"),
+    "step, batch 1: times dense": _dense_over_least("batch 1"),
+    "step, Llama-style 12 × 768, 4 × 256: times dense": _dense_over_least("Llama-style, 4 × 256"),
+    "GaLore, batch 1: times our step": _peer_over_least("batch 1", "galore"),
+    "LTE, batch 32: times our step": _peer_over_least("batch 32", "lte"),
+    "tensorly-torch, batch 32: times our step": _peer_over_least("batch 32", "tensorly"),
+    "DLRM, D = 16: samples/s, times dense Adagrad": lambda tables: one(
+        "value", figure="times faster than dense adagrad", method="without tables"
+    )(tables["dlrm"]),
 }

@@ -14,7 +14,7 @@ import decompose
 import dlrm_tables
 import sst2
 from common import measured
-from goals import AT_THE_ROOFLINE, GOALS, LIMITS, Rows, one
+from goals import GOALS, LIMITS, Rows
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
@@ -136,7 +136,7 @@ def main() -> None:
         "Written by `python benchmarks/page.py` from `benchmarks/results/*.csv`; each script there reproduces its own",
         "file. Machines are shared and noisy: ratios are of medians, and sides alternate within one process.",
         "Limit: the figure if our step took only what its operations need at the machine's ceilings (`least_ms`,",
-        "below), where both are of one machine.",
+        "below), where both are of one machine; for DLRM, if its tables took no time.",
         "",
         "## Goals and figures",
         "",
@@ -167,20 +167,9 @@ def _goals(tables: dict[str, Rows]) -> Iterator[Goal]:
 
 
 def _limit(what: str, tables: dict[str, Rows]) -> float | None:
-    """The most that ours can reach: what LIMITS says, or the figure at the roofline, the time of a side's step over the
-    least that ours can take; None for other goals, and for figures of another machine than that of the roofline."""
-    if what in LIMITS:
-        results, figure = LIMITS[what]
-        with suppress(LookupError, ValueError):
-            return figure(tables[results])
-    if what not in AT_THE_ROOFLINE:
-        return None
-    case, side, results = AT_THE_ROOFLINE[what]
-    if len({row["machine"] for name in (results, "roofline") for row in tables[name] if row["case"] == case}) > 1:
-        return None
-    with suppress(LookupError, ValueError):
-        least_ms = one("least_ms", case=case, side="fused")(tables["roofline"])
-        return one("step_ms", case=case, side=side)(tables["peers"]) / least_ms
+    """The most that ours can reach; None where that is not known, or not for the machine of the figure."""
+    with suppress(KeyError, LookupError, ValueError):
+        return LIMITS[what](tables)
     return None
 
 

@@ -1,4 +1,4 @@
-"""How far a training step of the six-encoder transformer is from this machine's limits: its roofline.
+"""How far a training step is from this machine's limits: its roofline, for cases of step.py.
 
 Ceilings, measured: FLOP/s of a large float32 product, bytes/s of a copy that does not fit into the caches. Operations
 are counted below autograd over one whole step: FLOPs, and bytes of operands and results. An operation takes at least
@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 from common import about, in_turns, write
-from step import CASES, make_step
+from step import CASES, LLAMA, make_batch, make_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from comera.recipes.examples import ExampleBatch
-
-WANTED = ("batch 32", "batch 1")
+WANTED = ("batch 32", "batch 1", LLAMA)
 SIDES = ("dense", "fused")
 CACHE = 2**20  # bytes: operations on less are assumed to run in the caches
 
@@ -83,9 +81,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for name in WANTED:
-        batch_size, length, dropout, precision, _ = CASES[name]
-        ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
-        batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool), ids[:, 0] % 3)
+        batch_size, _, dropout, precision, _ = CASES[name]
+        batch = make_batch(name)
         steps = {side: make_step(side, batch, dropout, precision) for side in SIDES}
         flops_a_second, bytes_a_second = ceilings()
         seconds = {

@@ -1,12 +1,13 @@
-"""One training step of the six-encoder MNLI transformer: dense, compressed, compressed and fused.
+"""One training step of whole models: dense, compressed, compressed and fused.
 
-The recipe's model, the same batch and optimizer for all sides (`comera.optim.adamw.AdamW`, as fast on dense weights
-as torch's fused one); dense has the same fused kernels as the last side. Steps of the sides alternate in one process,
-and ratios are those of the medians. With one sample, where steps are short, each visit is four steps, and the first is
-not counted. Each case runs in its own process, because memory left behind by other models slows short steps down.
-`--compile` adds dense and fused under torch.compile (minutes of compilation on a CPU). Without bf16 arithmetic a dense
-bf16 step takes half a minute with one sample, so its first step is the one timed, and none is timed with 32; "fused,
-bf16" compares with dense in float32 there.
+The six-encoder MNLI transformer, and a Llama-style model (12 blocks, 768 wide, 8,192 tokens) with block tensor
+trains, the recipe's default. The recipes' models, the same batch and optimizer for all sides
+(`comera.optim.adamw.AdamW`, as fast on dense weights as torch's fused one); dense has the same fused kernels as the
+last side. Steps of the sides alternate in one process, and ratios are those of the medians. With one sample, where
+steps are short, each visit is four steps, and the first is not counted. Each case runs in its own process, because
+memory left behind by other models slows short steps down. `--compile` adds dense and fused under torch.compile
+(minutes of compilation on a CPU). Without bf16 arithmetic a dense bf16 step takes half a minute with one sample, so
+its first step is the one timed, and none is timed with 32; "fused, bf16" compares with dense in float32 there.
 
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
 """
@@ -19,16 +20,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from common import about, in_turns, update
+from torch import nn
 
+from comera.baselines import Method
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.classify.task import example_loss
 from comera.recipes.examples import ExampleBatch
+from comera.recipes.lm import recipe as lm
+from comera.recipes.lm.data import Batch
+from comera.recipes.lm.model import ModelConfig
 from comera.recipes.mnli.recipe import build_model, preset
 from comera.trainer.step import TrainStep
 
@@ -38,23 +44,45 @@ CASES = {
     "batch 32, no dropout": (32, 128, 0.0, "fp32", None),
     "batch 1": (1, 128, 0.1, "fp32", 9.0),
     "batch 1, bf16": (1, 128, 0.1, "bf16", 2.0),
+    "Llama-style, 4 × 256": (4, 256, 0.0, "fp32", 5.0),
 }
+LLAMA = "Llama-style, 4 × 256"
 SIDES = ("dense", "compressed", "fused")
 COMPILED = ("dense, compiled", "fused, compiled")
 
 
-def make_step(side: str, batch: ExampleBatch, dropout: float, precision: str) -> Callable[[], object]:
+def make_batch(name: str) -> ExampleBatch | Batch:
+    """Random tokens, and what is to be learned of them, of one case."""
+    batch_size, length, *_ = CASES[name]
+    words = 8192 if name == LLAMA else 30_000
+    ids = torch.randint(1000, words, (batch_size, length), generator=torch.Generator().manual_seed(0))
+    if name == LLAMA:
+        return Batch(ids, ids.roll(-1, 1), torch.full((batch_size,), length))
+    mask = torch.ones(batch_size, length, dtype=torch.bool)
+    return ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
+
+
+def make_step(side: str, batch: ExampleBatch | Batch, dropout: float, precision: str) -> Callable[[], object]:
     """A step of one side, on its own model."""
     torch.manual_seed(0)
     kind, *ways = side.split(", ")
-    config = preset("dense" if kind == "dense" else "comera", "tuned")
-    model, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
+    method: Method = "dense" if kind == "dense" else "comera"
+    model: nn.Module
+    loss: Callable[[Any, Any], torch.Tensor]
+    if isinstance(batch, ExampleBatch):
+        config = preset(method, "tuned")
+        model, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
+        loss = example_loss
+    else:
+        sizes = ModelConfig(hidden=768, layers=12, heads=12, dropout=dropout)
+        model, _ = lm.build_model(replace(lm.preset(method, "base"), model=sizes), 8192)
+        loss = lm.next_token_loss
     if kind != "compressed":
-        fuse_(model)
+        fuse_(model, keep_logits=isinstance(batch, ExampleBatch))
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
     mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"
     precision = "bf16" if "bf16" in ways else precision
-    step = TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode)
+    step = TrainStep(model.train(), loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode)
     return lambda: step([batch])
 
 
@@ -70,10 +98,8 @@ def main() -> None:
             subprocess.run([sys.executable, __file__, "--cases", name, *others], check=True)
         return
     (name,) = options.cases
-    batch_size, length, dropout, precision, goal = CASES[name]
-    ids = torch.randint(1000, 30_000, (batch_size, length), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(batch_size, length, dtype=torch.bool)
-    batch = ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
+    batch_size, _, dropout, precision, goal = CASES[name]
+    batch = make_batch(name)
     sides: tuple[str, ...] = (*SIDES, *COMPILED) if options.compile else SIDES
     if name == "batch 32":
         sides += ("fused, bf16",)
