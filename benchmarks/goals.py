@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 from comera.__main__ import SPIN_COUNT
@@ -26,6 +27,10 @@ def _least(column: str, **wanted: str) -> Callable[[Rows], float]:
 
 def _largest(column: str, **wanted: str) -> Callable[[Rows], float]:
     return lambda rows: max(float(row[column]) for row in _where(rows, wanted))
+
+
+def _mean(column: str, **wanted: str) -> Callable[[Rows], float]:
+    return lambda rows: statistics.mean(float(row[column]) for row in _where(rows, wanted))
 
 
 def _where(rows: Rows, wanted: dict[str, str]) -> Rows:
@@ -151,6 +156,20 @@ GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         lambda rows: one("dev", case="tt-20")(rows) / one("dev", case="dense-256")(rows),
     ),
     ("SST-2 from scratch, 20 times smaller: step, times dense", "sst2", 3, False, one("times_dense", case="tt-20")),
+    (
+        "MNLI from scratch on 41,379 pairs, late stage to 0.2: per cent right",
+        "mnli",
+        55,
+        False,
+        _mean("accuracy", case="comera", stage="late 0.2"),
+    ),
+    (
+        "MNLI from scratch on 41,379 pairs, late stage to 0.2: of narrow dense's",
+        "mnli",
+        1,
+        False,
+        lambda rows: _mean("accuracy", case="comera", stage="late 0.2")(rows) / _mean("accuracy", case="narrow")(rows),
+    ),
     (
         "lookup in 10 M × 64: times the plain one",
         "lookup",

@@ -99,6 +99,11 @@ def run(config: mnli.MNLIConfig, case: str, seed: int) -> Iterator[dict[str, Any
         }
 
 
+def summary(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The rows without their curves."""
+    return [{column: value for column, value in row.items() if column != "curve"} for row in rows]
+
+
 def draw() -> None:
     """Accuracy over minutes, one line for each stage of each run."""
     from matplotlib.figure import Figure  # only this part needs it
