@@ -28,10 +28,20 @@ static inline Vec load(const float* from) {
     return x;
 }
 static inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
-// The first `count` < W elements, zeros beyond them; memory beyond them is not touched.
+#if defined(__AVX__) && defined(__FMA__) && !defined(__AVX512F__)
+// All bits of the first `count` lanes.
+static inline __m256i first_lanes(long count) {
+    static const int32_t lanes[2 * W] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    return _mm256_loadu_si256((const __m256i*)(lanes + W - count));
+}
+#endif
+// The first `count` < W elements, zeros beyond them; memory beyond them is not touched. A copy of a length that is not
+// known to the compiler is a call and a trip through memory: 60 ms instead of 8 for 4,096 rows of 16 x 48 from rank 30.
 static inline Vec load_part(const float* from, long count) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_maskz_loadu_ps((__mmask16)((1 << count) - 1), from);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (Vec)_mm256_maskload_ps(from, first_lanes(count));
 #else
     Vec x{};
     std::memcpy(&x, from, count * sizeof(float));
@@ -41,6 +51,8 @@ static inline Vec load_part(const float* from, long count) {
 static inline void store_part(float* to, Vec x, long count) {
 #if defined(__AVX512F__)
     _mm512_mask_storeu_ps(to, (__mmask16)((1 << count) - 1), (__m512)x);
+#elif defined(__AVX__) && defined(__FMA__)
+    _mm256_maskstore_ps(to, first_lanes(count), (__m256)x);
 #else
     std::memcpy(to, &x, count * sizeof(float));
 #endif
