@@ -29,7 +29,7 @@ from comera.report.run import read_run
 NAME = "mnli"
 KEY = ("case", "seed", "stage")
 CASES = ("comera", "narrow")
-TARGETS = (0.8, 0.5, 0.2)
+TARGETS = (0.2, 0.5, 0.8)  # the smallest first: a run that is stopped early has it
 ALL = 41_379  # training pairs of the sample; more are not read
 FIGURE = Path(__file__).parents[1] / "docs" / "mnli.png"
 
