@@ -129,6 +129,11 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     return FuseReport(tuple(rows), cache.batched, dropouts, select.unavailable_reason(), enabled)
 
 
+def is_fused(model: nn.Module) -> bool:
+    """Whether `fuse_` has replaced a part of a model."""
+    return any(isinstance(value, Fused) for module in model.modules() for value in vars(module).values())
+
+
 def _swap_dropouts_(model: nn.Module, *, enabled: bool) -> int:
     """Let dropouts draw as wanted, under another class but as the same objects; returns how many there are."""
     before, after = (nn.Dropout, Dropout) if enabled else (Dropout, nn.Dropout)

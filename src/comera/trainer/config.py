@@ -119,7 +119,8 @@ class TrainConfig:
     """Where to train: auto uses the accelerator if there is one."""
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step runs: eager; compile: forward and loss under torch.compile; graph: whole steps as CUDA graphs, one for
-    each shape of batches. A mode that is not possible falls back to eager, and the run logs why."""
+    each shape of batches. A mode that is not possible, or known to be slower, falls back to eager, and the run logs
+    why."""
 
     fuse: bool = True
     """Fuse the blocks around compressed layers (comera.fuse_): MLPs, attention, residuals with dropout and norm."""

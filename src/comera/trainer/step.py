@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from comera.fp8 import FP8Report, fp8_
+from comera.fusion.fuse import is_fused
 from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
@@ -32,6 +33,13 @@ from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
 from comera.trainer.task import Batch
 
 Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+def _slower_compiled(model: nn.Module, device: torch.device) -> str:
+    """Why torch.compile would make steps slower; "" if nobody knows. It leaves all of our C++ kernels out."""
+    if device.type != "cpu" or not is_fused(model) or select.kernels_in_use(device) == "none":
+        return ""
+    return "the C++ kernels of a fused model are faster than what torch.compile makes; COMERA_KERNELS=none compiles"
 
 
 class StepResult(NamedTuple):
@@ -76,7 +84,8 @@ class TrainStep:
         average: mean of a flat tensor over all processes, which each step calls in all of them; None for one process.
         mode: "eager"; "compile": forward and loss under torch.compile; "graph": the whole step as a CUDA graph, one for
             each shape of the batches, with learning rates in float32 tensors on the device and no gradients left
-            behind. A mode that is not possible falls back to eager, and the property `mode` says why.
+            behind. A mode that is not possible, or known to be slower, falls back to eager, and the property `mode`
+            says why.
         recorder: captures the graphs. Default: CUDA.
 
     Example:
@@ -115,7 +124,9 @@ class TrainStep:
         self._graphs: GraphedStep | None = None
         self._relative: dict[int, Tensor] = {}  # weights of batches, by their count: memory that captured steps read
         if mode == "compile":
-            self.loss = CompiledLoss(loss)
+            self._refused = _slower_compiled(model, self.device)
+            if not self._refused:
+                self.loss = CompiledLoss(loss)
         elif mode == "graph":
             self._refused = self._refusal(recorder)
             if not self._refused:

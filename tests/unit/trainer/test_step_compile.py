@@ -7,7 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from comera.fusion import fuse_
+from comera.kernels import select
 from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
 from comera.rank.prune import prune_
@@ -102,6 +106,27 @@ def test_a_compiler_that_fails_ends_in_eager_and_says_so(monkeypatch: pytest.Mon
     eager, compiled = make_step(), make_step(mode="compile")
     assert_close(eager, compiled, list(zip(take(eager, [5, 7]), take(compiled, [5, 7]), strict=True)))
     assert compiled.mode == "eager (torch.compile failed: RuntimeError: no C++ compiler)"
+
+
+@pytest.mark.skipif(select.unavailable_reason() is not None, reason="needs the C++ kernels")
+def test_fused_models_with_our_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_gated() -> nn.Module:
+        torch.manual_seed(0)
+        mlp = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=24))
+        fuse_(mlp)
+        return mlp
+
+    def step_of(model: nn.Module) -> TrainStep:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, mode="compile")
+
+    refused = step_of(make_gated())
+    assert refused.mode.startswith("eager (the C++ kernels of a fused model are faster")
+    assert refused([torch.ones(2, 64)]).loss > 0
+    assert refused.built == 0
+    assert step_of(LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=24))).mode == "compile"
+    monkeypatch.setenv("COMERA_KERNELS", "none")
+    assert step_of(make_gated()).mode == "compile"
 
 
 def test_mistakes_in_the_model_are_raised_as_they_are() -> None:
