@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.norm import add_and_rms_norm, rms_norm_obstacle
-from comera.fusion.registry import BlockPattern, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, checkpoints, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
 
 
@@ -50,9 +50,7 @@ class PreNorm(BlockPattern):
         return replaced_obstacle(module, self)
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        # transformers' checkpointing is a part of the plain method
-        checkpointing = module.training and getattr(module, "gradient_checkpointing", False)
-        if len(args) != 1 or traced() or checkpointing:
+        if len(args) != 1 or traced() or checkpoints(module):
             return self.run_plain(module, *args, **kwargs)
         names = (self.first, self.attention, self.second, self.mlp)
         first, attention, second, mlp = (submodule(module, name) for name in names)

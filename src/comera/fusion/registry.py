@@ -83,6 +83,11 @@ class StandIn:
     def __init__(self, module: nn.Module, replaced: Mapping[str, Any]) -> None:
         vars(self).update(replaced, _module=module)
 
+    @property
+    def forward(self) -> Any:
+        """The module's. Layers of transformers look for one at the type of what they are called with."""
+        return self._module.forward
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
@@ -98,8 +103,8 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
 
     Args:
         module_type: the exact type, or "module.path.ClassName" for one that is not imported yet.
-        patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`, `RMSNorm`, `PreNorm`. They replace those
-            registered before.
+        patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`, `PostNorm`, `RMSNorm`, `PreNorm`. They
+            replace those registered before.
 
     Raises:
         ConversionError: for what is not a type of module, or has no method of a pattern's name.
@@ -169,6 +174,11 @@ def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:
     """Why this pattern must leave the method of a module alone that somebody else has replaced; None if nobody has."""
     own = vars(module).get(pattern.method)
     return None if own is None or isinstance(own, Fused) else f"its {pattern.method} was replaced by someone else"
+
+
+def checkpoints(module: nn.Module) -> bool:
+    """Whether a module of transformers is to checkpoint itself, which is a part of its plain forward."""
+    return module.training and bool(getattr(module, "gradient_checkpointing", False))
 
 
 def submodule(module: nn.Module, name: str) -> Any:
