@@ -1,5 +1,6 @@
 """Queries, keys and values of an attention module from one product with their input (ops/)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from comera.ops.low_rank import low_rank
 class QKV(BlockPattern):
     """How an attention module holds its projections.
 
-    layers: names of the layers that its forward calls with its first argument.
+    layers: names of the layers that its forward calls with its first argument, or, given `key_value_states`, all but
+        the first with those.
 
     Example:
         >>> import torch, comera
@@ -44,19 +46,34 @@ class QKV(BlockPattern):
         return replaced_obstacle(module, self) or layers_obstacle(module, self.layers, (TTLinear, BTTLinear))
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        input = args[0] if args else kwargs.get("hidden_states")
-        outputs = self.outputs(module, cache, input) if isinstance(input, Tensor) else None
-        if outputs is None:
+        given = self.stand_ins(module, cache, *args, **kwargs)
+        if not given:
             return self.run_plain(module, *args, **kwargs)
-        each = zip(self.layers, outputs, strict=True)
-        given = {name: _Output(submodule(module, name), output, input) for name, output in each}  # type: ignore[arg-type]
         return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
 
-    def outputs(self, module: nn.Module, cache: MergeCache, input: Tensor) -> list[Tensor] | None:
-        """Queries, keys and values of an input from one product; None where the layers had better be called."""
+    def stand_ins(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What to put in place of the layers for one call of the module's forward: none where they had better be
+        called."""
+        input, names = args[0] if args else kwargs.get("hidden_states"), self.layers
+        if (others := kwargs.get("key_value_states")) is not None:
+            held = getattr(kwargs.get("past_key_values"), "is_updated", {})  # by a cache of generation, for each layer
+            if held.get(getattr(module, "layer_idx", None)):
+                return {}
+            input, names = others, names[1:]
+        outputs = self.outputs(module, cache, input, names) if isinstance(input, Tensor) else None
+        if outputs is None:
+            return {}
+        each = zip(names, outputs, strict=True)
+        return {name: _Output(submodule(module, name), output, input) for name, output in each}  # type: ignore[arg-type]
+
+    def outputs(
+        self, module: nn.Module, cache: MergeCache, input: Tensor, names: Sequence[str] = ()
+    ) -> list[Tensor] | None:
+        """Queries, keys and values of an input, or some, from one product; None where the layers had better be
+        called."""
         if traced() or self.obstacle(module):
             return None
-        layers = [submodule(module, name) for name in self.layers]
+        layers = [submodule(module, name) for name in names or self.layers]
         if isinstance(layers[0], BTTLinear):
             return btt_linears(input, [layer.operands for layer in layers])
         factors = cache.factors(layers, input)
