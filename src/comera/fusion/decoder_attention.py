@@ -1,4 +1,4 @@
-"""The attention of Hugging Face's decoders: rotary embedding and causal attention as one operation each (ops/).
+"""The attention of Hugging Face's models: rotary embedding and causal attention as one operation each (ops/).
 
 `attend` is what their modules call for attention, by the names in `OURS`; `RotaryAttention` is the forward of such a
 module, written out.
@@ -30,10 +30,11 @@ _ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_ke
 
 @dataclass(frozen=True)
 class RotaryAttention(BlockPattern):
-    """How a decoder's attention module holds its parts, for a forward as Llama's.
+    """How an attention module with rotary embedding holds its parts, for a forward as Llama's.
 
-    qkv: its projections, which run as one product where they can. output: name of the layer after attention. norms:
-    names of the norms of each head's queries and keys, in modules that have them.
+    qkv: its projections, which run as one product where they can; or one layer that gives all three side by side.
+    output: name of the layer after attention. dropout: of what follows that. norms: names of the norms of each head's
+    queries and keys, in modules that have them.
 
     Example:
         >>> from comera.fusion import QKV, RotaryAttention, fuse_, register_block
@@ -50,6 +51,7 @@ class RotaryAttention(BlockPattern):
     qkv: QKV
     output: str = "o_proj"
     norms: tuple[str, str] = ("q_norm", "k_norm")
+    dropout: str | None = None
     kind = "rotary attention"
     method = "forward"
 
@@ -73,6 +75,8 @@ class RotaryAttention(BlockPattern):
         outputs = self.qkv.outputs(module, cache, x_BTI)
         if outputs is None:
             outputs = [submodule(module, name)(x_BTI) for name in self.qkv.layers]
+        if len(outputs) == 1:
+            outputs = list(outputs[0].chunk(3, -1))
         q, k, v = (y_BTO.unflatten(-1, (-1, module.head_dim)) for y_BTO in outputs)
         if hasattr(module, self.norms[0]):
             q, k = (submodule(module, name)(heads) for name, heads in zip(self.norms, (q, k), strict=True))
@@ -81,9 +85,10 @@ class RotaryAttention(BlockPattern):
         if past is not None:
             k, v = past.update(k, v, module.layer_idx)
         dropout = module.attention_dropout if module.training else 0.0
-        o_BTHD, _ = attend(module, q, k, v, mask, dropout=dropout, scaling=module.scaling, **others)
+        scaling = getattr(module, "scaling", None)  # None: by the width of a head
+        o_BTHD, _ = attend(module, q, k, v, mask, dropout=dropout, scaling=scaling, **others)
         y_BTO: Tensor = submodule(module, self.output)(o_BTHD.flatten(2))
-        return y_BTO
+        return submodule(module, self.dropout)(y_BTO) if self.dropout else y_BTO  # type: ignore[no-any-return]
 
 
 def attend(
