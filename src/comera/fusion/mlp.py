@@ -1,18 +1,28 @@
 """The MLP of a transformer block as one operation that never holds its hidden activation (ops/mlp.py), or with its
 gated activation as one (ops/gated.py)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, is_hooked, layers_obstacle, submodule
+from comera.fusion.registry import (
+    BlockPattern,
+    StandIn,
+    checkpoints,
+    is_hooked,
+    layers_obstacle,
+    replaced_obstacle,
+    submodule,
+)
 from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear
 from comera.ops.block_product import btt_linears
+from comera.ops.dtypes import autocast_dtype
 from comera.ops.gated import gated
+from comera.ops.low_rank import LowRankFactors
 from comera.ops.mlp import fits_one_chunk, mlp
 
 _ACTIVATIONS = {
@@ -30,6 +40,10 @@ def _unchanged(module: Any, input: Tensor, output: Tensor) -> Tensor:
     return output
 
 
+def _same(input: Tensor) -> Tensor:
+    return input
+
+
 @dataclass(frozen=True)
 class MLP(BlockPattern):
     """How a module holds its MLP: down(act(up(x))), or down(act(gate(x)) · up(x)).
@@ -37,9 +51,14 @@ class MLP(BlockPattern):
     method: name of the method that computes it, with one tensor in and one out.
     ups: names of the layers before the activation, one, or gate and up. activation, down: names of what follows.
     finish: (module, input, output of down) -> what the method returns; a function of a module, so it can be pickled.
+    packed: whether the layer before the activation gives gate and up side by side, as `y.chunk(2, -1)`.
+    dropout: name of the dropout before `down`, None without one. With it layers are called one by one, unless its p
+        is 0.
+    within: whether the method does more than that, with any arguments. It then runs as it is, but for up, activation
+        and down, which it calls one after the other: without a gate, `finish`, or anything in between but views.
 
     Example:
-        >>> import torch
+        >>> import torch, comera
         >>> from comera.fusion import MLP, fuse_, register_block
         >>> class SwiGLU(torch.nn.Module):
         ...     def __init__(self, width):
@@ -52,6 +71,18 @@ class MLP(BlockPattern):
         >>> model = torch.nn.Sequential(SwiGLU(64))  # dense layers: only the activation can be fused
         >>> fuse_(model).fused("gated activation")
         ('0',)
+        >>> class Block(torch.nn.Module):  # an MLP in the middle of a forward
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.norm, self.act = torch.nn.LayerNorm(width), torch.nn.GELU()
+        ...         self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        ...     def forward(self, x):
+        ...         return x + self.down(self.act(self.up(self.norm(x))))
+        >>> register_block(Block, MLP("forward", ups=("up",), activation="act", down="down", within=True))
+        >>> model = torch.nn.Sequential(Block(64))
+        >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4)))
+        >>> fuse_(model).fused("mlp")
+        ('0',)
     """
 
     method: str
@@ -59,6 +90,9 @@ class MLP(BlockPattern):
     activation: str
     down: str
     finish: Callable[[Any, Tensor, Tensor], Tensor] = _unchanged
+    packed: bool = False
+    dropout: str | None = None
+    within: bool = False
     kind = "mlp"
 
     def obstacle(self, module: nn.Module) -> str | None:
@@ -67,15 +101,43 @@ class MLP(BlockPattern):
             return f"no kernel for the activation {type(act).__name__}"
         if is_hooked(act):
             return f"{self.activation} has hooks"
+        if (replaced := replaced_obstacle(module, self)) is not None:
+            return replaced
         return None if self._is_gated else self._layers_obstacle(module)
 
     def fused_kind(self, module: nn.Module) -> str:
         return "gated activation" if self._layers_obstacle(module) else self.kind
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or traced() or self.obstacle(module):
+        if traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
-        (input,), (*ups, down) = args, [submodule(module, name) for name in (*self.ups, self.down)]
+        if self.within:
+            return self._run_within(module, cache, *args, **kwargs)
+        if len(args) != 1 or kwargs:
+            return self.run_plain(module, *args, **kwargs)
+        (input,) = args
+        output = self._output(module, cache, input)
+        return self.run_plain(module, input) if output is None else self.finish(module, input, output)
+
+    def _run_within(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+        """The module's own code, in which `down` is the whole MLP."""
+        if checkpoints(module):
+            return self.run_plain(module, *args, **kwargs)
+
+        def whole(input: Tensor) -> Any:
+            output = self._output(module, cache, input)
+            if output is not None:
+                return output
+            for name in (*self.ups, self.activation, self.down):
+                input = submodule(module, name)(input)
+            return input
+
+        given = {**dict.fromkeys((*self.ups, self.activation), _same), self.down: whole}
+        return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
+
+    def _output(self, module: nn.Module, cache: MergeCache, input: Tensor) -> Tensor | None:
+        """What `down` returns; None where the module had better compute it."""
+        *ups, down = (submodule(module, name) for name in (*self.ups, self.down))
         activation = self._activation(module)
         assert activation is not None
         factors = None
@@ -83,26 +145,33 @@ class MLP(BlockPattern):
             whole = fits_one_chunk(input.shape[:-1].numel(), down.in_features, input.device)
             factors = None if whole else cache.factors([*ups, down], input)
         if factors is not None:
-            output = mlp(input, factors[:-1], activation, factors[-1])
-        elif self._is_gated:
-            gate_BO, up_BO = self._gate_and_up(module, ups, input)
-            output = down(gated(gate_BO, up_BO, activation))
-        else:
-            return self.run_plain(module, input)
-        return self.finish(module, input, output)
+            first = _halves(factors[0]) if self.packed else factors[:-1]
+            return mlp(input, first, activation, factors[-1])
+        if not self._is_gated or not _meets(input, down):
+            return None
+        gate_BO, up_BO = self._gate_and_up(module, ups, input)
+        hidden = gated(gate_BO, up_BO, activation)
+        output: Tensor = down(submodule(module, self.dropout)(hidden) if self.dropout else hidden)
+        return output
 
-    def _gate_and_up(self, module: nn.Module, ups: list[Any], input: Tensor) -> list[Tensor]:
+    def _gate_and_up(self, module: nn.Module, ups: list[Any], input: Tensor) -> Sequence[Tensor]:
         """gate(x) and up(x), of block tensor trains from one product."""
+        if self.packed:
+            both: Tensor = ups[0](input)
+            return both.chunk(2, -1)
         if layers_obstacle(module, self.ups, (BTTLinear,)):
             return [layer(input) for layer in ups]
         return btt_linears(input, [layer.operands for layer in ups])
 
     @property
     def _is_gated(self) -> bool:
-        return len(self.ups) == 2
+        return len(self.ups) == 2 or self.packed
 
     def _layers_obstacle(self, module: nn.Module) -> str | None:
         """Why the layers must be called one by one."""
+        dropout = submodule(module, self.dropout) if self.dropout else None
+        if dropout is not None and not _does_nothing(dropout):
+            return f"there is dropout before {self.down}"
         return layers_obstacle(module, (*self.ups, self.down))
 
     def _activation(self, module: nn.Module) -> str | None:
@@ -111,3 +180,22 @@ class MLP(BlockPattern):
         if isinstance(act, nn.GELU):
             return "gelu" if act.approximate == "none" else "gelu_tanh"
         return _ACTIVATIONS.get(type(act).__name__)
+
+
+def _halves(both: LowRankFactors) -> list[LowRankFactors]:
+    """The factors of gate and up, of which a layer gives both side by side."""
+    return [LowRankFactors(both.a, b.contiguous()) for b in both.b.chunk(2, 1)]
+
+
+def _does_nothing(dropout: nn.Module) -> bool:
+    """Whether a dropout need not be called."""
+    none = type(dropout) is nn.Identity or (isinstance(dropout, nn.Dropout) and dropout.p == 0)
+    return none and not is_hooked(dropout)
+
+
+def _meets(input: Tensor, layer: nn.Module) -> bool:
+    """Whether a layer can be given the dtype of an input: T5 keeps one layer in float32 beside others in half
+    precision, and converts what it is given."""
+    if autocast_dtype(input) is not None:
+        return True
+    return all(p.dtype == input.dtype for p in layer.parameters() if p.dtype.is_floating_point)
