@@ -14,6 +14,7 @@ from comera.fusion.causal_lm import CausalLM
 from comera.fusion.decoder_attention import OURS, STOCK, RotaryAttention, attend
 from comera.fusion.mlp import MLP
 from comera.fusion.norm import RMSNorm
+from comera.fusion.post_norm import PostNorm
 from comera.fusion.pre_norm import PreNorm
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, register_block
@@ -26,7 +27,7 @@ def _bert_output(layer: Any, input: Tensor, output: Tensor) -> Tensor:
     return add_and_norm(output, input, layer.output.dropout, layer.output.LayerNorm)
 
 
-def _gpt2_output(mlp: Any, input: Tensor, output: Tensor) -> Tensor:
+def _dropped(mlp: Any, input: Tensor, output: Tensor) -> Tensor:
     return mlp.dropout(output)  # type: ignore[no-any-return]
 
 
@@ -40,12 +41,41 @@ _BERT_MLP = MLP(
 )
 _LLAMA_QKV = QKV(("q_proj", "k_proj", "v_proj"))
 _LLAMA_MLP = MLP(method="forward", ups=("gate_proj", "up_proj"), activation="act_fn", down="down_proj")
-_GPT2_MLP = MLP(method="forward", ups=("c_fc",), activation="act", down="c_proj", finish=_gpt2_output)
+_GPT2_MLP = MLP(method="forward", ups=("c_fc",), activation="act", down="c_proj", finish=_dropped)
+_OPT_MLP = MLP(method="forward", ups=("fc1",), activation="activation_fn", down="fc2", within=True)
+_T5_MLP = MLP(method="forward", ups=("wi",), activation="act", down="wo", dropout="dropout")
+_T5_GATED_MLP = MLP(method="forward", ups=("wi_0", "wi_1"), activation="act", down="wo", dropout="dropout")
+_DISTILBERT_MLP = MLP(method="ff_chunk", ups=("lin1",), activation="activation", down="lin2", finish=_dropped)
+_ALBERT_MLP = MLP(method="ff_chunk", ups=("ffn",), activation="activation", down="ffn_output")
+_MODERNBERT_MLP = MLP(method="forward", ups=("Wi",), activation="act", down="Wo", packed=True, dropout="drop")
+_VIT_MLP = MLP(method="forward", ups=("fc1",), activation="activation_fn", down="fc2")
 
 _LLAMA_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV))
+# One layer gives all three: there is nothing to gain from QKV by itself.
+_MODERNBERT_ATTENTION = RotaryAttention(QKV(("Wqkv",)), output="Wo", dropout="out_drop")
 _PHI_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV, output="dense", norms=("q_layernorm", "k_layernorm")))
 
 _BERT = {"SelfAttention": _BERT_QKV, "Layer": _BERT_MLP, "SelfOutput": ResidualNorm(), "Output": ResidualNorm()}
+_ALBERT: _Patterns = {
+    "Attention": (_BERT_QKV, PostNorm((("output_dropout", "LayerNorm"),), qkv=_BERT_QKV)),
+    "Layer": (_ALBERT_MLP, PostNorm((("ff_chunk", "full_layer_layer_norm"),))),
+}
+_DISTILBERT: _Patterns = {
+    "DistilBertSelfAttention": QKV(("q_lin", "k_lin", "v_lin")),
+    "FFN": _DISTILBERT_MLP,
+    "TransformerBlock": PostNorm((("attention", "sa_layer_norm"), ("ffn", "output_layer_norm"))),
+}
+# There is no kernel for LayerNorm with the sum before it kept, which is what the pre-norm blocks of OPT, GPT-2, ViT and
+# ModernBERT hold. OPT's post-norm blocks (350m) have their dropout as a function, and their norms stay as they are.
+_OPT: _Patterns = {"Attention": _LLAMA_QKV, "DecoderLayer": _OPT_MLP, "ForCausalLM": CausalLM()}
+# Scores get a learned bias, so attention itself stays transformers'. Sums are in other modules than the norms that
+# follow them, and the loss is no `ForCausalLMLoss`.
+_T5: _Patterns = {
+    "Attention": QKV(("q", "k", "v")),
+    "DenseActDense": _T5_MLP,
+    "DenseGatedActDense": _T5_GATED_MLP,
+    "LayerNorm": RMSNorm(eps="variance_epsilon"),
+}
 # Gemma 2 and 3 have a norm after attention and MLP too, Granite scales what it adds to the residual sum and its logits.
 _SCALED: _Patterns = {
     "Attention": _LLAMA_ATTENTION,
@@ -61,6 +91,12 @@ _GEMMA = {**_GEMMA3, "DecoderLayer": PreNorm(), "ForCausalLM": CausalLM()}
 FAMILIES: dict[str, _Patterns] = {
     "bert.modeling_bert.Bert": _BERT,
     "roberta.modeling_roberta.Roberta": _BERT,
+    "electra.modeling_electra.Electra": _BERT,
+    "distilbert.modeling_distilbert.": _DISTILBERT,
+    "albert.modeling_albert.Albert": _ALBERT,
+    "modernbert.modeling_modernbert.ModernBert": {"Attention": _MODERNBERT_ATTENTION, "MLP": _MODERNBERT_MLP},
+    "vit.modeling_vit.ViT": {"Attention": _LLAMA_QKV, "MLP": _VIT_MLP},
+    "t5.modeling_t5.T5": _T5,
     "llama.modeling_llama.Llama": _LLAMA,
     "mistral.modeling_mistral.Mistral": _LLAMA,
     "qwen2.modeling_qwen2.Qwen2": _LLAMA,
@@ -71,6 +107,7 @@ FAMILIES: dict[str, _Patterns] = {
     "gemma2.modeling_gemma2.Gemma2": _GEMMA2,
     "gemma3.modeling_gemma3.Gemma3": _GEMMA3,
     "phi.modeling_phi.Phi": {"Attention": _PHI_ATTENTION},
+    "opt.modeling_opt.OPT": _OPT,
     "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "LMHeadModel": CausalLM()},
 }
 TABLE = {family + part: patterns for family, parts in FAMILIES.items() for part, patterns in parts.items()}

@@ -18,6 +18,7 @@ from comera.kernels import select
 from comera.recompute.blocks import recompute_
 
 from ...helpers.live import assert_same
+from ...helpers.near import assert_near
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -67,13 +68,6 @@ def trained(made: Any) -> dict[str, Tensor]:
     out.loss.backward()
     grads = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
     return {"loss": out.loss.detach(), **grads}
-
-
-def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = 1e-4) -> None:
-    assert found.keys() == exact.keys()
-    for name, one in found.items():
-        size = max(float(exact[name].abs().max()), 1e-3)
-        torch.testing.assert_close(one, exact[name], rtol=0, atol=tolerance * size, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.fixture

@@ -1,0 +1,429 @@
+"""Families of transformers beyond BERT's and Llama's: what is fused in each, and that nothing else changes."""
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+
+import comera
+from comera.fusion import decoder_attention, mlp, norm, qkv, residual
+from comera.fusion.fuse import fuse_
+from comera.kernels import select
+from comera.recompute.blocks import recompute_
+
+from ...helpers.live import assert_same
+from ...helpers.near import assert_near
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 80,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+T5 = {"d_model": 48, "d_kv": 12, "d_ff": 80, "num_heads": 3, "num_layers": 2, "vocab_size": 50}
+T5["decoder_start_token_id"] = 0
+# name -> type of configuration, head, sizes
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "electra": ("electra", "MaskedLM", SIZES | {"embedding_size": 24}),
+    "distilbert": (
+        "distilbert",
+        "MaskedLM",
+        {"dim": 48, "n_layers": 2, "n_heads": 3, "hidden_dim": 80, "vocab_size": 50, "max_position_embeddings": 64},
+    ),
+    "albert": ("albert", "MaskedLM", SIZES | {"embedding_size": 24, "inner_group_num": 1}),
+    "modernbert": (
+        "modernbert",
+        "MaskedLM",
+        SIZES | {"pad_token_id": 0, "global_attn_every_n_layers": 2, "local_attention": 8, "mlp_bias": True},
+    ),
+    "vit": ("vit", "ImageClassification", SIZES | {"image_size": 32, "patch_size": 8, "num_labels": 7}),
+    "opt": ("opt", "CausalLM", SIZES | {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "opt, post-norm": ("opt", "CausalLM", SIZES | {"ffn_dim": 80, "do_layer_norm_before": False}),
+    "t5": ("t5", "Seq2SeqLM", T5 | {"feed_forward_proj": "relu"}),
+    "t5, gated": ("t5", "Seq2SeqLM", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+}
+FORMATS = {"dense": None, "tt": comera.TT(order=4, rank=6), "btt": comera.BTT(rank=1)}
+CAUSAL = ("opt", "opt, post-norm")
+
+# name -> modules with a fused part; "up" is the MLP whole, "gate" an MLP that has a gate. In tensor trains these are
+# "mlp"; otherwise a gate is "gated activation", and the others are left alone, as are projections of dense layers.
+PARTS: dict[str, dict[str, int]] = {
+    "electra": {"qkv": 2, "up": 2, "residual norm": 4},
+    "distilbert": {"qkv": 2, "up": 2, "residual norm": 2},
+    "albert": {"qkv": 1, "up": 1, "residual norm": 2},  # all layers are one
+    "modernbert": {"rotary attention": 2, "gate": 2},
+    "vit": {"qkv": 2, "up": 2},
+    "opt": {"qkv": 2, "up": 2},
+    "opt, post-norm": {"qkv": 2, "up": 2},
+    "t5": {"qkv": 6, "up": 4, "norm": 12},
+    "t5, gated": {"qkv": 6, "gate": 4, "norm": 12},
+}
+# name -> operations that run in a forward, likewise
+RUN: dict[str, dict[str, int]] = PARTS | {
+    "electra": {"qkv": 2, "up": 2, "residual norm": 4},
+    "distilbert": {"qkv": 2, "up": 2, "residual norm": 4},
+    "albert": {"qkv": 2, "up": 2, "residual norm": 4},
+}
+
+
+def fused(counts: dict[str, int], form: str) -> dict[str, int]:
+    """The parts of a table that are fused in this format."""
+    names = {"up": "mlp", "gate": "mlp" if form == "tt" else "gated activation"}
+    alone = {"dense": ("up", "qkv"), "btt": ("up",), "tt": ()}[form]
+    return {names.get(kind, kind): count for kind, count in counts.items() if kind not in alone}
+
+
+def model(name: str, form: str = "tt", drop: float = 0.0, **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    kind, head, own = MODELS[name]
+    config = AutoConfig.for_model(kind, **own | sizes)
+    for key, value in vars(config).items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, drop)
+    made = getattr(transformers, f"AutoModelFor{head}").from_config(config)
+    for parameter in made.parameters():  # norms away from 1, biases away from 0
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.5)
+    if (linear := FORMATS[form]) is not None:
+        comera.tensorize_(made, comera.TensorizeConfig(linear=linear, embedding=None))
+    return made.train()
+
+
+def inputs(name: str, padded: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        return {"pixel_values": torch.randn(6, 3, 32, 32, generator=generator), "labels": torch.arange(6)}
+    ids = torch.randint(3, 50, (4, 20), generator=generator)
+    found = {"input_ids": ids, "labels": ids.flip(1)}
+    if padded:
+        found["attention_mask"] = torch.ones_like(ids)
+        found["attention_mask"][1, 13:] = 0
+    return found
+
+
+def trained(made: Any, name: str, **options: Any) -> dict[str, Tensor]:
+    """The loss, the logits and all gradients."""
+    torch.manual_seed(1)
+    made.zero_grad()
+    out = made(**inputs(name) | options)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    return {"loss": out.loss.detach(), "logits": out.logits.detach(), **grads}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each fused operation ran."""
+    counts: Counter[str] = Counter()
+
+    def spy(room: Any, name: str, kind: str) -> None:
+        operation: Callable[..., Any] = getattr(room, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts[kind] += 1
+            return operation(*args, **kwargs)
+
+        monkeypatch.setattr(room, name, run)
+
+    spy(mlp, "mlp", "mlp")
+    spy(mlp, "gated", "gated activation")
+    spy(qkv, "low_rank", "qkv")
+    spy(qkv, "btt_linears", "qkv")
+    spy(norm, "residual_rms_norm", "norm")
+    spy(residual, "residual_norm", "residual norm")
+    spy(decoder_attention, "rotary", "rotary attention")
+    return counts
+
+
+@pytest.mark.parametrize("setting", ["", "none"])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_model_is_the_plain_one(
+    name: str, form: str, setting: str, ran: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMERA_KERNELS", setting)
+    made = model(name, form)
+    keys = list(made.state_dict())
+    options: list[dict[str, Any]] = [{}]
+    if name != "vit":
+        options.append({"attention_mask": inputs(name, padded=True)["attention_mask"]})
+    before = [trained(made, name, **each) for each in options]
+    assert not ran
+    report = fuse_(made)
+    found = Counter(row.kind for row in report.rows if not row.reason)
+    assert found.pop("attention") == sum(isinstance(m, transformers.PreTrainedModel) for m in made.modules())
+    assert found == fused(PARTS[name], form)
+    assert {row.kind for row in report.left_alone} <= {"qkv", "mlp"}
+    for exact, each in zip(before, options, strict=True):
+        ran.clear()
+        assert_near(trained(made, name, **each), exact)
+        expected = fused(RUN[name], form)
+        if setting == "none" or select.unavailable_reason():
+            expected.pop("residual norm", None)  # by torch's operations, in the modules
+        if name == "modernbert" and form != "dense":
+            expected["qkv"] = expected["rotary attention"]
+        assert ran == expected
+    assert list(made.state_dict()) == keys
+    fuse_(made, enabled=False)
+    assert_same(trained(made, name), before[0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_dropout_training_is_finite(name: str) -> None:
+    made = model(name, drop=0.3)
+    exact = made.eval()(**inputs(name)).logits.detach()
+    report = fuse_(made.train())
+    assert report.dropout or name in CAUSAL  # whose dropout is a function
+    found, again = trained(made, name), trained(made, name)
+    assert all(t.isfinite().all() for t in found.values())
+    assert_same(found, again)  # one seed, the same masks
+    assert not torch.allclose(found["logits"], exact, rtol=1e-3, atol=1e-3)
+    assert_near({"logits": made.eval()(**inputs(name)).logits.detach()}, {"logits": exact})
+
+
+def test_dropout_inside_the_mlp_is_the_reason_to_call_its_layers() -> None:
+    for name in ("t5", "t5, gated", "modernbert"):
+        made = model(name)
+        assert fuse_(made).fused("mlp")
+        made = model(name, drop=0.1)
+        if name == "modernbert":
+            made.config.mlp_dropout = 0.1
+        report = fuse_(made)
+        assert not report.fused("mlp")
+        if name == "t5":
+            assert "there is dropout before wo" in {row.reason for row in report.left_alone}
+        else:
+            assert report.fused("gated activation")
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [("t5", "DenseReluDense.dropout"), ("t5, gated", "DenseReluDense.dropout"), ("modernbert", "mlp.drop"),
+     ("modernbert", "attn.out_drop"), ("albert", "attention.output_dropout")],
+)  # fmt: skip
+def test_dropout_that_begins_on_a_later_day_is_drawn(name: str, dropout: str, ran: Counter[str]) -> None:
+    made = model(name)
+    fuse_(made)
+    before = trained(made, name)
+    for path, _ in list(made.named_modules()):
+        if path.endswith(f".{dropout}"):
+            made.set_submodule(path, nn.Dropout(0.5))
+    ran.clear()
+    assert not torch.allclose(trained(made, name)["logits"], before["logits"], rtol=1e-3, atol=1e-3)
+    assert bool(ran["mlp"]) == ("attention" in dropout or "attn" in dropout)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["opt", "opt, post-norm", "t5", "t5, gated"])
+def test_generation_gives_the_same_tokens(name: str, form: str) -> None:
+    made = model(name, form).eval()
+    given = inputs(name, padded=True)
+    del given["labels"]
+    if name in CAUSAL:  # padding on the left
+        given["attention_mask"] = given["attention_mask"].flip(1)
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options |= {"eos_token_id": None, "pad_token_id": 1, "decoder_start_token_id": 0 if name not in CAUSAL else None}
+    expected = made.generate(**given, use_cache=True, **options)
+    fuse_(made)
+    for cached in (True, False):
+        found = made.generate(**given, use_cache=cached, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        for one, other in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["tt", "btt"])
+def test_keys_and_values_of_the_encoder_are_one_product(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, counts = model("t5", form), []
+    run, runs = qkv.low_rank, qkv.btt_linears
+    monkeypatch.setattr(qkv, "low_rank", lambda x, *factors: counts.append(len(factors)) or run(x, *factors))
+    monkeypatch.setattr(qkv, "btt_linears", lambda x, layers: counts.append(len(layers)) or runs(x, layers))
+    fuse_(made)
+    trained(made, "t5")
+    assert counts == [3, 3, 3, 2, 3, 2]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_of_all_kinds_stay(name: str) -> None:
+    made = model(name)
+    plain = copy.deepcopy(made)
+    fuse_(made)
+    given = inputs(name)
+    for options in ({"output_hidden_states": True}, {"output_attentions": False}, {"return_dict": False}):
+        found, exact = made(**given, **options), plain(**given, **options)
+        if isinstance(found, dict):
+            assert found.keys() == exact.keys()
+            assert (found.get("hidden_states") is None) == ("output_hidden_states" not in options) or "t5" in name
+        assert_near(leaves(found), leaves(exact))
+
+
+def leaves(out: Any) -> dict[str, Tensor]:
+    """All tensors of an output, by their number."""
+    tensors = [t.detach() for t in tree_leaves(out) if isinstance(t, Tensor)]
+    assert len(tensors) > 1
+    return {str(k): t for k, t in enumerate(tensors)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_and_pickles_run_on_their_own_weights(name: str) -> None:
+    made = model(name)
+    fuse_(made)
+    before = trained(made, name)
+    second, other = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(0.5)
+    assert_same(trained(second, name), before)
+    assert_same(trained(other, name), before)
+
+
+# name -> modules of which a fused forward makes no calls
+SKIPPED = {
+    "electra": ("intermediate.dense", "output.LayerNorm", "output.dropout"),
+    "distilbert": ("lin1", "lin2", "sa_layer_norm", "ffn"),
+    "albert": ("ffn", "ffn_output", "LayerNorm", "output_dropout", "full_layer_layer_norm"),
+    "modernbert": ("Wqkv", "Wi", "Wo", "drop", "act"),
+    "vit": ("fc1", "activation_fn", "fc2"),
+    "opt": ("fc1", "activation_fn", "fc2", "q_proj"),
+    "t5": ("wi", "act", "dropout", "wo", "k"),
+    "t5, gated": ("wi_0", "act", "dropout", "wo", "v"),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_hooks_of_a_later_day_see_every_call(name: str) -> None:
+    plain = model(name)
+    exact, calls = trained(plain, name), []
+    made = copy.deepcopy(plain)
+    fuse_(made)
+    seen: list[list[str]] = []
+    for each in (plain, made):
+        calls = []
+        for path, module in each.named_modules():
+            if path.endswith(tuple(f".{end}" for end in SKIPPED[name])):
+                module.register_forward_hook(lambda *_, path=path, calls=calls: calls.append(path))
+        assert_near(trained(each, name), exact)
+        seen.append(calls)
+    assert Counter(seen[0]) == Counter(seen[1])
+    assert {path.rsplit(".", 1)[-1] for path in seen[0]} >= {end.rsplit(".", 1)[-1] for end in SKIPPED[name]}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputation_and_checkpoints_repeat_it(name: str) -> None:
+    made = model(name)
+    fuse_(made)
+    before = trained(made, name)
+    recompute_(made)
+    assert_near(trained(made, name), before, 1e-5)
+    recompute_(made, enabled=False)
+    if made.supports_gradient_checkpointing:
+        made.gradient_checkpointing_enable()
+        attention = next(m for m in made.modules() if type(m).__name__.endswith(("SelfAttention", "Attention")))
+        calls: list[object] = []
+        attention.register_forward_hook(lambda *_: calls.append(0))
+        assert_near(trained(made, name), before, 1e-4)
+        assert len(calls) == 2  # the second time in the backward
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_and_autocast_keep_the_signal(name: str, form: str) -> None:
+    exact = model(name, form)
+    expected = trained(exact, name)["logits"].double()
+    given = inputs(name)
+    for made, autocast in ((copy.deepcopy(exact).bfloat16(), False), (copy.deepcopy(exact), True)):
+        if name == "vit" and not autocast:
+            given = given | {"pixel_values": given["pixel_values"].bfloat16()}
+        noises = []
+        for on in (False, True):
+            fuse_(made, enabled=on)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = made(**given)
+            out.loss.backward()
+            noises.append((out.logits.detach().double() - expected).square().sum() / expected.square().sum())
+        assert noises[1] < 1.5 * noises[0] + 1e-4
+        given = inputs(name)
+
+
+@pytest.mark.parametrize("form", ["dense", "tt"])
+@pytest.mark.parametrize("name", ["t5", "t5, gated"])
+def test_a_layer_kept_in_float32_is_given_float32(name: str, form: str) -> None:
+    made = model(name, form).bfloat16()
+    for path, module in made.named_modules():
+        if path.endswith(".wo"):
+            module.float()
+    before = trained(made, name)
+    fuse_(made)
+    after = trained(made, name)
+    assert {key: t.dtype for key, t in after.items()} == {key: t.dtype for key, t in before.items()}
+    assert_near({"logits": after["logits"]}, {"logits": before["logits"]}, 0.05)
+
+
+@pytest.mark.parametrize("name", ["distilbert", "albert"])
+def test_chunks_of_the_mlp_stay(name: str, ran: Counter[str]) -> None:
+    made = model(name, chunk_size_feed_forward=5)
+    before = trained(made, name)
+    report = fuse_(made)
+    if name == "albert":
+        assert "it computes its MLP in chunks" in {row.reason for row in report.left_alone}
+    assert_near(trained(made, name), before)
+    assert ran["mlp"] == 8  # of both layers in four chunks
+
+
+def test_what_is_left_alone_is_said_with_the_reason() -> None:
+    made = model("albert")
+    layer = made.albert.encoder.albert_layer_groups[0].albert_layers[0]
+    layer.attention.output_dropout = nn.Dropout(0.0, inplace=True)
+    layer.full_layer_layer_norm = nn.RMSNorm(48)
+    layer.ff_chunk = lambda x: layer.ffn_output(layer.activation(layer.ffn(x)))
+    before = trained(made, "albert")
+    report = fuse_(made)
+    assert {row.kind + ": " + row.reason for row in report.left_alone} == {
+        "mlp: its ff_chunk was replaced by someone else",
+        "residual norm: its dropout works in place",
+        "residual norm: its norm is a RMSNorm, not an nn.LayerNorm",
+    }
+    assert len(report.fused("qkv")) == 1
+    assert_near(trained(made, "albert"), before)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_without_logits_loss_and_gradients_of_opt_stay(form: str) -> None:
+    made = model("opt", form)
+    plain = copy.deepcopy(made)
+    assert fuse_(made, keep_logits=False).fused("loss") == ("",)
+    found, exact = made(**inputs("opt")), plain(**inputs("opt"))
+    assert found.logits is None
+    for out in (found, exact):
+        out.loss.backward()
+    results = (
+        {"loss": out.loss.detach(), **{name: p.grad for name, p in each.named_parameters()}}
+        for out, each in ((found, made), (exact, plain))
+    )
+    assert_near(*results)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "layers"), [("distilbert", "n_layers"), ("albert", "num_hidden_layers"), ("opt", "num_hidden_layers")]
+)
+def test_a_compiled_model_runs_as_before(name: str, layers: str, ran: Counter[str]) -> None:
+    made = model(name, **{layers: 1})
+    before = trained(made, name)
+    fuse_(made)
+    torch._dynamo.reset()
+    compiled = torch.compile(made, backend="aot_eager")
+    found = {key.removeprefix("_orig_mod."): t for key, t in trained(compiled, name).items()}
+    assert_near(found, before)
+    assert not ran
