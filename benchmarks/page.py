@@ -33,6 +33,12 @@ _SECTIONS = {
         "One training step, six-encoder transformer",
         "`times_dense`: dense time over this side's; medians of alternating steps.",
     ),
+    "families": (
+        "One training step by family of models",
+        "Models of transformers, 4 blocks, 512 wide, 8 texts of 128 tokens; `compressed` and `fused` have a tenth "
+        "of the parameters (ViT an eighth). `dense` is fused, too. `times_dense`: its time over this side's; `fused`: "
+        "what `fuse_` replaced.",
+    ),
     "recompute": ("Peak memory with recomputation", "`added`: beyond an interpreter with its libraries."),
     "tiny": (
         "Training in the memory of a small chip",
