@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import comera
 from comera.fusion import fuse_, merge_cache, qkv
@@ -118,21 +125,25 @@ def test_a_layer_called_inside_a_backward_after_an_update_uses_the_new_weights()
     torch.testing.assert_close(seen[0], x @ model[0].weight.t() + model[0].bias)
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", ["bert", "llama", "vit"])
 def test_a_fused_model_compiles_as_one_graph(family: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    input = IDS
     if family == "bert":
         dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         model: nn.Module = BertForMaskedLM(BertConfig(vocab_size=50, **sizes, **dropout))
+    elif family == "vit":
+        model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **sizes))
+        input = torch.randn(2, 3, 16, 16)
     else:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=True, **sizes))
     comera.tensorize_(model, comera.TensorizeConfig(linear=CONFIG.linear, embedding=comera.TTM(order=2, rank=4)))
     plain = copy.deepcopy(model)
     fuse_(model)
-    assert torch._dynamo.explain(model)(IDS).graph_break_count == 0
+    assert torch._dynamo.explain(model)(input).graph_break_count == 0
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found, exact = compiled(IDS).logits, plain(IDS).logits
+    found, exact = compiled(input).logits, plain(input).logits
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
     found.square().mean().backward()
     exact.square().mean().backward()
