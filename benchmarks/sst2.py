@@ -173,21 +173,28 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def summary(rows: Sequence[dict[str, str]], steps: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """The final accuracy of each case on the development set, the mean over its seeds, and what a step takes. spread:
-    half the range of the seeds. below_dense: points, of the means."""
-    cases: dict[str, list[dict[str, str]]] = {}
+    half the range of the seeds. below_dense: points, of the means, dense after one pass."""
+    cases: dict[tuple[str, str], list[dict[str, str]]] = {}
     for row in rows:
         if row["part"] == "final":
-            cases.setdefault(row["case"], []).append(row)
+            cases.setdefault((row["case"], row["epochs"]), []).append(row)
     speed = {row["case"]: row for row in steps}
-    dev = {name: [float(row["dev"]) for row in found] for name, found in cases.items()}
-    valid = {name: [float(row["valid"]) for row in found] for name, found in cases.items()}
+    dev = {place: [float(row["dev"]) for row in found] for place, found in cases.items()}
+    valid = {place: [float(row["valid"]) for row in found] for place, found in cases.items()}
     lines = []
-    for name in sorted(cases, key=list(CASES).index):
-        first, own = cases[name][0], dev[name]
-        line = {"case": name, "parameters": f"{int(first['parameters']):,}", "lr": first["lr"], "seeds": str(len(own))}
+    for place in sorted(cases, key=lambda place: (list(CASES).index(place[0]), float(place[1]))):
+        name, passes = place
+        first, own = cases[place][0], dev[place]
+        line = {
+            "case": name,
+            "passes": passes,
+            "parameters": f"{int(first['parameters']):,}",
+            "lr": first["lr"],
+            "seeds": str(len(own)),
+        }
         line |= {"dev": f"{statistics.fmean(own):.2f}", "spread": f"{(max(own) - min(own)) / 2:.2f}"}
-        line["valid"] = f"{statistics.fmean(valid[name]):.2f}"
-        dense = dev.get(f"dense-{WIDTH}")
+        line["valid"] = f"{statistics.fmean(valid[place]):.2f}"
+        dense = dev.get((f"dense-{WIDTH}", "1"))
         line["below_dense"] = f"{statistics.fmean(dense) - statistics.fmean(own):.2f}" if dense else ""
         line |= {figure: speed.get(name, {}).get(figure, "") for figure in ("step_ms", "times_dense")}
         lines.append({**line, "peak_mb": first["peak_mb"], **{column: first[column] for column in about()}})
