@@ -78,7 +78,7 @@ def run(config: mnli.MNLIConfig, case: str, seed: int) -> Iterator[dict[str, Any
     for stage, folder in mnli.runs(config).items():
         found = read_run(folder)
         summary = found.summary
-        if summary is None:  # interrupted
+        if summary is None or summary.stopped == "interrupted":
             return
         late = stage.startswith("late")
         began = before if late else 0.0
