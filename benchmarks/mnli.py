@@ -114,6 +114,7 @@ def draw() -> None:
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.add_subplot()
         colors = {"early": TEAL, "narrow": GREY}
+        dashes = dict(zip((f"late {target:g}" for target in sorted(TARGETS)), ("-", "--", ":"), strict=True))
         named = set()
         ends: dict[str, tuple[float, float]] = {}
         for row in measured(NAME):
@@ -127,7 +128,8 @@ def draw() -> None:
             what = "narrow dense" if kind == "narrow" else f"compressed, {row['stage']}"
             label = None if kind in named else f"{what}, {row['size_mb']} MB"
             named.add(kind)
-            axes.plot(*zip(*points, strict=True), "o-", ms=4, color=colors.get(kind, ORANGE), label=label)
+            style: dict[str, Any] = {"color": colors.get(kind, ORANGE), "linestyle": dashes.get(kind, "-")}
+            axes.plot(*zip(*points, strict=True), marker="o", ms=4, label=label, **style)
         axes.set(xlabel="minutes of training on one core", ylabel="per cent of the development pairs right")
         axes.legend(frameon=False)
         FIGURE.write_bytes(png(figure))
