@@ -112,9 +112,10 @@ _SECTIONS = {
     ),
     "sst2": (
         "SST-2 from scratch",
-        "Two encoders, 512 wide, dense and compressed, and narrower dense ones; one pass over 60,614 phrases, the rate "
-        "`lr` tuned out of four on phrases that were split off (`valid`, in per cent). `dev`: accuracy on GLUE's "
-        "development set, mean of the seeds; `spread`: half their range; `times_dense`: speed of a step.",
+        "Two encoders, 512 wide, dense and compressed, and narrower dense ones; `passes` over 60,614 phrases, the rate "
+        "`lr` tuned out of four (three passes: the best of one pass) on phrases that were split off (`valid`, in per "
+        "cent). `dev`: accuracy on GLUE's development set, mean of the seeds; `spread`: half their range; "
+        "`times_dense`: speed of a step.",
     ),
     "mnli": (
         "MNLI from scratch on 41,379 pairs",
