@@ -156,14 +156,14 @@ GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         lambda rows: one("dev", case="tt-20", passes="1")(rows) / one("dev", case="dense-256", passes="1")(rows),
     ),
     (
-        "SST-2 from scratch, 20 times smaller, in the time of dense's pass: accuracy, of dense's less half a point",
+        "SST-2 from scratch, 20 times smaller, in dense's time: accuracy, of dense's less half a point",
         "sst2",
         1,
         False,
         lambda rows: one("dev", case="tt-20", passes="3")(rows) / (one("dev", case="dense-512")(rows) - 0.5),
     ),
     (
-        "SST-2 from scratch, 20 times smaller, in that time: accuracy, of the best of dense at the same step time",
+        "SST-2 from scratch, 20 times smaller, in dense's time: accuracy, of the best narrow dense's",
         "sst2",
         1,
         False,
