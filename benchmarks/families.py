@@ -8,7 +8,7 @@ version 1.1 was pre-trained). A step is forward, backward, clipping and `comera.
 family alternate in one process, and `times_dense` is the ratio of their medians; each family has its own process,
 because memory left behind by others slows short steps down.
 
-    python benchmarks/families.py [--families NAME ...] [--repeats 5]      4 minutes
+    python benchmarks/families.py [--families NAME ...] [--repeats 3]      5 minutes
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def measure(family: str, repeats: int) -> list[dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     if len(options.families) > 1:
         for family in options.families:

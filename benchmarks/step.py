@@ -1,13 +1,13 @@
 """One training step of whole models: dense, compressed, compressed and fused.
 
-The six-encoder MNLI transformer, and a Llama-style model (12 blocks, 768 wide, 8,192 tokens) with block tensor
-trains, the recipe's default. The recipes' models, the same batch and optimizer for all sides
-(`comera.optim.adamw.AdamW`, as fast on dense weights as torch's fused one); dense has the same fused kernels as the
-last side. Steps of the sides alternate in one process, and ratios are those of the medians. With one sample, where
-steps are short, each visit is four steps, and the first is not counted. Each case runs in its own process, because
-memory left behind by other models slows short steps down. `--compile` adds dense and fused under torch.compile
-(minutes of compilation on a CPU). Without bf16 arithmetic a dense bf16 step takes half a minute with one sample, so
-its first step is the one timed, and none is timed with 32; "fused, bf16" compares with dense in float32 there.
+The six-encoder MNLI transformer, and a Llama-style model (12 blocks, 768 wide, 8,192 tokens) with block tensor trains,
+the recipe's default. The recipes' models, the same batch and optimizer for all sides (`comera.optim.adamw.AdamW`, as
+fast on dense weights as torch's fused one); dense has the same fused kernels as the last side. Steps of the sides
+alternate in one process, and ratios are those of the medians. With one sample, where steps are short, each visit is
+four steps, and the first is not counted. Each case runs in its own process, because memory left behind by other models
+slows short steps down. `--compile` adds dense and compressed under torch.compile, which leaves fused blocks out
+(minutes of compilation on a CPU). Without bf16 arithmetic a dense bf16 step takes half a minute with one sample, so its
+first step is the one timed, and none is timed with 32; "fused, bf16" compares with dense in float32 there.
 
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
 """
@@ -48,7 +48,7 @@ CASES = {
 }
 LLAMA = "Llama-style, 4 × 256"
 SIDES = ("dense", "compressed", "fused")
-COMPILED = ("dense, compiled", "fused, compiled")
+COMPILED = ("dense, compiled", "compressed, compiled")
 
 
 def make_batch(name: str) -> ExampleBatch | Batch:
@@ -77,7 +77,7 @@ def make_step(side: str, batch: ExampleBatch | Batch, dropout: float, precision:
         sizes = ModelConfig(hidden=768, layers=12, heads=12, dropout=dropout)
         model, _ = lm.build_model(replace(lm.preset(method, "base"), model=sizes), 8192)
         loss = lm.next_token_loss
-    if kind != "compressed":
+    if kind != "compressed" and "compiled" not in ways:  # torch.compile leaves out what fuse_ puts in
         fuse_(model, keep_logits=isinstance(batch, ExampleBatch))
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
     mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"

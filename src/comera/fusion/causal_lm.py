@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, in_fp8, is_hooked, replaced_obstacle, submodule
+from comera.fusion.registry import (
+    BlockPattern,
+    StandIn,
+    in_fp8,
+    is_hooked,
+    passed_on,
+    replaced_obstacle,
+    submodule,
+)
 from comera.kernels.tracing import traced
 from comera.nn.adapted import Adapted
 from comera.nn.linear import BTTLinear, TTLinear
@@ -58,15 +66,10 @@ class CausalLM(BlockPattern):
         def loss(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
             return _loss(logits, labels, layer, cache, **others)
 
-        standing_in = StandIn(module, {self.head: _unchanged, "loss_function": loss})
+        standing_in = StandIn(module, {self.head: passed_on, "loss_function": loss})
         output = getattr(type(module), self.method)(standing_in, *args, **kwargs)
         output.logits = None
         return output
-
-
-def _unchanged(hidden: Tensor) -> Tensor:
-    """In place of the head: its input instead of logits."""
-    return hidden
 
 
 def _loss(

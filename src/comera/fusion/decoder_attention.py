@@ -32,7 +32,7 @@ _ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_ke
 class RotaryAttention(BlockPattern):
     """How an attention module with rotary embedding holds its parts, for a forward as Llama's.
 
-    qkv: its projections, which run as one product where they can; or one layer that gives all three side by side.
+    qkv: its projections, which run as one product where they can; or one layer that gives all three concatenated.
     output: name of the layer after attention. dropout: of what follows that. norms: names of the norms of each head's
     queries and keys, in modules that have them.
 

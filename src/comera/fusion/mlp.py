@@ -14,6 +14,7 @@ from comera.fusion.registry import (
     checkpoints,
     is_hooked,
     layers_obstacle,
+    passed_on,
     replaced_obstacle,
     submodule,
 )
@@ -40,10 +41,6 @@ def _unchanged(module: Any, input: Tensor, output: Tensor) -> Tensor:
     return output
 
 
-def _same(input: Tensor) -> Tensor:
-    return input
-
-
 @dataclass(frozen=True)
 class MLP(BlockPattern):
     """How a module holds its MLP: down(act(up(x))), or down(act(gate(x)) · up(x)).
@@ -51,7 +48,7 @@ class MLP(BlockPattern):
     method: name of the method that computes it, with one tensor in and one out.
     ups: names of the layers before the activation, one, or gate and up. activation, down: names of what follows.
     finish: (module, input, output of down) -> what the method returns; a function of a module, so it can be pickled.
-    packed: whether the layer before the activation gives gate and up side by side, as `y.chunk(2, -1)`.
+    packed: whether the layer before the activation gives gate and up concatenated, as `y.chunk(2, -1)`.
     dropout: name of the dropout before `down`, None without one. With it layers are called one by one, unless its p
         is 0.
     within: whether the method does more than that, with any arguments. It then runs as it is, but for up, activation
@@ -132,7 +129,7 @@ class MLP(BlockPattern):
                 input = submodule(module, name)(input)
             return input
 
-        given = {**dict.fromkeys((*self.ups, self.activation), _same), self.down: whole}
+        given = {**dict.fromkeys((*self.ups, self.activation), passed_on), self.down: whole}
         return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
 
     def _output(self, module: nn.Module, cache: MergeCache, input: Tensor) -> Tensor | None:
@@ -183,7 +180,7 @@ class MLP(BlockPattern):
 
 
 def _halves(both: LowRankFactors) -> list[LowRankFactors]:
-    """The factors of gate and up, of which a layer gives both side by side."""
+    """The factors of gate and up, which one layer gives concatenated."""
     return [LowRankFactors(both.a, b.contiguous()) for b in both.b.chunk(2, 1)]
 
 

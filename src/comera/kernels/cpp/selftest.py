@@ -6,6 +6,7 @@ library that this processor cannot run or that its compiler made wrongly.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -196,15 +197,20 @@ def _merge(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
 
 
 def _lookup(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
-    left, right = torch.randn(inputs, 3, rank), torch.randn(outputs, 2, rank)
-    i, k, drows = torch.randint(inputs, (batch,)), torch.randint(outputs, (batch,)), torch.randn(batch, 6)
-    values, grads = _reference(lambda u, v: [(u[i] @ v[k].mT).reshape(batch, 6)], [left, right], [drows])
-    yield "pair_rows", [lookup.pair_rows(left, right, i, k)], values
-    yield "pair_rows_backward", lookup.pair_rows_backward(drows, left, right, i, k), grads
+    for x, y in ((3, 2), (5, 16)):  # narrow rows and wide ones
+        left, right = torch.randn(inputs, x, rank), torch.randn(outputs, y, rank)
+        i, k, drows = torch.randint(inputs, (batch,)), torch.randint(outputs, (batch,)), torch.randn(batch, x * y)
+        values, grads = _reference(partial(_pairs, i, k), [left, right], [drows])
+        yield "pair_rows", [lookup.pair_rows(left, right, i, k)], values
+        yield "pair_rows_backward", lookup.pair_rows_backward(drows, left, right, i, k), grads
     core, gates, dright = torch.randn(rank, outputs), torch.randn(rank), torch.randn(outputs, rank)
     values, grads = _reference(lambda core, gates: [core.t() * gates], [core, gates], [dright])
     yield "rank_last", [lookup.rank_last(core, gates)], values
     yield "rank_last_backward", lookup.rank_last_backward(dright, core, gates), grads
+
+
+def _pairs(i: Tensor, k: Tensor, left: Tensor, right: Tensor) -> list[Tensor]:
+    return [(left[i] @ right[k].mT).flatten(1)]
 
 
 def _optimizer(batch: int, inputs: int, outputs: int, rank: int) -> _Found:

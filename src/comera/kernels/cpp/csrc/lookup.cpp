@@ -7,7 +7,7 @@
 // the different pairs to be found, operands gathered, results scattered. Here one pass over the pairs does all. Of narrow
 // rows, W elements at a time: their sums over the ranks stay vectors to the end, where they are added together, log2 W
 // steps for all of them; one by one this took longer than the multiplications. For wide rows R[k] is transposed first, so
-// that the elements of a row are contiguous in the products (products.h): 4 times as fast for rows of 16 x 48 from rank 30.
+// that the elements of a row are contiguous in the products (products.h): 3 times as fast for rows of 16 x 48 from rank 30.
 //
 // In the backward every thread goes over all pairs and adds to its own rows of ∂L and ∂R alone, in the order of the pairs:
 // sums do not depend on the number of threads. Rejected: one ∂L and ∂R a thread, summed in the end, which takes as long as
