@@ -20,11 +20,13 @@ from comera.fusion.registry import (
 )
 from comera.kernels.tracing import traced
 from comera.nn.adapted import Adapted
+from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linear
 from comera.ops.cross_entropy import Head, head_cross_entropy
 from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
+from comera.ops.projection import table_sides, ttm_linear
 
 _LOSS = "ForCausalLMLoss"  # of transformers, which `_loss` computes
 
@@ -45,8 +47,8 @@ class CausalLM(BlockPattern):
         head = submodule(module, self.head)
         if isinstance(head, Adapted):
             return f"{self.head} has an adapter"
-        if type(head) not in (nn.Linear, TTLinear, BTTLinear):
-            return f"{self.head} is a {type(head).__name__}, not an nn.Linear, TTLinear or BTTLinear"
+        if type(head) not in (nn.Linear, TTLinear, BTTLinear, TTMProjection):
+            return f"{self.head} is a {type(head).__name__}, not an nn.Linear, TTLinear, BTTLinear or TTMProjection"
         if isinstance(head, TTLinear) and head.spec.activation:
             return f"{self.head} has an activation between its factors"
         if is_hooked(head):
@@ -96,6 +98,8 @@ def _head(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> tuple[Head, list
     """The head as a function of rows and of the tensors that its gradients go to."""
     if isinstance(layer, nn.Linear):
         return F.linear, [each for each in (layer.weight, layer.bias) if each is not None]
+    if isinstance(layer, TTMProjection):
+        return _table_head(layer, x_BI)
     assert isinstance(layer, TTLinear | BTTLinear)
     cores, gates = layer.tt.tensors
     threshold, bias = layer.tt.threshold, [] if layer.bias is None else [layer.bias]
@@ -111,3 +115,15 @@ def _head(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> tuple[Head, list
         return linear(x_CI, layer.spec, tensors[:first_gate], bias_V, gates=own, threshold=threshold)
 
     return head, [*cores, *gates, *bias]
+
+
+def _table_head(layer: TTMProjection, x_BI: Tensor) -> tuple[Head, list[Tensor]]:
+    """The head over a TT-matrix, often that of the token embedding: its cores are merged once for all chunks."""
+    cores, bias = layer.tt.effective_cores(), [] if layer.bias is None else [layer.bias]
+    merged = table_sides(x_BI, layer.spec, cores, padding_idx=layer.padding_idx)
+
+    def head(x_CI: Tensor, *tensors: Tensor) -> Tensor:
+        sides, bias_V = tensors[: len(merged)], tensors[-1] if bias else None
+        return ttm_linear(x_CI, layer.spec, cores, bias_V, padding_idx=layer.padding_idx, sides=sides)
+
+    return head, [*merged, *bias]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comera.kernels.tracing import transformed
 from comera.ops.chunking import chunks, pad_last
-from comera.ops.dtypes import merge_dtype, without_autocast
+from comera.ops.dtypes import merge_dtype, product_dtype, without_autocast
 from comera.ops.linear import flatten_input
 from comera.ops.planner.plan import ContractionPlan, choose
 from comera.ops.planner.problem import ProjectionProblem
@@ -30,6 +30,7 @@ def ttm_linear(
     *,
     padding_idx: int | None = None,
     plan: ContractionPlan | None = None,
+    sides: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """logits = x Eᵀ + bias, E the tensor-train matrix of `cores`: an output head, tied to an embedding or not.
 
@@ -39,26 +40,43 @@ def ttm_linear(
         bias: (num_embeddings,).
         padding_idx: this row of E counts as zero and gets no gradient: its logit is the bias alone.
         plan: a forced choice; by default `plan_projection` for this batch.
+        sides: those of `table_sides` for the same cores, where they serve several calls.
 
     Returns:
         (..., num_embeddings); dtypes, errors and derivatives as for `tt_linear`.
     """
     x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
-    size = x_BI.shape[0], x_BI.element_size(), x_BI.device.type
-    strategy, groups = choose(ProjectionProblem, spec, *size, plan=plan)
+    if sides is None:
+        sides = table_sides(x_BI, spec, cores, padding_idx=padding_idx, plan=plan)
     with without_autocast(x):
+        if len(sides) == 1:
+            logits_BO = F.linear(x_BI, sides[0], bias)
+        else:
+            x_BI = pad_last(x_BI, prod(spec.col_modes))
+            logits_BO = _Projection.apply(x_BI, *sides, bias, spec.num_embeddings, padding_idx)
+    return logits_BO.view(*x.shape[:-1], spec.num_embeddings)
+
+
+def table_sides(
+    x_BI: Tensor,
+    spec: TTMSpec,
+    cores: Sequence[Tensor],
+    *,
+    padding_idx: int | None = None,
+    plan: ContractionPlan | None = None,
+) -> tuple[Tensor, ...]:
+    """What `ttm_linear` multiplies these rows by, in the dtype of that product: E whole, or the two merged sides L and
+    R of its cores; arguments as there."""
+    to_dtype = product_dtype(x_BI, cores[0])
+    strategy, groups = choose(ProjectionProblem, spec, x_BI.shape[0], to_dtype.itemsize, x_BI.device.type, plan=plan)
+    with without_autocast(x_BI):
         if strategy == "dense" or transformed():
             dtype = merge_dtype(cores[0].dtype)
-            table_OI = materialize(spec, [core.to(dtype) for core in cores]).to(x_BI.dtype)
-            table_OI = table_OI if padding_idx is None else zero_row(table_OI, padding_idx)
-            logits_BO = F.linear(x_BI, table_OI, bias)
-        else:
-            left_MNR, right_RMN = merge_sides(cores, groups[0].end)
-            used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
-            left_MNR, right_RMN = left_MNR[:used].to(x_BI.dtype), right_RMN.to(x_BI.dtype)
-            x_BI = pad_last(x_BI, prod(spec.col_modes))
-            logits_BO = _Projection.apply(x_BI, left_MNR, right_RMN, bias, spec.num_embeddings, padding_idx)
-    return logits_BO.view(*x.shape[:-1], spec.num_embeddings)
+            table_OI = materialize(spec, [core.to(dtype) for core in cores]).to(to_dtype)
+            return (table_OI if padding_idx is None else zero_row(table_OI, padding_idx),)
+        left_MNR, right_RMN = merge_sides(cores, groups[0].end)
+    used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
+    return left_MNR[:used].to(to_dtype), right_RMN.to(to_dtype)
 
 
 class _Projection(torch.autograd.Function):

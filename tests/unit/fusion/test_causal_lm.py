@@ -9,12 +9,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import comera
 from comera.fusion import accumulating
+from comera.nn import TTMProjection
+from comera.ops import projection
+from comera.ops.planner.plan import plan_projection
 
-FORMATS = {"dense": None, "TT": comera.TT(order=4, rank=8), "BTT": comera.BTT(rank=2)}
+FORMATS = {"dense": None, "TT": comera.TT(order=4, rank=8), "BTT": comera.BTT(rank=2), "TTM": comera.TTM(rank=5)}
 
 
 def model(name: str, family: str = "llama", tie: bool = False) -> PreTrainedModel:
+    """TTM: the head is tied to the token embedding, and both are one TT-matrix."""
     torch.manual_seed(0)
+    tie = tie or name == "TTM"
     ids = {"vocab_size": 259, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": tie}
     made: PreTrainedModel
     if family == "llama":
@@ -25,8 +30,11 @@ def model(name: str, family: str = "llama", tie: bool = False) -> PreTrainedMode
         made.transformer.drop.p = 0.0
         made.config._attn_implementation = "eager"
         made.transformer.h[0].attn.attn_dropout.p = 0.0
-    if (linear := FORMATS[name]) is not None:
-        comera.tensorize_(made, comera.TensorizeConfig(linear=linear, embedding=None))
+    if isinstance(found := FORMATS[name], comera.TTM):
+        comera.tensorize_(made, comera.TensorizeConfig(comera.BTT(rank=2), found, tied="share"))
+        assert type(made.lm_head) is TTMProjection
+    elif found is not None:
+        comera.tensorize_(made, comera.TensorizeConfig(linear=found, embedding=None))
     return made.train()
 
 
@@ -71,8 +79,27 @@ def test_a_tied_head_adds_its_gradient_to_the_table() -> None:
     torch.testing.assert_close(grads["model.embed_tokens.weight"], wanted["model.embed_tokens.weight"])
 
 
-def test_under_autocast_the_loss_is_float32() -> None:
-    fused = model("BTT")
+@pytest.mark.parametrize("strategy", ["dense", "two_parts"])
+@pytest.mark.parametrize("padding_idx", [None, 5])
+def test_a_tied_tt_matrix_by_every_strategy(
+    strategy: str, padding_idx: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = model("TTM")
+    plain.lm_head.padding_idx = plain.model.embed_tokens.padding_idx = padding_idx
+    fused = copy.deepcopy(plain)
+    comera.fuse_(fused, keep_logits=False)
+    (expected, wanted) = results(plain)
+    option = next(each for each in plan_projection(plain.lm_head.spec, 63).options if each.strategy == strategy)
+    monkeypatch.setattr(projection, "choose", lambda *_, **__: (option.strategy, option.groups))
+    loss, grads = results(fused)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for parameter, grad in grads.items():
+        torch.testing.assert_close(grad, wanted[parameter], rtol=1e-3, atol=1e-5, msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["BTT", "TTM"])
+def test_under_autocast_the_loss_is_float32(name: str) -> None:
+    fused = model(name)
     comera.fuse_(fused, keep_logits=False)
     with torch.autocast("cpu", torch.bfloat16):
         loss, grads = results(fused)
@@ -104,7 +131,7 @@ def test_a_head_of_another_kind_is_left_alone_with_the_reason() -> None:
     other = model("dense")
     other.lm_head.__class__ = Scaled
     (row,) = [row for row in comera.fuse_(other, keep_logits=False).left_alone if row.kind == "loss"]
-    assert row.reason == "lm_head is a Scaled, not an nn.Linear, TTLinear or BTTLinear"
+    assert row.reason == "lm_head is a Scaled, not an nn.Linear, TTLinear, BTTLinear or TTMProjection"
     assert other(input_ids=batch()[0], labels=batch()[1]).logits is not None
 
 
