@@ -85,6 +85,7 @@ class _Projection(torch.autograd.Function):
     T[b, (n_L, r), m_R] = Σ_{n_R} x[b, n_L, n_R] R[r, m_R, n_R]
     logits[b, (m_L, m_R)] = Σ_{n_L, r} L[m_L, n_L, r] T[b, (n_L, r), m_R]
     dT = Lᵀ dy,  ∂L = Σ_b dy Tᵀ,  ∂R = dTᵀ x,  dx = dT R.  T is large: made chunk by chunk, and again in the backward.
+    With a single m_R, as in a table of low rank, the products with L are one for all samples.
     """
 
     @staticmethod
@@ -103,7 +104,10 @@ class _Projection(torch.autograd.Function):
         y_BMM = x_BI.new_empty(x_BI.shape[0], left_MNR.shape[0], right_RMN.shape[1])
         for part in _chunks(x_BI, left_MNR, right_RMN):
             t_BKM = _contract_right(x_BI[part], left_MNR, right_RMN)
-            torch.bmm(left_MK.expand(t_BKM.shape[0], *left_MK.shape), t_BKM, out=y_BMM[part])
+            if t_BKM.shape[2] == 1:
+                torch.mm(t_BKM[:, :, 0], left_MK.t(), out=y_BMM[part][:, :, 0])
+            else:
+                torch.bmm(left_MK.expand(t_BKM.shape[0], *left_MK.shape), t_BKM, out=y_BMM[part])
         y_BO = y_BMM.flatten(1)[:, :rows]
         if padding is not None:  # here, since the logits are the widest tensor of a model
             y_BO[:, padding] = 0
@@ -127,7 +131,10 @@ class _Projection(torch.autograd.Function):
                 size = x_CI.shape[0]
                 t_CKM = _contract_right(x_CI, left_MNR, right_RMN)
                 dleft_MK += torch.tensordot(dy_CMM, t_CKM, dims=([0, 2], [0, 2]))
-                dt_CKM = torch.bmm(left_KM.expand(size, *left_KM.shape), dy_CMM)
+                if rows_r == 1:
+                    dt_CKM = dy_CMM[:, :, 0] @ left_KM.t()
+                else:
+                    dt_CKM = torch.bmm(left_KM.expand(size, *left_KM.shape), dy_CMM)
                 dt_QK = dt_CKM.view(size * n, r * rows_r)  # Q: samples of the chunk and left columns
                 dright_KN += dt_QK.t() @ x_CI.reshape(size * n, cols_r)
                 dx_BI[part] = (dt_QK @ right_KN).view(size, n * cols_r)

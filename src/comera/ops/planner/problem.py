@@ -166,7 +166,10 @@ class ProjectionProblem(Problem):
         cols_l, cols_r, rank = prod(spec.col_modes[:split]), prod(spec.col_modes[split:]), spec.ranks[split]
         # x with R, once more in the backward; then with L
         cost = product(on, batch * cols_l, cols_r, rank * rows_r, self.itemsize, passes=4)
-        cost += product(on, rows_l, cols_l * rank, rows_r, self.itemsize, times=batch)
+        if rows_r == 1:
+            cost += product(on, batch, cols_l * rank, rows_l, self.itemsize)
+        else:
+            cost += product(on, rows_l, cols_l * rank, rows_r, self.itemsize, times=batch)
         groups = default_groups(spec, (split, spec.order))
         for group in groups:
             cost += merging(spec, on, group)
