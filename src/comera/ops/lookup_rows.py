@@ -75,6 +75,9 @@ def rows_of(ids_U: Tensor, groups: Groups, cores: Sequence[Tensor], gates_R: Ten
     """
     left_MXR, right_MYR, i_U, k_U = left_and_right(ids_U, groups, cores, gates_R)
     count, columns = ids_U.numel(), left_MXR.shape[1]
+    if right_MYR.shape[0] == 1:  # a table of plain low rank: every row meets the same block
+        x_ZR = F.embedding(i_U, left_MXR.flatten(1)).view(count * columns, left_MXR.shape[2])
+        return (x_ZR @ right_MYR[0].t()).view(count, columns * right_MYR.shape[1])
     blocks_pay = count >= BLOCKS_FROM and block_size(count, min(count, right_MYR.shape[0]), columns) > 1
     if on_host(ids_U) and (not blocks_pay or select.supports("lookup", left_MXR, right_MYR)):
         return pair_rows(i_U, k_U, left_MXR, right_MYR)

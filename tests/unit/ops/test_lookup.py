@@ -24,6 +24,8 @@ SPECS = [
     ttm((4, 5), (3, 2), 0),
     ttm((2, 3, 2, 2), (2, 1, 2, 3), 1, pad_rows=1),
     ttm((2, 2, 2, 2, 2, 2), (1, 2, 1, 2, 1, 2), 4),
+    ttm((7, 1), (1, 6), 4),  # plain low rank
+    ttm((3, 2, 1), (2, 1, 3), 2, pad_rows=1),
 ]
 CASES = [(spec, option) for spec in SPECS for option in plan_lookup(spec, 8).options]
 each_option = pytest.mark.parametrize(

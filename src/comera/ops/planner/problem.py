@@ -220,7 +220,9 @@ class LookupProblem(Problem):
         x = spec.ranks[first] * prod(spec.col_modes[first:middle])
         y = prod(spec.col_modes[middle:last]) * spec.ranks[last]
         rank = spec.ranks[middle]
-        elements, flops = rank * (x + y) + x * y, 3 * 2 * x * rank * y
+        rows_r = prod(spec.row_modes[middle:last])
+        gathered = rank * (x + y) if rows_r > 1 else rank * x
+        elements, flops = gathered + x * y, 3 * 2 * x * rank * y
         # finding the different ids, gathering two blocks (twice), adding up their gradients: some 30 small operations
         cost = work(on, itemsize, count * flops, 4 * count * elements * itemsize, calls=30)
         for part in parts:
