@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, Self
 
 from comera.errors import ConversionError, SpecError, check_fields
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
@@ -106,8 +107,9 @@ class TTM:
         order: number of cores. A list of modes, if given, determines it.
         rank: one integer, clipped at each inner rank to what the modes allow; or all order+1 ranks, with ones at both
             ends. None leaves it to the `ratio` of `tensorize_`.
-        row_modes, col_modes: factors of num_embeddings and embedding_dim (a product above them is padding). By default,
-            chosen for each table.
+        row_modes, col_modes: factors of num_embeddings and embedding_dim (a product above them is padding); one of
+            each may be -1, for what the others leave. By default, chosen for each table. (-1, 1) and (1, -1) are a
+            table of plain low rank, E = U V, in which every row has parameters of its own: see `low_rank`.
 
     Raises:
         SpecError: values that fit no table.
@@ -116,6 +118,8 @@ class TTM:
         >>> import comera
         >>> print(comera.TTM(order=4, rank=32).spec(30522, 768))
         TTM 14·12·13·14 × 8·4·4·6 ranks 32-32-32
+        >>> print(comera.TTM.low_rank(64).spec(30522, 768))
+        TTM 30522·1 × 1·768 ranks 64
     """
 
     order: int = 4
@@ -126,13 +130,30 @@ class TTM:
     def __post_init__(self) -> None:
         _check_format(self, "row_modes", "col_modes", least_order=1)
 
+    @classmethod
+    def low_rank(cls, rank: int | None = None) -> Self:
+        """Plain low rank, E = U V, as ALBERT's factorized embedding: `rank` parameters for every row.
+
+        Tokens that share no parameters are told apart sooner than in a TT-matrix of more cores, which goes to much
+        smaller sizes (docs/method.md §1).
+        """
+        return cls(order=2, rank=rank, row_modes=(-1, 1), col_modes=(1, -1))
+
     def spec(self, num_embeddings: int, embedding_dim: int) -> TTMSpec:
         """Modes and ranks for a table of these sizes. Raises SpecError if they do not fit."""
-        rows, cols = self.row_modes, self.col_modes
+        rows, cols = _whole(self.row_modes, num_embeddings), _whole(self.col_modes, embedding_dim)
         modes = rows or cols
         order = len(modes) if modes else self.order
         rank = 1 if order == 1 else _chosen(self)  # a single core has no inner rank
         return ttm_spec(num_embeddings, embedding_dim, order=order, rank=rank, row_modes=rows, col_modes=cols)
+
+
+def _whole(modes: tuple[int, ...] | None, features: int) -> tuple[int, ...] | None:
+    """The modes with what the others leave of the features in place of -1."""
+    if modes is None:
+        return None
+    rest = -(-features // prod(mode for mode in modes if mode != -1))
+    return tuple(rest if mode == -1 else mode for mode in modes)
 
 
 def _chosen(format_: TT | TTM | BTT) -> Any:
@@ -155,8 +176,7 @@ def _is_integer(value: object, least: int) -> bool:
 
 def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) -> None:
     """Validate the fields that both formats have, and convert lists to tuples."""
-
-    kind = type(format_).__name__
+    kind, rest = type(format_).__name__, isinstance(format_, TTM)
     if not _is_integer(format_.order, least_order):
         raise SpecError(f"{kind} needs an order of at least {least_order} (cores), got {format_.order!r}")
     for name in ("rank", left, right):
@@ -164,14 +184,21 @@ def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) ->
         if isinstance(value, list | tuple):
             value = tuple(value)
             object.__setattr__(format_, name, value)
-        single = value is None or (name == "rank" and _is_integer(value, 0))
-        if not single and not (
-            isinstance(value, tuple) and value and all(_is_integer(v, name != "rank") for v in value)
-        ):
-            allowed = (
-                "an integer >= 0, a tuple of them or None" if name == "rank" else "a tuple of positive integers or None"
-            )
-            raise SpecError(f"{kind} needs {name} to be {allowed}, got {value!r}")
+        if name == "rank":
+            good, allowed = _is_integer(value, 0) or _are_integers(value, 0), "an integer >= 0, a tuple of them"
+        else:
+            good, allowed = _are_integers(value, 1, rest), "a tuple of positive integers"
+            allowed += ", one of which may be -1," if rest else ""
+        if not (good or value is None):
+            raise SpecError(f"{kind} needs {name} to be {allowed} or None, got {value!r}")
+
+
+def _are_integers(values: object, least: int, rest: bool = False) -> bool:
+    """Whether it is a tuple of integers of at least `least`; with `rest`, one may be -1."""
+    if not isinstance(values, tuple) or not values:
+        return False
+    given = [value for value in values if value != -1] if rest and values.count(-1) == 1 else values
+    return all(_is_integer(value, least) for value in given)
 
 
 @dataclass(frozen=True)

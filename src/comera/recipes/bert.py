@@ -68,14 +68,21 @@ class BertFormats:
     rank."""
     blocks: tuple[int, int] | None = None
     """Input and output blocks of linear layers; btt only. None: about the square roots of the features."""
+    embedding: Literal["ttm", "low_rank"] = "ttm"
+    """Format of the token embedding: ttm, a TT-matrix, as published, or low_rank, a product of two matrices in which
+    every token has `embedding_rank` parameters of its own."""
     embedding_order: int = 4
-    """Cores in the TT-matrix of the token embedding."""
+    """Cores in the TT-matrix of the token embedding; ttm only."""
     embedding_rank: int | tuple[int, ...] = 30
     """Initial TT-rank of the token embedding."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "compress.", {"format": (self.format in ("tt", "btt"), "tt or btt")})
-        self.linear, self.embedding  # noqa: B018  # refuses what no layer can have
+        checks = {
+            "format": (self.format in ("tt", "btt"), "tt or btt"),
+            "embedding": (self.embedding in ("ttm", "low_rank"), "ttm or low_rank"),
+        }
+        check_fields(self, "compress.", checks)
+        self.linear, self.table  # noqa: B018  # refuses what no layer can have
 
     @property
     def linear(self) -> TT | BTT:
@@ -89,6 +96,8 @@ class BertFormats:
         return BTT(rank=rank, blocks=self.blocks)  # type: ignore[arg-type]  # which refuses several ranks
 
     @property
-    def embedding(self) -> TTM:
+    def table(self) -> TTM:
         """The format of the token embedding."""
+        if self.embedding == "low_rank":
+            return TTM.low_rank(self.embedding_rank)  # type: ignore[arg-type]  # an untied tuple is refused by its spec
         return TTM(order=self.embedding_order, rank=self.embedding_rank)

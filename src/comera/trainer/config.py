@@ -39,11 +39,11 @@ def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a stored configuration or identity, which an earlier version may have written, by present names.
 
     Versions that stored a whole configuration without `rates` had flat ones, and without `optimizer` AdamW; those that
-    stored a recipe's formats without their name had tensor trains.
+    stored a recipe's formats without their names had tensor trains and TT-matrices.
     """
     before: dict[str, Any] = {"rates": "flat", "optimizer": "adamw"} if set(stored) >= _ALWAYS else {}
     if "compress.embedding_order" in stored:
-        before["compress.format"] = "tt"
+        before |= {"compress.format": "tt", "compress.embedding": "ttm"}
     stored = dict(stored)
     if stored.pop("tensorboard", False):  # a switch of its own
         before["trackers"] = ["tensorboard"]

@@ -19,6 +19,8 @@ from comera.errors import ConversionError, SpecError
         (lambda: TT(rank=()), SpecError, r"got \(\)"),
         (lambda: TT(in_modes=(4, 0)), SpecError, "in_modes to be a tuple of positive integers or None"),
         (lambda: TTM(col_modes="8·8"), SpecError, "col_modes to be"),
+        (lambda: TTM(row_modes=(-1, -1)), SpecError, r"integers, one of which may be -1, or None, got \(-1, -1\)"),
+        (lambda: TT(in_modes=(-1, 4)), SpecError, "in_modes to be a tuple of positive integers or None"),
         (lambda: BTT(rank=(1, 2)), SpecError, r"BTT needs rank to be an integer >= 0 or None, got \(1, 2\)"),
         (lambda: BTT(rank=True), SpecError, "got True"),
         (lambda: BTT(blocks=4), SpecError, "blocks to be two integers >= 1 or None, got 4"),
@@ -55,6 +57,14 @@ def test_given_modes_determine_the_order() -> None:
     assert TT(rank=3, in_modes=(4, 4), out_modes=(16,)).spec(16, 16).order == 3
     assert TTM(row_modes=(4, 4), rank=3).spec(16, 16).order == 2
     assert TT(order=5, rank=3, in_modes=(4, 4)).spec(16, 64).split == 2
+
+
+def test_one_mode_of_a_table_is_what_the_others_leave() -> None:
+    assert TTM(row_modes=(-1, 10), col_modes=(4, -1), rank=3).spec(95, 16).row_modes == (10, 10)
+    plain = TTM.low_rank(5).spec(95, 16)
+    assert (plain.row_modes, plain.col_modes, plain.inner_ranks) == ((95, 1), (1, 16), (5,))
+    assert TTM.low_rank(50).spec(95, 16).inner_ranks == (16,)
+    assert TTM.low_rank().rank is None  # for a ratio
 
 
 def test_blocks_may_be_a_list() -> None:

@@ -66,8 +66,11 @@ class CompressConfig:
     """Cores in the tensor train of a linear layer; tt only. Default: 4, 2 for decomposed weights."""
     rank: int | None = None
     """Initial rank of linear layers, in place of a ratio."""
+    embedding: Literal["ttm", "low_rank"] = "ttm"
+    """Format of the token embedding: ttm, a TT-matrix, or low_rank, a product of two matrices in which every token has
+    parameters of its own."""
     embedding_order: int | None = None
-    """Cores in the TT-matrix of the token embedding. Default: 3, 2 for decomposed weights."""
+    """Cores in the TT-matrix of the token embedding; ttm only. Default: 3, 2 for decomposed weights."""
     embedding_rank: int | None = None
     """Initial TT-rank of the token embedding, in place of a ratio."""
     init: Literal["random", "decompose"] | None = None
@@ -79,6 +82,7 @@ class CompressConfig:
         checks = {
             "ratio": (self.ratio is None or 1 < self.ratio < float("inf"), "a number > 1, or none with ranks"),
             "format": (self.format in (None, "btt", "tt"), "btt or tt"),
+            "embedding": (self.embedding in ("ttm", "low_rank"), "ttm or low_rank"),
             "init": (self.init in (None, "random", "decompose"), "random or decompose"),
         }
         check_fields(self, "compress.", checks)
@@ -98,6 +102,8 @@ class CompressConfig:
         table_order = table_order if self.embedding_order is None else self.embedding_order
         linear = BTT(rank=self.rank) if blocks else TT(order=order, rank=self.rank)
         table = TTM(order=table_order, rank=self.embedding_rank)
+        if self.embedding == "low_rank":
+            table = TTM.low_rank(self.embedding_rank)
         return TensorizeConfig(linear=linear, embedding=table, overrides=dict.fromkeys(kept), init=init)
 
 

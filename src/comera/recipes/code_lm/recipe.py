@@ -69,7 +69,7 @@ class CompressConfig(BertFormats):
             overrides["cls.predictions.decoder"] = own
         return TensorizeConfig(
             linear=self.linear,
-            embedding=self.embedding,
+            embedding=self.table,
             overrides=overrides,
             tied="share" if self.head == "share" else "untie",
         )

@@ -136,10 +136,11 @@ class CompressConfig:
     blocks: tuple[int, int] | None = (4, 4)
     """Input and output blocks of linear layers but the head; btt only. Fewer, larger ones of a higher rank run faster
     and learned more. None: about the square roots of the features."""
-    embedding: Literal["ttm", "dense"] = "ttm"
-    """Format of the token embedding; a small table, such as one of bytes, is better left dense."""
+    embedding: Literal["ttm", "low_rank", "dense"] = "ttm"
+    """Format of the token embedding: ttm, a TT-matrix, or low_rank, a product of two matrices in which every token has
+    `embedding_rank` parameters of its own. A small table, such as one of bytes, is better left dense."""
     embedding_order: int = 4
-    """Cores in the TT-matrix of the token embedding."""
+    """Cores in the TT-matrix of the token embedding; ttm only."""
     embedding_rank: int | tuple[int, ...] = 32
     """Initial TT-rank of the token embedding."""
     head: Literal["share", "untie", "dense"] = "untie"
@@ -153,7 +154,7 @@ class CompressConfig:
         formats = get_args(Format)
         checks = {
             "format": (self.format in formats, f"one of {', '.join(formats)}"),
-            "embedding": (self.embedding in ("ttm", "dense"), "ttm or dense"),
+            "embedding": (self.embedding in ("ttm", "low_rank", "dense"), "ttm, low_rank or dense"),
             "head": (self.head in ("share", "untie", "dense"), "share, untie or dense"),
         }
         check_fields(self, "compress.", checks)
@@ -168,10 +169,16 @@ class CompressConfig:
             )
         return TensorizeConfig(
             linear=self._linear(self.rank, _RANKS, self.blocks),
-            embedding=None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank),
+            embedding=self._table,
             overrides=overrides,
             tied="share" if self.head == "share" else "untie",
         )
+
+    @property
+    def _table(self) -> TTM | None:
+        if self.embedding == "low_rank":
+            return TTM.low_rank(self.embedding_rank)  # type: ignore[arg-type]  # a tuple of ranks is refused by its spec
+        return None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank)
 
     def _linear(
         self, rank: int | tuple[int, ...] | None, defaults: Mapping[Format, int], blocks: tuple[int, int] | None

@@ -59,8 +59,9 @@ class CompressConfig(BertFormats):
 
     def tensorize(self, vocab_size: int, hidden: int) -> TensorizeConfig:
         """The conversion; position and segment tables and the classifier stay dense, as published."""
-        table = self.embedding
-        if (vocab_size, hidden) == _TABLE and self.embedding_order == len(_TABLE_ROWS):
+        table = self.table
+        published = (vocab_size, hidden) == _TABLE and self.embedding_order == len(_TABLE_ROWS)
+        if published and self.embedding == "ttm":
             table = replace(table, row_modes=_TABLE_ROWS, col_modes=_TABLE_COLUMNS)
         dense = ("*.position_embeddings", "*.token_type_embeddings", "classifier")
         return TensorizeConfig(linear=self.linear, embedding=table, overrides=dict.fromkeys(dense))
