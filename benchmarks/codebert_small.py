@@ -1,29 +1,30 @@
 """CodeBERT's job in small: loss over time, compressed beside dense and beside narrower dense models.
 
 The recipe `comera train code-lm --preset codebert-small`, masked language modelling of Python functions and their
-docstrings: 4 encoders, 256 wide, 8,192 tokens, sequences of 128. Every case gets the same wall-clock time, to which the
-schedule of its rates is stretched, the same rates to choose from at that length, fused kernels and the same optimizer.
-The loss is that of 128 held-out batches, in nats per masked token; they choose the rate, too. The cases in phases go on
-to half of their compressed layers' size from about the middle on.
+docstrings: 4 encoders, 8,192 tokens, sequences of 128. Every case gets the same time, in steps of the time that `speed`
+has measured, the same rates to choose from at that length, fused kernels and the same optimizer; cases are named by
+their width. The loss is that of 128 held-out batches, in nats per masked token; they choose the rate, too.
 
-    python benchmarks/codebert_small.py --rates 5e-4 1e-3 2e-3      seed 0, every case at every rate
-    python benchmarks/codebert_small.py --seeds 3                   the best rate found, further seeds
-    python benchmarks/codebert_small.py figure                      docs/codebert.png, of what is measured
-    options: --optimizer adamw (or muon), --cases NAMES, --seconds 300, --jobs N, --cache FOLDER, --again
+    python benchmarks/codebert_small.py speed                        the time of a step, on a quiet machine
+    python benchmarks/codebert_small.py --rates 1e-3 2e-3 4e-3       seed 0, every case at every rate
+    python benchmarks/codebert_small.py --seeds 3                    the best rate found, further seeds
+    python benchmarks/codebert_small.py figure                       docs/codebert.png, of what is measured
+    options: --optimizer muon (or adamw), --cases NAMES, --seconds 300, --jobs N, --cache FOLDER, --again
 
-Runs share the machine: with OMP_NUM_THREADS=1 and --jobs 2 on two cores, as measured, each has a core of its own.
-Rows are written one by one to results/codebert_small.csv; runs that it holds are not repeated without --again.
+Times are those of one core (OMP_NUM_THREADS=1). Rows are written one by one to results/codebert_small.csv; runs that it
+holds are not repeated without --again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from children import run_children
 from common import about, measured, update
@@ -31,36 +32,43 @@ from common import about, measured, update
 from comera.rank.objective import LateStage
 from comera.recipes.code_lm import recipe as code_lm
 
-NAME = "codebert_small"
+NAME, SPEED = "codebert_small", "codebert_small_speed"
 KEY = ("case", "optimizer", "seconds", "lr", "seed")
-WIDTH = 256
-NARROWER = (192, 128, 96)
+SPEED_KEY = ("case", "optimizer")
 EVERY, BATCHES = 400, 128  # steps between points of the curve; held-out batches of each
-PHASE_2 = LateStage(target_size=0.5, start_step=1300, steps=650)
+ROUNDS, STEPS = 5, 20  # of `speed`, for each case
 FIGURE = Path(__file__).parents[1] / "docs" / "codebert.png"
+
+# Formats of a compressed model, in place of the preset's: tensor trains, a TT-matrix, and a head of its own.
+BTT = {"format": "btt", "rank": 10, "blocks": (4, 4)}  # the parameters of the preset's tensor trains, to 2 %
+UNTIED = {"head_rank": 5}
+TIED = {"head": "share", "embedding_rank": 96}
+LOW_RANK = {"head": "share", "embedding": "low_rank"}
 
 
 class Case(NamedTuple):
-    """A model: its width, the format of a compressed one, and if it goes through both phases."""
+    """A model: its width, and the formats of a compressed one that differ from the preset's."""
 
     width: int
-    format: Literal["tt", "btt"] | None = None
-    phases: bool = False
+    formats: dict[str, Any] | None = None
 
 
 CASES = {
-    **{f"dense-{width}": Case(width) for width in (WIDTH, *NARROWER)},
-    "tt": Case(WIDTH, "tt"),
-    "btt": Case(WIDTH, "btt"),
-    "btt-phases": Case(WIDTH, "btt", phases=True),
+    **{f"dense-{width}": Case(width) for width in (256, 192, 128, 96, 64)},
+    "tt-256": Case(256, {}),
+    "btt-256": Case(256, BTT | UNTIED),
+    "btt-128": Case(128, BTT | UNTIED),
+    "btt-tied-128": Case(128, BTT | TIED),
+    "btt-low-rank-128": Case(128, BTT | LOW_RANK | {"embedding_rank": 48}),
+    "btt-low-rank-192": Case(192, BTT | LOW_RANK | {"embedding_rank": 64}),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", default="runs", choices=("runs", "figure", "one"))
+    parser.add_argument("part", nargs="?", default="runs", choices=("runs", "speed", "figure", "one"))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
+    parser.add_argument("--optimizer", default="muon", choices=("adamw", "muon"))
     parser.add_argument("--rates", nargs="+", type=float, help="default: the best rate measured")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--seeds", type=int, default=1)
@@ -73,42 +81,73 @@ def main() -> None:
         print(json.dumps(run(options.cache, **json.loads(options.run))))
     elif options.part == "figure":
         draw()
+    elif options.part == "speed":
+        speed(options)
     else:
         for row in campaign(options):
             print(" ".join(f"{row[name]:>10}" for name in (*KEY, "loss", "steps", "parameters")), flush=True)
             update(NAME, [row], KEY)
 
 
-def configuration(case: Case, **train: Any) -> code_lm.CodeLMConfig:
+def configuration(case: Case, cache: str | None, **train: Any) -> code_lm.CodeLMConfig:
     """A run of the recipe; its folder is still to be set."""
-    config = code_lm.preset("comera" if case.format else "dense", "codebert-small")
-    late = PHASE_2 if case.phases else LateStage()
+    config = code_lm.preset("dense" if case.formats is None else "comera", "codebert-small")
     fixed: dict[str, Any] = {
-        "late": late,
+        "late": LateStage(),
         "eval_every": EVERY,
         "eval_batches": BATCHES,
         "save_every": 0,
         "progress": False,
     }
-    formats = config.compress
-    if case.format == "btt":  # the parameters of the preset's tensor trains, to 2 %
-        formats = replace(formats, format="btt", rank=10, blocks=(4, 4), head_rank=5)
-    settings = replace(config.train, steps=None, device="cpu", **fixed, **train)
-    return replace(config, model=config.model.narrowed(case.width), compress=formats, train=settings)
+    return replace(
+        config,
+        model=config.model.narrowed(case.width),
+        compress=replace(config.compress, **(case.formats or {})),
+        data=replace(config.data, cache=cache),
+        train=replace(config.train, device="cpu", **{**fixed, **train}),
+    )
 
 
-def run(cache: str | None, case: str, optimizer: str, seconds: float, lr: float, seed: int) -> dict[str, Any]:
-    """Train in this process, a fresh one; the figures of the run, and its curve as SECONDS:LOSS."""
-    config = configuration(CASES[case], optimizer=optimizer, max_seconds=seconds, lr=lr, seed=seed)
+def speed(options: argparse.Namespace) -> None:
+    """Write the milliseconds of each case's step: the least of its runs of some steps each, the cases in turns.
+
+    The least, since other programs can only add to it; the spread says how much they did.
+    """
+    times: dict[str, list[float]] = {name: [] for name in options.cases}
+    for _ in range(ROUNDS):
+        for name, own in times.items():
+            train = {"steps": STEPS, "eval_every": 0, "eval_batches": 1, "optimizer": options.optimizer}
+            config = configuration(CASES[name], options.cache, **train)
+            with tempfile.TemporaryDirectory() as folder:
+                own.append(code_lm.run(replace(config, out=folder)).step_time)
+    rows = []
+    for name, own in times.items():
+        least, spread = min(own), statistics.median(own) / min(own) - 1
+        place = {"case": name, "optimizer": options.optimizer}
+        rows.append({**place, "step_ms": f"{least * 1e3:.4g}", "spread": f"{spread:.2f}", **about()})
+        print(name, *(f"{second * 1e3:.4g}" for second in own), flush=True)
+    update(SPEED, rows, SPEED_KEY)
+
+
+def step_seconds(name: str, optimizer: str) -> float:
+    """The time of a case's step, as measured."""
+    for row in measured(SPEED):
+        if (row["case"], row["optimizer"]) == (name, optimizer):
+            return float(row["step_ms"]) / 1e3
+    raise SystemExit(f"{name} has no measured step with {optimizer}: run the part speed first, on a quiet machine")
+
+
+def run(cache: str | None, case: str, optimizer: str, steps: int, lr: float, seed: int) -> dict[str, Any]:
+    """Train in this process, a fresh one; the figures of the run, and its curve as STEP:LOSS."""
+    config = configuration(CASES[case], cache, optimizer=optimizer, steps=steps, lr=lr, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
-        summary = code_lm.run(replace(config, data=replace(config.data, cache=cache), out=folder))
+        summary = code_lm.run(replace(config, out=folder))
         lines = (json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines())
-        curve = [f"{line['time']:.0f}:{line['loss']:.3f}" for line in lines if line["kind"] == "eval"]
+        curve = [f"{line['step']}:{line['loss']:.3f}" for line in lines if line["kind"] == "eval"]
     return {
         "loss": f"{summary.held_out_loss:.4f}",
         "steps": summary.steps,
         "parameters": summary.parameters,
-        "step_ms": f"{summary.step_time * 1e3:.4g}",
         "peak_mb": f"{summary.peak_memory / 1e6:.4g}",
         "curve": " ".join(curve),
     }
@@ -116,18 +155,20 @@ def run(cache: str | None, case: str, optimizer: str, seconds: float, lr: float,
 
 def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The runs that are missing, each in a process of its own, `--jobs` of them at a time."""
-    done = {tuple(row[name] for name in KEY) for row in measured(NAME)}
+    done = {tuple(row[name] for name in KEY): int(row["steps"]) for row in measured(NAME)}
     seconds = f"{options.seconds:g}"
     commands = {}
     for name in options.cases:
+        steps = max(1, int(options.seconds / step_seconds(name, options.optimizer)))
         for lr in options.rates or [best_rate(name, options.optimizer, seconds)]:
             for seed in range(options.seeds):
                 place = (name, options.optimizer, seconds, f"{lr:g}", str(seed))
-                if place not in done or options.again:
+                # a run of other steps is from a time when a step took longer or shorter
+                if done.get(place) != steps or options.again:
                     of_run: dict[str, Any] = {
                         "case": name,
                         "optimizer": options.optimizer,
-                        "seconds": options.seconds,
+                        "steps": steps,
                         "lr": lr,
                         "seed": seed,
                     }
@@ -146,9 +187,9 @@ def best_rate(name: str, optimizer: str, seconds: str) -> float:
     return float(min(rows, key=lambda row: float(row["loss"]))["lr"])
 
 
-def summary(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+def summary(rows: list[dict[str, str]], speeds: list[dict[str, str]]) -> list[dict[str, str]]:
     """Each case at its best rate, the lowest loss first; losses are means over the seeds."""
-    lines = []
+    lines, step_ms = [], {tuple(row[name] for name in SPEED_KEY): row["step_ms"] for row in speeds}
     key = KEY[:3]
     for place in sorted({tuple(row[name] for name in key) for row in rows}):
         own = [row for row in rows if tuple(row[name] for name in key) == place]
@@ -162,14 +203,15 @@ def summary(rows: list[dict[str, str]]) -> list[dict[str, str]]:
                 "spread": f"{(max(seeds) - min(seeds)) / 2:.3f}" if len(seeds) > 1 else "",
                 "seeds": str(len(seeds)),
                 "lr": f"{best['lr']} of {', '.join(f'{rate:g}' for rate in rates)}",
-                **{column: best[column] for column in ("steps", "parameters", "step_ms", "peak_mb", *about())},
+                "step_ms": step_ms[place[:2]],
+                **{column: best[column] for column in ("steps", "parameters", "peak_mb", *about())},
             }
         )
     return sorted(lines, key=lambda line: float(line["loss"]))
 
 
 def draw() -> None:
-    """The curves of seed 0, each case at its best rate."""
+    """The curves of seed 0 with Muon, each case at its best rate."""
     import matplotlib  # only this part needs it
 
     matplotlib.use("Agg")
@@ -177,11 +219,14 @@ def draw() -> None:
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name in CASES:
-        rows = [row for row in measured(NAME) if row["case"] == name and row["seed"] == "0"]
+        rows = [
+            row for row in measured(NAME) if row["case"] == name and row["optimizer"] == "muon" and row["seed"] == "0"
+        ]
         if rows:
             row = min(rows, key=lambda row: float(row["loss"]))
-            points = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
-            label = f"{name}, {row['optimizer']}, {int(row['parameters']) / 1e6:.2f} million parameters"
+            second = step_seconds(name, row["optimizer"])
+            points = [(int(step) * second, float(loss)) for step, loss in (p.split(":") for p in row["curve"].split())]
+            label = f"{name}, {int(row['parameters']) / 1e6:.2f} million parameters"
             axes.plot(*zip(*points, strict=True), "--" if name.startswith("dense") else "-", label=label)
     axes.set(xlabel="seconds on one core", ylabel="held-out loss, nats per masked token")
     axes.legend(frameon=False)
