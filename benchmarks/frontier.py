@@ -69,7 +69,8 @@ CASES += ["btt2-256", "btt2-384", "tt2r64-384", "tt4r64-384", "tt6r30-384", "tt6
 CASES += [f"{method}-{hidden}" for method in ("cola", "galore", "lte") for hidden in (192, 384)]
 NAME = re.compile(
     r"(?:(?P<method>dense|cola|galore|lte)|btt(?P<btt>\d+)(?:b(?P<blocks>\d+))?|tt(?P<order>\d+)r(?P<tt>\d+))"
-    r"(?:e(?P<embedding>\d+))?(?:h(?P<head>\d+)(?:b(?P<head_blocks>\d+))?)?-(?P<hidden>\d+)(?:-(?P<layers>\d+))?"
+    r"(?:v(?P<vocabulary>\d+))?(?:e(?P<embedding>\d+))?(?:h(?P<head>\d+)(?:b(?P<head_blocks>\d+))?)?"
+    r"-(?P<hidden>\d+)(?:-(?P<layers>\d+))?"
 )
 
 
@@ -78,7 +79,8 @@ def parse(name: str) -> Case:
 
     dense-256-8, cola-384; btt2-384: rank 2 in blocks of about the square root of the features; btt8b4-384: rank 8 in
     4 x 4 blocks; tt6r30-384: order 6, rank 30; btt4b4e8h1-256: the ranks of the token embedding and of the head, too;
-    btt8b4h8b4-256: a head of rank 8 in 4 x 4 blocks.
+    btt8b4h8b4-256: a head of rank 8 in 4 x 4 blocks; btt8b4v32-192: token embedding and head are one table of plain low
+    rank, 32.
     """
     found = NAME.fullmatch(name)
     if found is None:
@@ -88,6 +90,8 @@ def parse(name: str) -> Case:
     if found["method"]:
         return Case(cast(Method, found["method"]), hidden, layers)
     ranks: dict[str, Any] = {"embedding_rank": part["embedding"]} if "embedding" in part else {}
+    if "vocabulary" in part:
+        ranks = {"embedding": "low_rank", "head": "share", "embedding_rank": part["vocabulary"]}
     if "tt" in part:
         ranks |= {"format": "tt", "order": part["order"], "rank": part["tt"], "head_rank": part.get("head", part["tt"])}
     else:

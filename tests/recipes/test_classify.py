@@ -208,6 +208,8 @@ def test_decomposed_weights_get_two_factors_by_default(config: ClassifyConfig, t
     for own in ({"init": "random"}, {"format": "btt", "embedding_order": 3}):
         assert specs(replace(trained, compress=CompressConfig(ratio=1.5, **own))) == {("BTTSpec", 2), ("TTMSpec", 3)}
     assert specs(config) == {("BTTSpec", 2), ("TTMSpec", 3)}
+    plain = {"init": "random", "embedding": "low_rank"}
+    assert specs(replace(trained, compress=CompressConfig(ratio=1.5, **plain))) == {("BTTSpec", 2), ("TTMSpec", 2)}
     # a run's model is rebuilt in the same formats, to load its weights
     built, _ = classify.build_model(trained, task_of(trained).model.config)
     assert {train.spec.order for _, train in named_trains(built)} == {2}
@@ -278,6 +280,7 @@ SHOWN = {
     "random": "--data.path reviews.csv --model.checkpoint bert/ --compress.init random",
     "tt": "--data.path reviews.csv --compress.ratio 2 --compress.format tt --compress.order 4",
     "ranks": "--data.path reviews.csv --compress.ratio null --compress.rank 2 --compress.embedding_rank 4",
+    "low rank": "--data.path reviews.csv --compress.embedding low_rank",
     "late": "--data.path reviews.csv --late_targets [0.8] --late_epochs 0.1",
     "muon": "--data.path reviews.csv --train.optimizer muon",
     "rates": "--data.path reviews.csv --train.lr 1e-3 --train.rates flat",

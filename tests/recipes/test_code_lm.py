@@ -90,6 +90,16 @@ def test_block_tensor_trains_take_the_place_of_tensor_trains(config: CodeLMConfi
     _assert_all_are_trained(model, data)
 
 
+@pytest.mark.parametrize("head", ["share", "untie"])
+def test_a_table_of_plain_low_rank(config: CodeLMConfig, data: CodeData, head: Literal["share", "untie"]) -> None:
+    formats = replace(RANKS, embedding="low_rank", head=head)
+    model, _ = build_model(replace(config, compress=formats), data.vocab_size)
+    table = model.bert.embeddings.word_embeddings
+    assert str(table.spec) == f"TTM {data.vocab_size}·1 × 1·64 ranks 8"
+    assert (model.cls.predictions.decoder.tt is table.tt) == (head == "share")
+    _assert_all_are_trained(model, data)
+
+
 def _assert_all_are_trained(model: torch.nn.Module, data: CodeData) -> None:
     masked_loss(model, data.train_batch(0, 4, seed=0)).backward()
     without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}

@@ -117,6 +117,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "blocks": {"compress": CompressConfig(format="btt", rank=1, embedding="dense")},
     "dense head": {"compress": replace(RANKS, head="dense")},
     "shared head": {"compress": replace(RANKS, head="share")},
+    "plain low rank": {"compress": replace(RANKS, head="share", embedding="low_rank")},
     "ranks": {"compress": replace(RANKS, rank=(1, 4, 5, 4, 1), head_rank=(1, 5, 6, 5, 1), embedding_rank=(1, 3, 4, 1))},
     "narrow by hand": {"method": "narrow", "baselines": BaselineConfig(narrow=Narrow(hidden=24))},
     "recompute": {"train": {"recompute": True, "accumulation": 2}},
