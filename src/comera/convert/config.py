@@ -104,7 +104,8 @@ class TTM:
     """Tensor-train-matrix format for embedding tables (docs/method.md §1; [CoMERA] eq. 4).
 
     Args:
-        order: number of cores. A list of modes, if given, determines it.
+        order: number of cores. A list of modes, if given, determines it. By default 4; a table to which an output layer
+            is tied becomes one of plain low rank, if a `ratio` leaves each row enough parameters for that.
         rank: one integer, clipped at each inner rank to what the modes allow; or all order+1 ranks, with ones at both
             ends. None leaves it to the `ratio` of `tensorize_`.
         row_modes, col_modes: factors of num_embeddings and embedding_dim (a product above them is padding); one of
@@ -122,7 +123,7 @@ class TTM:
         TTM 30522·1 × 1·768 ranks 64
     """
 
-    order: int = 4
+    order: int | None = None
     rank: int | tuple[int, ...] | None = None
     row_modes: tuple[int, ...] | None = None
     col_modes: tuple[int, ...] | None = None
@@ -143,7 +144,7 @@ class TTM:
         """Modes and ranks for a table of these sizes. Raises SpecError if they do not fit."""
         rows, cols = _whole(self.row_modes, num_embeddings), _whole(self.col_modes, embedding_dim)
         modes = rows or cols
-        order = len(modes) if modes else self.order
+        order = len(modes) if modes else self.order or _TABLE_ORDER
         rank = 1 if order == 1 else _chosen(self)  # a single core has no inner rank
         return ttm_spec(num_embeddings, embedding_dim, order=order, rank=rank, row_modes=rows, col_modes=cols)
 
@@ -167,6 +168,7 @@ def _chosen(format_: TT | TTM | BTT) -> Any:
     return format_.rank
 
 
+_TABLE_ORDER = 4
 _EXAMPLES = {"TT": 30, "TTM": 32, "BTT": 2}
 
 
@@ -177,7 +179,7 @@ def _is_integer(value: object, least: int) -> bool:
 def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) -> None:
     """Validate the fields that both formats have, and convert lists to tuples."""
     kind, rest = type(format_).__name__, isinstance(format_, TTM)
-    if not _is_integer(format_.order, least_order):
+    if not (_is_integer(format_.order, least_order) or (rest and format_.order is None)):
         raise SpecError(f"{kind} needs an order of at least {least_order} (cores), got {format_.order!r}")
     for name in ("rank", left, right):
         value = getattr(format_, name)

@@ -5,19 +5,22 @@ layers with the smallest share, rank by rank, then to single inner ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Any
 
 from torch import nn
 
-from comera.convert.config import BTT, TT, TensorizeConfig
+from comera.convert.config import BTT, TT, TTM, TensorizeConfig
 from comera.convert.select import Group, closed_hint, find_groups, find_sites
 from comera.errors import ConversionError
 from comera.nn.size import model_size
 from comera.tt.format import spec_size
 from comera.tt.spec import Spec
 
+LEAST_ROW = 16
+"""Parameters of each row, from which on a table of plain low rank takes the place of a TT-matrix; not measured."""
 _BISECTIONS = 60
 
 
@@ -47,8 +50,31 @@ def fit_groups(
 ) -> list[Group]:
     """The groups, which have the smallest ranks, with those at which the model is `ratio` times smaller, or just more.
 
-    Raises ConversionError if it cannot become so small.
+    Tables that make logits, too, and whose order is not given, are of plain low rank if that leaves each row
+    `LEAST_ROW` parameters: a TT-matrix makes logits no faster than a dense weight.
+    Raises ConversionError if the model cannot become so small.
     """
+    plain = [_plain(group) for group in groups]
+    changed = [k for k, (new, old) in enumerate(zip(plain, groups, strict=True)) if new is not old]
+    if changed:
+        with suppress(ConversionError):  # TT-matrices get smaller
+            fitted = _fit(model, names, plain, config, ratio)
+            if all(fitted[k].spec.ranks[1] >= LEAST_ROW for k in changed):
+                return fitted
+    return _fit(model, names, groups, config, ratio)
+
+
+def _plain(group: Group) -> Group:
+    """The group as a table of plain low rank, if it is a table of no given order that an output layer is tied to."""
+    choice, kinds = group.leader.choice, {site.converter.table is None for site in group.sites}
+    if kinds != {True, False} or choice != TTM():
+        return group
+    return replace(group, spec=TTM.low_rank(1).spec(*group.spec.shape))
+
+
+def _fit(
+    model: nn.Module, names: dict[nn.Module, list[str]], groups: list[Group], config: TensorizeConfig, ratio: float
+) -> list[Group]:
     dense_total, kept = model_size(model).dense_total, _kept(names, groups)
     budget, least = int(dense_total / ratio) - kept, _total(groups)
     if least > budget:

@@ -49,8 +49,9 @@ def tensorize_(
             XLNet's attention), or layers of a type registered with `register_converter`; convolutions with
             `TensorizeConfig(conv=...)`, and the matrices of experts with `TensorizeConfig(experts=...)`.
         config: formats by kind of layer and by name; see `TensorizeConfig`. By default block tensor trains for linear
-            layers and TT-matrices for tables, with the ranks that `ratio` asks for. With init="decompose" all have two
-            cores instead, `TT(order=2)` and `TTM(order=2)`: they keep most of trained weights (docs/results.md).
+            layers and TT-matrices for tables, of plain low rank for those that an output layer is tied to (see `TTM`),
+            with the ranks that `ratio` asks for. With init="decompose" all have two cores instead, `TT(order=2)` and
+            `TTM(order=2)`: they keep most of trained weights (docs/results.md).
         ratio: how many times smaller the whole model becomes, parameters that stay dense included; more only by what
             ranks, being integers, leave over. Every layer gets the same share of its own full rank. The formats then
             have no ranks of their own.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
-from comera.convert.ratio import fit_ranks
+from comera.convert.ratio import LEAST_ROW, fit_ranks
 from comera.errors import ConversionError, SpecError
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.size import model_size
@@ -64,6 +64,31 @@ def test_a_weight_that_is_untied_counts_once_in_the_dense_model(tied: str, layer
     report = tensorize_(model, TensorizeConfig(tied=tied), ratio=4)  # type: ignore[arg-type]
     assert {name.removesuffix(".tt") for name, _ in named_trains(model)} == {*layers, "up", "down"}
     assert 0.98 * before < 4 * report.total <= before
+
+
+@pytest.mark.parametrize(
+    ("tied", "config", "ratio", "plain"),
+    [
+        (True, None, 2.5, True),
+        (True, None, 10, False),  # too few parameters for each row
+        (False, None, 2.5, False),  # a lookup alone has nothing from it
+        (True, TensorizeConfig(tied="untie"), 2.5, False),
+        (True, TensorizeConfig(TT(), TTM(order=4)), 2.5, False),
+        (True, TensorizeConfig(TT(), TTM()), 2.5, True),
+        (True, TensorizeConfig(overrides={"head": None}), 1.5, False),
+    ],
+)
+def test_a_table_that_makes_logits_too_becomes_one_of_plain_low_rank(
+    tied: bool, config: TensorizeConfig | None, ratio: float, plain: bool
+) -> None:
+    model = Net(tied)
+    before = count(model)
+    assert 0.97 * before < ratio * tensorize_(model, config, ratio=ratio).total <= before
+    spec = dict(named_trains(model))["embed.tt"].spec
+    assert isinstance(spec, TTMSpec)
+    assert (spec.row_modes == (1000, 1)) == plain
+    assert spec.order == (2 if plain else 4)
+    assert not plain or spec.ranks[1] >= LEAST_ROW
 
 
 def test_layers_get_about_the_same_share_of_their_full_rank() -> None:
