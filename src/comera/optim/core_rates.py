@@ -46,14 +46,16 @@ ADAM = Reach(step=lambda d_in, d_out: sqrt(d_in * d_out), share=lambda cores: 1 
 MUON = Reach(step=lambda d_in, d_out: 0.2 * sqrt(max(d_in, d_out)), share=lambda cores: 1 / sqrt(cores))
 
 # A row of a dense table gets its gradients far apart, so Adam's second moment has decayed when one comes, and the row
-# moves by some 10 (β₂ = 0.99) to 30 (0.999) times the rate. A compressed row moves with its cores, in every step.
+# moves by some 10 (β₂ = 0.99) to 30 (0.999) times the rate. A compressed row moves with its cores, in every step. Where
+# the table makes logits, too, every row of a dense one has a gradient in every step.
 RARE = 10.0
 
 
 @torch.no_grad()
-def core_rates(train: TensorTrain, reach: Reach = ADAM) -> list[float] | None:
+def core_rates(train: TensorTrain, reach: Reach = ADAM, *, logits: bool = False) -> list[float] | None:
     """Rates of the cores of a tensor train as multiples of the dense rate, from the cores as they are now.
 
+    logits: whether an output layer multiplies by all rows of the table in every step.
     None where there is nothing to measure: on the meta device, and for a weight of zeros, as of rank 0.
     """
     spec = train.spec
@@ -67,7 +69,9 @@ def core_rates(train: TensorTrain, reach: Reach = ADAM) -> list[float] | None:
     norms = [float(torch.linalg.eigvalsh(_gram(matrix)).amax().clamp_min(0).sqrt()) for matrix in matrices]
     if not all(norms):
         return None
-    dense = RARE * reach.step(1, spec.embedding_dim) if isinstance(spec, TTMSpec) else reach.step(*spec.shape)
+    dense = reach.step(*spec.shape)
+    if isinstance(spec, TTMSpec):
+        dense = reach.step(1, spec.embedding_dim) * (1 if logits else RARE)
     rates = []
     for matrix, norm in zip(matrices, norms, strict=True):
         moved = reach.step(*matrix.shape[-2:]) * prod(norms) / norm

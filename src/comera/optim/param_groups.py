@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from comera.errors import ConfigError
+from comera.nn.embedding import TTMProjection
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim.core_rates import ADAM, Reach, core_rates
 from comera.tt.spec import TTMSpec
@@ -112,13 +113,14 @@ def groups_for(
     roles: dict[nn.Parameter, _Role] = {}
     lrs = {_Role("ranks", 0.0): lr if rank_lr is None else rank_lr}
     measured: dict[_Role, list[float]] = {}
+    heads = {module.tt for module in model.modules() if isinstance(module, TTMProjection)}
     for path, train in named_trains(model):
         share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
         name = "tables" if isinstance(train.spec, TTMSpec) else "cores"
         rate = given[name]
         reach = reach_of(train)
         names = path.split(".")[: -1 if train.starts_at_zero else None]  # of an adapter: that of its layer
-        multiples = core_rates(train, reach) if rate is None else None
+        multiples = core_rates(train, reach, logits=train in heads) if rate is None else None
         for k, core in enumerate(train.cores):
             own = (names[-2:][0], train.spec.padded_shape, k, reach)
             role = _Role(name, share, () if rate is not None else own)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from comera.errors import ConfigError
+from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.tensor_train import TensorTrain
 from comera.optim import param_groups
 from comera.optim.core_rates import RARE, core_rates
@@ -85,6 +86,16 @@ def test_a_row_of_a_table_moves_no_further_than_that_of_a_rare_token() -> None:
         cores[k] += step * rate
         change = (train.dense([*cores, *train.rank_params]) - before).detach().norm(dim=1).max()
         assert 0 < float(change) <= RARE * step * sqrt(24) / 3 * (1 + 1e-2)
+
+
+def test_a_row_that_makes_logits_too_moves_as_that_of_a_dense_table_in_every_step() -> None:
+    embed = TTMEmbedding(ttm_spec(60, 24, order=3, rank=5))
+    alone, tied = core_rates(embed.tt), core_rates(embed.tt, logits=True)
+    assert alone == pytest.approx([RARE * rate for rate in tied], rel=1e-2)
+    model = torch.nn.Sequential(embed)
+    assert sorted(group["lr"] for group in param_groups(model, lr=1.0)[:-1]) == sorted(alone)
+    model.append(TTMProjection(embed.tt, bias=False))
+    assert sorted(group["lr"] for group in param_groups(model, lr=1.0)[:-1]) == sorted(tied)
 
 
 @pytest.mark.parametrize("spec", [tt_spec(48, 64, order=4, rank=0), btt_spec(48, 64, rank=0)], ids=str)
