@@ -98,8 +98,8 @@ def texts(samples: int) -> dict[str, Tensor]:
 Case = tuple[Callable[[], nn.Module], Callable[[], Any], Loss | None]
 CASES: dict[str, Case] = {
     "dense": (mlp, lambda: torch.randn(16, WIDTH), autoencoding),
-    "tt": (tensorized, lambda: torch.randn(16, WIDTH), autoencoding),
-    "btt": (lambda: tensorized(BTT(rank=2)), lambda: torch.randn(16, WIDTH), autoencoding),
+    "tt": (tensorized, lambda: torch.randn(8, WIDTH), autoencoding),
+    "btt": (lambda: tensorized(BTT(rank=2)), lambda: torch.randn(8, WIDTH), autoencoding),
     "conv": (convolutional, lambda: torch.randn(12, 3, 20, 20), averaging),
     "tied": (lambda: tied(False), lambda: torch.randint(500, (6, 16)), None),
     "tied, compressed": (lambda: tied(True), lambda: torch.randint(500, (6, 16)), None),

@@ -45,8 +45,7 @@ from comera.recipes.stages import runs as runs
 from comera.recipes.task import estimates_by_method, runs_folder
 from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
-from comera.trainer.memory import MemoryEstimate
-from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.memory import MemoryEstimate, count_flops
 from comera.trainer.metrics import Summary
 
 NAME = "classify"
@@ -137,7 +136,7 @@ def build_dense(config: ClassifyConfig, vocab_size: int, pad: int, labels: tuple
     def flops(own: ClassifyConfig) -> int:
         with torch.device("meta"):
             built, _ = build_model(own, dense_config(own.model, vocab_size, pad, labels))
-            return estimate_step(built, _meta_loss(own, built)).flops
+            return count_flops(built, _meta_loss(own, built))
 
     return dense_config(narrow.sizes(config, flops), vocab_size, pad, labels)
 

@@ -41,8 +41,7 @@ from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
 from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
-from comera.trainer.memory import MemoryEstimate
-from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.memory import MemoryEstimate, count_flops
 from comera.trainer.metrics import Summary
 
 NAME = "code-lm"
@@ -206,7 +205,7 @@ def step_flops(config: CodeLMConfig, vocab_size: int) -> int:
     """FLOPs of a training step, forward and backward, counted on the meta device."""
     with torch.device("meta"):
         model, _ = build_model(config, vocab_size)
-        return estimate_step(model, partial(masked_loss, model, _meta_batch(config))).flops
+        return count_flops(model, partial(masked_loss, model, _meta_batch(config)))
 
 
 def _meta_batch(config: CodeLMConfig) -> Batch | PaddedBatch:

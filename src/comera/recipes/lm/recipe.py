@@ -36,8 +36,7 @@ from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
 from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
-from comera.trainer.memory import MemoryEstimate
-from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.memory import MemoryEstimate, count_flops
 from comera.trainer.metrics import Summary
 
 NAME = "lm"
@@ -134,7 +133,7 @@ def step_flops(config: LMConfig, vocab_size: int) -> int:
     """FLOPs of a training step, forward and backward, counted on the meta device."""
     with torch.device("meta"):
         model, _ = build_model(config, vocab_size)
-        return estimate_step(model, partial(next_token_loss, model, _meta_batch(config))).flops
+        return count_flops(model, partial(next_token_loss, model, _meta_batch(config)))
 
 
 def _meta_batch(config: LMConfig) -> Batch:

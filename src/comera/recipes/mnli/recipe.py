@@ -40,8 +40,7 @@ from comera.recipes.task import estimates_by_method, runs_folder
 from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.recipes.tokenizers import parse_vocabulary
 from comera.trainer.config import TrainConfig
-from comera.trainer.memory import MemoryEstimate
-from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.memory import MemoryEstimate, count_flops
 from comera.trainer.metrics import Summary
 
 NAME = "mnli"
@@ -171,7 +170,7 @@ def step_flops(config: MNLIConfig, vocab_size: int) -> int:
     """FLOPs of a training step on pairs of maximum length, forward and backward, counted on the meta device."""
     with torch.device("meta"):
         model, _ = build_model(config, vocab_size)
-        return estimate_step(model, _meta_loss(config, model)).flops
+        return count_flops(model, _meta_loss(config, model))
 
 
 def _meta_loss(config: MNLIConfig, model: nn.Module) -> Callable[[], Tensor]:

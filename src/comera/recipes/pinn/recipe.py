@@ -26,8 +26,7 @@ from comera.recipes.pinn.model import PINN
 from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import estimates_by_method, follow
 from comera.trainer.loop import fit
-from comera.trainer.memory import MemoryEstimate
-from comera.trainer.memory import estimate as estimate_step
+from comera.trainer.memory import MemoryEstimate, count_flops
 from comera.trainer.metrics import Summary
 from comera.trainer.task import Task
 
@@ -110,7 +109,7 @@ def _backward_flops(config: PinnConfig) -> int:
     own = replace(config, gradients="backward")
     with torch.device("meta"):
         model, _ = build_model(own)
-        return estimate_step(model, _meta_loss(own, model)).flops
+        return count_flops(model, _meta_loss(own, model))
 
 
 def _meta_loss(config: PinnConfig, model: nn.Module) -> Callable[[], Tensor]:
