@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import get_args
 
+from comera.cli.imports import quick_imports
 from comera.cli.options import RESERVED, field_types, first_line
 from comera.cli.parsers import WITHOUT_RECIPE, compare
 from comera.recipes.registry import RECIPES
@@ -45,10 +46,12 @@ def completion(shell: str, commands: Mapping[str, Callable[[list[str]], int]]) -
 
 def _options(recipe: str) -> Iterator[tuple[str, tuple[str, ...] | None]]:
     """Every option of a recipe, and its values where they are few."""
-    from comera.recipes.interface import load_recipe
+    with quick_imports():
+        from comera.recipes.interface import load_recipe
 
+        config = type(load_recipe(recipe).preset())
     yield from ((name, None) for name in sorted(RESERVED - {"help"}))
-    for name, hint in field_types(type(load_recipe(recipe).preset())):
+    for name, hint in field_types(config):
         if dataclasses.is_dataclass(hint):
             continue
         if hint is bool:

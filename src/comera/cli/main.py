@@ -19,6 +19,7 @@ from types import FrameType
 from comera._version import __version__
 from comera.cli import parsers
 from comera.cli.completion import completion
+from comera.cli.imports import quick_imports
 from comera.cli.interrupt import INTERRUPTED, MESSAGE, held_back, interruptible
 from comera.cli.options import first_line, parse, saved_config
 from comera.cli.output import UNREAD, is_unread
@@ -213,7 +214,8 @@ def _inspect(argv: list[str]) -> int:
     """Show the layers of a run or a checkpoint: modes, ranks, sizes, FLOPs."""
     path = parsers.inspect(first_line(_inspect)).parse_args(argv).path
 
-    from comera import report
+    with quick_imports():
+        from comera import report
 
     with interruptible():
         print(report.inspect(typed_path(path, "RUN")))
@@ -249,8 +251,9 @@ def _export(argv: list[str]) -> int:
     """Export a trained model: its weights, a program that needs torch alone, or ONNX."""
     options = parsers.export(first_line(_export)).parse_args(argv)
 
-    from comera.export.runs import export_run
-    from comera.recipes.trained import open_trained
+    with quick_imports():
+        from comera.export.runs import export_run
+        from comera.recipes.trained import open_trained
 
     out = typed_path(options.out, "--out")
     trained = open_trained(typed_path(options.path, "RUN"), saved_config)
@@ -264,7 +267,8 @@ def _generate(argv: list[str]) -> int:
     values = vars(parsers.generate(first_line(_generate)).parse_args(argv))
     path, prompt = values.pop("path"), values.pop("prompt")
 
-    from comera.recipes.lm.generate import Sampling, open_writer
+    with quick_imports():
+        from comera.recipes.lm.generate import Sampling, open_writer
 
     sampling = Sampling(**values)
     writer = open_writer(typed_path(path, "RUN"), saved_config)
@@ -287,8 +291,9 @@ def _score(argv: list[str]) -> int:
     """Score rows with a trained dlrm run, using its compressed tables."""
     options = parsers.score(first_line(_score)).parse_args(argv)
 
-    from comera.recipes.dlrm.score import score as score_file
-    from comera.recipes.trained import open_trained
+    with quick_imports():
+        from comera.recipes.dlrm.score import score as score_file
+        from comera.recipes.trained import open_trained
 
     trained = open_trained(typed_path(options.path, "RUN"), saved_config)
     file, out = typed_path(options.file, "FILE"), typed_path(options.out, "--out")

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from comera.cli.imports import quick_imports
 from comera.errors import ConfigError
 
 RESERVED = {"config", "resume", "help", "help-all", "print_config"}  # options that are not fields
@@ -25,9 +26,10 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     if {"-h", "--help"} & set(argv):
         print(short_help(command, name))
         raise SystemExit(0)
-    from comera.recipes.interface import load_recipe  # loads torch
+    with quick_imports():
+        from comera.recipes.interface import load_recipe  # loads torch
 
-    recipe = load_recipe(name)
+        recipe = load_recipe(name)
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(field_types(type(default)))
