@@ -22,7 +22,8 @@ needs_compiler = pytest.mark.skipif(compiler.find() is None, reason="no C++ comp
 
 @pytest.fixture
 def anew(monkeypatch, tmp_path):
-    """The build begins anew, in an empty cache."""
+    """The build begins anew, in an empty cache, and in haste: with the real flags, the suite compiles once before."""
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-O0"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget()
     yield tmp_path
