@@ -1,0 +1,91 @@
+"""One process of benchmarks/links.py, in a network namespace of its own: trains, prints what a step took and sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from network import INTERFACE
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from comera.fusion import fuse_
+from comera.optim.adamw import AdamW
+from comera.optim.param_groups import param_groups
+from comera.recipes.bert import ModelConfig
+from comera.recipes.classify.task import example_loss
+from comera.recipes.examples import ExampleBatch
+from comera.recipes.mnli.recipe import CompressConfig, build_model, preset
+from comera.trainer.step import TrainStep
+
+BATCH, LENGTH, VOCABULARY, PORT = 8, 128, 30_522, 29_500
+TINY = ModelConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
+WARM_UPS = 1
+
+
+def measure(side: str, steps: int, dry: bool, rank: int, world: int, address: str) -> NoReturn:
+    """In a process of its own, which ends here: prints seconds of each step, and bytes sent in all of them."""
+    dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=world)
+    config = preset("comera" if side == "compressed" else "dense", "tuned")
+    if dry:
+        config = replace(config, model=TINY, compress=CompressConfig(order=4, rank=4, embedding_rank=4))
+    model: Any = build_model(config, 100 if dry else VOCABULARY)[0]
+    fuse_(model)
+    # every process has drawn the same parameters: to send them would take longer than the steps
+    # PowerSGD sends in callbacks, and those of several buckets come in another order in each process: gloo aborts
+    buckets = 1024 if side == "dense, PowerSGD" else None
+    ddp = DistributedDataParallel(model.train(), init_sync=False, bucket_cap_mb=buckets)
+    if side == "dense, float16 sent":
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    elif side == "dense, PowerSGD":
+        state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook)
+    optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
+    step = TrainStep(ddp, example_loss, optimizer, max_grad_norm=1.0)
+    shape = (2, 16) if dry else (BATCH, LENGTH)
+    ids = torch.randint(100 if dry else VOCABULARY, shape, generator=torch.Generator().manual_seed(rank))
+    batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones(shape, dtype=torch.bool), ids[:, 0] % 3)
+    for _ in range(3 if side == "dense, PowerSGD" else WARM_UPS):  # PowerSGD's first two send dense gradients
+        step([batch])
+    dist.barrier()
+    seconds, before = [], bytes_sent()
+    for _ in range(steps):
+        dist.barrier()
+        started = time.perf_counter()
+        step([batch])
+        seconds.append(time.perf_counter() - started)
+    dist.barrier()
+    sent = bytes_sent() - before
+    agree([parameter.detach() for parameter in model.parameters()])
+    found = {"seconds": seconds, "sent": sent, "batch": shape[0], "threads": torch.get_num_threads()}
+    print(json.dumps(found), flush=True)
+    dist.barrier()  # nobody leaves while another still waits for it
+    os._exit(0)  # freeing the wrapper and the process group hangs at times: gloo's threads want the interpreter's lock
+
+
+def agree(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise if a process has other parameters than the others: its steps would not be data-parallel training."""
+    norm = torch.stack([parameter.double().square().sum() for parameter in parameters])
+    largest, least = norm.clone(), norm.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    if not torch.equal(largest, least):
+        raise RuntimeError("processes have different parameters after the steps: DDP did not average the gradients")
+
+
+def bytes_sent() -> int:
+    """What has left this namespace's interface."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+
+
+if __name__ == "__main__":
+    measure(**json.loads(sys.argv[1]))
