@@ -190,7 +190,7 @@ def estimate(
 
 
 def count_flops(model: nn.Module, loss: Callable[[], Tensor], *, device: str = "auto") -> int:
-    """FLOPs of a training step, as `estimate` counts them, in a third of its time: memory is not followed."""
+    """FLOPs of a training step, as `estimate` counts them, without what it does to follow memory."""
     trained = _trained(model)
     with _step_aside(trained, _for_cpu(model, device)), FlopCounterMode(display=False) as counter:
         _forward_backward(trained, loss)

@@ -22,12 +22,17 @@ needs_compiler = pytest.mark.skipif(compiler.find() is None, reason="no C++ comp
 
 @pytest.fixture
 def anew(monkeypatch, tmp_path):
-    """The build begins anew, in an empty cache, and in haste: with the real flags, the suite compiles once before."""
-    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-O0"))
+    """The build begins anew, in an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget()
     yield tmp_path
     forget()
+
+
+@pytest.fixture
+def in_haste(monkeypatch):
+    """Nothing is optimized: how the real flags compile, test_compiled_once_and_found_again shows."""
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-O0"))
 
 
 def factors():
@@ -72,6 +77,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(anew, monkeypatch, tmp_path
 
 
 @needs_compiler
+@pytest.mark.usefixtures("in_haste")
 def test_another_folder_where_the_cache_cannot_be_written_to(anew, monkeypatch):
     (anew / "comera").write_text("a file in the place of the folder")
     assert select.unavailable_reason() is None
