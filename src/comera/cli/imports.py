@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """The first imports of a command. What they make stays: Python's garbage collector, which would look through it again
-    and again (0.7 of 5.4 s of a command's start), pauses, and passes it over from then on."""
+    """The first imports of a command. What they make stays: Python's garbage collector, which would look through it
+    again and again (0.7 of 5.4 s of a command's start), pauses, and passes it over from then on."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
