@@ -4,7 +4,8 @@ It is another model and not a conversion: a recipe builds it with fewer channels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,6 +14,7 @@ from comera.baselines.common import Applied, Baseline, is_integer
 from comera.errors import ConfigError, check_fields
 
 WIDTH_STEP = 8  # widths are multiples of it, as kernels like them
+GUESSES = 8  # of `widest`, which then halves what is left
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,26 @@ def widest(limit: float, flops: Callable[[int], float]) -> int:
         >>> widest(10_000, lambda width: 6 * width**2)  # 6 * 48**2 would be 13,824
         40
     """
-    low, high = 1, 2  # in steps
-    while flops(high * WIDTH_STEP) <= limit:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if flops(middle * WIDTH_STEP) <= limit else (low, middle)
+    costs: dict[int, float] = {}
+    low, high = 1, 0  # in steps; high: 0 until one is known
+    while high - low != 1:
+        middle = (low + high) // 2 if high else 2 * low
+        # each cost takes as long as a step of the model on the meta device; a curve through few of them comes close
+        tried = _estimate(limit, costs) if 0 < len(costs) < GUESSES else None
+        tried = middle if tried is None else max(low + 1, min(tried, high - 1 if high else 32 * low))
+        costs[tried] = flops(tried * WIDTH_STEP)
+        low, high = (tried, high) if costs[tried] <= limit else (low, tried)
     return low * WIDTH_STEP
+
+
+def _estimate(limit: float, costs: Mapping[int, float]) -> int | None:
+    """About the last width that costs `limit`, by a parabola through nothing at 0 and the two costs next to the limit,
+    or the only one. costs: by width."""
+    (width, cost), *others = sorted(costs.items(), key=lambda item: abs(item[1] - limit))
+    square = cost / width**2
+    if others:
+        square = (cost / width - others[0][1] / others[0][0]) / (width - others[0][0])
+    linear = cost / width - square * width
+    root = linear**2 + 4 * square * limit
+    below = linear + math.sqrt(root) if root >= 0 else 0.0
+    return int(2 * limit / below) if below > 0 else None

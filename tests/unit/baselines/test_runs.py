@@ -197,3 +197,30 @@ def test_narrow_is_no_conversion() -> None:
 @pytest.mark.parametrize(("limit", "width"), [(0, 8), (6 * 64, 8), (6 * 16**2 - 1, 8), (6 * 16**2, 16), (10**6, 408)])
 def test_widest_is_the_last_width_within_the_limit(limit: int, width: int) -> None:
     assert widest(limit, lambda width: 6 * width**2) == width
+
+
+@pytest.mark.parametrize("rest", [0, 512, 10**4])  # FLOPs of the other layers, such as the head, a channel
+@pytest.mark.parametrize("last", [*range(8, 200, 8), 1000, 6000])
+@pytest.mark.parametrize("below", [0, 1])
+def test_widest_asks_for_few_widths_in_models(last: int, rest: int, below: int) -> None:
+    asked: list[int] = []
+
+    def flops(width: int) -> int:
+        asked.append(width)
+        return 24 * width**2 + 6 * width * round(8 / 3 * width / 16) * 16 + rest * width
+
+    # the limit is what this width costs, or what the next one costs less one
+    assert widest(flops(last + 8 * below) - below, flops) == last
+    assert len(asked[1:]) <= 5
+    assert len(set(asked[1:])) == len(asked[1:])
+
+
+@pytest.mark.parametrize(
+    ("limit", "flops", "width"),
+    [(0, lambda width: width >= 5000, 4992), (2**100, lambda width: 2**width, 96),
+     (1e9 + 4095, lambda width: 1e9 + width, 4088), (1e9 - 1, lambda width: 1e9, 8)],
+)  # fmt: skip
+def test_widest_is_right_where_costs_are_no_parabola(limit: float, flops: Callable[[int], float], width: int) -> None:
+    asked: list[int] = []
+    assert widest(limit, lambda width: asked.append(width) or flops(width)) == width
+    assert len(asked) < 40
