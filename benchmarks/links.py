@@ -6,6 +6,7 @@ without a limit. Two more sides are what one would use on such links instead: gr
 of rank 4 (PowerSGD), both with torch's hooks on the dense model. What these lose in quality is not looked at here.
 
 Each case is a set of processes of its own, which share the cores: with more processes than cores, steps take longer.
+They are forks of one that has imported torch and done nothing else, so that this is not waited for in every case.
 A step is from a barrier to the end of the optimizer's; the slowest process counts. `sent_mb`: what left a process's
 interface in a step, headers and all, in MB of a million bytes, mean over processes. `times_dense`: dense time over this
 side's.
@@ -22,9 +23,9 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from network import INTERFACE, Network, NetworkRefusedError
@@ -56,16 +57,16 @@ def run_all(options: argparse.Namespace) -> None:
     """Measure every case, and write each as it comes."""
     limited = f"{options.mbit:g} Mbit/s, {options.delay_ms:g} ms"
     for processes in options.processes:
-        for link in (limited, "no limit"):
-            dense_s = None
-            for side in options.sides:
+        with Processes(processes) as imported:
+            dense_s: dict[str, float] = {}
+            for link, side in product((limited, "no limit"), options.sides):
                 network = Network(processes, *((options.mbit, options.delay_ms) if link == limited else ()))
                 slow = link == limited and side in SIDES[:2] and not options.dry
                 steps = min(options.steps, SLOW_STEPS) if slow else options.steps
                 with network:
-                    found = run_processes(network, {"side": side, "steps": steps, "dry": options.dry})
+                    found = imported.run(network, {"side": side, "steps": steps, "dry": options.dry})
                 step_s = statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True)))
-                dense_s = step_s if side == "dense" else dense_s
+                dense_s |= {link: step_s} if side == "dense" else {}
                 row = {
                     "processes": processes,
                     "link": link,
@@ -74,7 +75,7 @@ def run_all(options: argparse.Namespace) -> None:
                     "steps": steps,
                     "step_s": f"{step_s:.4g}",
                     "sent_mb": f"{statistics.mean(each['sent'] for each in found) / steps / 1e6:.4g}",
-                    "times_dense": f"{dense_s / step_s:.3g}" if dense_s else "",
+                    "times_dense": f"{dense_s[link] / step_s:.3g}" if link in dense_s else "",
                     "goal": GOALS.get((processes, link, side), ""),
                 }
                 print(" | ".join(map(str, row.values())), flush=True)
@@ -85,31 +86,42 @@ def run_all(options: argparse.Namespace) -> None:
                     update("links", [row | about_each], key=("processes", "link", "side"))
 
 
-def run_processes(network: Network, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """What links_process.py printed in each process, one in each namespace."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": str(threads(network.count))}
-    with ExitStack() as stack:
-        children = []
-        for rank in range(network.count):
-            given = case | {"rank": rank, "world": network.count, "address": network.address(0)}
-            command = network.command(rank, sys.executable, PROCESS, json.dumps(given))
-            child = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-            )
-            children.append(child)
-            stack.callback(_end, child)
-        while None in [child.poll() for child in children] and not any(child.returncode for child in children):
-            time.sleep(0.1)
-        if any(child.returncode for child in children):  # the others would wait for it
-            raise RuntimeError(f"a process failed, see above: {[child.returncode for child in children]}")
-        return [json.loads(child.stdout.read().splitlines()[-1]) for child in children if child.stdout]
+class Processes:
+    """Runs cases one after the other, each in `count` processes that share the cores, for a `with` statement."""
 
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._child: subprocess.Popen[str] | None = None
 
-def _end(child: subprocess.Popen[str]) -> None:
-    child.kill()
-    child.wait()
-    if child.stdout:
-        child.stdout.close()
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._child:
+            os.killpg(self._child.pid, signal.SIGKILL)  # and its forks
+            self._child.communicate()
+
+    def run(self, network: Network, case: dict[str, Any]) -> list[dict[str, Any]]:
+        """What `measure` found in each process, one in each namespace."""
+        child = self._child = self._child or self._start()
+        assert child.stdin
+        assert child.stdout
+        given = case | {"spaces": network.spaces, "address": network.address(0)}
+        print(json.dumps(given), file=child.stdin, flush=True)
+        found = child.stdout.readline()
+        if not found:
+            raise RuntimeError("a process failed, see above")
+        return list(json.loads(found))
+
+    def _start(self) -> subprocess.Popen[str]:
+        """Once there is a network: where there can be none, nobody waits for torch."""
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": str(threads(self.count))}
+        return subprocess.Popen(
+            [sys.executable, PROCESS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 def threads(processes: int) -> int:

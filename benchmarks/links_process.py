@@ -1,11 +1,15 @@
-"""One process of benchmarks/links.py, in a network namespace of its own: trains, prints what a step took and sent."""
+"""The processes of benchmarks/links.py, each in a network namespace of its own: they train, and say what a step took
+and sent. Reads cases from its input, a line each, and prints what they gave, likewise."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +34,47 @@ from comera.trainer.step import TrainStep
 BATCH, LENGTH, VOCABULARY, PORT = 8, 128, 30_522, 29_500
 TINY = ModelConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
 WARM_UPS = 1
+CLONE_NEWNET = 0x40000000
 
 
-def measure(side: str, steps: int, dry: bool, rank: int, world: int, address: str) -> NoReturn:
-    """In a process of its own, which ends here: prints seconds of each step, and bytes sent in all of them."""
+def main() -> None:
+    """This process only forks, for each case anew: no side finds a model, a thread or a number drawn by another."""
+    gc.collect()
+    gc.freeze()  # a fork that looked through all of this for garbage would copy it
+    for line in sys.stdin:
+        case = json.loads(line)
+        spaces, ends = case.pop("spaces"), []
+        for rank, space in enumerate(spaces):
+            end, written = os.pipe()
+            ends.append(end)
+            if not os.fork():
+                try:
+                    enter(space)
+                    measure(**case, rank=rank, world=len(spaces), out=written)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            os.close(written)
+        for _ in spaces:
+            if os.wait()[1]:  # the others would wait for it
+                sys.exit(1)
+        found = []
+        for end in ends:
+            with open(end) as file:
+                found.append(json.load(file))
+        print(json.dumps(found), flush=True)
+
+
+def enter(space: str) -> None:
+    """Move this process into a network namespace, as `ip netns exec` does; os.setns is younger than Python 3.11."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(Path("/run/netns") / space) as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns into the network namespace {space}")
+
+
+def measure(side: str, steps: int, dry: bool, address: str, rank: int, world: int, out: int) -> NoReturn:
+    """In a process of its own, which ends here: writes to `out` seconds of each step, and bytes sent in all of them."""
     dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=world)
     config = preset("comera" if side == "compressed" else "dense", "tuned")
     if dry:
@@ -67,7 +108,7 @@ def measure(side: str, steps: int, dry: bool, rank: int, world: int, address: st
     sent = bytes_sent() - before
     agree([parameter.detach() for parameter in model.parameters()])
     found = {"seconds": seconds, "sent": sent, "batch": shape[0], "threads": torch.get_num_threads()}
-    print(json.dumps(found), flush=True)
+    os.write(out, json.dumps(found).encode())
     dist.barrier()  # nobody leaves while another still waits for it
     os._exit(0)  # freeing the wrapper and the process group hangs at times: gloo's threads want the interpreter's lock
 
@@ -84,8 +125,10 @@ def agree(parameters: Sequence[torch.Tensor]) -> None:
 
 def bytes_sent() -> int:
     """What has left this namespace's interface."""
-    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+    lines = Path("/proc/self/net/dev").read_text().splitlines()  # /sys shows the namespace that it was mounted in
+    (counts,) = (line.split(":")[1].split() for line in lines if line.split(":")[0].strip() == INTERFACE)
+    return int(counts[8])  # after eight of what was received
 
 
 if __name__ == "__main__":
-    measure(**json.loads(sys.argv[1]))
+    main()
