@@ -57,7 +57,7 @@ def main() -> None:
             os.close(written)
         for _ in spaces:
             if os.wait()[1]:  # the others would wait for it
-                sys.exit(1)
+                os._exit(1)
         found = []
         for end in ends:
             with open(end) as file:
