@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -81,6 +82,7 @@ def test_compiled_steps_are_eager_steps_through_lengths_and_a_cut() -> None:
     assert (compiled.mode, eager.mode, eager.built) == ("compile", "eager", 0)
 
 
+@torch._inductor.config.patch(compile_threads=1)  # others would be processes, each of which imports torch
 def test_the_compiler_itself() -> None:
     eager, compiled = make_step(), make_step(mode="compile")
     assert isinstance(compiled.loss, CompiledLoss)
