@@ -131,7 +131,7 @@ def _inline_files(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]
 def _read_yaml(path: str) -> dict[str, Any]:
     import yaml
 
-    from comera.trainer.config import upgrade_names
+    from comera.trainer.config import upgrade_config
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -142,9 +142,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"expected a mapping of fields in --config {path}, got {type(content).__name__} {content!r}")
-    if isinstance(content.get("train"), dict):
-        content["train"] = upgrade_names(content["train"])
-    return content
+    return upgrade_config(content)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,7 @@ _EVAL_STEPS = 100  # between evaluations, without eval_every and epochs
 
 # Names under which earlier versions stored fields, in config.yaml and in the identities of checkpoints: present names.
 _RENAMED = {"clip": "max_grad_norm"}
+_FORMATS = {"format": "tt", "embedding": "ttm"}  # of the recipes of transformers, before they were stored
 _ALWAYS = {"lr", "core_lr", "table_lr", "rank_lr"}  # in every stored configuration; a user's file has some of them
 
 # field: (smallest value, whether that value itself is allowed)
@@ -43,11 +44,21 @@ def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     """
     before: dict[str, Any] = {"rates": "flat", "optimizer": "adamw"} if set(stored) >= _ALWAYS else {}
     if "compress.embedding_order" in stored:
-        before |= {"compress.format": "tt", "compress.embedding": "ttm"}
+        before |= {f"compress.{name}": value for name, value in _FORMATS.items()}
     stored = dict(stored)
     if stored.pop("tensorboard", False):  # a switch of its own
         before["trackers"] = ["tensorboard"]
     return before | {_RENAMED.get(name, name): value for name, value in stored.items()}
+
+
+def upgrade_config(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration file, which may be a run's config.yaml from an earlier version, likewise."""
+    content, train, compress = dict(content), content.get("train"), content.get("compress")
+    if isinstance(train, dict):
+        content["train"] = upgrade_names(train)
+        if set(train) >= _ALWAYS and isinstance(compress, dict) and "embedding_order" in compress:
+            content["compress"] = _FORMATS | compress
+    return content
 
 
 @dataclass(frozen=True)
