@@ -133,10 +133,23 @@ class TTM:
 
     @classmethod
     def low_rank(cls, rank: int | None = None) -> Self:
-        """Plain low rank, E = U V, as ALBERT's factorized embedding: `rank` parameters for every row.
+        """Plain low rank, E = U V, as ALBERT's factorized embedding: each row has parameters of its own.
 
-        Tokens that share no parameters are told apart sooner than in a TT-matrix of more cores, which goes to much
-        smaller sizes (docs/method.md §1).
+        A head that is tied to such a table costs rank / columns of a dense one; a TT-matrix of more cores goes to much
+        smaller sizes.
+
+        Args:
+            rank: parameters of each row, clipped to the columns; None leaves it to the `ratio` of `tensorize_`.
+
+        Returns:
+            The format, with all rows in the first core and all columns in the second.
+
+        Example:
+            >>> import comera
+            >>> comera.TTM.low_rank(64).spec(30522, 768).core_shapes
+            ((1, 30522, 1, 64), (64, 1, 768, 1))
+
+        Source: docs/method.md §1; Lan et al. 2020, arXiv:1909.11942.
         """
         return cls(order=2, rank=rank, row_modes=(-1, 1), col_modes=(1, -1))
 
