@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from children import run_children
-from common import about, measured, update
+from common import about, measured, step_times, update
 
 from comera.rank.objective import LateStage
 from comera.recipes.code_lm import recipe as code_lm
@@ -36,7 +35,7 @@ NAME, SPEED = "codebert_small", "codebert_small_speed"
 KEY = ("case", "optimizer", "seconds", "lr", "seed")
 SPEED_KEY = ("case", "optimizer")
 EVERY, BATCHES = 400, 128  # steps between points of the curve; held-out batches of each
-ROUNDS, STEPS = 5, 20  # of `speed`, for each case
+STEPS = 20  # of each run of `speed`
 FIGURE = Path(__file__).parents[1] / "docs" / "codebert.png"
 
 # Formats of a compressed model. TT: four cores, 4.3 times smaller than dense with a head of its own; BTT: as many
@@ -111,23 +110,16 @@ def configuration(case: Case, cache: str | None, **train: Any) -> code_lm.CodeLM
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Write the milliseconds of each case's step: the least of its runs of some steps each, the cases in turns.
+    """Write the milliseconds of each case's step."""
 
-    The least, since other programs can only add to it; the spread says how much they did.
-    """
-    times: dict[str, list[float]] = {name: [] for name in options.cases}
-    for _ in range(ROUNDS):
-        for name, own in times.items():
-            train = {"steps": STEPS, "eval_every": 0, "eval_batches": 1, "optimizer": options.optimizer}
-            config = configuration(CASES[name], options.cache, **train)
-            with tempfile.TemporaryDirectory() as folder:
-                own.append(code_lm.run(replace(config, out=folder)).step_time)
-    rows = []
-    for name, own in times.items():
-        least, spread = min(own), statistics.median(own) / min(own) - 1
-        place = {"case": name, "optimizer": options.optimizer}
-        rows.append({**place, "step_ms": f"{least * 1e3:.4g}", "spread": f"{spread:.2f}", **about()})
-        print(name, *(f"{second * 1e3:.4g}" for second in own), flush=True)
+    def step_time(name: str) -> float:
+        train = {"steps": STEPS, "eval_every": 0, "eval_batches": 1, "optimizer": options.optimizer}
+        config = configuration(CASES[name], options.cache, **train)
+        with tempfile.TemporaryDirectory() as folder:
+            return code_lm.run(replace(config, out=folder)).step_time
+
+    times = step_times(options.cases, step_time)
+    rows = [{"case": name, "optimizer": options.optimizer, **row, **about()} for name, row in times.items()]
     update(SPEED, rows, SPEED_KEY)
 
 

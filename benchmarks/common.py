@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import platform
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,24 @@ def update(name: str, rows: Sequence[Mapping[str, Any]], key: Sequence[str]) -> 
     kept: dict[tuple[str, ...], Mapping[str, Any]] = {tuple(row[column] for column in key): row for row in old}
     kept |= {tuple(str(row[column]) for column in key): row for row in rows}
     return write(name, list(kept.values()))
+
+
+def step_times(cases: Iterable[str], step_time: Callable[[str], float], rounds: int = 5) -> dict[str, dict[str, str]]:
+    """`step_ms` of each case, the least of its short runs, the cases in turns, and the `spread` of these.
+
+    The least, since other programs can only add to it; the spread says how much they did. step_time: seconds of a step
+    in a short run of a case.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, own in seconds.items():
+            own.append(step_time(name))
+    for name, own in seconds.items():
+        print(name, *(f"{second * 1e3:.4g}" for second in own), flush=True)
+    return {
+        name: {"step_ms": f"{min(own) * 1e3:.4g}", "spread": f"{statistics.median(own) / min(own) - 1:.2f}"}
+        for name, own in seconds.items()
+    }
 
 
 def in_turns(

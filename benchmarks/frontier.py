@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from children import run_children
-from common import about, measured, update
+from common import about, measured, step_times, update
 
 from comera.baselines import Method
 from comera.recipes.lm.data import Batch, LMDataConfig, prepare
@@ -49,7 +48,7 @@ TUNING = 5  # times shorter than the run of some time that is tuned
 BUDGET = r"(\d+)(s|steps)"
 HELD_OUT = 64  # batches of the evaluation at the end
 SAVE_EVERY = 1000  # steps, with --runs
-ROUNDS, STEPS = 5, 20  # of `speed`, for each case
+STEPS = 20  # of each run of `speed`
 
 
 class Case(NamedTuple):
@@ -215,25 +214,18 @@ def costs(options: argparse.Namespace, known: dict[str, Case]) -> None:
 
 
 def speed(options: argparse.Namespace, known: dict[str, Case]) -> None:
-    """Write the seconds of each case's step: the least of its runs of some steps each, the cases in turns.
-
-    The least, since other programs can only add to it; the spread says how much they did.
-    """
+    """Write the milliseconds of each case's step."""
     data = prepare(configuration(options, known[options.cases[0]], 1e-3, 0, STEPS).data, quiet=True)
-    seconds: dict[str, list[float]] = {name: [] for name in options.cases}
-    for _ in range(ROUNDS):
-        for name, own in seconds.items():
-            config = configuration(options, known[name], 1e-3, 0, STEPS)
-            config = replace(config, train=replace(config.train, eval_batches=1))
-            with tempfile.TemporaryDirectory() as folder:
-                own.append(fit(Half(config, data), config.train, Path(folder)).step_time)
-    rows = []
-    for name, own in seconds.items():
-        least, spread = min(own), statistics.median(own) / min(own) - 1
-        place = {"vocab": options.vocab, "optimizer": options.optimizer, "case": name}
-        rows.append({**place, "step_ms": f"{least * 1e3:.4g}", "spread": f"{spread:.2f}"})
-        print(name, *(f"{second * 1e3:.4g}" for second in own), flush=True)
-    update("frontier_speed", [row | about() for row in rows], ("vocab", "optimizer", "case"))
+
+    def step_time(name: str) -> float:
+        config = configuration(options, known[name], 1e-3, 0, STEPS)
+        config = replace(config, train=replace(config.train, eval_batches=1))
+        with tempfile.TemporaryDirectory() as folder:
+            return fit(Half(config, data), config.train, Path(folder)).step_time
+
+    place = {"vocab": options.vocab, "optimizer": options.optimizer}
+    rows = [{**place, "case": name, **row, **about()} for name, row in step_times(options.cases, step_time).items()]
+    update("frontier_speed", rows, ("vocab", "optimizer", "case"))
 
 
 def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

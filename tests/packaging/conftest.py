@@ -1,6 +1,5 @@
 """The built distributions, and environments that they are installed in, without a network and the source tree."""
 
-import os
 import sys
 import sysconfig
 import tomllib
@@ -20,43 +19,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--built", metavar="FOLDER", help="try the wheel and the sdist there, not ones compiled in haste")
 
 
-# A compiler that does not optimize, and compiles the same sources with the same options once, wherever they lie.
-HASTY = """#!/bin/sh
-compiler='{compiler}' made='{made}'
-case "$*" in
-*" -c "*) ;;
-*) exec "$compiler" "$@" -O0 ;;
-esac
-options= source= out= previous=
-for word in "$@"; do
-    case "$previous" in
-    -c) source=$word ;;
-    -o) out=$word ;;
-    *) case "$word" in -c | -o) ;; *) options="$options $word" ;; esac ;;
-    esac
-    previous=$word
-done
-key=$(cd "${{source%/*}}" && (echo "$options ${{source##*/}}" && sha256sum *) | sha256sum | cut -c1-64)
-if [ ! -f "$made/$key" ]; then
-    "$compiler" "$@" -O0 || exit
-    cp "$out" "$made/$key.$$" && mv "$made/$key.$$" "$made/$key"
-fi
-cp "$made/$key" "$out"
-"""
-
-
 @pytest.fixture(scope="session")
 def compiler_variables(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """The variables with which wheels are built here: for a compiler that does not optimize, which takes a third of the
-    time, unless --built names a wheel. Processes of xdist share what it makes."""
+    time, unless --built names a wheel."""
     compiler = find()
     if compiler is None or request.config.getoption("--built", default=None):
         return {}
     hasty = tmp_path_factory.mktemp("compiler") / "c++"
-    base = tmp_path_factory.getbasetemp()
-    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "objects"
-    made.mkdir(exist_ok=True)
-    hasty.write_text(HASTY.format(compiler=compiler, made=made))
+    hasty.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
     hasty.chmod(0o755)
     return {"CXX": str(hasty)}
 

@@ -14,7 +14,7 @@ from comera.baselines.common import Applied, Baseline, is_integer
 from comera.errors import ConfigError, check_fields
 
 WIDTH_STEP = 8  # widths are multiples of it, as kernels like them
-GUESSES = 8  # of `widest`, which then halves what is left
+GUESSES = 8  # of `widest`, which bisects from then on
 
 
 @dataclass(frozen=True)

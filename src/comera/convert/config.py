@@ -132,14 +132,15 @@ class TTM:
         _check_format(self, "row_modes", "col_modes", least_order=1)
 
     @classmethod
-    def low_rank(cls, rank: int | None = None) -> Self:
+    def low_rank(cls, rank: int | tuple[int, ...] | None = None) -> Self:
         """Plain low rank, E = U V, as ALBERT's factorized embedding: each row has parameters of its own.
 
         A head that is tied to such a table costs rank / columns of a dense one; a TT-matrix of more cores goes to much
         smaller sizes.
 
         Args:
-            rank: parameters of each row, clipped to the columns; None leaves it to the `ratio` of `tensorize_`.
+            rank: parameters of each row, clipped to the columns, or (1, rank, 1); None leaves it to the `ratio` of
+                `tensorize_`.
 
         Returns:
             The format, with all rows in the first core and all columns in the second.

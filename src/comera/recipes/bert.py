@@ -99,5 +99,5 @@ class BertFormats:
     def table(self) -> TTM:
         """The format of the token embedding."""
         if self.embedding == "low_rank":
-            return TTM.low_rank(self.embedding_rank)  # type: ignore[arg-type]  # an untied tuple is refused by its spec
+            return TTM.low_rank(self.embedding_rank)
         return TTM(order=self.embedding_order, rank=self.embedding_rank)

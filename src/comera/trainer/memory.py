@@ -189,10 +189,10 @@ def estimate(
     )
 
 
-def count_flops(model: nn.Module, loss: Callable[[], Tensor], *, device: str = "auto") -> int:
+def count_flops(model: nn.Module, loss: Callable[[], Tensor]) -> int:
     """FLOPs of a training step, as `estimate` counts them, without what it does to follow memory."""
     trained = _trained(model)
-    with _step_aside(trained, _for_cpu(model, device)), FlopCounterMode(display=False) as counter:
+    with _step_aside(trained, _for_cpu(model, "auto")), FlopCounterMode(display=False) as counter:
         _forward_backward(trained, loss)
     return int(counter.get_total_flops())
 

@@ -116,7 +116,7 @@ _CODEBERT_SMALL = replace(
     eval_batches=32,
     late=LateStage(target_size=0.5, start_step=1500, steps=750),
 )
-# With a head of its own the model stays on the plateau where it knows the tokens' frequencies alone (docs/log.md).
+# With a head of its own the model leaves the plateau on which masked language models begin much later (docs/log.md).
 _TIED: dict[str, Any] = {"head": "share", "embedding": "low_rank"}
 PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
     "small": rates_by_method(_SMALL, _SMALL),

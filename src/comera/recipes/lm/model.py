@@ -177,7 +177,7 @@ class CompressConfig:
     @property
     def _table(self) -> TTM | None:
         if self.embedding == "low_rank":
-            return TTM.low_rank(self.embedding_rank)  # type: ignore[arg-type]  # a tuple of ranks is refused by its spec
+            return TTM.low_rank(self.embedding_rank)
         return None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank)
 
     def _linear(
