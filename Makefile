@@ -89,6 +89,7 @@ bench: install
 	@$(BIN)/python benchmarks/lookup.py --seconds 1
 	@$(BIN)/python benchmarks/layer.py --seconds 1
 	@$(BIN)/python benchmarks/block_product.py --repeats 10
+	@$(BIN)/python benchmarks/heads.py
 	@$(BIN)/python benchmarks/decoder.py --repeats 20
 	@$(BIN)/python benchmarks/optimizer.py
 	@$(BIN)/python benchmarks/projections.py times

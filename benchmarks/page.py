@@ -60,6 +60,11 @@ _SECTIONS = {
         "`times_low_rank`, `times_dense`: time over that of the C++ low-rank products, and of torch's linear layer "
         "between narrower features, of as many FLOPs; `kernel_gflops` counts no recomputation.",
     ),
+    "heads": (
+        "Output heads over a vocabulary",
+        "Logits and all gradients: `dense`, and a table of plain low rank by the C++ kernel and by torch's products; "
+        "`times_dense`, `times_torch`: their time over the kernel's.",
+    ),
     "optimizer": (
         "The optimizer's part of a step",
         "`part`: of forward, backward and the optimizer's step; models of about as many parameters in pairs.",

@@ -26,7 +26,7 @@ from comera.ops.block_product import btt_linear
 from comera.ops.cross_entropy import Head, head_cross_entropy
 from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
-from comera.ops.projection import table_sides, ttm_linear
+from comera.ops.projection import merge_table, ttm_linear
 
 _LOSS = "ForCausalLMLoss"  # of transformers, which `_loss` computes
 
@@ -119,11 +119,10 @@ def _head(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> tuple[Head, list
 
 def _table_head(layer: TTMProjection, x_BI: Tensor) -> tuple[Head, list[Tensor]]:
     """The head over a TT-matrix, often that of the token embedding: its cores are merged once for all chunks."""
-    cores, bias = layer.tt.effective_cores(), [] if layer.bias is None else [layer.bias]
-    merged = table_sides(x_BI, layer.spec, cores, padding_idx=layer.padding_idx)
+    cores, padding = layer.tt.effective_cores(), layer.padding_idx
+    merged = merge_table(x_BI, layer.spec, cores, layer.bias, padding_idx=padding)
 
     def head(x_CI: Tensor, *tensors: Tensor) -> Tensor:
-        sides, bias_V = tensors[: len(merged)], tensors[-1] if bias else None
-        return ttm_linear(x_CI, layer.spec, cores, bias_V, padding_idx=layer.padding_idx, sides=sides)
+        return ttm_linear(x_CI, layer.spec, cores, padding_idx=padding, table=type(merged)(*tensors))
 
-    return head, [*merged, *bias]
+    return head, [each for each in merged if each is not None]

@@ -6,7 +6,7 @@ Shapes: B flattened batch, I/O in/out features (the modes' product where padded)
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,30 @@ from comera.kernels.tracing import transformed
 from comera.ops.chunking import chunks, pad_last
 from comera.ops.dtypes import merge_dtype, product_dtype, without_autocast
 from comera.ops.linear import flatten_input
+from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.ops.planner.plan import ContractionPlan, choose
 from comera.ops.planner.problem import ProjectionProblem
 from comera.tt.dense import materialize, zero_row
 from comera.tt.spec import TTMSpec
+
+
+class WholeTable(NamedTuple):
+    """E (O, I) itself, and the bias (O,)."""
+
+    table: Tensor
+    bias: Tensor | None = None
+
+
+class TwoSides(NamedTuple):
+    """The cores left and right of a rank, L (M, N, r) and R (r, M, N), and the bias (O,)."""
+
+    left: Tensor
+    right: Tensor
+    bias: Tensor | None = None
+
+
+MergedTable: TypeAlias = WholeTable | LowRankFactors | TwoSides
+"""What rows are multiplied by. Where L has one column mode and R one row mode, they are the factors of a low rank."""
 
 
 def ttm_linear(
@@ -30,7 +50,7 @@ def ttm_linear(
     *,
     padding_idx: int | None = None,
     plan: ContractionPlan | None = None,
-    sides: Sequence[Tensor] | None = None,
+    table: MergedTable | None = None,
 ) -> Tensor:
     """logits = x Eᵀ + bias, E the tensor-train matrix of `cores`: an output head, tied to an embedding or not.
 
@@ -40,43 +60,51 @@ def ttm_linear(
         bias: (num_embeddings,).
         padding_idx: this row of E counts as zero and gets no gradient: its logit is the bias alone.
         plan: a forced choice; by default `plan_projection` for this batch.
-        sides: those of `table_sides` for the same cores, where they serve several calls.
+        table: the cores and the bias merged by `merge_table`, where that serves several calls.
 
     Returns:
         (..., num_embeddings); dtypes, errors and derivatives as for `tt_linear`.
     """
     x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
-    if sides is None:
-        sides = table_sides(x_BI, spec, cores, padding_idx=padding_idx, plan=plan)
+    if table is None:
+        table = merge_table(x_BI, spec, cores, bias, padding_idx=padding_idx, plan=plan)
     with without_autocast(x):
-        if len(sides) == 1:
-            logits_BO = F.linear(x_BI, sides[0], bias)
+        if isinstance(table, WholeTable):
+            logits_BO = F.linear(x_BI, *table)
+        elif isinstance(table, LowRankFactors):
+            (logits_BO,) = low_rank(x_BI, table)
         else:
             x_BI = pad_last(x_BI, prod(spec.col_modes))
-            logits_BO = _Projection.apply(x_BI, *sides, bias, spec.num_embeddings, padding_idx)
+            logits_BO = _Projection.apply(x_BI, *table, spec.num_embeddings, padding_idx)
     return logits_BO.view(*x.shape[:-1], spec.num_embeddings)
 
 
-def table_sides(
+def merge_table(
     x_BI: Tensor,
     spec: TTMSpec,
     cores: Sequence[Tensor],
+    bias: Tensor | None = None,
     *,
     padding_idx: int | None = None,
     plan: ContractionPlan | None = None,
-) -> tuple[Tensor, ...]:
-    """What `ttm_linear` multiplies these rows by, in the dtype of that product: E whole, or the two merged sides L and
-    R of its cores; arguments as there."""
+) -> MergedTable:
+    """The operands of `ttm_linear` as the product with these rows reads them, in its dtype; arguments as there."""
     to_dtype = product_dtype(x_BI, cores[0])
+    bias = None if bias is None else bias.to(to_dtype)
     strategy, groups = choose(ProjectionProblem, spec, x_BI.shape[0], to_dtype.itemsize, x_BI.device.type, plan=plan)
     with without_autocast(x_BI):
         if strategy == "dense" or transformed():
             dtype = merge_dtype(cores[0].dtype)
             table_OI = materialize(spec, [core.to(dtype) for core in cores]).to(to_dtype)
-            return (table_OI if padding_idx is None else zero_row(table_OI, padding_idx),)
-        left_MNR, right_RMN = merge_sides(cores, groups[0].end)
+            return WholeTable(table_OI if padding_idx is None else zero_row(table_OI, padding_idx), bias)
+        left_MNR, right_RMN = (side.to(to_dtype) for side in merge_sides(cores, groups[0].end))
+        if left_MNR.shape[1] == right_RMN.shape[1] == 1:
+            left_OR, right_RI = left_MNR[: spec.num_embeddings, 0], right_RMN[:, 0, : spec.embedding_dim]
+            left_OR = left_OR if padding_idx is None else zero_row(left_OR, padding_idx)
+            left_RO = left_OR.t().contiguous() if bias is None else left_OR.t()  # a bias makes a copy by itself
+            return LowRankFactors(right_RI, left_RO).with_bias(bias)
     used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
-    return left_MNR[:used].to(to_dtype), right_RMN.to(to_dtype)
+    return TwoSides(left_MNR[:used], right_RMN, bias)
 
 
 class _Projection(torch.autograd.Function):
@@ -85,7 +113,6 @@ class _Projection(torch.autograd.Function):
     T[b, (n_L, r), m_R] = Σ_{n_R} x[b, n_L, n_R] R[r, m_R, n_R]
     logits[b, (m_L, m_R)] = Σ_{n_L, r} L[m_L, n_L, r] T[b, (n_L, r), m_R]
     dT = Lᵀ dy,  ∂L = Σ_b dy Tᵀ,  ∂R = dTᵀ x,  dx = dT R.  T is large: made chunk by chunk, and again in the backward.
-    With a single m_R, as in a table of low rank, the products with L are one for all samples.
     """
 
     @staticmethod
@@ -104,10 +131,7 @@ class _Projection(torch.autograd.Function):
         y_BMM = x_BI.new_empty(x_BI.shape[0], left_MNR.shape[0], right_RMN.shape[1])
         for part in _chunks(x_BI, left_MNR, right_RMN):
             t_BKM = _contract_right(x_BI[part], left_MNR, right_RMN)
-            if t_BKM.shape[2] == 1:
-                torch.mm(t_BKM[:, :, 0], left_MK.t(), out=y_BMM[part][:, :, 0])
-            else:
-                torch.bmm(left_MK.expand(t_BKM.shape[0], *left_MK.shape), t_BKM, out=y_BMM[part])
+            torch.bmm(left_MK.expand(t_BKM.shape[0], *left_MK.shape), t_BKM, out=y_BMM[part])
         y_BO = y_BMM.flatten(1)[:, :rows]
         if padding is not None:  # here, since the logits are the widest tensor of a model
             y_BO[:, padding] = 0
@@ -131,10 +155,7 @@ class _Projection(torch.autograd.Function):
                 size = x_CI.shape[0]
                 t_CKM = _contract_right(x_CI, left_MNR, right_RMN)
                 dleft_MK += torch.tensordot(dy_CMM, t_CKM, dims=([0, 2], [0, 2]))
-                if rows_r == 1:
-                    dt_CKM = dy_CMM[:, :, 0] @ left_KM.t()
-                else:
-                    dt_CKM = torch.bmm(left_KM.expand(size, *left_KM.shape), dy_CMM)
+                dt_CKM = torch.bmm(left_KM.expand(size, *left_KM.shape), dy_CMM)
                 dt_QK = dt_CKM.view(size * n, r * rows_r)  # Q: samples of the chunk and left columns
                 dright_KN += dt_QK.t() @ x_CI.reshape(size * n, cols_r)
                 dx_BI[part] = (dt_QK @ right_KN).view(size, n * cols_r)

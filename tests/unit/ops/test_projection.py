@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from comera.errors import SpecError
+from comera.kernels import select
+from comera.kernels.select import low_rank_backend
 from comera.ops import chunking
 from comera.ops.planner.plan import plan_projection
 from comera.ops.projection import ttm_linear
+from comera.tt.dense import materialize, zero_row
 
 from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
 from ...helpers.specs import force, ttm
@@ -19,6 +23,7 @@ SPECS = [
     ttm((2, 3, 2, 2), (2, 1, 2, 3), 1, pad_rows=1),
     ttm((2, 2, 2, 2, 2, 2), (1, 2, 1, 2, 1, 2), 4),
     ttm((7, 1), (1, 6), 4),  # plain low rank
+    ttm((4, 2, 1), (1, 1, 6), 3, pad_rows=1, pad_cols=1),  # low rank, of three cores
     ttm((3, 2, 1), (2, 1, 3), 2, pad_rows=1),
 ]
 CASES = [(spec, option) for spec in SPECS for option in plan_projection(spec, 8).options]
@@ -36,6 +41,22 @@ def test_agrees_with_the_dense_oracle(spec, option, lead, bias):
     exact = values_and_gradients(lambda *t: oracle(spec, *t), tensors)
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
     assert found[0].is_contiguous()
+
+
+@each_option
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_the_padding_row_has_the_bias_alone(spec, option, bias):
+    tensors = operands(spec, (3,), bias=bias)
+    plan = plan_projection(spec, 3).using(option.ends)
+
+    def padded_oracle(x, bias, *cores):
+        return F.linear(x, zero_row(materialize(spec, cores), 1), bias)
+
+    def padded(x, bias, *cores):
+        return ttm_linear(x, spec, cores, bias, padding_idx=1, plan=plan)
+
+    found, exact = values_and_gradients(padded, tensors), values_and_gradients(padded_oracle, tensors)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
 
 
 @each_option
@@ -102,6 +123,22 @@ def test_low_precision_keeps_the_signal(dtype, decibels, autocast, monkeypatch):
         assert y.dtype == dtype
         assert all(g.dtype == t.dtype for g, t in zip(found[1:], low, strict=True))
         assert min(signal_to_noise(a, b) for a, b in zip(found, exact, strict=True)) > decibels
+
+
+def test_a_low_rank_goes_through_the_low_rank_product(monkeypatch):
+    spec = ttm((70, 1), (1, 12), 8)
+    tensors = operands(spec, (5,), dtype=torch.float32)
+    chosen = []
+
+    def backend(x_BI, factors):
+        chosen.append([tuple(factor.shape) for factor in factors])
+        return low_rank_backend(x_BI, factors)
+
+    monkeypatch.setattr(select, "low_rank_backend", backend)
+    found = values_and_gradients(force(spec, (1, 2)), tensors)
+    exact = values_and_gradients(lambda *t: oracle(spec, *t), [t.detach().double().requires_grad_() for t in tensors])
+    assert chosen == [[(8, 12), (1 + 8, 70)]]
+    torch.testing.assert_close([each.double() for each in found], exact, rtol=1e-4, atol=1e-5)
 
 
 def test_wrong_last_dimension_names_both():

@@ -166,8 +166,8 @@ class ProjectionProblem(Problem):
         cols_l, cols_r, rank = prod(spec.col_modes[:split]), prod(spec.col_modes[split:]), spec.ranks[split]
         # x with R, once more in the backward; then with L
         cost = product(on, batch * cols_l, cols_r, rank * rows_r, self.itemsize, passes=4)
-        if rows_r == 1:
-            cost += product(on, batch, cols_l * rank, rows_l, self.itemsize)
+        if cols_l == rows_r == 1:  # a low rank
+            cost += product(on, batch, rank, rows_l, self.itemsize)
         else:
             cost += product(on, rows_l, cols_l * rank, rows_r, self.itemsize, times=batch)
         groups = default_groups(spec, (split, spec.order))
