@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from comera._version import __version__
 from comera.errors import ConfigError
+from comera.kernels import float32_products
 from comera.kernels.cpp import library
 from comera.kernels.cpp.library import on_cpu
 from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
@@ -145,17 +146,25 @@ def asked(kernel: str) -> bool | None:
 
 
 def kernels_in_use(device: torch.device) -> str:
-    """Names and version of the kernels that may compute on a device, "none" for torch's own operations.
+    """Names and version of the kernels that may compute on a device, "none" for torch's own operations, and the library
+    of torch's products where that is not its default.
 
     Results of other ones differ by rounding. The version of the C++ kernels stands for source, compiler and processor.
     """
+    products = ""
     if device.type == "cpu":
-        names = [name for name in CPP if asked(name) is not False and unavailable_reason() is None]
+        names = cpp_in_use()
         version = library.version() if names else ""
+        products = ", products by oneDNN" if float32_products.by_onednn() else ""
     else:
         names = [name for name in TRITON if triton_enabled(name, device)]
         version = f"triton {metadata.version('triton')}, comera {__version__}" if names else ""
-    return f"{' '.join(names)} ({version})" if names else "none"
+    return (f"{' '.join(names)} ({version})" if names else "none") + products
+
+
+def cpp_in_use() -> list[str]:
+    """Names of the C++ kernels that may compute."""
+    return [name for name in CPP if asked(name) is not False and unavailable_reason() is None]
 
 
 def power_of_two(size: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from comera.errors import CheckpointError, ConfigError, DataError, TrainingError
 from comera.files import NO_ROOM
+from comera.kernels import float32_products
 from comera.trainer.checkpoint import checkpoints, clean, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
@@ -139,6 +140,7 @@ def _fit(
         if config.threads is not None:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.threads)
+        stack.enter_context(float32_products.fastest(accelerator.device))
         state = build_state(task, config, out, accelerator, start_from)
         logger = stack.enter_context(RunLogger(state, resolved=resolved))
         interrupt = stack.enter_context(Interrupt())

@@ -37,7 +37,7 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 def _slower_compiled(model: nn.Module, device: torch.device) -> str:
     """Why torch.compile would make steps slower; "" if nobody knows. It leaves all of our C++ kernels out."""
-    if device.type != "cpu" or not is_fused(model) or select.kernels_in_use(device) == "none":
+    if device.type != "cpu" or not is_fused(model) or not select.cpp_in_use():
         return ""
     return "the C++ kernels of a fused model are faster than what torch.compile makes; COMERA_KERNELS=none compiles"
 
