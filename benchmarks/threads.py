@@ -33,6 +33,7 @@ from comera.kernels.cpp import (
     gradients,
     lookup,
     low_rank,
+    low_rank_cross_entropy,
     merge,
     mlp,
     residual_norm,
@@ -120,6 +121,7 @@ def kernels(batch: int) -> dict[str, Callable[[], object]]:
     up_down = [torch.randn(RANK, WIDE), torch.randn(RANK, HIDDEN)], [torch.randn(31, HIDDEN), torch.randn(31, WIDE)]
     angles = torch.randn(1, TOKENS, heads)
     logits, labels = torch.randn(rows, CLASSES), torch.randint(CLASSES, (rows,))
+    head_p, head_b = torch.randn(rows, RANK), torch.randn(1 + RANK, CLASSES)
 
     def low_rank_products() -> object:
         p, *_ = low_rank.low_rank(x, *three)
@@ -183,6 +185,9 @@ def kernels(batch: int) -> dict[str, Callable[[], object]]:
         "gated": gating,
         "rotary": lambda: rotary.rotary(q, k, angles, angles, False),
         "cross_entropy": lambda: cross_entropy.cross_entropy(logits, labels, -1),
+        "low_rank_cross_entropy": lambda: low_rank_cross_entropy.low_rank_cross_entropy(
+            head_p, head_b, labels, -1, True
+        ),
         "block_product": block_products,
         "merge": merging,
         "lookup": looking_up,

@@ -11,6 +11,7 @@ from comera.kernels.cpp import (
     gradients,
     lookup,
     low_rank,
+    low_rank_cross_entropy,
     merge,
     mlp,
     residual_norm,
@@ -165,6 +166,11 @@ def call_all():
     for rows, classes in ((3, 65), (1, 1), (0, 8), (2, 0), (9, 20_001)):
         labels = torch.full((rows,), classes - 1)  # without classes: ignored
         cross_entropy.cross_entropy(torch.randn(rows, classes), labels, -1)
+    for rows, rank, classes in ((3, 5, 65), (1, 1, 1), (0, 3, 8), (2, 3, 0), (97, 0, 49), (200, 33, 301)):
+        labels = torch.full((rows,), classes - 1)
+        for bias in (0, 1):
+            p, b = torch.randn(rows, rank), torch.randn(rank + bias, classes)
+            low_rank_cross_entropy.low_rank_cross_entropy(p, b, labels, -1, bool(bias))
     params = [torch.randn(size) for size in (0, 1, 7, 20_001)]
     gradients.clip_(params, 0.1)
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0))]

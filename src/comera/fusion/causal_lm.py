@@ -18,15 +18,16 @@ from comera.fusion.registry import (
     replaced_obstacle,
     submodule,
 )
+from comera.kernels import select
 from comera.kernels.tracing import traced
 from comera.nn.adapted import Adapted
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linear
-from comera.ops.cross_entropy import Head, head_cross_entropy
+from comera.ops.cross_entropy import Head, head_cross_entropy, low_rank_cross_entropy
 from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
-from comera.ops.projection import merge_table, ttm_linear
+from comera.ops.projection import MergedTable, TwoSides, WholeTable, merge_table, ttm_linear
 
 _LOSS = "ForCausalLMLoss"  # of transformers, which `_loss` computes
 
@@ -88,24 +89,48 @@ def _loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     labels_B, x_BI = shift_labels.flatten(), hidden.flatten(0, -2)
-    head, tensors = _head(layer, x_BI, cache)
-    total = head_cross_entropy(x_BI, labels_B, layer.out_features, head, tensors, ignore_index)  # type: ignore[arg-type]
+    total = head_loss(layer, x_BI, labels_B, cache, ignore_index)
     count = (labels_B != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return total / count
 
 
-def _head(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> tuple[Head, list[Tensor]]:
-    """The head as a function of rows and of the tensors that its gradients go to."""
+def head_loss(layer: nn.Module, x_BI: Tensor, labels_B: Tensor, cache: MergeCache, ignored: int = -100) -> Tensor:
+    """The sum over rows of the cross-entropy of an output layer of the kinds that `CausalLM` supports."""
+    weight = _merged(layer, x_BI, cache)
+    if isinstance(weight, LowRankFactors):
+        return low_rank_cross_entropy(F.linear(x_BI, weight.a), weight.b, labels_B, ignored)
+    if isinstance(weight, WholeTable) and select.is_low_rank_head(weight.table, x_BI):
+        bias = [] if weight.bias is None else [weight.bias[None]]
+        return low_rank_cross_entropy(x_BI, torch.cat([*bias, weight.table.t()]), labels_B, ignored)
+    head, tensors = _head(layer, weight)
+    return head_cross_entropy(x_BI, labels_B, layer.out_features, head, tensors, ignored)  # type: ignore[arg-type]
+
+
+def _merged(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> MergedTable | None:
+    """The layer's weight and bias as all chunks of rows read them; None where each must merge the cores."""
     if isinstance(layer, nn.Linear):
-        return F.linear, [each for each in (layer.weight, layer.bias) if each is not None]
+        return WholeTable(layer.weight, layer.bias)
     if isinstance(layer, TTMProjection):
-        return _table_head(layer, x_BI)
+        return merge_table(x_BI, layer.spec, layer.tt.effective_cores(), layer.bias, padding_idx=layer.padding_idx)
+    found = cache.factors([layer], x_BI) if isinstance(layer, TTLinear) else None
+    return None if found is None else found[0]
+
+
+def _head(layer: nn.Module, weight: WholeTable | TwoSides | None) -> tuple[Head, list[Tensor]]:
+    """The head as a function of rows and of the tensors that its gradients go to."""
+    if isinstance(weight, WholeTable):
+        return F.linear, [each for each in weight if each is not None]
+    if isinstance(layer, TTMProjection):
+        assert isinstance(weight, TwoSides)
+        cores, padding = layer.tt.effective_cores(), layer.padding_idx
+
+        def table_head(x_CI: Tensor, *tensors: Tensor) -> Tensor:
+            return ttm_linear(x_CI, layer.spec, cores, padding_idx=padding, table=TwoSides(*tensors))
+
+        return table_head, [each for each in weight if each is not None]
     assert isinstance(layer, TTLinear | BTTLinear)
     cores, gates = layer.tt.tensors
     threshold, bias = layer.tt.threshold, [] if layer.bias is None else [layer.bias]
-    if isinstance(layer, TTLinear) and (found := cache.factors([layer], x_BI)):
-        spec = layer.spec
-        return lambda x_CI, a, b: tt_linear(x_CI, spec, cores, factors=LowRankFactors(a, b)), list(found[0])
     linear: Callable[..., Tensor] = tt_linear if isinstance(layer, TTLinear) else btt_linear
     first_gate, first_bias = len(cores), len(cores) + len(gates)
 
@@ -115,14 +140,3 @@ def _head(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> tuple[Head, list
         return linear(x_CI, layer.spec, tensors[:first_gate], bias_V, gates=own, threshold=threshold)
 
     return head, [*cores, *gates, *bias]
-
-
-def _table_head(layer: TTMProjection, x_BI: Tensor) -> tuple[Head, list[Tensor]]:
-    """The head over a TT-matrix, often that of the token embedding: its cores are merged once for all chunks."""
-    cores, padding = layer.tt.effective_cores(), layer.padding_idx
-    merged = merge_table(x_BI, layer.spec, cores, layer.bias, padding_idx=padding)
-
-    def head(x_CI: Tensor, *tensors: Tensor) -> Tensor:
-        return ttm_linear(x_CI, layer.spec, cores, padding_idx=padding, table=type(merged)(*tensors))
-
-    return head, [each for each in merged if each is not None]

@@ -8,7 +8,11 @@ The logits of 1,024 tokens in a vocabulary of 32,768 take 134 MB, and torch hold
 gradients of that size: more than the rest of a small model's training step takes in memory and, compressed, in time.
 Here a chunk goes through the head and back before the next one begins, so the head is computed once.
 
-Shapes: B rows (tokens), C rows of a chunk, I features, V classes; θ the tensors of the head.
+For a head of low rank, z = [1 P] [bias; B], a C++ kernel does without logits in memory: it makes each of them twice, as
+tiles in the caches of a core (kernels/cpp/csrc/low_rank_cross_entropy.cpp).
+
+Shapes: B rows (tokens), C rows of a chunk, I features, V classes, R rank, S rank plus the bias's row; θ the tensors of
+the head.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera.kernels import select
 from comera.kernels.cpp import cross_entropy as cpp
-from comera.kernels.select import supports
+from comera.kernels.cpp import low_rank_cross_entropy as cpp_low_rank
 from comera.ops.chunking import chunks
 
 Head = Callable[..., Tensor]
@@ -42,6 +47,47 @@ def head_cross_entropy(
     """
     loss: Tensor = _HeadCrossEntropy.apply(x_BI, labels_B, classes, head, ignored, *tensors)
     return loss
+
+
+def low_rank_cross_entropy(p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored: int = -100) -> Tensor:
+    """The sum over rows of the cross-entropy of logits P B + bias; rows labelled `ignored` add nothing.
+
+    Args:
+        p_BR: the low-rank activations P = x A of the head's input, or the input of a dense head, whose weight is Bᵀ.
+        b_SV: B (R, V), or [bias; B] (1 + R, V).
+        labels_B: int64, in [0, V) or `ignored`.
+
+    Returns:
+        A scalar in float32 at least, with first derivatives only.
+    """
+    if select.low_rank_head_backend(p_BR, b_SV) == "cpp":
+        loss: Tensor = _LowRankCrossEntropy.apply(p_BR, b_SV, labels_B, ignored)
+        return loss
+    has_bias = b_SV.shape[0] > p_BR.shape[1]
+
+    def head(p_CR: Tensor, b_SV: Tensor) -> Tensor:
+        return torch.addmm(b_SV[0], p_CR, b_SV[1:]) if has_bias else p_CR @ b_SV
+
+    return head_cross_entropy(p_BR, labels_B, b_SV.shape[1], head, [b_SV], ignored)
+
+
+class _LowRankCrossEntropy(torch.autograd.Function):
+    """Gradients are computed with the loss, and scaled in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored: int) -> Tensor:
+        losses_B, u_BR, db_SV = cpp_low_rank.low_rank_cross_entropy(
+            p_BR, b_SV, labels_B, ignored, ctx.needs_input_grad[1]
+        )
+        ctx.save_for_backward(u_BR, db_SV)
+        return losses_B.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        u_BR, db_SV = ctx.saved_tensors
+        wants_p, wants_b, *_ = ctx.needs_input_grad
+        return u_BR * dloss if wants_p else None, db_SV * dloss if wants_b else None, None, None
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -89,7 +135,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
 def _losses(z_CV: Tensor, labels_C: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Losses of the rows, in float32 at least, and their gradients in z's dtype."""
-    if supports("cross_entropy", z_CV):
+    if select.supports("cross_entropy", z_CV):
         return cpp.cross_entropy(z_CV, labels_C, ignored)
     logp_CV = F.log_softmax(z_CV, -1, dtype=torch.promote_types(z_CV.dtype, torch.float32))
     kept_C = labels_C != ignored

@@ -17,6 +17,7 @@ from comera.kernels.cpp import (
     gradients,
     lookup,
     low_rank,
+    low_rank_cross_entropy,
     merge,
     mlp,
     residual_norm,
@@ -119,6 +120,19 @@ def test_wrong_operands_of_cross_entropy_are_refused(change):
     for wrong in (9, -1, 2**40, -(2**40)):
         with pytest.raises(RuntimeError, match=f"expected labels from 0 to 8 or -100, got {wrong}"):
             entropy(logits, labels.where(labels != 3, wrong))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_low_rank_cross_entropy_are_refused(change):
+    p, b, labels = torch.randn(4, 3), torch.randn(4, 9), torch.tensor([0, 8, -100, 3])
+    entropy = lambda *given: low_rank_cross_entropy.low_rank_cross_entropy(*given, -100, True)  # noqa: E731
+    assert_all_refused(lambda p, labels: entropy(p, b, labels), [p, labels], change)
+    for wrong in (torch.randn(5, 9), torch.randn(2, 9), torch.randn(4), b.double()):
+        with pytest.raises(RuntimeError, match="expected"):
+            entropy(p, wrong, labels)
+    for wrong in (9, -1, 2**40, -(2**40)):
+        with pytest.raises(RuntimeError, match=f"expected labels from 0 to 8 or -100, got {wrong}"):
+            entropy(p, b, labels.where(labels != 3, wrong))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)

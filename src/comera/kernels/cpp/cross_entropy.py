@@ -7,6 +7,21 @@ from comera.kernels.cpp.library import call, check_shape, floats, on_cpu, operat
 from comera.kernels.cpp.memory import empty
 
 
+def checked_labels(labels: Tensor, rows: int, classes: int, ignored: int) -> Tensor:
+    """`labels` as kernels read them.
+
+    Raises RuntimeError unless they are one int64 a row, on the CPU, in [0, classes) or `ignored`.
+    """
+    check_shape("labels", labels, (rows,))
+    if labels.dtype is not torch.int64 or not on_cpu(labels):
+        raise RuntimeError(f"expected labels of dtype int64 on the CPU, got {labels.dtype} on {labels.device}")
+    labels = labels.contiguous()
+    wrong = labels[:0] if labels.is_meta else labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
+    if wrong.numel():
+        raise RuntimeError(f"expected labels from 0 to {classes - 1} or {ignored}, got {wrong[0].item()}")
+    return labels
+
+
 @operation()
 def cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Losses (rows) of logits (rows, classes), and their gradients softmax - onehot(label) (rows, classes); zeros in
@@ -18,13 +33,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
         raise RuntimeError(f"expected logits of two dimensions, got {list(logits.shape)}")
     rows, classes = logits.shape
     logits = floats("logits", logits)
-    check_shape("labels", labels, (rows,))
-    if labels.dtype is not torch.int64 or not on_cpu(labels):
-        raise RuntimeError(f"expected labels of dtype int64 on the CPU, got {labels.dtype} on {labels.device}")
-    labels = labels.contiguous()
-    wrong = labels[:0] if labels.is_meta else labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
-    if wrong.numel():
-        raise RuntimeError(f"expected labels from 0 to {classes - 1} or {ignored}, got {wrong[0].item()}")
+    labels = checked_labels(labels, rows, classes, ignored)
     losses, gradients = empty(rows), empty(rows, classes)
     call("cross_entropy", rows, classes, logits, labels, ignored, losses, gradients)
     return losses, gradients

@@ -23,6 +23,7 @@ from comera.kernels.cpp import (
     library,
     lookup,
     low_rank,
+    low_rank_cross_entropy,
     merge,
     mlp,
     residual_norm,
@@ -156,6 +157,12 @@ def _cross_entropy(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
         lambda logits: [F.cross_entropy(logits, labels, reduction="none")], [logits], [torch.ones(batch)]
     )
     yield "cross_entropy", cross_entropy.cross_entropy(logits, labels, -1), [*values, *grads]
+    p, b = torch.randn(batch, rank), torch.randn(1 + rank, outputs)
+    values, grads = _reference(
+        lambda p, b: [F.cross_entropy(p @ b[1:] + b[0], labels, reduction="none")], [p, b], [torch.ones(batch)]
+    )
+    found = low_rank_cross_entropy.low_rank_cross_entropy(p, b, labels, -1, True)
+    yield "low_rank_cross_entropy", found, [*values, *grads]
 
 
 def _blocks(batch: int, inputs: int, outputs: int, rank: int) -> _Found:

@@ -14,31 +14,11 @@
 #include "activations.h"
 #include "exports.h"
 #include "low_rank.h"
+#include "sample_tiles.h"
 
 namespace {
 
 constexpr long FEATURES = 48, SAMPLES = 64;
-
-// (samples, columns) with row stride `row`, transposed to (columns, SAMPLES), padded with zeros.
-void transpose_tile(const float* from, long row, long samples, long columns, float* to) {
-    if (samples < SAMPLES) std::fill_n(to, columns * SAMPLES, 0.0f);
-    transpose(samples, columns, from, row, to, SAMPLES);
-}
-
-// to (samples, rows) with row stride `row` = the sum over threads of their tiles (rows, SAMPLES). A thread's tiles start
-// `offset` into its memory, `stride` from one to the next.
-void add_up(const Workspace& sums, int threads, long offset, long stride, long rows, long samples, float* to,
-            long row) {
-#pragma omp for schedule(static)
-    for (long first = 0; first < samples; first += SAMPLES)
-        for (long r = 0; r < rows; ++r)
-            for (long j = 0; j < std::min(SAMPLES, samples - first); ++j) {
-                const long at = offset + first / SAMPLES * stride + r * SAMPLES + j;
-                float sum = sums.of(0)[at];
-                for (int t = 1; t < threads; ++t) sum += sums.of(t)[at];
-                to[(first + j) * row + r] = sum;
-            }
-}
 
 thread_local Scratch shared_scratch;
 thread_local Workspace threads_workspace;  // a thread's memory begins with its sums
@@ -74,7 +54,7 @@ void forward(long samples, long features, const float* x, long count, const Weig
             float* to = p_tiles + tile * rows * SAMPLES;
             const long s = tile * SAMPLES;
             for (long k = 0; k < count; to += ups[k++].rows * SAMPLES)
-                transpose_tile(ups[k].p + s * p_row, p_row, std::min(SAMPLES, samples - s), ups[k].rows, to);
+                transpose_tile<SAMPLES>(ups[k].p + s * p_row, p_row, std::min(SAMPLES, samples - s), ups[k].rows, to);
         }
         bool begun = false;  // this thread's sums
 #pragma omp for schedule(static)
@@ -100,7 +80,7 @@ void forward(long samples, long features, const float* x, long count, const Weig
 #pragma omp barrier
         const long bias = down.has_bias();
         if (bias) put_ones(samples, down.p, q_row);
-        add_up(workspace, omp_get_num_threads(), 0, rank * SAMPLES, rank, samples, down.p + bias, q_row);
+        add_up<SAMPLES>(workspace, omp_get_num_threads(), 0, rank * SAMPLES, rank, samples, down.p + bias, q_row);
         const Factor b = {down.rows, down.b};
         expand(samples, down.p, q_row, &b, 1, down.features, down.y, group);
     }
@@ -152,10 +132,10 @@ void backward(long samples, long features, const float* x, long count, const Wei
         for (long tile = 0; tile < tiles; ++tile) {
             float* to = packed + tile * stride;
             const long s = tile * SAMPLES, n = std::min(SAMPLES, samples - s);
-            transpose_tile(u + s * u_width, u_width, n, rank, to);
+            transpose_tile<SAMPLES>(u + s * u_width, u_width, n, rank, to);
             to += rank * SAMPLES;
             for (long k = 0; k < count; to += ups[k++].rows * SAMPLES)
-                transpose_tile(ups[k].p + s * p_row, p_row, n, ups[k].rows, to);
+                transpose_tile<SAMPLES>(ups[k].p + s * p_row, p_row, n, ups[k].rows, to);
         }
         bool begun = false;  // this thread's sums
 #pragma omp for schedule(static)
@@ -201,7 +181,7 @@ void backward(long samples, long features, const float* x, long count, const Wei
 #pragma omp barrier
         long offset = 0;
         for (long k = 0, r = 0; k < count; offset += ups[k].rank * SAMPLES, r += ups[k++].rank)
-            add_up(workspace, omp_get_num_threads(), offset, ranks * SAMPLES, ups[k].rank, samples, v + r, ranks);
+            add_up<SAMPLES>(workspace, omp_get_num_threads(), offset, ranks * SAMPLES, ups[k].rank, samples, v + r, ranks);
         if (dx) expand(samples, v, ranks, as, count, features, dx, group);
         factor_gradients(samples, features, x, das, count, nullptr, group);
     }
