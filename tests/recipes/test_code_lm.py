@@ -16,7 +16,7 @@ from comera.baselines import LINEAR_METHODS, Method
 from comera.cli.options import saved_config
 from comera.errors import ConfigError, DataError, SpecError
 from comera.export.runs import export_run
-from comera.fusion import merge_cache
+from comera.fusion import fuse_, merge_cache
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import named_trains
@@ -68,6 +68,26 @@ def test_loss_is_that_of_the_whole_model_with_other_labels_ignored(
     labels.view(-1)[batch.positions] = batch.labels
     whole = model(batch.input_ids, labels=labels).loss
     torch.testing.assert_close(masked_loss(model, batch), whole, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("method", ["comera", "dense"])
+@pytest.mark.parametrize("embedding", ["ttm", "low_rank"])
+def test_in_training_a_fused_model_has_the_same_loss_and_gradients_without_its_logits(
+    config: CodeLMConfig, data: CodeData, method: Literal["comera", "dense"], embedding: Literal["ttm", "low_rank"]
+) -> None:
+    formats = replace(RANKS, embedding=embedding, head="share")
+    model, _ = build_model(replace(config, method=method, compress=formats), data.vocab_size)
+    batch = data.train_batch(0, 4, seed=0)
+    plain = [masked_loss(model, batch), *torch.autograd.grad(masked_loss(model, batch), list(model.parameters()))]
+    fuse_(model)
+    kept = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.shape) or t, lambda t: t):
+        loss = masked_loss(model, batch)
+    fused = [loss, *torch.autograd.grad(masked_loss(model, batch), list(model.parameters()))]
+    torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-5)
+    assert (len(batch.positions), data.vocab_size) not in kept
+    model.eval()
+    torch.testing.assert_close(masked_loss(model, batch), plain[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("head", ["share", "untie", "dense"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.fusion.merge_cache import MergeCache
+from comera.fusion.merge_cache import MergeCache, caches
 from comera.fusion.registry import (
     BlockPattern,
     StandIn,
@@ -29,7 +29,7 @@ from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
 from comera.ops.projection import MergedTable, TwoSides, WholeTable, merge_table, ttm_linear
 
-_LOSS = "ForCausalLMLoss"  # of transformers, which `_loss` computes
+_LOSS = "ForCausalLMLoss"  # of transformers, which `_causal_lm_loss` computes
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,8 @@ class CausalLM(BlockPattern):
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        head = submodule(module, self.head)
-        if isinstance(head, Adapted):
-            return f"{self.head} has an adapter"
-        if type(head) not in (nn.Linear, TTLinear, BTTLinear, TTMProjection):
-            return f"{self.head} is a {type(head).__name__}, not an nn.Linear, TTLinear, BTTLinear or TTMProjection"
-        if isinstance(head, TTLinear) and head.spec.activation:
-            return f"{self.head} has an activation between its factors"
-        if is_hooked(head):
-            return f"{self.head} has hooks"
-        if in_fp8(head):
-            return f"{self.head} computes in FP8"
+        if reason := _head_obstacle(submodule(module, self.head)):
+            return f"{self.head} {reason}"
         loss = getattr(module.loss_function, "__name__", "an object of the user's")
         return replaced_obstacle(module, self) or (None if loss == _LOSS else f"its loss is {loss}, not {_LOSS}")
 
@@ -67,7 +58,7 @@ class CausalLM(BlockPattern):
         layer = submodule(module, self.head)
 
         def loss(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
-            return _loss(logits, labels, layer, cache, **others)
+            return _causal_lm_loss(logits, labels, layer, cache, **others)
 
         standing_in = StandIn(module, {self.head: passed_on, "loss_function": loss})
         output = getattr(type(module), self.method)(standing_in, *args, **kwargs)
@@ -75,7 +66,7 @@ class CausalLM(BlockPattern):
         return output
 
 
-def _loss(
+def _causal_lm_loss(
     hidden: Tensor,
     labels: Tensor,
     layer: nn.Module,
@@ -89,13 +80,43 @@ def _loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     labels_B, x_BI = shift_labels.flatten(), hidden.flatten(0, -2)
-    total = head_loss(layer, x_BI, labels_B, cache, ignore_index)
+    total = _head_loss(layer, x_BI, labels_B, cache, ignore_index)
     count = (labels_B != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return total / count
 
 
-def head_loss(layer: nn.Module, x_BI: Tensor, labels_B: Tensor, cache: MergeCache, ignored: int = -100) -> Tensor:
-    """The sum over rows of the cross-entropy of an output layer of the kinds that `CausalLM` supports."""
+def head_loss(model: nn.Module, head: nn.Module, x_BI: Tensor, labels_B: Tensor, ignored: int = -100) -> Tensor | None:
+    """The sum over rows of the cross-entropy of an output layer, without its logits ever being held whole.
+
+    Rows labelled `ignored` add nothing.
+
+    Args:
+        model: what `fuse_` was called for. head: its output layer.
+        x_BI: the rows that the head reads. labels_B: int64, in [0, classes) or `ignored`.
+
+    Returns:
+        None outside of training, in a trace, for a model that is not fused and for a head that is not supported: then
+        the head makes its logits.
+    """
+    if not (model.training and torch.is_grad_enabled()) or traced() or _head_obstacle(head):
+        return None
+    return next((_head_loss(head, x_BI, labels_B, cache, ignored) for cache in caches(model)), None)
+
+
+def _head_obstacle(head: nn.Module) -> str | None:
+    """What keeps the loss from being computed with this output layer."""
+    if isinstance(head, Adapted):
+        return "has an adapter"
+    if type(head) not in (nn.Linear, TTLinear, BTTLinear, TTMProjection):
+        return f"is a {type(head).__name__}, not an nn.Linear, TTLinear, BTTLinear or TTMProjection"
+    if isinstance(head, TTLinear) and head.spec.activation:
+        return "has an activation between its factors"
+    if is_hooked(head):
+        return "has hooks"
+    return "computes in FP8" if in_fp8(head) else None
+
+
+def _head_loss(layer: nn.Module, x_BI: Tensor, labels_B: Tensor, cache: MergeCache, ignored: int) -> Tensor:
     weight = _merged(layer, x_BI, cache)
     if isinstance(weight, LowRankFactors):
         return low_rank_cross_entropy(F.linear(x_BI, weight.a), weight.b, labels_B, ignored)

@@ -118,7 +118,7 @@ def low_rank_head_backend(p_BR: Tensor, b_SV: Tensor) -> Literal["cpp", "torch"]
 
 def is_low_rank_head(weight_VI: Tensor, x_BI: Tensor) -> bool:
     """Whether a dense output layer had better be taken for one of low rank, its inputs for P."""
-    few = weight_VI.shape[1] <= HEAD_MOST_FEATURES and not torch.is_autocast_enabled(x_BI.device.type)
+    few = weight_VI.shape[1] <= HEAD_MOST_FEATURES and not torch.is_autocast_enabled("cpu")
     return few and supports("low_rank_cross_entropy", x_BI, weight_VI)
 
 

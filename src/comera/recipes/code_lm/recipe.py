@@ -27,6 +27,7 @@ from comera.baselines import (
 )
 from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import check_fields
+from comera.fusion.causal_lm import head_loss
 from comera.rank.objective import LateStage
 from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
@@ -223,9 +224,12 @@ def masked_loss(model: Any, batch: Batch | PaddedBatch) -> Tensor:
     if isinstance(batch, PaddedBatch):  # square: of a mask (B, T), BERT asks whether all is true, and synchronizes
         mask_BT = batch.attention_mask
         padding["attention_mask"] = mask_BT[:, None, None, :].expand(-1, -1, mask_BT.shape[1], -1)
-    hidden_BTH = model.bert(batch.input_ids, **padding)[0]
-    logits_PV = model.cls(hidden_BTH.flatten(0, 1)[batch.positions])
-    return F.cross_entropy(logits_PV, batch.labels, ignore_index=IGNORED)
+    hidden_BTH, head = model.bert(batch.input_ids, **padding)[0], model.cls.predictions
+    x_PH = head.transform(hidden_BTH.flatten(0, 1)[batch.positions])
+    total = head_loss(model, head.decoder, x_PH, batch.labels, IGNORED)
+    if total is not None:
+        return total / (batch.labels != IGNORED).sum()
+    return F.cross_entropy(head.decoder(x_PH), batch.labels, ignore_index=IGNORED)
 
 
 def frequency_loss(config: CodeLMConfig, data: CodeData | FunctionData) -> float:
