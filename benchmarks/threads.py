@@ -169,7 +169,10 @@ def kernels(batch: int) -> dict[str, Callable[[], object]]:
 
     def optimizing() -> object:
         gradients.clip_(came, 1.0)
-        return held.step(came, lr=1e-6, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+        group = held.group(came, 1e-6, 0.0)
+        assert group is not None
+        adamw.step([group], betas=(0.9, 0.99), eps=1e-8)
+        return came
 
     left, right = torch.randn(176, 24, RANK), torch.randn(176, 32, RANK)
     i, j = (torch.randint(176, (rows,)) for _ in range(2))

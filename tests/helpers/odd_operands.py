@@ -174,8 +174,8 @@ def call_all():
     params = [torch.randn(size) for size in (0, 1, 7, 20_001)]
     gradients.clip_(params, 0.1)
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0))]
-    rates = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    assert adamw.Held(params, states).step([p.clone() for p in params], **rates)
+    held = adamw.Held(params, states)
+    adamw.step([held.group([p.clone() for p in params], lr, 0.1) for lr in (0.1, 0.2)], betas=(0.9, 0.99), eps=1e-8)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,9 @@ class Muon(AdamW):
             self._step_matrices(groups)
         return False
 
+    def _adam_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if not group["orthogonal"]]
+
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
         """W ← (1 − η λ) W − 0.2 η √max(in, out) · msign(M), M the momentum after the gradient."""
         moved, rates, found = [], [], []

@@ -143,8 +143,15 @@ class ProjectedAdamW(AdamW):
         for p in group["params"]:
             if p in self._places and p.grad is not None and p.numel():
                 self._move(group, p, p.grad)
-        whole = [p for p in group["params"] if p not in self._places]
-        return super()._init_group({**group, "params": whole}, *lists)
+        if group is self.param_groups[0]:
+            self._others = [
+                {**each, "params": [p for p in each["params"] if p not in self._places]} for each in self.param_groups
+            ]
+        number = next(k for k, each in enumerate(self.param_groups) if each is group)
+        return super()._init_group(self._others[number], *lists)
+
+    def _adam_groups(self) -> list[dict[str, Any]]:
+        return self._others
 
     def _move(self, group: dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
         if grad.is_sparse:

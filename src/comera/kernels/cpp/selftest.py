@@ -230,5 +230,7 @@ def _optimizer(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
     found = gradients.clip_(came, 0.5)
     yield "clip", [*([] if found is None else [found]), *came], [norm, *clipped]
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(0.0))]
-    adamw.Held(params, states).step(came, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.2)
+    group = adamw.Held(params, states).group(came, 0.1, 0.2)
+    assert group is not None
+    adamw.step([group], betas=(0.9, 0.99), eps=1e-8)
     yield "adamw", params, stepped

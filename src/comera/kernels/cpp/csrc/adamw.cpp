@@ -4,7 +4,7 @@
 //     t += 1,   m = β1 m + (1 - β1) g,   v = β2 v + (1 - β2) g²
 //     x = (1 - lr λ) x - lr / (1 - β1^t) m / (√v / √(1 - β2^t) + ε)
 //
-// Each tensor has its own t, a float32 scalar as in torch. Coefficients are computed in float64.
+// Each tensor has its own t, a float32 scalar as in torch, lr and λ. Coefficients are computed in float64.
 #include <cmath>
 
 #include "exports.h"
@@ -18,8 +18,8 @@ struct State {
 };
 
 struct Coefficients {
-    float decay, beta1, rest1, beta2, rest2, eps;  // shared: 1 - lr λ, ...
-    float rate, root;                              // of one tensor: lr / (1 - β1^t), 1 / √(1 - β2^t)
+    float beta1, rest1, beta2, rest2, eps;  // shared
+    float decay, rate, root;                // of one tensor: 1 - lr λ, lr / (1 - β1^t), 1 / √(1 - β2^t)
 };
 
 __attribute__((always_inline)) inline Vec square_root(Vec x) {
@@ -54,22 +54,22 @@ void update(Coefficients c, long count, const float* g, float* x, float* m, floa
 
 extern "C" {
 
-// gradients: g; params: x; states: m, v and t; counts: elements of each tensor.
+// gradients: g; params: x; states: m, v and t; counts: elements of each tensor; rates: lr and λ of each.
 int adamw(long tensors, float* const* gradients, float* const* params, const State* states, const long* counts,
-          double lr, double beta1, double beta2, double eps, double decay, Threads threads) {
+          const double* rates, double beta1, double beta2, double eps, Threads threads) {
     return status([=] {
         const Tiles tiles(tensors, counts);
         std::vector<Coefficients> of(tensors);
-        double before = 0, rate = 0, root = 0;
+        double before = 0, mean = 0, root = 0;
         for (long k = 0; k < tensors; ++k) {
-            const double steps = *states[k].count += 1;
+            const double steps = *states[k].count += 1, lr = rates[2 * k], decay = rates[2 * k + 1];
             if (steps != before) {  // most tensors are as old as the one before
-                rate = lr / (1 - std::pow(beta1, steps));
+                mean = 1 / (1 - std::pow(beta1, steps));
                 root = 1 / std::sqrt(1 - std::pow(beta2, steps));
                 before = steps;
             }
-            of[k] = {float(1 - lr * decay), float(beta1), float(1 - beta1), float(beta2), float(1 - beta2), float(eps),
-                     float(rate), float(root)};
+            of[k] = {float(beta1),          float(1 - beta1), float(beta2), float(1 - beta2), float(eps),
+                     float(1 - lr * decay), float(lr * mean), float(root)};
         }
 #pragma omp parallel num_threads(tiles.useful(threads))
         tiles.own([&](size_t, const Tile& t) {
