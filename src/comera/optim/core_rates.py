@@ -65,7 +65,7 @@ def core_rates(train: TensorTrain, reach: Reach = ADAM, *, logits: bool = False)
         cores[-1] = init_cores(spec, train.init_std, generator=generator)[-1]
     if cores[0].is_meta or not all(core.numel() for core in cores):
         return None
-    matrices = [as_matrices(spec, k, core.double()) for k, core in enumerate(cores)]
+    matrices = [as_matrices(spec, k, core.double()[None])[0] for k, core in enumerate(cores)]
     norms = [float(torch.linalg.eigvalsh(_gram(matrix)).amax().clamp_min(0).sqrt()) for matrix in matrices]
     if not all(norms):
         return None

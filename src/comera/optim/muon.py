@@ -17,7 +17,7 @@ Source: Jordan et al. 2024 (Muon), Liu et al. 2025 (arXiv:2502.16982) for the sc
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,32 @@ from comera.optim.adamw import AdamW
 from comera.optim.core_matrices import as_matrices, from_matrices
 from comera.optim.core_rates import ADAM, MUON, Reach
 from comera.optim.param_groups import groups_for
-from comera.tt.spec import TTMSpec
+from comera.tt.spec import Spec, TTMSpec
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
+
+
+class _Kind(NamedTuple):
+    """What weights have in common whose steps are taken together. spec, k: of cores; None, 0 of dense weights."""
+
+    spec: Spec | None
+    k: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    lr: float
+
+    def as_matrices(self, values: Tensor) -> Tensor:
+        """Values (weights, ...) as matrices (X, D, E)."""
+        return values if self.spec is None else as_matrices(self.spec, self.k, values).flatten(0, 1)
+
+    def from_matrices(self, matrices_XDE: Tensor, weights: int) -> Tensor:
+        """Undoes `as_matrices`."""
+        if self.spec is None:
+            return matrices_XDE
+        return from_matrices(self.spec, self.k, matrices_XDE.unflatten(0, (weights, -1)))
 
 
 class Muon(AdamW):
@@ -113,8 +134,12 @@ class Muon(AdamW):
         return [group for group in self.param_groups if not group["orthogonal"]]
 
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
-        """W ← (1 − η λ) W − 0.2 η √max(in, out) · msign(M), M the momentum after the gradient."""
-        moved, rates, found = [], [], []
+        """W ← (1 − η λ) W − 0.2 η √max(in, out) · msign(M), M the momentum after the gradient.
+
+        Weights of one kind and rate are stacked: a compressed model has dozens of small cores, each of which would take
+        a dozen small operations.
+        """
+        alike: dict[_Kind, list[tuple[Tensor, Tensor]]] = {}  # weights of one kind and the directions of their momenta
         for group in groups:
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
             if not params:
@@ -126,12 +151,13 @@ class Muon(AdamW):
             directions = torch._foreach_lerp(grads, moments, group["momentum"])
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            moved += params
-            rates += [group["lr"]] * len(params)
-            found += [self._as_matrices(p, direction) for p, direction in zip(params, directions, strict=True)]
-        signs = orthogonalized(found)
-        for p, rate, sign in zip(moved, rates, signs, strict=True):
-            p.add_(self._from_matrices(p, sign), alpha=-rate * MUON.step(*sign.shape[-2:]))
+            for p, direction in zip(params, directions, strict=True):
+                alike.setdefault(self._kind(p, group["lr"]), []).append((p, direction))
+        stacked = [torch.stack([direction for _, direction in found]) for found in alike.values()]
+        signs = orthogonalized([kind.as_matrices(each) for kind, each in zip(alike, stacked, strict=True)])
+        for (kind, found), sign_XDE in zip(alike.items(), signs, strict=True):
+            moves = kind.from_matrices(sign_XDE, len(found)) * (-kind.lr * MUON.step(*sign_XDE.shape[-2:]))
+            torch._foreach_add_([p for p, _ in found], list(moves.unbind()))
 
     def _moment(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -140,17 +166,10 @@ class Muon(AdamW):
         moment: Tensor = state["momentum"]
         return moment
 
-    def _as_matrices(self, parameter: Tensor, values: Tensor) -> Tensor:
-        if parameter not in self._cores:
-            return values.unsqueeze(0)
-        train, k = self._cores[parameter]
-        return as_matrices(train.spec, k, values)
-
-    def _from_matrices(self, parameter: Tensor, matrices_XDE: Tensor) -> Tensor:
-        if parameter not in self._cores:
-            return matrices_XDE.squeeze(0)
-        train, k = self._cores[parameter]
-        return from_matrices(train.spec, k, matrices_XDE)
+    def _kind(self, parameter: Tensor, lr: float) -> _Kind:
+        train, k = self._cores.get(parameter, (None, 0))
+        spec = None if train is None else train.spec
+        return _Kind(spec, k, parameter.shape, parameter.dtype, parameter.device, lr)
 
 
 def orthogonalized(batches: Sequence[Tensor]) -> list[Tensor]:

@@ -74,8 +74,24 @@ def test_a_block_is_not_wasted_on_a_much_smaller_tensor():
     at = x.data_ptr()
     del larger  # goes back to the system first
     del x
-    assert empty(6 * ROWS, 256).data_ptr() != at
+    assert empty(3 * ROWS, 256).data_ptr() != at
     assert empty(7 * ROWS, 256).data_ptr() == at
+
+
+def test_a_shorter_batch_takes_the_blocks_of_a_longer_one_where_others_would_be_unmapped_for_it():
+    """In a process of its own, whose blocks are those of this test alone."""
+    program = f"""if True:
+        from comera.kernels.cpp.memory import empty, held
+        at_once = [empty(rows * {ROWS}, 256) for rows in (10, 10, 8)]
+        blocks, held_before = {{x.data_ptr() for x in at_once}}, held().held
+        at_once.clear()
+        shorter = [empty(rows * {ROWS}, 256) for rows in (6, 6, 5)]
+        assert {{x.data_ptr() for x in shorter}} == blocks
+        shorter.clear()
+        assert empty(3 * {ROWS}, 256).data_ptr() not in blocks  # less than half of any
+        assert held().held <= held_before
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_never_more_is_held_than_was_in_use_at_once():

@@ -44,15 +44,15 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def test_a_core_is_its_matrices_and_back(spec: Spec) -> None:
     for k, shape in enumerate(spec.core_shapes):
         core = drawn(*shape, seed=k)
-        matrices = as_matrices(spec, k, core)
+        matrices = as_matrices(spec, k, core[None])[0]
         assert matrices.square().sum() == pytest.approx(float(core.square().sum()))
-        assert torch.equal(from_matrices(spec, k, matrices), core)
+        assert torch.equal(from_matrices(spec, k, matrices[None])[0], core)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_norm_of_a_weight_is_at_most_the_product_of_those_of_the_matrices(spec: Spec) -> None:
     train = TensorTrain(spec, init_std=0.1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    matrices = [as_matrices(spec, k, core.detach()) for k, core in enumerate(train.cores)]
+    matrices = [as_matrices(spec, k, core.detach()[None])[0] for k, core in enumerate(train.cores)]
     bound = torch.stack([torch.linalg.matrix_norm(each, 2).amax() for each in matrices]).prod()
     norm = torch.linalg.matrix_norm(train.dense().detach(), 2)
     assert norm <= bound * (1 + 1e-9)

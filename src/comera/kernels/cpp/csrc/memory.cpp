@@ -5,8 +5,9 @@
 // tensors never exceed 320. Mapping each tensor anew would cost as many page faults as it has pages.
 //
 // Blocks are whole mappings, in huge pages where the system has them. A request takes the smallest free block that fits
-// and is at most a quarter larger. All blocks together never exceed what was once in use at a time: before another one
-// is mapped, free blocks go back to the system, the longest unused first.
+// and is at most a quarter larger, or at most twice as large where another one could be mapped only in place of free ones:
+// batches of other lengths would else map all their blocks anew. All blocks together never exceed what was once in use at
+// a time: before another one is mapped, free blocks go back to the system, the longest unused first.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -92,16 +93,16 @@ int take_memory(int dimensions, const int64_t* shape, DLManagedTensor** tensor) 
     for (int k = 0; k < dimensions; ++k) elements *= shape[k];
     const size_t bytes = (elements * sizeof(float) + PAGE - 1) / PAGE * PAGE;
     const std::lock_guard<std::mutex> lock(pool.mutex);
+    const size_t most = std::max(pool.most, pool.in_use + bytes);
+    const size_t largest = pool.held + bytes > most ? 2 * bytes : bytes + bytes / 4;
     auto best = pool.free.end();
     for (auto it = pool.free.begin(); it != pool.free.end(); ++it)
-        if ((*it)->bytes >= bytes && (*it)->bytes <= (best == pool.free.end() ? bytes + bytes / 4 : (*best)->bytes - 1))
-            best = it;
+        if ((*it)->bytes >= bytes && (*it)->bytes <= (best == pool.free.end() ? largest : (*best)->bytes - 1)) best = it;
     Block* block;
     if (best != pool.free.end()) {
         block = *best;
         block->node.splice(block->node.end(), pool.free, best);
     } else {
-        const size_t most = std::max(pool.most, pool.in_use + bytes);
         while (pool.held + bytes > most && !pool.free.empty()) unmap_oldest();
         void* at = map(bytes);
         while (!at && !pool.free.empty()) {  // the system has no more: free blocks may be enough
