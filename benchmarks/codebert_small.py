@@ -131,6 +131,19 @@ def step_seconds(name: str, optimizer: str) -> float:
     raise SystemExit(f"{name} has no measured step with {optimizer}: run the part speed first, on a quiet machine")
 
 
+def fitting(rows: list[dict[str, str]], speeds: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The rows whose steps fill their seconds by the measured times: others are of another machine or older code."""
+    step = {tuple(row[name] for name in SPEED_KEY): float(row["step_ms"]) / 1e3 for row in speeds}
+    return [
+        row for row in rows if int(row["steps"]) == steps_in(float(row["seconds"]), step[row["case"], row["optimizer"]])
+    ]
+
+
+def steps_in(seconds: float, step: float) -> int:
+    """How many steps of so many seconds fit."""
+    return max(1, int(seconds / step))
+
+
 def run(cache: str | None, case: str, optimizer: str, steps: int, lr: float, seed: int) -> dict[str, Any]:
     """Train in this process, a fresh one; the figures of the run, and its curve as STEP:LOSS."""
     config = configuration(CASES[case], cache, optimizer=optimizer, steps=steps, lr=lr, seed=seed)
@@ -153,7 +166,7 @@ def campaign(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     seconds = f"{options.seconds:g}"
     commands = {}
     for name in options.cases:
-        steps = max(1, int(options.seconds / step_seconds(name, options.optimizer)))
+        steps = steps_in(options.seconds, step_seconds(name, options.optimizer))
         for lr in options.rates or [best_rate(name, options.optimizer, seconds)]:
             for seed in range(options.seeds):
                 place = (name, options.optimizer, seconds, f"{lr:g}", str(seed))
@@ -183,6 +196,7 @@ def best_rate(name: str, optimizer: str, seconds: str) -> float:
 
 def summary(rows: list[dict[str, str]], speeds: list[dict[str, str]]) -> list[dict[str, str]]:
     """Each case at its best rate, the lowest loss first; losses are means over the seeds."""
+    rows = fitting(rows, speeds)
     lines, step_ms = [], {tuple(row[name] for name in SPEED_KEY): row["step_ms"] for row in speeds}
     key = KEY[:3]
     for place in sorted({tuple(row[name] for name in key) for row in rows}):
@@ -214,7 +228,7 @@ def draw(seconds: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name in CASES:
         place = {"case": name, "optimizer": "muon", "seconds": seconds, "seed": "0"}
-        rows = [row for row in measured(NAME) if place.items() <= row.items()]
+        rows = [row for row in fitting(measured(NAME), measured(SPEED)) if place.items() <= row.items()]
         if rows:
             row = min(rows, key=lambda row: float(row["loss"]))
             second = step_seconds(name, row["optimizer"])
