@@ -1,5 +1,6 @@
 """Which library makes torch's float32 products, on processors of either kind."""
 
+import os
 from contextlib import suppress
 
 import pytest
@@ -83,6 +84,16 @@ def test_a_choice_for_one_backend_stays(on):
             assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def test_onednn_keeps_few_shapes_unless_the_user_says_how_many(on, monkeypatch):
+    on(AMD)
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")  # to be restored
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "200")
+    with fastest("cpu"):
+        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+        assert os.environ["LRU_CACHE_CAPACITY"] == "200"
 
 
 def test_other_devices_are_left_alone(on):
