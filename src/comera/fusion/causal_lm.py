@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.fusion.merge_cache import MergeCache, caches
+from comera.fusion.merge_cache import MergeCache, cache_of
 from comera.fusion.registry import (
     BlockPattern,
     StandIn,
@@ -100,7 +100,8 @@ def head_loss(model: nn.Module, head: nn.Module, x_BI: Tensor, labels_B: Tensor,
     """
     if not (model.training and torch.is_grad_enabled()) or traced() or _head_obstacle(head):
         return None
-    return next((_head_loss(head, x_BI, labels_B, cache, ignored) for cache in caches(model)), None)
+    cache = cache_of(model)
+    return None if cache is None else _head_loss(head, x_BI, labels_B, cache, ignored)
 
 
 def _head_obstacle(head: nn.Module) -> str | None:

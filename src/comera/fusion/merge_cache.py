@@ -213,9 +213,17 @@ class MergeCache:
 
 def caches(model: nn.Module) -> list[MergeCache]:
     """The merge caches that serve layers of a model."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    owners = (getattr(hook, "__self__", None) for hook in hooks)
-    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, MergeCache)))
+    return list(dict.fromkeys(cache for module in model.modules() for cache in _hooked_to(module)))
+
+
+def cache_of(model: nn.Module) -> MergeCache | None:
+    """The merge cache of this very model, without a walk through its modules: once a step."""
+    return next(_hooked_to(model), None)
+
+
+def _hooked_to(module: nn.Module) -> Iterator[MergeCache]:
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return (owner for owner in owners if isinstance(owner, MergeCache))
 
 
 @contextmanager

@@ -45,8 +45,8 @@ NAMES = tuple(dict.fromkeys((*TRITON, *CPP)))
 
 # The C++ low-rank products beside torch's, forward and backward together, 768 features, two cores of an AMD EPYC 7003:
 # at rank 30 1.4 times faster with 128 rows, for one weight and for three, 1.5 with 8, 1.2 with 4,096; 1.0 to 1.2 at
-# rank 128, as fast at 256. An AMD EPYC with AVX-512 (family 26): 2.0 times faster at rank 160, 192 and 256, 614 and
-# 1,024 rows, for 3,072 to 50,265 features.
+# rank 128, as fast at 256. An AMD EPYC with AVX-512 (family 26), 614 and 1,024 rows, 3,072 to 50,265 features, rank 160
+# to 256: 2.0 times faster than torch's by MKL, as fast as by oneDNN (benchmarks/heads.py).
 LOW_RANK_LEAST_ROWS, LOW_RANK_MOST_RANK = 2, 256
 
 # The C++ MLP beside torch in chunks, forward and backward, two cores of an AMD EPYC 7003: 4,096 rows 2.0 times faster
