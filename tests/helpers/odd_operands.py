@@ -171,6 +171,9 @@ def call_all():
         for bias in (0, 1):
             p, b = torch.randn(rows, rank), torch.randn(rank + bias, classes)
             low_rank_cross_entropy.low_rank_cross_entropy(p, b, labels, -1, bool(bias))
+            table, biases = torch.randn(classes, rank), torch.randn(classes) if bias else None
+            for wanted in (True, False):
+                low_rank_cross_entropy.linear_cross_entropy(p, table, biases, labels, -1, wanted)
     params = [torch.randn(size) for size in (0, 1, 7, 20_001)]
     gradients.clip_(params, 0.1)
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0))]

@@ -24,10 +24,10 @@ from comera.nn.adapted import Adapted
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linear
-from comera.ops.cross_entropy import Head, head_cross_entropy, low_rank_cross_entropy
+from comera.ops.cross_entropy import Head, head_cross_entropy, linear_cross_entropy, low_rank_cross_entropy
 from comera.ops.linear import tt_linear
 from comera.ops.low_rank import LowRankFactors
-from comera.ops.projection import MergedTable, TwoSides, WholeTable, merge_table, ttm_linear
+from comera.ops.projection import LowRankTable, MergedTable, TwoSides, WholeTable, merge_table, ttm_linear
 
 _LOSS = "ForCausalLMLoss"  # of transformers, which `_causal_lm_loss` computes
 
@@ -121,19 +121,21 @@ def _head_loss(layer: nn.Module, x_BI: Tensor, labels_B: Tensor, cache: MergeCac
     weight = _merged(layer, x_BI, cache)
     if isinstance(weight, LowRankFactors):
         return low_rank_cross_entropy(F.linear(x_BI, weight.a), weight.b, labels_B, ignored)
+    if isinstance(weight, LowRankTable):
+        return linear_cross_entropy(F.linear(x_BI, weight.right), weight.left, weight.bias, labels_B, ignored)
     if isinstance(weight, WholeTable) and select.is_low_rank_head(weight.table, x_BI):
-        bias = [] if weight.bias is None else [weight.bias[None]]
-        return low_rank_cross_entropy(x_BI, torch.cat([*bias, weight.table.t()]), labels_B, ignored)
+        return linear_cross_entropy(x_BI, *weight, labels_B, ignored)
     head, tensors = _head(layer, weight)
     return head_cross_entropy(x_BI, labels_B, layer.out_features, head, tensors, ignored)  # type: ignore[arg-type]
 
 
-def _merged(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> MergedTable | None:
+def _merged(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> MergedTable | LowRankFactors | None:
     """The layer's weight and bias as all chunks of rows read them; None where each must merge the cores."""
     if isinstance(layer, nn.Linear):
         return WholeTable(layer.weight, layer.bias)
     if isinstance(layer, TTMProjection):
-        return merge_table(x_BI, layer.spec, layer.tt.effective_cores(), layer.bias, padding_idx=layer.padding_idx)
+        (cores, _), gates = layer.tt.tensors, layer.tt.gates()
+        return merge_table(x_BI, layer.spec, cores, layer.bias, gates=gates, padding_idx=layer.padding_idx)
     found = cache.factors([layer], x_BI) if isinstance(layer, TTLinear) else None
     return None if found is None else found[0]
 
@@ -144,7 +146,7 @@ def _head(layer: nn.Module, weight: WholeTable | TwoSides | None) -> tuple[Head,
         return F.linear, [each for each in weight if each is not None]
     if isinstance(layer, TTMProjection):
         assert isinstance(weight, TwoSides)
-        cores, padding = layer.tt.effective_cores(), layer.padding_idx
+        (cores, _), padding = layer.tt.tensors, layer.padding_idx
 
         def table_head(x_CI: Tensor, *tensors: Tensor) -> Tensor:
             return ttm_linear(x_CI, layer.spec, cores, padding_idx=padding, table=TwoSides(*tensors))

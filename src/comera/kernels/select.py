@@ -110,10 +110,10 @@ def merge_backend(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Literal["cpp
     return "cpp" if dtype == torch.float32 and supports("merge", *tensors) else "torch"
 
 
-def low_rank_head_backend(p_BR: Tensor, b_SV: Tensor) -> Literal["cpp", "torch"]:
-    """Who computes the loss of the logits P B, and its gradients."""
+def low_rank_head_backend(p_BR: Tensor, *weight: Tensor) -> Literal["cpp", "torch"]:
+    """Who computes the loss of the logits P B + bias, and its gradients. weight: [bias; B], B, or Bᵀ and the bias."""
     fits = p_BR.shape[1] <= HEAD_MOST_RANK
-    return "cpp" if fits and supports("low_rank_cross_entropy", p_BR, b_SV) else "torch"
+    return "cpp" if fits and supports("low_rank_cross_entropy", p_BR, *weight) else "torch"
 
 
 def is_low_rank_head(weight_VI: Tensor, x_BI: Tensor) -> bool:

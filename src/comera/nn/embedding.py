@@ -223,7 +223,8 @@ class TTMProjection(_TTMLayer):
         return self.spec.num_embeddings
 
     def forward(self, input: Tensor) -> Tensor:
-        return ttm_linear(input, self.spec, self.tt.effective_cores(), self.bias, padding_idx=self.padding_idx)
+        (cores, _), gates = self.tt.tensors, self.tt.gates()
+        return ttm_linear(input, self.spec, cores, self.bias, gates=gates, padding_idx=self.padding_idx)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"

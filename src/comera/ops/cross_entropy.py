@@ -8,8 +8,8 @@ The logits of 1,024 tokens in a vocabulary of 32,768 take 134 MB, and torch hold
 gradients of that size: more than the rest of a small model's training step takes in memory and, compressed, in time.
 Here a chunk goes through the head and back before the next one begins, so the head is computed once.
 
-For a head of low rank, z = [1 P] [bias; B], a C++ kernel does without logits in memory: it makes each of them twice, as
-tiles in the caches of a core (kernels/cpp/csrc/low_rank_cross_entropy.cpp).
+For a head of low rank, z = P B + bias, a C++ kernel does without logits in memory: it makes each of them twice, as tiles
+in the caches of a core (kernels/cpp/csrc/low_rank_cross_entropy.cpp).
 
 Shapes: B rows (tokens), C rows of a chunk, I features, V classes, R rank, S rank plus the bias's row; θ the tensors of
 the head.
@@ -29,6 +29,8 @@ from comera.ops.chunking import chunks
 
 Head = Callable[..., Tensor]
 """(x_CI, *tensors) -> logits (C, V)."""
+_Kernel = Callable[..., list[Tensor]]
+"""(P, *weight, labels, ignored, whether the weight needs gradients) -> losses, their gradient in P, those in the weight."""
 
 _LARGER = 4  # chunks than elsewhere: each one adds once more to the gradients of the head's tensors
 
@@ -53,7 +55,7 @@ def low_rank_cross_entropy(p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored
     """The sum over rows of the cross-entropy of logits P B + bias; rows labelled `ignored` add nothing.
 
     Args:
-        p_BR: the low-rank activations P = x A of the head's input, or the input of a dense head, whose weight is Bᵀ.
+        p_BR: the low-rank activations P = x A of the head's input.
         b_SV: B (R, V), or [bias; B] (1 + R, V).
         labels_B: int64, in [0, V) or `ignored`.
 
@@ -61,7 +63,7 @@ def low_rank_cross_entropy(p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored
         A scalar in float32 at least, with first derivatives only.
     """
     if select.low_rank_head_backend(p_BR, b_SV) == "cpp":
-        loss: Tensor = _LowRankCrossEntropy.apply(p_BR, b_SV, labels_B, ignored)
+        loss: Tensor = _LowRankCrossEntropy.apply(_of_factor, labels_B, ignored, p_BR, b_SV)
         return loss
     has_bias = b_SV.shape[0] > p_BR.shape[1]
 
@@ -71,23 +73,57 @@ def low_rank_cross_entropy(p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored
     return head_cross_entropy(p_BR, labels_B, b_SV.shape[1], head, [b_SV], ignored)
 
 
+def linear_cross_entropy(
+    p_BR: Tensor, table_VR: Tensor, bias_V: Tensor | None, labels_B: Tensor, ignored: int = -100
+) -> Tensor:
+    """`low_rank_cross_entropy` of logits P tableᵀ + bias: Bᵀ lies in memory as a table of the classes' rows.
+
+    Args:
+        p_BR: rows, the input of a dense head or low-rank activations.
+        table_VR: the weight of the head, or the left factor of a table of low rank. bias_V: or None.
+        labels_B: int64, in [0, V) or `ignored`.
+
+    Returns:
+        A scalar in float32 at least, with first derivatives only.
+    """
+    tensors = [table_VR] if bias_V is None else [table_VR, bias_V]
+    if select.low_rank_head_backend(p_BR, *tensors) == "cpp":
+        loss: Tensor = _LowRankCrossEntropy.apply(_of_table, labels_B, ignored, p_BR, table_VR, bias_V)
+        return loss
+    return head_cross_entropy(p_BR, labels_B, table_VR.shape[0], F.linear, tensors, ignored)
+
+
+def _of_factor(p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored: int, wants_b: bool) -> list[Tensor]:
+    losses_B, u_BR, db_SV = cpp_low_rank.low_rank_cross_entropy(p_BR, b_SV, labels_B, ignored, wants_b)
+    return [losses_B, u_BR, db_SV] if wants_b else [losses_B, u_BR]
+
+
+_of_table = cpp_low_rank.linear_cross_entropy
+
+
 class _LowRankCrossEntropy(torch.autograd.Function):
-    """Gradients are computed with the loss, and scaled in the backward."""
+    """Gradients are computed with the loss, and scaled in the backward where they lie: a copy of a large table's takes as
+    long as a layer of a small model. What a backward gives away a second one computes again."""
 
     @staticmethod
-    def forward(ctx: Any, p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored: int) -> Tensor:
-        losses_B, u_BR, db_SV = cpp_low_rank.low_rank_cross_entropy(
-            p_BR, b_SV, labels_B, ignored, ctx.needs_input_grad[1]
-        )
-        ctx.save_for_backward(u_BR, db_SV)
+    def forward(ctx: Any, kernel: _Kernel, labels_B: Tensor, ignored: int, *operands: Tensor | None) -> Tensor:
+        _, *wants = ctx.needs_input_grad[3:]
+        ctx.kernel, ctx.ignored = kernel, ignored
+        ctx.save_for_backward(labels_B, *operands)
+        losses_B, *ctx.made = kernel(*operands, labels_B, ignored, any(wants))
         return losses_B.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        u_BR, db_SV = ctx.saved_tensors
-        wants_p, wants_b, *_ = ctx.needs_input_grad
-        return u_BR * dloss if wants_p else None, db_SV * dloss if wants_b else None, None, None
+        labels_B, *operands = ctx.saved_tensors
+        made, ctx.made = ctx.made, None
+        if made is None:
+            _, *made = ctx.kernel(*operands, labels_B, ctx.ignored, any(ctx.needs_input_grad[4:]))
+        grads = [grad.mul_(dloss) for grad in made]
+        grads += [None] * (len(operands) - len(grads))
+        wanted = zip(grads, ctx.needs_input_grad[3:], strict=True)
+        return None, None, None, *(grad if wants else None for grad, wants in wanted)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):

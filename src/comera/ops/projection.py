@@ -30,6 +30,21 @@ class WholeTable(NamedTuple):
     bias: Tensor | None = None
 
 
+class LowRankTable(NamedTuple):
+    """The table's factors, left (O, R) and right (R, I), and the bias (O,)."""
+
+    left: Tensor
+    right: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def factors(self) -> LowRankFactors:
+        """The factors of a linear layer, which `low_rank` takes: the transposed table, with the bias."""
+        if self.bias is None:
+            return LowRankFactors(self.right, self.left.t().contiguous())
+        return LowRankFactors(self.right, self.left.t()).with_bias(self.bias)  # a copy by itself
+
+
 class TwoSides(NamedTuple):
     """The cores left and right of a rank, L (M, N, r) and R (r, M, N), and the bias (O,)."""
 
@@ -38,7 +53,7 @@ class TwoSides(NamedTuple):
     bias: Tensor | None = None
 
 
-MergedTable: TypeAlias = WholeTable | LowRankFactors | TwoSides
+MergedTable: TypeAlias = WholeTable | LowRankTable | TwoSides
 """What rows are multiplied by. Where L has one column mode and R one row mode, they are the factors of a low rank."""
 
 
@@ -48,6 +63,7 @@ def ttm_linear(
     cores: Sequence[Tensor],
     bias: Tensor | None = None,
     *,
+    gates: Sequence[Tensor] | None = None,
     padding_idx: int | None = None,
     plan: ContractionPlan | None = None,
     table: MergedTable | None = None,
@@ -58,6 +74,7 @@ def ttm_linear(
         x: (..., embedding_dim).
         cores: `order` tensors of `spec.core_shapes`.
         bias: (num_embeddings,).
+        gates: `order - 1` vectors of `spec.inner_ranks`, pruned gates masked. Default: the cores have absorbed them.
         padding_idx: this row of E counts as zero and gets no gradient: its logit is the bias alone.
         plan: a forced choice; by default `plan_projection` for this batch.
         table: the cores and the bias merged by `merge_table`, where that serves several calls.
@@ -67,12 +84,12 @@ def ttm_linear(
     """
     x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
     if table is None:
-        table = merge_table(x_BI, spec, cores, bias, padding_idx=padding_idx, plan=plan)
+        table = merge_table(x_BI, spec, cores, bias, gates=gates, padding_idx=padding_idx, plan=plan)
     with without_autocast(x):
         if isinstance(table, WholeTable):
             logits_BO = F.linear(x_BI, *table)
-        elif isinstance(table, LowRankFactors):
-            (logits_BO,) = low_rank(x_BI, table)
+        elif isinstance(table, LowRankTable):
+            (logits_BO,) = low_rank(x_BI, table.factors)
         else:
             x_BI = pad_last(x_BI, prod(spec.col_modes))
             logits_BO = _Projection.apply(x_BI, *table, spec.num_embeddings, padding_idx)
@@ -85,11 +102,13 @@ def merge_table(
     cores: Sequence[Tensor],
     bias: Tensor | None = None,
     *,
+    gates: Sequence[Tensor] | None = None,
     padding_idx: int | None = None,
     plan: ContractionPlan | None = None,
 ) -> MergedTable:
     """The operands of `ttm_linear` as the product with these rows reads them, in its dtype; arguments as there."""
     to_dtype = product_dtype(x_BI, cores[0])
+    cores = cores if gates is None else _absorb(cores, gates)
     bias = None if bias is None else bias.to(to_dtype)
     strategy, groups = choose(ProjectionProblem, spec, x_BI.shape[0], to_dtype.itemsize, x_BI.device.type, plan=plan)
     with without_autocast(x_BI):
@@ -101,10 +120,21 @@ def merge_table(
         if left_MNR.shape[1] == right_RMN.shape[1] == 1:
             left_OR, right_RI = left_MNR[: spec.num_embeddings, 0], right_RMN[:, 0, : spec.embedding_dim]
             left_OR = left_OR if padding_idx is None else zero_row(left_OR, padding_idx)
-            left_RO = left_OR.t().contiguous() if bias is None else left_OR.t()  # a bias makes a copy by itself
-            return LowRankFactors(right_RI, left_RO).with_bias(bias)
+            return LowRankTable(left_OR, right_RI, bias)
     used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
     return TwoSides(left_MNR[:used], right_RMN, bias)
+
+
+def _absorb(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor]:
+    """Multiply the gates of each rank into the smaller of the two cores (R, M, N, S) that share it."""
+    absorbed = list(cores)
+    for k, d in enumerate(gates):
+        left, right = absorbed[k : k + 2]
+        if left.numel() <= right.numel():
+            absorbed[k] = (left * d).to(left.dtype)
+        else:
+            absorbed[k + 1] = (right * d[:, None, None, None]).to(right.dtype)
+    return absorbed
 
 
 class _Projection(torch.autograd.Function):

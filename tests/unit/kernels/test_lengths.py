@@ -136,6 +136,14 @@ def test_wrong_operands_of_low_rank_cross_entropy_are_refused(change):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_linear_cross_entropy_are_refused(change):
+    operands = torch.randn(4, 3), torch.randn(9, 3), torch.randn(9), torch.tensor([0, 8, -100, 3])
+    assert_all_refused(lambda *given: low_rank_cross_entropy.linear_cross_entropy(*given, -100, True), operands, change)
+    with pytest.raises(RuntimeError, match="expected labels from 0 to 8 or -100, got 9"):
+        low_rank_cross_entropy.linear_cross_entropy(*operands[:3], torch.tensor([0, 9, 1, 2]), -100, True)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 @pytest.mark.parametrize("ranks", [(3,), (3, 2)], ids=["plain", "gated"])
 def test_wrong_operands_of_mlp_are_refused(change, ranks):
     operands = mlp_operands(ranks=ranks)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import compiler
+from comera.kernels.cpp.low_rank_cross_entropy import linear_cross_entropy as table_kernel
 from comera.kernels.cpp.low_rank_cross_entropy import low_rank_cross_entropy as kernel
-from comera.ops.cross_entropy import low_rank_cross_entropy
+from comera.ops.cross_entropy import linear_cross_entropy, low_rank_cross_entropy
 
 needs_kernels = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
@@ -32,6 +33,11 @@ def operands(rows: int, rank: int, classes: int, bias: bool, scale: float = 1.0)
     return p, b, labels
 
 
+def as_table(b: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
+    """[bias; B] as a table of the classes' rows, and the bias."""
+    return b[int(bias) :].t().contiguous(), b[0] if bias else None
+
+
 def oracle(p: Tensor, b: Tensor, labels: Tensor) -> list[Tensor]:
     """Losses, and the gradients of their sum, by torch in float64."""
     p, b = (t.detach().double().requires_grad_() for t in (p, b))
@@ -52,6 +58,18 @@ def test_agrees_with_float64(sizes: tuple[int, int, int], bias: bool, threads: i
         torch.testing.assert_close(came.double(), expected, rtol=1e-5, atol=1e-5)
     assert not found[0][::3].any()
     assert not found[1][::3].any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_a_table_gives_the_same_bits(sizes: tuple[int, int, int], bias: bool) -> None:
+    p, b, labels = operands(*sizes, bias)
+    losses, u, db = kernel(p, b, labels, -100, True)
+    found = table_kernel(p, *as_table(b, bias), labels, -100, True)
+    expected = [losses, u, db[int(bias) :].t(), *([db[0]] if bias else [])]
+    assert all(torch.equal(came, each) for came, each in zip(found, expected, strict=True))
+    assert all(map(torch.equal, table_kernel(p, *as_table(b, bias), labels, -100, False), expected[:2]))
 
 
 @needs_kernels
@@ -111,6 +129,38 @@ def test_the_operation_and_its_gradients(
 
 
 @pytest.mark.parametrize("kernels", ["none", "all"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_a_table_and_its_gradients(
+    kernels: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMERA_KERNELS", kernels)
+    p, b, labels = operands(23, 6, 31, bias)
+    leaves = [None if t is None else t.to(dtype).clone().requires_grad_() for t in (p, *as_table(b, bias))]
+    loss = linear_cross_entropy(*leaves, labels)
+    (3 * loss).backward()
+    losses, dp, db = oracle(p.to(dtype), b.to(dtype), labels)
+    exact = [losses.sum(), 3 * dp, 3 * db[int(bias) :].t(), *([3 * db[0]] if bias else [])]
+    for came, expected in zip((loss, *(t.grad for t in leaves if t is not None)), exact, strict=True):
+        assert came is not None
+        torch.testing.assert_close(came.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_a_second_backward_adds_the_same_gradients(bias: bool) -> None:
+    """The first one gives the gradients away that the forward made: they may be added to where they are."""
+    p, b, labels = operands(23, 6, 31, bias)
+    leaves = [t.clone().requires_grad_() for t in (p, *as_table(b, bias)) if t is not None]
+    loss = linear_cross_entropy(*leaves, *([] if bias else [None]), labels)
+    loss.backward(retain_graph=True)
+    once = [t.grad.clone() for t in leaves if t.grad is not None]
+    (2 * loss).backward()
+    for leaf, first in zip(leaves, once, strict=True):
+        torch.testing.assert_close(leaf.grad, 3 * first)
+
+
+@pytest.mark.parametrize("kernels", ["none", "all"])
 def test_what_needs_no_gradient_gets_none(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMERA_KERNELS", kernels)
     p, b, labels = operands(8, 3, 20, True)
@@ -118,6 +168,10 @@ def test_what_needs_no_gradient_gets_none(kernels: str, monkeypatch: pytest.Monk
         leaves = [t.clone().requires_grad_(k == wanted) for k, t in enumerate((p, b))]
         low_rank_cross_entropy(*leaves, labels).backward()
         assert [t.grad is not None for t in leaves] == [k == wanted for k in range(2)]
+    for wanted in range(3):
+        leaves = [t.clone().requires_grad_(k == wanted) for k, t in enumerate((p, *as_table(b, True)))]
+        linear_cross_entropy(*leaves, labels).backward()
+        assert [t.grad is not None for t in leaves] == [k == wanted for k in range(3)]
 
 
 @needs_kernels

@@ -37,7 +37,7 @@ SIGNATURES = {
     "gated": "i l p p p t",
     "gated_backward": "i l p p p p p t",
     "low_rank": "l l p l w9 l t",
-    "low_rank_cross_entropy": "l l l l p p p l p p p t",
+    "low_rank_cross_entropy": "l l l p p i p p l p p p p t",
     "low_rank_output": "l l w9 l t",
     "low_rank_backward": "l l p l w9 l p t",
     "memory_held": "p p",

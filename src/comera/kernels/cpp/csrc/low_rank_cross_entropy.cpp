@@ -54,13 +54,15 @@ struct Running {
 
 extern "C" {
 
-// p (samples, rank); b (rows, classes), one row more than the rank with a bias; labels (samples), each in [0, classes) or
-// `ignored`; losses (samples), u (samples, rank) and db (rows, classes), the last null where not wanted.
-int low_rank_cross_entropy(long samples, long rank, long rows, long classes, const float* p, const float* b,
-                           const int64_t* labels, long ignored, float* losses, float* u, float* db, Threads threads) {
+// p (samples, rank); b: B (rank, classes) or, `by_class`, its transpose (classes, rank); bias (classes) or null; labels
+// (samples), each in [0, classes) or `ignored`; losses (samples), u (samples, rank), and db and dbias as b and bias, both
+// null where not wanted.
+int low_rank_cross_entropy(long samples, long rank, long classes, const float* p, const float* b, int by_class,
+                           const float* biases, const int64_t* labels, long ignored, float* losses, float* u, float* db,
+                           float* dbias, Threads threads) {
     return status([=, &workspace = threads_workspace] {
-        const long bias = rows - rank, blocks = (samples + SAMPLES - 1) / SAMPLES, all = blocks * SAMPLES;
-        const long width = padded(rows, W);
+        const long bias = biases != nullptr, rows = rank + bias, width = padded(rows, W);
+        const long blocks = (samples + SAMPLES - 1) / SAMPLES, all = blocks * SAMPLES;
         Room shared = {shared_scratch.floats(all * (rows + width + 3) + 5 * 16)};
         float *const p_tiles = shared.take(all * rows), *const p_rows = shared.take(all * width);
         float *const most = shared.take(all), *const scale = shared.take(all), *const log_sum = shared.take(all);
@@ -86,7 +88,10 @@ int low_rank_cross_entropy(long samples, long rank, long rows, long classes, con
             // body(m, n, some, block) with the logits of m classes from c on and a block of n samples, padded, in z
             const auto each_tile = [&](long c, auto body) {
                 const long m = std::min(CLASSES, classes - c);
-                pack_group<CLASSES>(b + c, rows, classes, m, b_tile);
+                float* const own_b = b_tile + bias * CLASSES;
+                if (bias) std::copy_n(biases + c, m, b_tile);
+                if (by_class) transpose(m, rank, b + c * rank, rank, own_b, CLASSES);
+                else pack_group<CLASSES>(b + c, rank, classes, m, own_b);
                 for (long block = 0; block < blocks; ++block) {
                     const long some = std::min(SAMPLES, samples - block * SAMPLES), n = padded(some, W);
                     product(m, n, rows, {b_tile, 1, CLASSES}, p_tiles + block * SAMPLES * rows, SAMPLES, z, SAMPLES, false);
@@ -133,13 +138,16 @@ int low_rank_cross_entropy(long samples, long rank, long rows, long classes, con
                     }
                     while (hits > 0) *hit[--hits] -= 1.0f;
                     product(rank, n, m, {b_tile + bias * CLASSES, CLASSES, 1}, z, SAMPLES, u_tiles + s * rank, SAMPLES, begun);
-                    if (db)
+                    if (db || dbias)
                         product(m, width, some, {z, SAMPLES, 1}, p_rows + s * width, width, db_tile, width, block > 0);
                 });
                 begun = true;
                 const long m = std::min(CLASSES, classes - c);
                 if (blocks == 0) std::fill_n(db_tile, CLASSES * width, 0.0f);
-                if (db) transpose(m, rows, db_tile, width, db + c, classes);
+                for (long i = 0; dbias && i < m; ++i) dbias[c + i] = db_tile[i * width];
+                if (db && !by_class) transpose(m, rank, db_tile + bias, width, db + c, classes);
+                for (long i = 0; db && by_class && i < m; ++i)
+                    std::copy_n(db_tile + i * width + bias, rank, db + (c + i) * rank);
             }
             if (!begun) std::fill_n(u_tiles, all * rank, 0.0f);
 #pragma omp barrier
