@@ -89,18 +89,35 @@ def test_a_shorter_batch_takes_the_blocks_of_a_longer_one_where_others_would_be_
         assert {{x.data_ptr() for x in shorter}} == blocks
         shorter.clear()
         assert empty(3 * {ROWS}, 256).data_ptr() not in blocks  # less than half of any
-        assert held().held <= held_before
+        assert held().held <= held_before * 17 / 16
     """
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_never_more_is_held_than_was_in_use_at_once():
+def test_tensors_of_several_sizes_in_turn_keep_their_blocks_where_a_sixteenth_more_holds_them():
+    """In a process of its own, whose blocks are those of this test alone."""
+    program = f"""if True:
+        from comera.kernels.cpp.memory import empty
+        at_once = [empty(rows * {ROWS}, 256) for rows in (30, 30)]
+        at_once.clear()
+        blocks = set()
+        for turn in range(9):
+            for rows in (30, 3, 30):
+                x, y = empty(rows * {ROWS}, 256), empty(30 * {ROWS}, 256)
+                blocks |= {{x.data_ptr(), y.data_ptr()}}
+                del x, y
+        assert len(blocks) == 3, blocks
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_little_more_is_held_than_was_in_use_at_once():
     at_once = [empty(rows * ROWS, 256) for rows in (50, 60, 70)]  # more than any other test
     most = memory.held().in_use
     at_once.clear()
     for rows in (54, 11, 90, 20, 130, 31, 41, 180):  # none of them fits into what another one has left
         x = empty(rows * ROWS, 256)
-        assert memory.held().in_use <= memory.held().held <= max(most, memory.held().in_use)
+        assert memory.held().in_use <= memory.held().held <= max(most, memory.held().in_use) * 17 / 16
         del x
 
 

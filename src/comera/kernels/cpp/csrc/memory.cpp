@@ -6,8 +6,10 @@
 //
 // Blocks are whole mappings, in huge pages where the system has them. A request takes the smallest free block that fits
 // and is at most a quarter larger, or at most twice as large where another one could be mapped only in place of free ones:
-// batches of other lengths would else map all their blocks anew. All blocks together never exceed what was once in use at
-// a time: before another one is mapped, free blocks go back to the system, the longest unused first.
+// batches of other lengths would else map all their blocks anew. All blocks together exceed what was once in use at a time
+// by a sixteenth at most: before another one is mapped, free blocks go back to the system, the longest unused first. With
+// no spare at all tensors of several sizes, in use one after the other, mapped each other's blocks anew in every step: 67
+// instead of 62 ms for a language model of four blocks, whose table of 4 MB meets hidden tensors of 1 and 2.8.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -93,8 +95,8 @@ int take_memory(int dimensions, const int64_t* shape, DLManagedTensor** tensor) 
     for (int k = 0; k < dimensions; ++k) elements *= shape[k];
     const size_t bytes = (elements * sizeof(float) + PAGE - 1) / PAGE * PAGE;
     const std::lock_guard<std::mutex> lock(pool.mutex);
-    const size_t most = std::max(pool.most, pool.in_use + bytes);
-    const size_t largest = pool.held + bytes > most ? 2 * bytes : bytes + bytes / 4;
+    const size_t most = std::max(pool.most, pool.in_use + bytes), limit = most + most / 16;
+    const size_t largest = pool.held + bytes > limit ? 2 * bytes : bytes + bytes / 4;
     auto best = pool.free.end();
     for (auto it = pool.free.begin(); it != pool.free.end(); ++it)
         if ((*it)->bytes >= bytes && (*it)->bytes <= (best == pool.free.end() ? largest : (*best)->bytes - 1)) best = it;
@@ -103,7 +105,7 @@ int take_memory(int dimensions, const int64_t* shape, DLManagedTensor** tensor) 
         block = *best;
         block->node.splice(block->node.end(), pool.free, best);
     } else {
-        while (pool.held + bytes > most && !pool.free.empty()) unmap_oldest();
+        while (pool.held + bytes > limit && !pool.free.empty()) unmap_oldest();
         void* at = map(bytes);
         while (!at && !pool.free.empty()) {  // the system has no more: free blocks may be enough
             unmap_oldest();
