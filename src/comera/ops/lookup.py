@@ -145,11 +145,13 @@ def _rows(
 ) -> Tensor:
     """Rows (N, D) in the cores' `merge_dtype`.
 
-    Each different row is multiplied once, except narrow ones by the C++ kernel.
+    Each different row is multiplied once, except narrow ones by the C++ kernel and those of a table of plain low rank:
+    these are one product, and a library compiles products anew for numbers of rows that it has not met.
     """
     ids_U, place_N = ids_N, None
     groups = _groups(ids_N, spec, cores[0], plan)
     repeats_pay = spec.padded_shape[1] <= REPEATED_COLUMNS and select.supports("lookup", *cores)
+    repeats_pay |= spec.order == 2 and spec.row_modes[1] == 1
     if len(groups) > 1 and on_host(ids_N) and not repeats_pay:
         ids_U, place_N = torch.unique(ids_N, return_inverse=True)
         groups = _groups(ids_U, spec, cores[0], plan)

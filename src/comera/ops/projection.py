@@ -118,9 +118,10 @@ def merge_table(
             return WholeTable(table_OI if padding_idx is None else zero_row(table_OI, padding_idx), bias)
         left_MNR, right_RMN = (side.to(to_dtype) for side in merge_sides(cores, groups[0].end))
         if left_MNR.shape[1] == right_RMN.shape[1] == 1:
-            # views: an index would copy its gradient into one of the whole table
-            left_OR = left_MNR.squeeze(1)[: spec.num_embeddings]
-            right_RI = right_RMN.squeeze(1)[:, : spec.embedding_dim]
+            # views where nothing is padding: a slice copies its gradient into one of the whole table
+            left_OR, right_RI = left_MNR.squeeze(1), right_RMN.squeeze(1)
+            if spec.padded_shape != spec.shape:
+                left_OR, right_RI = left_OR[: spec.num_embeddings], right_RI[:, : spec.embedding_dim]
             left_OR = left_OR if padding_idx is None else zero_row(left_OR, padding_idx)
             return LowRankTable(left_OR, right_RI, bias)
     used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
