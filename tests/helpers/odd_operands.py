@@ -163,6 +163,7 @@ def call_all():
         for activation in ACTIVATIONS:
             gated.gated(z, x, activation)
             gated.gated_backward(z, z, x, activation)
+            gated.activated_backward(z, gated.activated(x, activation), activation)
     for rows, classes in ((3, 65), (1, 1), (0, 8), (2, 0), (9, 20_001)):
         labels = torch.full((rows,), classes - 1)  # without classes: ignored
         cross_entropy.cross_entropy(torch.randn(rows, classes), labels, -1)

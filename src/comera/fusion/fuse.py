@@ -47,8 +47,8 @@ class FuseReport:
     enabled: bool = True
 
     def fused(self, kind: str) -> tuple[str, ...]:
-        """Names of the modules whose part of this kind was fused: "mlp", "gated activation" (of an MLP whose layers are
-        called one by one), "qkv", "rotary attention", "residual norm", "norm", "pre-norm", "attention", "loss"."""
+        """Names of the modules whose part of this kind was fused: "mlp", "gated activation" or "activation" (of an MLP whose
+        layers are called one by one), "qkv", "rotary attention", "residual norm", "norm", "pre-norm", "attention", "loss"."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property
@@ -71,7 +71,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     """Make what surrounds the compressed layers of a model cheap, in place.
 
     - MLPs (of registered types, see `register_block`) never hold their hidden activation. Those of other layers, dense
-      ones too, have their gated activation (SwiGLU, GeGLU) in one operation.
+      ones too, have their activation in one operation, with its gate if it has one (SwiGLU, GeGLU).
     - Queries, keys and values, and of block tensor trains gate and up, come from one product with their input.
     - Rotary embedding takes one pass over memory each way on a CPU.
     - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.

@@ -1,5 +1,5 @@
 """The MLP of a transformer block as one operation that never holds its hidden activation (ops/mlp.py), or with its
-gated activation as one (ops/gated.py)."""
+activation, gated or not, as one (ops/gated.py)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import (
     BlockPattern,
     StandIn,
+    around_obstacle,
     checkpoints,
     is_hooked,
     layers_obstacle,
@@ -22,7 +23,7 @@ from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear
 from comera.ops.block_product import btt_linears
 from comera.ops.dtypes import autocast_dtype
-from comera.ops.gated import gated
+from comera.ops.gated import activated, gated
 from comera.ops.low_rank import LowRankFactors
 from comera.ops.mlp import fits_one_chunk, mlp
 
@@ -100,10 +101,12 @@ class MLP(BlockPattern):
             return f"{self.activation} has hooks"
         if (replaced := replaced_obstacle(module, self)) is not None:
             return replaced
-        return None if self._is_gated else self._layers_obstacle(module)
+        return next(filter(None, (around_obstacle(module, name) for name in (*self.ups, self.down))), None)
 
     def fused_kind(self, module: nn.Module) -> str:
-        return "gated activation" if self._layers_obstacle(module) else self.kind
+        if not self._layers_obstacle(module):
+            return self.kind
+        return "gated activation" if self._is_gated else "activation"
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         if traced() or self.obstacle(module):
@@ -144,10 +147,13 @@ class MLP(BlockPattern):
         if factors is not None:
             first = _halves(factors[0]) if self.packed else factors[:-1]
             return mlp(input, first, activation, factors[-1])
-        if not self._is_gated or not _meets(input, down):
+        if not _meets(input, down):
             return None
-        gate_BO, up_BO = self._gate_and_up(module, ups, input)
-        hidden = gated(gate_BO, up_BO, activation)
+        if self._is_gated:
+            gate_BO, up_BO = self._gate_and_up(module, ups, input)
+            hidden = gated(gate_BO, up_BO, activation)
+        else:
+            hidden = activated(ups[0](input), activation)
         output: Tensor = down(submodule(module, self.dropout)(hidden) if self.dropout else hidden)
         return output
 

@@ -168,11 +168,15 @@ def layers_obstacle(
             return f"{name} has hooks"
         if in_fp8(layer):
             return f"{name} computes in FP8"
-        # what is around a layer, such as "intermediate" of "intermediate.dense", is not called either
-        around = name.rpartition(".")[0]
-        if around and is_hooked(submodule(module, around)):
-            return f"{around} has hooks"
+        if reason := around_obstacle(module, name):
+            return reason
     return None
+
+
+def around_obstacle(module: nn.Module, name: str) -> str | None:
+    """Why what is around a layer, such as "intermediate" of "intermediate.dense", must be called; None if it need not."""
+    around = name.rpartition(".")[0]
+    return f"{around} has hooks" if around and is_hooked(submodule(module, around)) else None
 
 
 def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:

@@ -106,7 +106,7 @@ FAMILIES: dict[str, _Patterns] = {
     "gemma.modeling_gemma.Gemma": _GEMMA,
     "gemma2.modeling_gemma2.Gemma2": _GEMMA2,
     "gemma3.modeling_gemma3.Gemma3": _GEMMA3,
-    "phi.modeling_phi.Phi": {"Attention": _PHI_ATTENTION},
+    "phi.modeling_phi.Phi": {"Attention": _PHI_ATTENTION, "MLP": _VIT_MLP},
     "opt.modeling_opt.OPT": _OPT,
     "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "LMHeadModel": CausalLM()},
 }

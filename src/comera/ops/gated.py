@@ -1,9 +1,10 @@
-"""The hidden activation of a gated feed-forward block (SwiGLU, GeGLU) as one operation: h = act(g) · u.
+"""The hidden activation of a feed-forward block as one operation: h = act(g) · u with a gate (SwiGLU, GeGLU), or act(y).
 
-    backward   dg = act'(g) u dh,   du = act(g) dh
+    backward   dg = act'(g) u dh,   du = act(g) dh,   dy = act'(y) dh
 
-Saved are g and u; act(g) is made again. torch's own operations keep it, and traverse five hidden tensors forward and
-nine backward for SwiGLU in place of three and five. The kernel: kernels/cpp/csrc/gated.cpp.
+Saved are g and u, or y; act(g) is made again. torch's own operations keep it, and traverse five hidden tensors forward
+and nine backward for SwiGLU in place of three and five; GELU by its tanh is eight operations in some models of
+transformers. The kernel: kernels/cpp/csrc/gated.cpp.
 """
 
 from typing import Any
@@ -61,6 +62,47 @@ class _Gated(torch.autograd.Function):
             dg, du = act_backward(dh * u, g), dh * act(g)
         wants_g, wants_u, _ = ctx.needs_input_grad
         return dg if wants_g else None, du if wants_u else None, None
+
+
+def activated(y: Tensor, activation: str) -> Tensor:
+    """act(y).
+
+    Args:
+        y: any shape. activation: a name in `ACTIVATIONS`.
+
+    Returns:
+        Of the shape and dtype of y. Differentiable to any order.
+
+    Raises:
+        ValueError: for an unknown activation.
+
+    Source: docs/method.md §7.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if not select.supports("gated", y):
+        return ACTIVATIONS[activation][0](y)
+    h: Tensor = _Activated.apply(y, activation)
+    return h
+
+
+class _Activated(torch.autograd.Function):
+    """The kernel's, of any order by torch's own autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, activation: str) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(y)
+        return cpp.activated(y, activation)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph
+            return *torch.autograd.grad(ACTIVATIONS[ctx.activation][0](y), y, dh, create_graph=True), None
+        if select.supports("gated", dh, y):
+            return cpp.activated_backward(dh, y, ctx.activation), None
+        return ACTIVATIONS[ctx.activation][1](dh, y), None
 
 
 def _formula(g: Tensor, u: Tensor, activation: str) -> Tensor:

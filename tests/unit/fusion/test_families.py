@@ -22,7 +22,7 @@ from ...helpers.live import assert_same
 from ...helpers.near import assert_near
 
 # name -> modules with a fused part; "up" is the MLP whole, "gate" an MLP that has a gate. In tensor trains these are
-# "mlp"; otherwise a gate is "gated activation", and the others are left alone, as are projections of dense layers.
+# "mlp"; otherwise "activation" and "gated activation". Projections of dense layers are left alone.
 PARTS: dict[str, dict[str, int]] = {
     "electra": {"qkv": 2, "up": 2, "residual norm": 4},
     "distilbert": {"qkv": 2, "up": 2, "residual norm": 2},
@@ -44,9 +44,8 @@ RUN: dict[str, dict[str, int]] = PARTS | {
 
 def fused(counts: dict[str, int], form: str) -> dict[str, int]:
     """The parts of a table that are fused in this format."""
-    names = {"up": "mlp", "gate": "mlp" if form == "tt" else "gated activation"}
-    alone = {"dense": ("up", "qkv"), "btt": ("up",), "tt": ()}[form]
-    return {names.get(kind, kind): count for kind, count in counts.items() if kind not in alone}
+    names = dict.fromkeys(("up", "gate"), "mlp") if form == "tt" else {"up": "activation", "gate": "gated activation"}
+    return {names.get(kind, kind): count for kind, count in counts.items() if kind != "qkv" or form != "dense"}
 
 
 @pytest.fixture
@@ -65,6 +64,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     spy(mlp, "mlp", "mlp")
     spy(mlp, "gated", "gated activation")
+    spy(mlp, "activated", "activation")
     spy(qkv, "low_rank", "qkv")
     spy(qkv, "btt_linears", "qkv")
     spy(norm, "residual_rms_norm", "norm")
@@ -91,7 +91,7 @@ def test_a_fused_model_is_the_plain_one(
     found = Counter(row.kind for row in report.rows if not row.reason)
     assert found.pop("attention") == sum(isinstance(m, PreTrainedModel) for m in made.modules())
     assert found == fused(PARTS[name], form)
-    assert {row.kind for row in report.left_alone} <= {"qkv", "mlp"}
+    assert {row.kind for row in report.left_alone} <= {"qkv"}
     for exact, each in zip(before, options, strict=True):
         ran.clear()
         assert_near(trained(made, name, **each), exact)
@@ -128,10 +128,7 @@ def test_dropout_inside_the_mlp_is_the_reason_to_call_its_layers() -> None:
             made.config.mlp_dropout = 0.1
         report = fuse_(made)
         assert not report.fused("mlp")
-        if name == "t5":
-            assert "there is dropout before wo" in {row.reason for row in report.left_alone}
-        else:
-            assert report.fused("gated activation")
+        assert report.fused("activation" if name == "t5" else "gated activation")
 
 
 @pytest.mark.parametrize(

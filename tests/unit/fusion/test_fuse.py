@@ -165,20 +165,20 @@ def test_one_seed_fixes_the_masks():
 def test_what_is_left_alone_is_said_with_the_reason():
     made = model("bert")
     first, second = made.bert.encoder.layer
-    first.intermediate.dense.register_forward_hook(lambda *_: None)
+    first.intermediate.register_forward_hook(lambda *_: None)
     first.attention.self.key = nn.Linear(32, 32).double()
     second.output.dropout = nn.AlphaDropout(0.1)
     second.attention.output.LayerNorm = nn.RMSNorm(32).double()
     second.intermediate.intermediate_act_fn = nn.Tanh()
     report = fuse_(made)
     assert {(row.name.removeprefix("bert.encoder."), row.kind): row.reason for row in report.left_alone} == {
-        ("layer.0", "mlp"): "intermediate.dense has hooks",
+        ("layer.0", "mlp"): "intermediate has hooks",
         ("layer.0.attention.self", "qkv"): "key is a Linear, not a TTLinear",
         ("layer.1", "mlp"): "no kernel for the activation Tanh",
         ("layer.1.attention.output", "residual norm"): "its norm is a RMSNorm, not an nn.LayerNorm",
         ("layer.1.output", "residual norm"): "its dropout is a AlphaDropout, not an nn.Dropout",
     }
-    assert "left alone: bert.encoder.layer.0 (mlp): intermediate.dense has hooks" in str(report)
+    assert "left alone: bert.encoder.layer.0 (mlp): intermediate has hooks" in str(report)
     made.config._attn_implementation = "eager"
     assert "it uses the attention 'eager', not 'sdpa'" in str(fuse_(made, enabled=False))
 
@@ -187,10 +187,13 @@ def test_hooks_of_a_later_day_see_their_layer():
     made, seen = model("bert"), []
     fuse_(made)
     layer = made.bert.encoder.layer[0]
-    for part in (layer.attention.self.query, layer.intermediate.dense, layer.output.LayerNorm):
+    other = made.bert.encoder.layer[1]  # whose activation alone would be fused, but for what is around it
+    parts = layer.attention.self.query, layer.intermediate.dense, layer.output.LayerNorm, other.intermediate, other.output
+    for part in parts:
         part.register_forward_hook(lambda *args: seen.append(args[0]))
     results(made)
-    assert len(seen) == 3
+    assert set(seen) == set(parts)
+    assert len(seen) == len(parts)
 
 
 class Mlp(nn.Module):

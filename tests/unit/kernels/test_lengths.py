@@ -298,8 +298,12 @@ def test_wrong_operands_of_gated_are_refused(change):
     dh, g, u = (torch.randn(4, 6) for _ in range(3))
     assert_all_refused(lambda u: gated.gated(g, u, "silu"), [u], change)
     assert_all_refused(lambda *given: gated.gated_backward(*given, "silu"), [dh, g, u], change)
-    with pytest.raises(ValueError, match="tuple"):
-        gated.gated(g, u, "tanh")
+    assert_all_refused(lambda dh: gated.activated_backward(dh, g, "silu"), [dh], change)
+    for refused in (lambda: gated.gated(g, u, "tanh"), lambda: gated.activated(g, "tanh")):
+        with pytest.raises(ValueError, match="tuple"):
+            refused()
+    with pytest.raises(RuntimeError, match="expected y of dtype float32"):
+        gated.activated(g.double(), "gelu")
 
 
 def test_wrong_moments_and_gradients_are_refused_by_adamw():

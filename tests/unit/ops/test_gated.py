@@ -1,4 +1,4 @@
-"""Gated activations: derivatives of any order by kernel and by torch, dtypes, what is kept."""
+"""Activations, gated and not: derivatives of any order by kernel and by torch, dtypes, what is kept."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from comera.kernels import select
 from comera.ops.activations import ACTIVATIONS
-from comera.ops.gated import gated
+from comera.ops.gated import activated, gated
 
 from ...helpers.live import Live
 
@@ -22,6 +22,8 @@ def test_gradients_of_first_and_second_order(activation, shape):
     g, u = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda g, u: gated(g, u, activation), (g, u))
     assert torch.autograd.gradgradcheck(lambda g, u: gated(g, u, activation), (g, u))
+    assert torch.autograd.gradcheck(lambda g: activated(g, activation), (g,))
+    assert torch.autograd.gradgradcheck(lambda g: activated(g, activation), (g,))
 
 
 @pytest.mark.parametrize("setting", ["all", "none"])
@@ -31,12 +33,18 @@ def test_derivatives_of_any_order_in_float32(activation, setting, monkeypatch):
     torch.manual_seed(0)
     g, u, dh = (torch.randn(9, 33, requires_grad=True) for _ in range(3))
     results = []
-    for h in (gated(g, u, activation), plain(g, u, activation)):
-        first = torch.autograd.grad(h, (g, u), dh, retain_graph=True)
-        once = torch.autograd.grad(h, (g, u), dh, create_graph=True)
-        twice = torch.autograd.grad(sum(each.square().sum() for each in once), (g, u, dh))
+    act = ACTIVATIONS[activation][0]
+    for h, of in (
+        (gated(g, u, activation), (g, u)),
+        (plain(g, u, activation), (g, u)),
+        (activated(g, activation), (g,)),
+        (act(g), (g,)),
+    ):
+        first = torch.autograd.grad(h, of, dh, retain_graph=True)
+        once = torch.autograd.grad(h, of, dh, create_graph=True)
+        twice = torch.autograd.grad(sum(each.square().sum() for each in once), (*of, dh))
         results.append([h, *first, *once, *twice])
-    for found, exact in zip(*results, strict=True):
+    for found, exact in zip([*results[0], *results[2]], [*results[1], *results[3]], strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
@@ -50,6 +58,15 @@ def test_kernels_are_used_where_they_are_wanted(monkeypatch):
     gated(g, g, "silu"), gated(g.double(), g.double(), "silu"), gated(g.bfloat16(), g.bfloat16(), "silu")
     monkeypatch.setenv("COMERA_KERNELS", "none")
     gated(g, g, "silu")
+    assert calls == [torch.float32]
+    calls.clear()
+    run_alone = torch.ops.comera.activated.default
+    monkeypatch.setattr(
+        "comera.ops.gated.cpp.activated", lambda *given: calls.append(given[0].dtype) or run_alone(*given)
+    )
+    for setting in ("none", "all"):
+        monkeypatch.setenv("COMERA_KERNELS", setting)
+        activated(g, "gelu"), activated(g.double(), "gelu"), activated(g.bfloat16(), "gelu")
     assert calls == [torch.float32]
 
 
@@ -77,6 +94,9 @@ def test_gate_and_what_it_lets_through_are_all_that_is_kept():
     with Live(nn.ParameterList([g, u])) as live:
         h = gated(g, u, "gelu_tanh")
         assert live.nbytes == h.nbytes
+    with Live(nn.ParameterList([g])) as live:
+        h = activated(g, "gelu")
+        assert live.nbytes == h.nbytes
     g.requires_grad_(False)
     (du,) = torch.autograd.grad(gated(g, u, "relu").sum(), u)
     torch.testing.assert_close(du, g.relu())
@@ -85,3 +105,5 @@ def test_gate_and_what_it_lets_through_are_all_that_is_kept():
 def test_an_unknown_activation_is_an_error():
     with pytest.raises(ValueError, match="expected an activation of gelu, gelu_tanh, relu, silu, got 'tanh'"):
         gated(torch.ones(2), torch.ones(2), "tanh")
+    with pytest.raises(ValueError, match="expected an activation of gelu, gelu_tanh, relu, silu, got 'tanh'"):
+        activated(torch.ones(2), "tanh")

@@ -1,4 +1,4 @@
-"""The operations of gated.cpp: a gated hidden activation and its gradients."""
+"""The operations of gated.cpp: a hidden activation, gated or not, and its gradients."""
 
 from torch import Tensor
 
@@ -25,3 +25,19 @@ def gated_backward(dh: Tensor, g: Tensor, u: Tensor, activation: str) -> tuple[T
     dg, du = empty(*g.shape), empty(*g.shape)
     call("gated_backward", ACTIVATIONS.index(activation), g.numel(), dh, g, u, dg, du)
     return dg, du
+
+
+@operation()
+def activated(y: Tensor, activation: str) -> Tensor:
+    """act(y), contiguous. Raises RuntimeError as `gated` does."""
+    y, h = floats("y", y), empty(*y.shape)
+    call("gated", ACTIVATIONS.index(activation), h.numel(), y, None, h)
+    return h
+
+
+@operation()
+def activated_backward(dh: Tensor, y: Tensor, activation: str) -> Tensor:
+    """dy = act'(y) dh. Raises RuntimeError as `gated` does."""
+    y, dh, dy = floats("y", y), checked("dh", dh, *y.shape), empty(*y.shape)
+    call("gated_backward", ACTIVATIONS.index(activation), y.numel(), dh, y, None, dy, None)
+    return dy

@@ -107,6 +107,9 @@ def _gated(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
     values, grads = _reference(lambda g, u: [F.silu(g) * u], [g, u], [dh])
     yield "gated", [gated.gated(g, u, "silu")], values
     yield "gated_backward", gated.gated_backward(dh, g, u, "silu"), grads
+    values, grads = _reference(lambda g: [F.gelu(g)], [g], [dh])
+    yield "gated", [gated.activated(g, "gelu")], values
+    yield "gated_backward", [gated.activated_backward(dh, g, "gelu")], grads
 
 
 def _norms(batch: int, inputs: int, outputs: int, rank: int) -> _Found:

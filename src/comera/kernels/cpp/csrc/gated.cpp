@@ -1,4 +1,4 @@
-// The hidden activation of a gated feed-forward block (ops/gated.py), in one pass over memory each way:
+// The hidden activation of a feed-forward block (ops/gated.py), in one pass over memory each way; u is one without a gate:
 //
 //     h = act(g) u,   dg = act'(g) u dh,   du = act(g) dh
 #include "activations.h"
@@ -12,7 +12,8 @@ void forward(long count, const float* g, const float* u, float* h, int threads) 
 #pragma omp parallel for schedule(static) num_threads(useful(threads, count))
     for (long at = 0; at < count; at += CHUNK)
         over(std::min(CHUNK, count - at), [=](long c, long n, int) INLINE {
-            store(h + at + c, Act::value(load(g + at + c, n)) * load(u + at + c, n), n);
+            const Vec act = Act::value(load(g + at + c, n));
+            store(h + at + c, u ? act * load(u + at + c, n) : act, n);
         });
 }
 
@@ -24,8 +25,12 @@ void backward(long count, const float* dh, const float* g, const float* u, float
             const Vec grad = load(dh + at + c, n);
             Vec act, slope;
             Act::slope(load(g + at + c, n), act, slope);
-            store(dg + at + c, grad * load(u + at + c, n) * slope, n);
-            store(du + at + c, grad * act, n);
+            if (u) {
+                store(dg + at + c, grad * load(u + at + c, n) * slope, n);
+                store(du + at + c, grad * act, n);
+            } else {
+                store(dg + at + c, grad * slope, n);
+            }
         });
 }
 
@@ -33,7 +38,7 @@ void backward(long count, const float* dh, const float* g, const float* u, float
 
 extern "C" {
 
-// activation: 0 gelu, 1 gelu_tanh, 2 relu, 3 silu. g, u, h (count).
+// activation: 0 gelu, 1 gelu_tanh, 2 relu, 3 silu. g, u or null, h (count).
 int gated(int activation, long count, const float* g, const float* u, float* h, Threads threads) {
     constexpr decltype(&forward<Gelu>) run[] = {forward<Gelu>, forward<GeluTanh>, forward<Relu>, forward<Silu>};
     run[activation](count, g, u, h, threads);
@@ -41,7 +46,7 @@ int gated(int activation, long count, const float* g, const float* u, float* h, 
 }
 EXPORT(gated);
 
-// dh, g, u, dg, du (count).
+// dh, g, u, dg, du (count); du is null where u is.
 int gated_backward(int activation, long count, const float* dh, const float* g, const float* u, float* dg, float* du,
                    Threads threads) {
     constexpr decltype(&backward<Gelu>) run[] = {backward<Gelu>, backward<GeluTanh>, backward<Relu>, backward<Silu>};
