@@ -88,7 +88,7 @@ def parse(name: str) -> Case:
     hidden, layers = part["hidden"], part.get("layers", LAYERS)
     if found["method"]:
         return Case(cast(Method, found["method"]), hidden, layers)
-    ranks: dict[str, Any] = {"embedding_rank": part["embedding"]} if "embedding" in part else {}
+    ranks: dict[str, Any] = {"embedding": "ttm", "head": "untie", "embedding_rank": part.get("embedding", 32)}
     if "vocabulary" in part:
         ranks = {"embedding": "low_rank", "head": "share", "embedding_rank": part["vocabulary"]}
     if "tt" in part:

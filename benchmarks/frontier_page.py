@@ -61,9 +61,10 @@ What was found, in ten minutes of two cores on code, one seed each unless the ta
 
 - **Layers are most of the model** (plain bytes): a narrow dense model wins by 0.12, with 1.3 times as many steps and
   1.2 times as many parameters.
-- **The table of a large vocabulary is most of the model** (32,768 tokens): compression wins at 8 MB by 0.060, three
-  seeds of ours within 0.010 of each other, one of dense: `btt8b4v32-192`, whose token embedding and head are one table
-  of plain low rank, 1.076 in 6.0 MB, dense 56 wide 1.135 in 8.0. Both have the loss kernel that writes no logits, and
+- **The table of a large vocabulary is most of the model** (32,768 tokens): compression wins at 8 MB by 0.046,
+  three seeds of each, within 0.010 of each other and within 0.023: `btt8b4v32-192`, whose token embedding and head are
+  one table of plain low rank, 1.076 in 6.0 MB, dense 56 wide 1.122 in 8.0. Both have the loss kernel that writes no
+  logits, and
   steps of 58.3 and 56.5 ms (AMD EPYC with AVX-512, products by oneDNN). Before that table and that kernel it lost, by
   0.045 (Intel): a TT-matrix with a head of its own learned less a step, and its steps took 1.5 times as long. It wins
   at 2 MB, too, where a dense model has 14 channels left, by 0.05 on code (three seeds) and 0.03 on prose (one), and

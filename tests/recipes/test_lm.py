@@ -18,7 +18,7 @@ from comera.cli.options import saved_config
 from comera.errors import ConfigError, DataError
 from comera.export.runs import export_run
 from comera.nn.embedding import TTMProjection
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.generate import Sampling, open_writer
@@ -41,7 +41,9 @@ from comera.trainer.config import TrainConfig
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
 TINY = ModelConfig(hidden=64, layers=2, heads=4)
-RANKS = CompressConfig(format="tt", order=4, rank=6, embedding_order=3, embedding_rank=8, head_rank=6)
+RANKS = CompressConfig(
+    format="tt", order=4, rank=6, embedding="ttm", embedding_order=3, embedding_rank=8, head="untie", head_rank=6
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "kv_heads": {"model": replace(TINY, kv_heads=2, ffn=96)},
     "untied": {"model": replace(TINY, tie=False, max_positions=40, dropout=0.1)},
     "blocks": {"compress": CompressConfig(format="btt", rank=1, embedding="dense")},
+    "default formats": {"compress": CompressConfig()},
+    "default formats, untied": {"compress": CompressConfig(), "model": replace(TINY, tie=False)},
     "dense head": {"compress": replace(RANKS, head="dense")},
     "shared head": {"compress": replace(RANKS, head="share")},
     "plain low rank": {"compress": replace(RANKS, head="share", embedding="low_rank")},
@@ -270,6 +274,15 @@ def test_ngrams_are_shown_stored_and_drawn(config: LMConfig, capsys: pytest.Capt
     assert (Path(str(config.out)) / "metric.png").stat().st_size > 10_000
     page = (Path(str(config.out)) / "compare.html").read_text()
     assert page.count("trigrams") >= 2  # in the figure and in the table
+
+
+def test_by_default_the_head_is_the_embeddings_table_where_the_model_ties_them(config: LMConfig) -> None:
+    for tie, kind in ((True, TTMProjection), (False, BTTLinear)):
+        sizes = replace(config, compress=CompressConfig(), model=replace(TINY, tie=tie))
+        model: Any = build_model(sizes, 400)[0]
+        assert type(model.lm_head) is kind
+        assert model.model.embed_tokens.spec.core_shapes == ((1, 400, 1, 32), (32, 1, 64, 1))
+        assert not tie or model.lm_head.tt is model.model.embed_tokens.tt
 
 
 def test_every_kind_of_head_trains_all_parameters(config: LMConfig, data: LMData) -> None:

@@ -136,15 +136,17 @@ class CompressConfig:
     blocks: tuple[int, int] | None = (4, 4)
     """Input and output blocks of linear layers but the head; btt only. Fewer, larger ones of a higher rank run faster
     and learned more. None: about the square roots of the features."""
-    embedding: Literal["ttm", "low_rank", "dense"] = "ttm"
-    """Format of the token embedding: ttm, a TT-matrix, or low_rank, a product of two matrices in which every token has
-    `embedding_rank` parameters of its own. A small table, such as one of bytes, is better left dense."""
+    embedding: Literal["low_rank", "ttm", "dense"] = "low_rank"
+    """Format of the token embedding: low_rank, a product of two matrices in which every token has `embedding_rank`
+    parameters of its own, or ttm, a TT-matrix, which is much smaller and learns less. A small table, such as one of
+    bytes, is better left dense."""
     embedding_order: int = 4
     """Cores in the TT-matrix of the token embedding; ttm only."""
     embedding_rank: int | tuple[int, ...] = 32
-    """Initial TT-rank of the token embedding."""
-    head: Literal["share", "untie", "dense"] = "untie"
-    """Output head: share the embedding's cores, untie it in the format of linear layers, or as a dense weight."""
+    """Initial rank of the token embedding."""
+    head: Literal["share", "untie", "dense"] | None = None
+    """Output head: share the embedding's cores, untie it in the format of linear layers, or as a dense weight.
+    Default: share, or untie where model.tie is off."""
     head_rank: int | tuple[int, ...] | None = None
     """Initial rank of an output head of its own. Default: 64 for tt, 2 for btt."""
     head_blocks: tuple[int, int] | None = None
@@ -155,23 +157,25 @@ class CompressConfig:
         checks = {
             "format": (self.format in formats, f"one of {', '.join(formats)}"),
             "embedding": (self.embedding in ("ttm", "low_rank", "dense"), "ttm, low_rank or dense"),
-            "head": (self.head in ("share", "untie", "dense"), "share, untie or dense"),
+            "head": (self.head in (None, "share", "untie", "dense"), "share, untie or dense"),
         }
         check_fields(self, "compress.", checks)
-        self.tensorize("llama")  # refuses what no layer can have
+        for tie in (True, False):
+            self.tensorize(ModelConfig(tie=tie))  # refuses what no layer can have
 
-    def tensorize(self, family: Family) -> TensorizeConfig:
+    def tensorize(self, model: ModelConfig) -> TensorizeConfig:
         """The conversion; learned positions stay dense."""
-        overrides: dict[str, TT | TTM | BTT | None] = {"*.wpe": None} if family == "gpt2" else {}
-        if self.head != "share":
+        overrides: dict[str, TT | TTM | BTT | None] = {"*.wpe": None} if model.family == "gpt2" else {}
+        head = self.head or ("share" if model.tie else "untie")
+        if head != "share":
             overrides["lm_head"] = (
-                self._linear(self.head_rank, _HEAD_RANKS, self.head_blocks) if self.head == "untie" else None
+                self._linear(self.head_rank, _HEAD_RANKS, self.head_blocks) if head == "untie" else None
             )
         return TensorizeConfig(
             linear=self._linear(self.rank, _RANKS, self.blocks),
             embedding=self._table,
             overrides=overrides,
-            tied="share" if self.head == "share" else "untie",
+            tied="share" if head == "share" else "untie",
         )
 
     @property

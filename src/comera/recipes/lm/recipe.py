@@ -126,7 +126,7 @@ def build_model(config: LMConfig, vocab_size: int, separator: int = 0) -> tuple[
     model = dense_model(sizes, vocab_size, config.context, separator)
     if config.method == "narrow":
         return model, None
-    return model, apply_method_(model, config.method, config.compress.tensorize(config.model.family), config.baselines)
+    return model, apply_method_(model, config.method, config.compress.tensorize(config.model), config.baselines)
 
 
 def step_flops(config: LMConfig, vocab_size: int) -> int:
