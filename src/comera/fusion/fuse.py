@@ -47,8 +47,9 @@ class FuseReport:
     enabled: bool = True
 
     def fused(self, kind: str) -> tuple[str, ...]:
-        """Names of the modules whose part of this kind was fused: "mlp", "gated activation" or "activation" (of an MLP whose
-        layers are called one by one), "qkv", "rotary attention", "residual norm", "norm", "pre-norm", "attention", "loss"."""
+        """Names of the modules whose part of this kind was fused: "mlp", "gated activation" or "activation" (of an MLP
+        whose layers are called one by one), "qkv", "rotary attention", "residual norm", "norm", "pre-norm",
+        "attention", "loss"."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property

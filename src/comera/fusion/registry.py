@@ -174,7 +174,7 @@ def layers_obstacle(
 
 
 def around_obstacle(module: nn.Module, name: str) -> str | None:
-    """Why what is around a layer, such as "intermediate" of "intermediate.dense", must be called; None if it need not."""
+    """Why what is around a layer, such as "intermediate" of "intermediate.dense", must be called; None if not."""
     around = name.rpartition(".")[0]
     return f"{around} has hooks" if around and is_hooked(submodule(module, around)) else None
 

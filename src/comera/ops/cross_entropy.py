@@ -8,8 +8,8 @@ The logits of 1,024 tokens in a vocabulary of 32,768 take 134 MB, and torch hold
 gradients of that size: more than the rest of a small model's training step takes in memory and, compressed, in time.
 Here a chunk goes through the head and back before the next one begins, so the head is computed once.
 
-For a head of low rank, z = P B + bias, a C++ kernel does without logits in memory: it makes each of them twice, as tiles
-in the caches of a core (kernels/cpp/csrc/low_rank_cross_entropy.cpp).
+For a head of low rank, z = P B + bias, a C++ kernel does without logits in memory: it makes each of them twice, as
+tiles in the caches of a core (kernels/cpp/csrc/low_rank_cross_entropy.cpp).
 
 Shapes: B rows (tokens), C rows of a chunk, I features, V classes, R rank, S rank plus the bias's row; θ the tensors of
 the head.
@@ -30,7 +30,7 @@ from comera.ops.chunking import chunks
 Head = Callable[..., Tensor]
 """(x_CI, *tensors) -> logits (C, V)."""
 _Kernel = Callable[..., list[Tensor]]
-"""(P, *weight, labels, ignored, whether the weight needs gradients) -> losses, their gradient in P, those in the weight."""
+"""(P, *weight, labels, ignored, whether the weight needs gradients) -> losses, gradients of P and of the weight."""
 
 _LARGER = 4  # chunks than elsewhere: each one adds once more to the gradients of the head's tensors
 
@@ -102,8 +102,8 @@ _of_table = cpp_low_rank.linear_cross_entropy
 
 
 class _LowRankCrossEntropy(torch.autograd.Function):
-    """Gradients are computed with the loss, and scaled in the backward where they lie: a copy of a large table's takes as
-    long as a layer of a small model. What a backward gives away a second one computes again."""
+    """Gradients are computed with the loss, and scaled in the backward where they lie: a copy of a large table's takes
+    as long as a layer of a small model. What a backward gives away a second one computes again."""
 
     @staticmethod
     def forward(ctx: Any, kernel: _Kernel, labels_B: Tensor, ignored: int, *operands: Tensor | None) -> Tensor:

@@ -1,5 +1,6 @@
-"""The hidden activation of a feed-forward block as one operation: h = act(g) · u with a gate (SwiGLU, GeGLU), or act(y).
+"""The hidden activation of a feed-forward block as one operation: act(y), or with a gate (SwiGLU, GeGLU) act(g) · u.
 
+    forward    h = act(g) u      or  h = act(y)
     backward   dg = act'(g) u dh,   du = act(g) dh,   dy = act'(y) dh
 
 Saved are g and u, or y; act(g) is made again. torch's own operations keep it, and traverse five hidden tensors forward

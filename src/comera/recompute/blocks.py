@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from comera.errors import ConversionError
@@ -28,9 +28,11 @@ from comera.nn.adapted import Adapted
 from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
-from comera.recompute.replay import contexts, policy
+from comera.recompute.replay import Kept, contexts, marked, only_marked, policy
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+_Shapes = tuple[tuple[object, ...], ...]
+_MOST_SHAPES = 64  # that a block remembers
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ class _Recompute:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.own = vars(block).get("forward")
+        self.marked: dict[_Shapes, bool] = {}  # by what the block was given: whether the code marks all that is kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
@@ -187,8 +190,23 @@ class _Recompute:
             return forward(*args, **kwargs)
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        # Random draws are kept, so no random state has to be restored, which a CUDA graph would not allow.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+        # Random draws are kept, or follow from states that `marked` restores: torch's own way to restore them would not
+        # do in a CUDA graph.
+        run = partial(checkpoint, forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        shapes = _shapes((*args, *kwargs.values()))
+        if self.marked.get(shapes):
+            return run(context_fn=marked)
+        kept: list[Kept] = []
+        out = run(context_fn=partial(contexts, kept))
+        if len(self.marked) >= _MOST_SHAPES:
+            self.marked.clear()
+        self.marked[shapes] = only_marked(kept) and all(p.device.type == "cpu" for p in self.block.parameters())
+        return out
+
+
+def _shapes(values: Iterable[object]) -> _Shapes:
+    """What decides how a block computes, of its arguments."""
+    return tuple((*value.shape, value.dtype) for value in values if isinstance(value, Tensor))
 
 
 def _is_cache(value: object) -> bool:

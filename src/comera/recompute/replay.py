@@ -9,12 +9,17 @@ It keeps results that are much smaller than their operands, and those that canno
     made_once(...)        what the code itself marks (ops/once.py)
 
 The replay runs every other operation again, and uses the kept results in place of these.
+
+To see operations takes a dispatch mode, 10 µs of Python for each. Where a forward has shown that the code marks all
+that is worth keeping, as in blocks that `fuse_` has fused, `marked` keeps just that. What draws random numbers without
+saying so would then draw them again: from the same states of torch's generator for the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any, Literal, TypeVar
@@ -29,7 +34,8 @@ from comera.errors import TrainingError
 from comera.ops.once import Tape, exchange, made_once
 
 T = TypeVar("T")
-_Kept = tuple[Any, Any]  # an operation, and what is kept of its result
+Kept = tuple[Any, Any]
+"""An operation, and what is kept of its result."""
 
 # A product is low-rank if it has at most 1/_SMALLER of the elements of an operand.
 _SMALLER = 4
@@ -44,10 +50,23 @@ _PRODUCTS = {
 }
 
 
-def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """The modes under which a block runs forward and is replayed, as `torch.utils.checkpoint` wants them."""
-    kept: list[_Kept] = []
+def contexts(kept: list[Kept]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """The modes under which a block runs forward and is replayed, as `torch.utils.checkpoint` wants them.
+
+    kept: an empty list, for what the forward keeps.
+    """
     return _Keep(kept), _Replay(kept)
+
+
+def only_marked(kept: Sequence[Kept]) -> bool:
+    """Whether the code itself has marked all that a forward kept."""
+    return all(operation is made_once for operation, _ in kept)
+
+
+def marked() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Contexts as those of `contexts` for blocks on the CPU, which keep what the code marks and see no operation."""
+    record = _Record([])
+    return _KeepMarked(record), _ReplayMarked(record)
 
 
 def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -146,7 +165,7 @@ def _aliases(values: Any) -> Any:
 class _Keep(TorchDispatchMode, Tape):
     """Runs every operation, and keeps the results that the replay does not compute."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, kept: list[Kept]) -> None:
         super().__init__()
         self.kept = kept
         self.suspended = False
@@ -218,8 +237,89 @@ class _Replay(_Keep):
         """What was kept of `func`, which must be the next kept operation of the forward."""
         expected, values = next(self.remaining, ("its end", None))
         if func is not expected:
-            raise TrainingError(
-                f"expected a block to repeat in the backward the operations of its forward, here {expected}, got "
-                f"{func}: let it depend on its inputs only, or turn recomputation off"
-            )
+            raise _changed(expected, func)
         return values
+
+
+def _changed(expected: object, came: object) -> TrainingError:
+    return TrainingError(
+        f"expected a block to repeat in the backward the operations of its forward, here {expected}, got {came}: let "
+        "it depend on its inputs only, or turn recomputation off"
+    )
+
+
+@dataclass
+class _Record:
+    """What a forward made once. states: those of the generator at its start and after each result, 5 kB each; None
+    where nothing was drawn but what is in the results."""
+
+    made: list[Any]
+    states: list[Tensor] | None = None
+
+
+class _KeepMarked(Tape):
+    """Keeps what the code marks."""
+
+    def __init__(self, record: _Record) -> None:
+        self.record = record
+
+    def __enter__(self) -> Tape:
+        self.states, self.drawn = [torch.get_rng_state()], False  # whether anything was, besides the results
+        self.before = exchange(self)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        exchange(self.before)
+        self._compare()
+        if self.drawn:
+            self.record.states = self.states
+        del self.states  # the context lives as long as the graph
+
+    def _compare(self) -> None:
+        self.drawn |= not torch.equal(torch.get_rng_state(), self.states[-1])
+
+    def made_once(self, make: Callable[[], T]) -> T:
+        """make(), whose result is kept; results marked inside are not."""
+        self._compare()
+        with self.paused():
+            out = make()
+        self.states.append(torch.get_rng_state())
+        self.record.made.append(_aliases(out))
+        return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Suspend this tape."""
+        exchange(None)
+        try:
+            yield
+        finally:
+            exchange(self)
+
+
+class _ReplayMarked(_KeepMarked):
+    """Gives back what was kept, and the generator the states it had. Each backward enters it anew."""
+
+    def __enter__(self) -> Tape:
+        self.used = 0
+        if self.record.states is not None:
+            self.outside = torch.get_rng_state()
+            torch.set_rng_state(self.record.states[0])
+        self.before = exchange(self)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        exchange(self.before)
+        if self.record.states is not None:
+            torch.set_rng_state(self.outside)
+            del self.outside
+
+    def made_once(self, make: Callable[[], T]) -> T:
+        """The kept result, without a call of `make`."""
+        if self.used == len(self.record.made):
+            raise _changed("its end", made_once)
+        out: T = _aliases(self.record.made[self.used])
+        self.used += 1
+        if self.record.states is not None:
+            torch.set_rng_state(self.record.states[self.used])
+        return out

@@ -188,7 +188,8 @@ def test_hooks_of_a_later_day_see_their_layer():
     fuse_(made)
     layer = made.bert.encoder.layer[0]
     other = made.bert.encoder.layer[1]  # whose activation alone would be fused, but for what is around it
-    parts = layer.attention.self.query, layer.intermediate.dense, layer.output.LayerNorm, other.intermediate, other.output
+    parts = [layer.attention.self.query, layer.intermediate.dense, layer.output.LayerNorm]
+    parts += [other.intermediate, other.output]
     for part in parts:
         part.register_forward_hook(lambda *args: seen.append(args[0]))
     results(made)

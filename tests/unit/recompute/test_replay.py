@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.errors import TrainingError
+from comera.kernels import select
 from comera.nn.linear import TTLinear
 from comera.ops.once import made_once
+from comera.recompute import replay
 from comera.recompute.blocks import recompute_
 from comera.tt.spec import TTSpec
 
@@ -114,6 +116,104 @@ def test_what_says_so_is_made_once(under: type[Live] | None) -> None:
     assert Piecewise.calls == before + 4
     assert results[1].pop("bytes") < results[0].pop("bytes")
     assert_same(*results)
+
+
+def fused_block(p: float = 0.0) -> nn.Sequential:
+    """Blocks whose layers mark all that a forward should keep; with a dropout of torch's, which does not say so."""
+    draw = nn.Dropout(p)
+    return nn.Sequential(Draws(draw), Draws(draw))
+
+
+def trained(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Gradients of two backwards, and the next random number."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {**found, "random": torch.rand(3)}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of operations that a dispatch mode of ours sees."""
+    names: list[str] = []
+    for kind in (replay._Keep, replay._Replay):
+        dispatch = kind.__torch_dispatch__
+
+        def see(self: Any, func: Any, *rest: Any, dispatch: Any = dispatch) -> Any:
+            names.append(str(func))
+            return dispatch(self, func, *rest)
+
+        monkeypatch.setattr(kind, "__torch_dispatch__", see)
+    return names
+
+
+@pytest.mark.skipif(select.unavailable_reason() is not None, reason="no C++ kernels")
+def test_no_operation_is_seen_where_the_code_marks_what_is_kept(seen: list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = fused_block(), torch.randn(40, 16)
+    exact = trained(model, x)
+    recompute_(model)
+    assert_same(trained(model, x), exact)
+    assert seen
+    seen.clear()
+    assert_same(trained(model, x), exact)
+    assert not seen
+    trained(model, x[:30])  # another shape may compute in another way
+    assert seen
+
+
+@pytest.mark.skipif(select.unavailable_reason() is not None, reason="no C++ kernels")
+def test_what_begins_to_draw_draws_the_same_again(seen: list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = fused_block(), torch.randn(40, 16)
+    recompute_(model)
+    trained(model, x)
+    seen.clear()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    found = trained(model, x)
+    assert not seen
+    recompute_(model, enabled=False)
+    assert_same(found, trained(model, x))
+
+
+def test_what_draws_from_the_start_is_kept(seen: list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = fused_block(0.5), torch.randn(40, 16)
+    exact = trained(model, x)
+    recompute_(model)
+    for _ in range(2):
+        seen.clear()
+        assert_same(trained(model, x), exact)
+        assert any("bernoulli" in name or "dropout" in name for name in seen)
+
+
+class Marks(nn.Module):
+    """A block that marks as many results as it is told, and draws in between."""
+
+    def __init__(self, *counts: int) -> None:
+        super().__init__()
+        self.inner, self.counts = Draws(torch.tanh), iter(counts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for _ in range(next(self.counts)):
+            x = x * Piecewise.apply(x)
+        return x.exp()
+
+
+@pytest.mark.skipif(select.unavailable_reason() is not None, reason="no C++ kernels")
+def test_a_block_that_marks_more_in_the_backward_is_told() -> None:
+    model, x = nn.Sequential(Marks(1, 1, 1, 2)), torch.randn(3, 16)
+    recompute_(model)
+    model(x).sum().backward()
+    loss = model(x).sum()
+    with pytest.raises(TrainingError, match=r"here its end, got .*made_once"):
+        loss.backward()
 
 
 class Moody(nn.Module):

@@ -17,11 +17,11 @@ def _flops(batch: int, rank: int, classes: int, bias: bool, wants_b: bool) -> in
 
 
 def _factor_flops(p: Any, b: Any, labels: Any, ignored: int, wants_b: bool) -> int:
-    return _flops(*p, b[1], b[0] > p[1], wants_b)
+    return _flops(p[0], p[1], b[1], b[0] > p[1], wants_b)
 
 
 def _table_flops(p: Any, table: Any, bias: Any, labels: Any, ignored: int, wants_table: bool) -> int:
-    return _flops(*p, table[0], bias is not None, wants_table)
+    return _flops(p[0], p[1], table[0], bias is not None, wants_table)
 
 
 @operation(_factor_flops)

@@ -166,8 +166,8 @@ def _cross_entropy(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
     )
     found = low_rank_cross_entropy.low_rank_cross_entropy(p, b, labels, -1, True)
     yield "low_rank_cross_entropy", found, [*values, *grads]
-    found = low_rank_cross_entropy.linear_cross_entropy(p, b[1:].t(), b[0], labels, -1, True)
-    yield "low_rank_cross_entropy", found, [*values, grads[0], grads[1][1:].t(), grads[1][0]]
+    of_table = low_rank_cross_entropy.linear_cross_entropy(p, b[1:].t(), b[0], labels, -1, True)
+    yield "low_rank_cross_entropy", of_table, [*values, grads[0], grads[1][1:].t(), grads[1][0]]
 
 
 def _blocks(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
