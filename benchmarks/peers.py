@@ -1,8 +1,9 @@
 """One training step of the six-encoder transformer: CoMERA against what one would pick instead.
 
-The model of docs/method.md §10 (stock BERT of transformers, SDPA, dropout 0.1, random ids), float32, for all sides:
+The model of docs/method.md §10 (stock BERT of transformers, SDPA, dropout 0.1, random ids), float32, with `fuse_`,
+which serves what surrounds the layers of any method: attention, dropout, residual norms, activations.
 
-    dense     AdamW                                      comera    tensorize_, fuse_, AdamW
+    dense     AdamW                                      comera    tensorize_, AdamW
     galore    galore-torch, its published settings       lte       32 heads of rank 32, merged every 10 steps
     cola      bottlenecks of a quarter of the width      tensorly  TT layers of tensorly-torch, modes and ranks of ours
 
@@ -84,8 +85,7 @@ class Side:
         ids = torch.randint(1000, 30_000, (samples, LENGTH), generator=torch.Generator().manual_seed(0))
         mask = torch.ones(ids.shape, dtype=torch.bool)
         self.batch = ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
-        if method == "comera":
-            fuse_(model)
+        fuse_(model)
         if variant == "recompute":
             recompute_(model)
         self.applied = applied if isinstance(applied, Applied) else None

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from comera.report.run import RunData
-from comera.report.style import METHOD_COLORS, MUTED, ORANGE, OTHERS, Plots, label_ends, size_axes
+from comera.report.style import METHOD_COLORS, MUTED, OTHERS, Plots, label_ends, size_axes
 from comera.report.tables import MEGA, count, label, number, time_unit
 
 _SMALL = (4.8, 3.1)  # inches: half a page wide, or a phone
@@ -98,15 +98,14 @@ def pareto_of_runs(runs: Mapping[str, RunData]) -> Figure | None:
     """
     summaries = {run: data.summary for run, data in runs.items() if data.summary}
     name = next((name for summary in summaries.values() for name in summary.metrics), "")
-    points = {
-        run: (s.size_bytes / MEGA, s.metrics[name], s.method) for run, s in summaries.items() if name in s.metrics
-    }
-    if len({size for size, _, _ in points.values()}) < 2:
+    points = {run: (s.size_bytes / MEGA, s.metrics[name]) for run, s in summaries.items() if name in s.metrics}
+    if len({size for size, _ in points.values()}) < 2:
         return None
     figure = Figure(figsize=(8, 3))
     axes = size_axes(figure, title=f"Size and {label(name)}", xlabel="model size, MB", ylabel=label(name))
-    for run, (size, value, method) in points.items():
-        axes.plot(size, value, marker="o", color=METHOD_COLORS.get(method, ORANGE), linestyle="")
+    colors = colors_of(runs)
+    for run, (size, value) in points.items():
+        axes.plot(size, value, marker="o", color=colors[run], linestyle="")
         axes.annotate(run, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.margins(x=0.15, y=0.25)
     return figure
