@@ -20,7 +20,7 @@ memory at once, for every side: otherwise what it keeps depends on its threshold
 recompute" is comera with `recompute_`; tensorly's steps take too long to measure. Ratios are a side's figure over
 comera's.
 
-    python benchmarks/peers.py [--case "batch 1" ...] [--side galore ...] [--fast]      5 minutes
+    python benchmarks/peers.py [--case "batch 1" ...] [--side galore ...] [--fast]      4 minutes
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[int, int, Goals]] = {
     "batch 1": (1, 8, {**OURS, "dense": (5, None), "cola": (None, None), "galore": (10, 20)}),
     "batch 32": (
         32,
-        2,
+        5,
         {**OURS, "dense": (5, 3), "cola": (None, None), "lte": (9, 12), "tensorly": (11, None)},
     ),
 }
