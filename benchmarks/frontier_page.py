@@ -78,7 +78,7 @@ What was found, in ten minutes of two cores on code, one seed each unless the ta
   block tensor trains ([log](log.md)). On code (dense at 0.004, block tensor trains at 0.008, one seed) 0.015 and 0.010
   ahead at 0.5 and 0.9 million; at 1.9 dense is 0.02 ahead; the three seeds below have the rates of 320 steps. With
   AdamW, after 320 and 400 steps, it was 0.05 and 0.10: a better optimizer and a longer run help dense models more.
-- **Against the same model dense** steps are 4 times faster and take an eighth of the memory
+- **Against the same model dense** steps are 2 to 7 times faster and, recomputing, take an eighth of the memory
   ([benchmarks](benchmarks.md)): so where the width is given, by a model to be compatible with, compression pays.
 - **Equal peak memory**: hardly a question of its own for models this small. Processes of dense 14 wide peaked at 882
   to 999 MB from run to run, those of the compressed model of 2 MB at 881 to 995; on plain bytes dense at 752 MB,

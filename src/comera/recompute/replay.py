@@ -50,11 +50,12 @@ _PRODUCTS = {
 }
 
 
-def contexts(kept: list[Kept]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def contexts(kept: list[Kept] | None = None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """The modes under which a block runs forward and is replayed, as `torch.utils.checkpoint` wants them.
 
-    kept: an empty list, for what the forward keeps.
+    kept: an empty list, for who wants to see what the forward keeps.
     """
+    kept = [] if kept is None else kept
     return _Keep(kept), _Replay(kept)
 
 
