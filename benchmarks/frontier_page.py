@@ -64,11 +64,10 @@ What was found, in ten minutes of two cores on code, one seed each unless the ta
 - **The table of a large vocabulary is most of the model** (32,768 tokens): compression wins at 8 MB by 0.046,
   three seeds of each, within 0.010 of each other and within 0.023: `btt8b4v32-192`, whose token embedding and head are
   one table of plain low rank, 1.076 in 6.0 MB, dense 56 wide 1.122 in 8.0. Both have the loss kernel that writes no
-  logits, and
-  steps of 58.3 and 56.5 ms (AMD EPYC with AVX-512, products by oneDNN). Before that table and that kernel it lost, by
-  0.045 (Intel): a TT-matrix with a head of its own learned less a step, and its steps took 1.5 times as long. It wins
-  at 2 MB, too, where a dense model has 14 channels left, by 0.05 on code (three seeds) and 0.03 on prose (one), and
-  loses at 0.5 MB, where both have stopped learning: 4 channels, or ranks of 1 and 2. These are of the Intel machine.
+  logits, and steps of 58.3 and 56.5 ms (AMD EPYC with AVX-512, products by oneDNN). Before that table and that kernel
+  it lost, by 0.045 (Intel): a TT-matrix with a head of its own learned less a step, and its steps took 1.5 times as
+  long. It wins at 2 MB, too, where a dense model has 14 channels left, by 0.05 on code (three seeds) and 0.03 on prose
+  (one), and loses at 0.5 MB, where both have stopped learning: 4 channels, or ranks of 1 and 2. These are of the Intel machine.
 - **Who may choose the vocabulary** took bytes: dense 128 wide reached 1.183 in 3.5 MB on the Intel machine, where no
   model of 32,768 tokens came near. Now the compressed one of 6.0 MB is ahead of that, on the faster machine; bytes were
   not trained there.

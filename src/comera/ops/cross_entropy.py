@@ -88,7 +88,8 @@ def linear_cross_entropy(
     """
     tensors = [table_VR] if bias_V is None else [table_VR, bias_V]
     if select.low_rank_head_backend(p_BR, *tensors) == "cpp":
-        loss: Tensor = _LowRankCrossEntropy.apply(_of_table, labels_B, ignored, p_BR, table_VR, bias_V)
+        kernel = cpp_low_rank.linear_cross_entropy
+        loss: Tensor = _LowRankCrossEntropy.apply(kernel, labels_B, ignored, p_BR, table_VR, bias_V)
         return loss
     return head_cross_entropy(p_BR, labels_B, table_VR.shape[0], F.linear, tensors, ignored)
 
@@ -96,9 +97,6 @@ def linear_cross_entropy(
 def _of_factor(p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored: int, wants_b: bool) -> list[Tensor]:
     losses_B, u_BR, db_SV = cpp_low_rank.low_rank_cross_entropy(p_BR, b_SV, labels_B, ignored, wants_b)
     return [losses_B, u_BR, db_SV] if wants_b else [losses_B, u_BR]
-
-
-_of_table = cpp_low_rank.linear_cross_entropy
 
 
 class _LowRankCrossEntropy(torch.autograd.Function):

@@ -34,8 +34,7 @@ def gated(g: Tensor, u: Tensor, activation: str) -> Tensor:
 
     Source: docs/method.md §7.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    _check(activation)
     if g.shape != u.shape or g.dtype != u.dtype:
         return _formula(g, u, activation)
     h: Tensor = _Gated.apply(g, u, activation)
@@ -79,8 +78,7 @@ def activated(y: Tensor, activation: str) -> Tensor:
 
     Source: docs/method.md §7.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    _check(activation)
     if not select.supports("gated", y):
         return ACTIVATIONS[activation][0](y)
     h: Tensor = _Activated.apply(y, activation)
@@ -104,6 +102,11 @@ class _Activated(torch.autograd.Function):
         if select.supports("gated", dh, y):
             return cpp.activated_backward(dh, y, ctx.activation), None
         return ACTIVATIONS[ctx.activation][1](dh, y), None
+
+
+def _check(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
 def _formula(g: Tensor, u: Tensor, activation: str) -> Tensor:

@@ -12,12 +12,10 @@ from comera.kernels.cpp import (
     attention,
     block_product,
     compiler,
-    cross_entropy,
     gated,
     gradients,
     lookup,
     low_rank,
-    low_rank_cross_entropy,
     merge,
     mlp,
     residual_norm,
@@ -34,40 +32,11 @@ from ...helpers.odd_operands import (
     mlp_operands,
     rotary_operands,
 )
+from ...helpers.refused import CHANGE_IDS, CHANGES, assert_all_refused, longer, shorter
 
 pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 SEED = torch.tensor(5)
 WANTED = (True, True, True)
-
-
-def longer(tensor):
-    """One row more, or one element."""
-    return torch.cat([tensor, tensor[:1]]) if tensor.dim() else tensor.repeat(2)
-
-
-def shorter(tensor):
-    return tensor[..., :-1]
-
-
-CHANGES = [longer, shorter, torch.Tensor.double, lambda t: t.unsqueeze(0), lambda t: torch.empty_like(t, device="meta")]
-CHANGE_IDS = ["longer", "shorter", "float64", "more dimensions", "not on the CPU"]
-
-
-def replaced(operands, change):
-    """The operands with one tensor changed, each in turn, tensors in lists too."""
-    for k, operand in enumerate(operands):
-        if isinstance(operand, torch.Tensor):
-            yield [*operands[:k], change(operand), *operands[k + 1 :]]
-        elif isinstance(operand, list):
-            for each in replaced(operand, change):
-                yield [*operands[:k], each, *operands[k + 1 :]]
-
-
-def assert_all_refused(function, operands, change):
-    function(*operands)
-    for wrong in replaced(list(operands), change):
-        with pytest.raises((RuntimeError, ValueError), match=r"expected|expand"):
-            function(*wrong)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
@@ -108,39 +77,6 @@ def test_wrong_operands_of_block_product_are_refused(change):
             block_product.block_product(x, rs, *rest, wrong)
     with pytest.raises(RuntimeError, match="at least one R"):
         block_product.block_product(x, *([] for _ in range(6)))
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
-def test_wrong_operands_of_cross_entropy_are_refused(change):
-    logits, labels = torch.randn(4, 9), torch.tensor([0, 8, -100, 3])
-    entropy = lambda *given: cross_entropy.cross_entropy(*given, -100)  # noqa: E731
-    assert_all_refused(lambda labels: entropy(logits, labels), [labels], change)
-    if change is not shorter:  # fewer classes: the labels may do
-        assert_all_refused(lambda logits: entropy(logits, labels), [logits], change)
-    for wrong in (9, -1, 2**40, -(2**40)):
-        with pytest.raises(RuntimeError, match=f"expected labels from 0 to 8 or -100, got {wrong}"):
-            entropy(logits, labels.where(labels != 3, wrong))
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
-def test_wrong_operands_of_low_rank_cross_entropy_are_refused(change):
-    p, b, labels = torch.randn(4, 3), torch.randn(4, 9), torch.tensor([0, 8, -100, 3])
-    entropy = lambda *given: low_rank_cross_entropy.low_rank_cross_entropy(*given, -100, True)  # noqa: E731
-    assert_all_refused(lambda p, labels: entropy(p, b, labels), [p, labels], change)
-    for wrong in (torch.randn(5, 9), torch.randn(2, 9), torch.randn(4), b.double()):
-        with pytest.raises(RuntimeError, match="expected"):
-            entropy(p, wrong, labels)
-    for wrong in (9, -1, 2**40, -(2**40)):
-        with pytest.raises(RuntimeError, match=f"expected labels from 0 to 8 or -100, got {wrong}"):
-            entropy(p, b, labels.where(labels != 3, wrong))
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
-def test_wrong_operands_of_linear_cross_entropy_are_refused(change):
-    operands = torch.randn(4, 3), torch.randn(9, 3), torch.randn(9), torch.tensor([0, 8, -100, 3])
-    assert_all_refused(lambda *given: low_rank_cross_entropy.linear_cross_entropy(*given, -100, True), operands, change)
-    with pytest.raises(RuntimeError, match="expected labels from 0 to 8 or -100, got 9"):
-        low_rank_cross_entropy.linear_cross_entropy(*operands[:3], torch.tensor([0, 9, 1, 2]), -100, True)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
