@@ -67,7 +67,8 @@ What was found, in ten minutes of two cores on code, one seed each unless the ta
   logits, and steps of 58.3 and 56.5 ms (AMD EPYC with AVX-512, products by oneDNN). Before that table and that kernel
   it lost, by 0.045 (Intel): a TT-matrix with a head of its own learned less a step, and its steps took 1.5 times as
   long. It wins at 2 MB, too, where a dense model has 14 channels left, by 0.05 on code (three seeds) and 0.03 on prose
-  (one), and loses at 0.5 MB, where both have stopped learning: 4 channels, or ranks of 1 and 2. These are of the Intel machine.
+  (one), and loses at 0.5 MB, where both have stopped learning: 4 channels, or ranks of 1 and 2. These are of the Intel
+  machine.
 - **Who may choose the vocabulary** took bytes: dense 128 wide reached 1.183 in 3.5 MB on the Intel machine, where no
   model of 32,768 tokens came near. Now the compressed one of 6.0 MB is ahead of that, on the faster machine; bytes were
   not trained there.

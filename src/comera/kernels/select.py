@@ -55,8 +55,9 @@ MLP_LEAST_ROWS, MLP_MOST_RANK = 16, 256
 
 # The loss of a head by low_rank_cross_entropy.cpp beside chunks of logits, with all gradients, 1,024 rows and 32,768
 # classes, a core of an AMD EPYC with AVX-512: 2.4 times faster at rank 8, 1.7 at 32, 1.5 at 64, 1.4 at 128; 614 rows
-# and 50,265 classes 1.7 at 160. A dense head of 14 features 1.6, of 56 1.1, of 96 1.0, of 192 0.9.
-HEAD_MOST_RANK, HEAD_MOST_FEATURES = 256, 64
+# and 50,265 classes 1.7 at 160. A dense head, two cores: of 56 features 1.75, of 96 1.55, of 192 1.1; 154 rows and
+# 8,192 classes 1.2 at 96 features, 0.9 at 128.
+HEAD_MOST_RANK, HEAD_MOST_FEATURES = 256, 96
 
 # Name of a GPU, as torch gives it -> Triton kernels that benchmarks/gpu_kernels.py measured to be faster there than
 # torch's products. Empty so far: the kernels have run on no GPU, only under Triton's interpreter.
