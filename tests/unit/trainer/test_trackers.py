@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from comera.errors import ConfigError, MissingPackageError, TrainingError
@@ -170,6 +171,7 @@ def test_wandb_runs_offline_and_goes_on_with_its_id(tmp_path: Path) -> None:
     assert json.loads((run / "trackers.json").read_text()) == ids
     stores = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(stores) == 2
+    wandb.teardown()  # finish() only asks wandb's own process to close a store: this waits for it
     assert all(f"-{ids['wandb']}" in store.name for store in stores)  # within one second wandb adds "-1"
     first, second = (next(store.glob("*.wandb")).read_bytes() for store in stores)
     losses = [json.dumps(record["loss"]).encode() for record in jsonl(run) if record["kind"] == "train"]
