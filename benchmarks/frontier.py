@@ -79,19 +79,21 @@ def parse(name: str) -> Case:
     dense-256-8, cola-384; btt2-384: rank 2 in blocks of about the square root of the features; btt8b4-384: rank 8 in
     4 x 4 blocks; tt6r30-384: order 6, rank 30; btt4b4e8h1-256: the ranks of the token embedding and of the head, too;
     btt8b4h8b4-256: a head of rank 8 in 4 x 4 blocks; btt8b4v32-192: token embedding and head are one table of plain low
-    rank, 32.
+    rank, 32; densev32-128: that table, and layers that stay dense.
     """
     found = NAME.fullmatch(name)
     if found is None:
         raise SystemExit(f"unknown case {name!r}: expected a name such as {', '.join(CASES[::5])}")
     part = {key: int(value) for key, value in found.groupdict().items() if value and key != "method"}
     hidden, layers = part["hidden"], part.get("layers", LAYERS)
-    if found["method"]:
+    if found["method"] and "vocabulary" not in part:
         return Case(cast(Method, found["method"]), hidden, layers)
     ranks: dict[str, Any] = {"embedding": "ttm", "head": "untie", "embedding_rank": part.get("embedding", 32)}
     if "vocabulary" in part:
         ranks = {"embedding": "low_rank", "head": "share", "embedding_rank": part["vocabulary"]}
-    if "tt" in part:
+    if found["method"]:
+        ranks |= {"format": "dense"}
+    elif "tt" in part:
         ranks |= {"format": "tt", "order": part["order"], "rank": part["tt"], "head_rank": part.get("head", part["tt"])}
     else:
         rank, blocks = part["btt"], part.get("blocks")

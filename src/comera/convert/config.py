@@ -232,7 +232,7 @@ class TensorizeConfig:
         overrides: glob pattern on qualified module names ("encoder.*.query", "lm_head") -> a format, or None to leave
             the layer dense. If several match, the last one wins, so put general patterns first.
         tied: what happens to layers that share one weight. "share": they share one tensor train (if an embedding is
-            among them, its TTM); "untie": each gets its own.
+            among them, its TTM, also where other linear layers stay dense); "untie": each gets its own.
         init: "random" cores, or "decompose" the present weight (TT-SVD; an SVD of each block).
         init_std: standard deviation of the materialized random weight. None takes that of the weight it replaces, or
             that of the layer's own initialization if the weight has none (meta device, constant).

@@ -191,6 +191,8 @@ def find_groups(
             if parameter is not None:
                 holders.setdefault(parameter, []).append((module, leaf))
     by_weight: dict[nn.Parameter, list[Site]] = {}
+    if config.tied == "share":
+        _follow_tables(sites)
     for site in sites:
         if site.choice is not None and not site.refused:
             by_weight.setdefault(site.dense, []).append(site)
@@ -207,6 +209,15 @@ def find_groups(
                 stored = group.spec.numel + group.spec.rank_numel
                 site.note = f"would store {stored:,} parameters (min_ratio {config.min_ratio:g}) in {group.spec}"
     return groups
+
+
+def _follow_tables(sites: list[Site]) -> None:
+    """Give layers that are dense by default, and not by an override, the format of a table that holds their weight."""
+    open_sites = [site for site in sites if not site.refused]
+    formats = {site.dense: site.choice for site in open_sites if site.converter.table and site.choice}
+    for site in open_sites:
+        if site.choice is None and not site.explicit and site.dense in formats:
+            site.choice, site.note = formats[site.dense], ""
 
 
 def _partners(

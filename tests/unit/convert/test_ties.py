@@ -100,6 +100,17 @@ def test_a_tied_layer_that_is_left_dense_keeps_the_dense_weight(dense: str, othe
     model(IDS).sum().backward()
 
 
+def test_a_head_of_a_model_whose_linear_layers_stay_dense_follows_its_table() -> None:
+    model, config = Tied(), replace(SMALL, linear=None)
+    report = tensorize_(model, config)
+    assert model.head.tt is model.embed.tt
+    assert notes(report)["head"] == "tied to embed"
+    assert report.total < report.dense_total
+    untied = Tied()
+    tensorize_(untied, replace(config, tied="untie"))
+    assert isinstance(untied.head, nn.Linear)
+
+
 def test_two_tied_linear_layers_share_one_train() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64))
     model[1].weight = model[0].weight

@@ -116,9 +116,9 @@ class ModelConfig:
         )
 
 
-Format = Literal["tt", "btt"]
-_RANKS: dict[Format, int] = {"tt": 30, "btt": 8}
-_HEAD_RANKS: dict[Format, int] = {"tt": 64, "btt": 2}
+Format = Literal["tt", "btt", "dense"]
+_RANKS = {"tt": 30, "btt": 8}
+_HEAD_RANKS = {"tt": 64, "btt": 2}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class CompressConfig:
 
     format: Format = "btt"
     """Format of linear layers. btt, a block tensor train, learns most for what it costs; tt, a tensor train, goes to
-    much smaller sizes."""
+    much smaller sizes; dense leaves them as they are, for models so narrow that the vocabulary is most of them."""
     order: int = 6
     """Cores in the tensor train of a linear layer; tt only."""
     rank: int | tuple[int, ...] | None = None
@@ -168,9 +168,8 @@ class CompressConfig:
         overrides: dict[str, TT | TTM | BTT | None] = {"*.wpe": None} if model.family == "gpt2" else {}
         head = self.head or ("share" if model.tie else "untie")
         if head != "share":
-            overrides["lm_head"] = (
-                self._linear(self.head_rank, _HEAD_RANKS, self.head_blocks) if head == "untie" else None
-            )
+            own = self._linear(self.head_rank, _HEAD_RANKS, self.head_blocks)
+            overrides["lm_head"] = own if head == "untie" else None
         return TensorizeConfig(
             linear=self._linear(self.rank, _RANKS, self.blocks),
             embedding=self._table,
@@ -185,8 +184,10 @@ class CompressConfig:
         return None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank)
 
     def _linear(
-        self, rank: int | tuple[int, ...] | None, defaults: Mapping[Format, int], blocks: tuple[int, int] | None
-    ) -> TT | BTT:
+        self, rank: int | tuple[int, ...] | None, defaults: Mapping[str, int], blocks: tuple[int, int] | None
+    ) -> TT | BTT | None:
+        if self.format == "dense":
+            return None
         rank = defaults[self.format] if rank is None else rank
         if self.format == "tt":
             return TT(order=self.order, rank=rank)
