@@ -106,8 +106,8 @@ def pareto_of_runs(runs: Mapping[str, RunData]) -> Figure | None:
     colors = colors_of(runs)
     for run, (size, value) in points.items():
         axes.plot(size, value, marker="o", color=colors[run], linestyle="")
-        axes.annotate(run, (size, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.margins(x=0.15, y=0.25)
+    label_ends(axes, [(value, run, colors[run]) for run, (_, value) in points.items()])
     return figure
 
 
