@@ -34,13 +34,26 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         SIZES | {"pad_token_id": 0, "global_attn_every_n_layers": 2, "local_attention": 8, "mlp_bias": True},
     ),
     "vit": ("vit", "ImageClassification", SIZES | {"image_size": 32, "patch_size": 8, "num_labels": 7}),
+    "gpt2": (
+        "gpt2",
+        "CausalLM",
+        {
+            "n_embd": 48,
+            "n_layer": 2,
+            "n_head": 3,
+            "n_inner": 80,
+            "vocab_size": 50,
+            "n_positions": 64,
+            "pad_token_id": 1,
+        },
+    ),
     "opt": ("opt", "CausalLM", SIZES | {"ffn_dim": 80, "word_embed_proj_dim": 48}),
     "opt, post-norm": ("opt", "CausalLM", SIZES | {"ffn_dim": 80, "do_layer_norm_before": False}),
     "t5": ("t5", "Seq2SeqLM", T5 | {"feed_forward_proj": "relu"}),
     "t5, gated": ("t5", "Seq2SeqLM", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }
 FORMATS = {"dense": None, "tt": comera.TT(order=4, rank=6), "btt": comera.BTT(rank=1)}
-CAUSAL = ("opt", "opt, post-norm")
+CAUSAL = ("gpt2", "opt", "opt, post-norm")
 
 
 def model(name: str, form: str = "tt", drop: float = 0.0, **sizes: Any) -> Any:

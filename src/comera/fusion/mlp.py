@@ -111,18 +111,19 @@ class MLP(BlockPattern):
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         if traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
-        if self.within:
-            return self._run_within(module, cache, *args, **kwargs)
-        if len(args) != 1 or kwargs:
+        if self.within and not checkpoints(module):
+            return getattr(type(module), self.method)(StandIn(module, self.stand_ins(module, cache)), *args, **kwargs)
+        if self.within or len(args) != 1 or kwargs:
             return self.run_plain(module, *args, **kwargs)
         (input,) = args
         output = self._output(module, cache, input)
         return self.run_plain(module, input) if output is None else self.finish(module, input, output)
 
-    def _run_within(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        """The module's own code, in which `down` is the whole MLP."""
-        if checkpoints(module):
-            return self.run_plain(module, *args, **kwargs)
+    def stand_ins(self, module: nn.Module, cache: MergeCache) -> dict[str, Any]:
+        """What to put in place of the layers for one call of a forward that does more than that, so that `down` is the
+        whole MLP: none where they had better be called."""
+        if self.obstacle(module):
+            return {}
 
         def whole(input: Tensor) -> Any:
             output = self._output(module, cache, input)
@@ -132,8 +133,7 @@ class MLP(BlockPattern):
                 input = submodule(module, name)(input)
             return input
 
-        given = {**dict.fromkeys((*self.ups, self.activation), passed_on), self.down: whole}
-        return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
+        return {**dict.fromkeys((*self.ups, self.activation), passed_on), self.down: whole}
 
     def _output(self, module: nn.Module, cache: MergeCache, input: Tensor) -> Tensor | None:
         """What `down` returns; None where the module had better compute it."""

@@ -63,6 +63,11 @@ class RMSNorm(BlockPattern):
         return residual_rms_norm(z, x, getattr(module, self.weight), getattr(module, self.eps), self.offset)
 
 
+def is_rms_norm(norm: nn.Module) -> bool:
+    """Whether a norm is of a type that is registered as an RMSNorm."""
+    return _pattern(norm) is not None
+
+
 def rms_norm_obstacle(norm: nn.Module) -> str | None:
     """Why a norm cannot be computed together with the sum before it; None if it can."""
     pattern = _pattern(norm)

@@ -1,19 +1,16 @@
 """Sums and their norms in the middle of a forward, LayerNorm(x + part(...)), in one pass over memory (ops/)."""
 
 from dataclasses import dataclass
-from inspect import Signature, signature
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.qkv import QKV
-from comera.fusion.registry import BlockPattern, StandIn, checkpoints, replaced_obstacle, submodule
-from comera.fusion.residual import add_and_norm, modules_obstacle
+from comera.fusion.registry import BlockPattern, checkpoints, replaced_obstacle, submodule
+from comera.fusion.residual import modules_obstacle
+from comera.fusion.sums import NO_DROPOUT, is_dropout, run_with_sums
 from comera.kernels.tracing import traced
-
-_NO_DROPOUT = nn.Dropout(0.0).eval()
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class PostNorm(BlockPattern):
             return "it computes its MLP in chunks"
         for part, norm in self.sums:
             dropout = submodule(module, part)
-            reason = modules_obstacle(dropout if _is_dropout(dropout) else _NO_DROPOUT, submodule(module, norm))
+            reason = modules_obstacle(dropout if is_dropout(dropout) else NO_DROPOUT, submodule(module, norm))
             if reason is not None:
                 return reason
         return replaced_obstacle(module, self)
@@ -64,57 +61,5 @@ class PostNorm(BlockPattern):
                 return self.qkv.run(module, cache, *args, **kwargs)
             return self.run_plain(module, *args, **kwargs)
         given = {} if self.qkv is None else self.qkv.stand_ins(module, cache, *args, **kwargs)
-        for part, norm in self.sums:
-            given |= {part: _Part(submodule(module, part)), norm: _Norm(submodule(module, norm))}
-        return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
-
-
-class _Part:
-    """A part whose result waits for what it is added to."""
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-
-    @property
-    def __signature__(self) -> Signature:  # callers look at it
-        return signature(self._part)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_dropout(self._part):
-            (z,) = args
-            return _Term(z, self._part)
-        results = self._part(*args, **kwargs)
-        return (_Term(results[0]), *results[1:]) if isinstance(results, tuple) else _Term(results)
-
-
-class _Term:
-    """dropout(z), to be added to something."""
-
-    def __init__(self, z: Tensor, dropout: nn.Module = _NO_DROPOUT) -> None:
-        self.z, self.dropout = z, dropout
-
-    def __add__(self, x: Tensor) -> "_Sum":
-        return _Sum(self, x)
-
-    __radd__ = __add__
-
-
-class _Sum:
-    """dropout(z) + x, which the norm is to compute."""
-
-    def __init__(self, term: _Term, x: Tensor) -> None:
-        self.term, self.x = term, x
-
-
-class _Norm:
-    """The norm of such a sum."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        self._norm = norm
-
-    def __call__(self, total: _Sum) -> Tensor:
-        return add_and_norm(total.term.z, total.x, total.term.dropout, self._norm)
-
-
-def _is_dropout(part: Any) -> bool:
-    return type(part) in (nn.Dropout, Dropout)
+        parts, norms = zip(*self.sums, strict=True)
+        return run_with_sums(module, self.method, parts, norms, given, *args, **kwargs)

@@ -1,25 +1,30 @@
 """A pre-norm block, x + attention(norm(x)) and then x + mlp(norm(x)), with its sums and norms in fewer passes."""
 
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.norm import add_and_rms_norm, rms_norm_obstacle
+from comera.fusion.mlp import MLP
+from comera.fusion.norm import is_rms_norm, rms_norm_obstacle
 from comera.fusion.registry import BlockPattern, checkpoints, replaced_obstacle, submodule
+from comera.fusion.residual import modules_obstacle
+from comera.fusion.sums import NO_DROPOUT, Sum, is_dropout, run_with_sums
 from comera.kernels.tracing import traced
 
 
 @dataclass(frozen=True)
 class PreNorm(BlockPattern):
-    """How a module holds a pre-norm block.
+    """How a module holds a pre-norm block, whose forward computes y = x + attention(first(x)), y + mlp(second(y)).
 
-    forward(x, **options) = y + mlp(second(y)),  y = x + attention(hidden_states=first(x), **options)
-
-    first, attention, second, mlp: names of its modules. Norms are of a type registered as `RMSNorm`; of what attention
-    returns, the first counts.
+    first, second: names of its norms, of a type registered as `RMSNorm`, or `nn.LayerNorm`. Only an RMSNorm gains from
+        being the first.
+    parts: names of what the forward adds to x, such as attention. It does nothing with what a part returns (of several
+        results, with the first) but to drop some of it out, to reshape it and to add it to a tensor. A part may be the
+        dropout itself, which with a dotted name ("attention.dropout") ends the forward of the module before the dot.
+    mlp: an MLP in the middle of the forward (`within`), which then contains it.
+    switch: name of an attribute that is false in blocks whose norms follow their sums.
 
     Example:
         >>> from comera.fusion import PreNorm, fuse_, register_block
@@ -27,34 +32,37 @@ class PreNorm(BlockPattern):
         >>> from transformers.models.llama.modeling_llama import LlamaDecoderLayer
         >>> class Block(LlamaDecoderLayer):  # of your own model, with the same forward
         ...     pass
-        >>> register_block(Block, PreNorm(attention="self_attn"))
+        >>> register_block(Block, PreNorm(parts=("self_attn",)))
         >>> config = LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4)
         >>> fuse_(Block(config, layer_idx=0)).fused("pre-norm")
         ('',)
     """
 
     first: str = "input_layernorm"
-    attention: str = "self_attn"
+    parts: tuple[str, ...] = ("self_attn",)
     second: str = "post_attention_layernorm"
-    mlp: str = "mlp"
+    mlp: MLP | None = None
+    switch: str | None = None
     kind = "pre-norm"
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        for name in (self.first, self.second):
-            reason = rms_norm_obstacle(submodule(module, name))
-            if reason is not None:
-                return f"{name}: {reason}"
-        if signature(type(module).forward).return_annotation not in (Tensor, "torch.Tensor"):
-            return "its forward does not return one tensor"
-        return replaced_obstacle(module, self)
+        second = submodule(module, self.second)
+        if is_rms_norm(second):
+            reason = rms_norm_obstacle(second)
+            return f"{self.second}: {reason}" if reason else replaced_obstacle(module, self)
+        dropouts = [part for part in (submodule(module, name) for name in self.parts) if is_dropout(part)]
+        reasons = (modules_obstacle(dropout, second) for dropout in [NO_DROPOUT, *dropouts])
+        return next(filter(None, reasons), None) or replaced_obstacle(module, self)
+
+    def fused_kind(self, module: nn.Module) -> str:
+        post_norm = self.switch is not None and not getattr(module, self.switch)
+        return "residual norm" if post_norm else self.kind
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or traced() or checkpoints(module):
+        if traced() or checkpoints(module):
             return self.run_plain(module, *args, **kwargs)
-        names = (self.first, self.attention, self.second, self.mlp)
-        first, attention, second, mlp = (submodule(module, name) for name in names)
-        x, normed = add_and_rms_norm(None, args[0], first)
-        outputs = attention(hidden_states=normed, **kwargs)
-        x, normed = add_and_rms_norm(outputs[0] if isinstance(outputs, tuple) else outputs, x, second)
-        return x + mlp(normed)
+        if args and isinstance(args[0], Tensor) and is_rms_norm(submodule(module, self.first)):
+            args = Sum(None, args[0]), *args[1:]  # x and its norm too: the gradients of both meet in one pass
+        given = {} if self.mlp is None else self.mlp.stand_ins(module, cache)
+        return run_with_sums(module, self.method, self.parts, (self.first, self.second), given, *args, **kwargs)

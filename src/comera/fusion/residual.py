@@ -10,7 +10,7 @@ from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import BlockPattern, is_hooked, replaced_obstacle, submodule
 from comera.kernels import select
 from comera.ops.dtypes import autocast_dtype
-from comera.ops.residual_norm import residual_norm
+from comera.ops.residual_norm import residual_layer_norm
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class ResidualNorm(BlockPattern):
         if len(args) != 2 or kwargs:
             return self.run_plain(module, *args, **kwargs)
         dense, dropout, norm = (submodule(module, name) for name in (self.dense, self.dropout, self.norm))
-        return add_and_norm(dense(args[0]), args[1], dropout, norm)
+        return add_and_layer_norm(dense(args[0]), args[1], dropout, norm)[1]
 
 
-def add_and_norm(z: Tensor, x: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
-    """norm(dropout(z) + x): in one operation where there is a kernel for it, else by the modules."""
+def add_and_layer_norm(z: Tensor, x: Tensor, dropout: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """s = dropout(z) + x and norm(s): in one operation where there is a kernel for it, else by the modules."""
     if not _supports(z, x, dropout, norm):
-        out: Tensor = norm(dropout(z) + x)
-        return out
+        s = dropout(z) + x
+        return s, norm(s)
     p = dropout.p if dropout.training else 0.0
-    return residual_norm(z, x, norm.weight, norm.bias, p, norm.eps)  # type: ignore[arg-type]
+    return residual_layer_norm(z, x, norm.weight, norm.bias, norm.eps, p)  # type: ignore[arg-type]
 
 
 def modules_obstacle(dropout: nn.Module, norm: nn.Module) -> str | None:

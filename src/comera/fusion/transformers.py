@@ -18,13 +18,13 @@ from comera.fusion.post_norm import PostNorm
 from comera.fusion.pre_norm import PreNorm
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, register_block
-from comera.fusion.residual import ResidualNorm, add_and_norm
+from comera.fusion.residual import ResidualNorm, add_and_layer_norm
 
 _Patterns = Mapping[str, BlockPattern | tuple[BlockPattern, ...]]  # by the end of a module's name
 
 
 def _bert_output(layer: Any, input: Tensor, output: Tensor) -> Tensor:
-    return add_and_norm(output, input, layer.output.dropout, layer.output.LayerNorm)
+    return add_and_layer_norm(output, input, layer.output.dropout, layer.output.LayerNorm)[1]
 
 
 def _dropped(mlp: Any, input: Tensor, output: Tensor) -> Tensor:
@@ -65,9 +65,15 @@ _DISTILBERT: _Patterns = {
     "FFN": _DISTILBERT_MLP,
     "TransformerBlock": PostNorm((("attention", "sa_layer_norm"), ("ffn", "output_layer_norm"))),
 }
-# There is no kernel for LayerNorm with the sum before it kept, which is what the pre-norm blocks of OPT, GPT-2, ViT and
-# ModernBERT hold. OPT's post-norm blocks (350m) have their dropout as a function, and their norms stay as they are.
-_OPT: _Patterns = {"Attention": _LLAMA_QKV, "DecoderLayer": _OPT_MLP, "ForCausalLM": CausalLM()}
+# The first norm of a block follows a sum of the block before, and by itself torch's LayerNorm is as fast as ours. So
+# Phi, with one norm for attention and MLP, has nothing to fuse.
+_GPT2_BLOCK = PreNorm("ln_1", ("attn.resid_dropout",), "ln_2")
+_OPT_BLOCK = PreNorm(
+    "self_attn_layer_norm", ("self_attn", "fc2"), "final_layer_norm", mlp=_OPT_MLP, switch="do_layer_norm_before"
+)
+_MODERNBERT_BLOCK = PreNorm("attn_norm", ("attn",), "mlp_norm")
+_VIT_BLOCK = PreNorm("layernorm_before", ("dropout",), "layernorm_after")
+_OPT: _Patterns = {"Attention": _LLAMA_QKV, "DecoderLayer": (_OPT_MLP, _OPT_BLOCK), "ForCausalLM": CausalLM()}
 # Scores get a learned bias, so attention itself stays transformers'. Sums are in other modules than the norms that
 # follow them, and the loss is no `ForCausalLMLoss`.
 _T5: _Patterns = {
@@ -94,8 +100,12 @@ FAMILIES: dict[str, _Patterns] = {
     "electra.modeling_electra.Electra": _BERT,
     "distilbert.modeling_distilbert.": _DISTILBERT,
     "albert.modeling_albert.Albert": _ALBERT,
-    "modernbert.modeling_modernbert.ModernBert": {"Attention": _MODERNBERT_ATTENTION, "MLP": _MODERNBERT_MLP},
-    "vit.modeling_vit.ViT": {"Attention": _LLAMA_QKV, "MLP": _VIT_MLP},
+    "modernbert.modeling_modernbert.ModernBert": {
+        "Attention": _MODERNBERT_ATTENTION,
+        "MLP": _MODERNBERT_MLP,
+        "EncoderLayer": _MODERNBERT_BLOCK,
+    },
+    "vit.modeling_vit.ViT": {"Attention": _LLAMA_QKV, "MLP": _VIT_MLP, "Layer": _VIT_BLOCK},
     "t5.modeling_t5.T5": _T5,
     "llama.modeling_llama.Llama": _LLAMA,
     "mistral.modeling_mistral.Mistral": _LLAMA,
@@ -108,7 +118,7 @@ FAMILIES: dict[str, _Patterns] = {
     "gemma3.modeling_gemma3.Gemma3": _GEMMA3,
     "phi.modeling_phi.Phi": {"Attention": _PHI_ATTENTION, "MLP": _VIT_MLP},
     "opt.modeling_opt.OPT": _OPT,
-    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "LMHeadModel": CausalLM()},
+    "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "Block": _GPT2_BLOCK, "LMHeadModel": CausalLM()},
 }
 TABLE = {family + part: patterns for family, parts in FAMILIES.items() for part, patterns in parts.items()}
 for _path, _patterns in TABLE.items():

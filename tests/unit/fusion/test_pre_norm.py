@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import comera
-from comera.fusion import PreNorm, norm, pre_norm, register_block
+from comera.fusion import PreNorm, norm, register_block
 from comera.fusion.fuse import fuse_
 from comera.kernels import select
 from comera.recompute.blocks import recompute_
@@ -149,57 +149,81 @@ def test_hooks_of_a_later_day_see_their_norm(sums: list[bool]) -> None:
 def test_what_is_left_alone_is_said_with_the_reason() -> None:
     made = model(num_hidden_layers=3)
     first, second, third = made.model.layers
-    first.input_layernorm = nn.LayerNorm(33)
+    first.post_attention_layernorm = nn.RMSNorm(33)
     first.mlp.act_fn = nn.Tanh()
     second.post_attention_layernorm.register_forward_hook(lambda *_: None)
     second.mlp.act_fn.register_forward_hook(lambda *_: None)
     made.model.norm.forward = lambda x: x
-    third.input_layernorm.variance_epsilon = None
+    third.post_attention_layernorm.variance_epsilon = None
     report = fuse_(made)
     found = {(row.name.removeprefix("model."), row.kind): row.reason for row in report.left_alone if row.kind != "qkv"}
     assert found == {
-        ("layers.0", "pre-norm"): "input_layernorm: a LayerNorm is not registered as an RMSNorm",
+        ("layers.0", "pre-norm"): "its norm is a RMSNorm, not an nn.LayerNorm",
         ("layers.0.mlp", "mlp"): "no kernel for the activation Tanh",
         ("layers.1", "pre-norm"): "post_attention_layernorm: it has hooks",
         ("layers.1.mlp", "mlp"): "act_fn has hooks",
-        ("layers.2", "pre-norm"): "input_layernorm: its variance_epsilon is a NoneType, not a float",
-        ("layers.2.input_layernorm", "norm"): "its variance_epsilon is a NoneType, not a float",
+        ("layers.2", "pre-norm"): "post_attention_layernorm: its variance_epsilon is a NoneType, not a float",
+        ("layers.2.post_attention_layernorm", "norm"): "its variance_epsilon is a NoneType, not a float",
         ("norm", "norm"): "its forward was replaced by someone else",
     }
 
 
-def block(returns: Any) -> nn.Module:
-    """A layer of an own type whose forward says that it returns this."""
+class Block(nn.Module):
+    """A block of an own type, with what its forward does to the first sum."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.inside = LlamaRMSNorm(8), nn.Linear(8, 8)
+    def __init__(self, norm: nn.Module, between: Callable[[Any], Any] = lambda total: total) -> None:
+        super().__init__()
+        self.first, self.second, self.between = LlamaRMSNorm(8), norm, between
+        self.mix, self.mlp, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
 
-        def forward(self, x: Tensor) -> Any:
-            x = x + self.inside(self.before(x))
-            return x + self.inside(self.before(x))
-
-    Block.forward.__annotations__["return"] = returns
-    register_block(Block, PreNorm("before", "inside", "before", "inside"))
-    return Block()
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.between(self.drop(self.mix(self.first(x))) + x)
+        return y + self.mlp(self.second(y)), y
 
 
-def test_a_layer_that_returns_more_than_a_tensor_is_left_alone() -> None:
-    assert fuse_(block("torch.Tensor")).fused("pre-norm") == ("",)
-    report = fuse_(block(tuple[Tensor, Tensor]))
-    assert "left alone: the model (pre-norm): its forward does not return one tensor" in str(report)
+register_block(Block, PreNorm("first", ("drop",), "second"))
 
 
-def test_other_calls_run_the_layers_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = block(Tensor)
-    x = torch.randn(3, 8)
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, nn.LayerNorm])
+def test_own_blocks_return_what_they_did(norm: Callable[[int], nn.Module], sums: list[bool]) -> None:
+    made, x = Block(norm(8)).eval(), torch.randn(3, 8)
     expected = made(x)
-    fuse_(made)
-    monkeypatch.setattr(pre_norm, "add_and_rms_norm", None)
-    torch.testing.assert_close(made(x=x), expected)
+    assert fuse_(made).fused("pre-norm") == ("",)
+    for found in (made(x), made(x=x)):
+        assert type(found) is tuple
+        torch.testing.assert_close(found, expected)
+    assert sums == [False, True, False, True] if norm is LlamaRMSNorm else [False, False]
+    made.train()
+    _, y = made(x)
+    kept = y != x
+    assert 0 < kept.sum() < kept.numel()  # dropout leaves some of x as it is
+    torch.testing.assert_close(y[kept], (2 * expected[1] - x)[kept])
     with pytest.raises(TypeError):
-        made(x)
+        made()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda total: total.tanh(),
+        torch.sigmoid,
+        lambda total: nn.functional.dropout(total, 0.0),
+        lambda total: total + total,
+        lambda total: torch.ones(8) + total,
+        lambda total: 1.0 + total,
+        lambda total: total.view(1, 3, 8).reshape(-1, total.size(-1)).view(total.shape),
+        lambda total: total.new_zeros(total.shape) + total.to(total.dtype),
+    ],
+)
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, nn.LayerNorm])
+def test_a_sum_that_is_used_otherwise_is_a_tensor(norm: Callable[[int], nn.Module], between: Any) -> None:
+    made, x = Block(norm(8), between).eval(), torch.randn(3, 8, requires_grad=True)
+    results = []
+    for enabled in (False, True):
+        fuse_(made, enabled=enabled)
+        out, y = made(x)
+        results.append([out, y, *torch.autograd.grad(out.square().sum() + y.sin().sum(), [x, *made.parameters()])])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x.bfloat16()], ids=["float64", "bfloat16"])
