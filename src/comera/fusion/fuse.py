@@ -75,8 +75,8 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
       ones too, have their activation in one operation, with its gate if it has one (SwiGLU, GeGLU).
     - Queries, keys and values, and of block tensor trains gate and up, come from one product with their input.
     - Rotary embedding takes one pass over memory each way on a CPU.
-    - Dropout, residual sum and layer norm at the end of a post-norm half block take one pass over memory on a CPU.
-    - RMSNorm takes one pass over memory each way on a CPU, in pre-norm blocks with the residual sum before it.
+    - Dropout, residual sum and layer norm take one pass over memory each way on a CPU, in post-norm blocks and where
+      both are in one pre-norm block. So does RMSNorm, with such a sum and without.
     - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU and is faster in

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import BlockPattern, is_hooked, replaced_obstacle, submodule
-from comera.kernels import select
+from comera.kernels.tracing import traced
 from comera.ops.dtypes import autocast_dtype
 from comera.ops.residual_norm import residual_layer_norm
 
@@ -56,8 +56,8 @@ class ResidualNorm(BlockPattern):
 
 
 def add_and_layer_norm(z: Tensor, x: Tensor, dropout: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """s = dropout(z) + x and norm(s): in one operation where there is a kernel for it, else by the modules."""
-    if not _supports(z, x, dropout, norm):
+    """s = dropout(z) + x and norm(s): in one operation where nothing stands in its way, else by the modules."""
+    if not _fits(z, x, dropout, norm):
         s = dropout(z) + x
         return s, norm(s)
     p = dropout.p if dropout.training else 0.0
@@ -75,9 +75,7 @@ def modules_obstacle(dropout: nn.Module, norm: nn.Module) -> str | None:
     return "its norm or dropout has hooks" if is_hooked(dropout) or is_hooked(norm) else None
 
 
-def _supports(z: Tensor, x: Tensor, dropout: Any, norm: Any) -> bool:
-    if modules_obstacle(dropout, norm) or (dropout.training and dropout.p == 1):
+def _fits(z: Tensor, x: Tensor, dropout: Any, norm: Any) -> bool:
+    if traced() or modules_obstacle(dropout, norm) or (dropout.training and dropout.p == 1):
         return False
-    if z.shape != x.shape or norm.normalized_shape != z.shape[-1:] or autocast_dtype(z) is not None:
-        return False
-    return select.supports("residual_norm", *(t for t in (z, x, norm.weight, norm.bias) if t is not None))
+    return z.shape == x.shape and norm.normalized_shape == z.shape[-1:] and autocast_dtype(z) is None

@@ -80,7 +80,9 @@ class Part:
         if not self._dropout:
             return None
         part, dropout = self._part, submodule(self._part, self._dropout)
-        if not is_dropout(dropout) or is_hooked(dropout) or is_hooked(part) or "forward" in vars(part):
+        if not is_dropout(dropout) or not (dropout.training and dropout.p):
+            return None
+        if is_hooked(dropout) or is_hooked(part) or "forward" in vars(part):
             return None
         return partial(type(part).forward, StandIn(part, {self._dropout: passed_on})), dropout
 
@@ -177,8 +179,10 @@ class Sum:
 
     def _dropped(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> "Sum":
         """The term after one more dropout, of which no module knows."""
+        if not (p and training):
+            return self
         z = self._z if self._dropout is NO_DROPOUT else self.value
-        return Sum(z, dropout=Dropout(p, inplace).train(training))
+        return Sum(z, dropout=Dropout(p, inplace))
 
 
 def _value(result: Any) -> Any:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from comera.fusion import decoder_attention, mlp, norm, qkv, residual
 from comera.fusion.fuse import fuse_
-from comera.kernels import select
 from comera.recompute.blocks import recompute_
 
 from ...helpers.families import CAUSAL, FORMATS, MODELS, inputs, model, trained
@@ -102,8 +101,6 @@ def test_a_fused_model_is_the_plain_one(
         ran.clear()
         assert_near(trained(made, name, **each), exact)
         expected = fused(RUN[name], form)
-        if setting == "none" or select.unavailable_reason():
-            expected.pop("residual norm", None)  # by torch's operations, in the modules
         if name == "modernbert" and form != "dense":
             expected["qkv"] = expected["rotary attention"]
         assert ran == expected
@@ -352,7 +349,6 @@ def test_without_logits_loss_and_gradients_of_opt_stay(form: str) -> None:
 SUMS = {"modernbert": [0.0], "vit": [0.3], "gpt2": [0.3], "opt": [0.3], "opt, post-norm": [0.3, 0.3]}
 
 
-@pytest.mark.skipif(select.unavailable_reason() is not None, reason="no C++ kernels")
 @pytest.mark.parametrize("name", SUMS)
 def test_dropout_of_a_sum_is_drawn_with_its_norm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[float] = []
@@ -372,7 +368,23 @@ def test_dropout_of_a_sum_is_drawn_with_its_norm(name: str, monkeypatch: pytest.
     assert drawn == [0.0] * len(SUMS[name]) * 2
 
 
+def test_blocks_with_more_than_two_norms_and_recorded_attention_stay() -> None:
+    made = model("gpt2", add_cross_attention=True, attn_implementation="eager")
+    plain = copy.deepcopy(made)
+    assert len(fuse_(made).fused("pre-norm")) == 2
+    given = inputs("gpt2") | {"encoder_hidden_states": torch.randn(4, 9, 48), "output_attentions": True}
+    results = []
+    for each in (made, plain):
+        out = each(**given)
+        out.loss.backward()
+        grads = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        results.append(leaves({**out, "past_key_values": None}) | grads)
+    assert_near(*results)
+    assert len(results[0]) == len(list(made.parameters())) + 2 + 2 * 2  # loss, logits, attention of each layer
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile
 @pytest.mark.parametrize(
     ("name", "layers"),
     [("distilbert", "n_layers"), ("albert", "num_hidden_layers"), ("opt", "num_hidden_layers"), ("gpt2", "n_layer"),

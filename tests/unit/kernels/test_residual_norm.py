@@ -273,8 +273,8 @@ def trained(made: nn.Module) -> dict[str, Tensor]:
 def test_a_fused_model_is_the_plain_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model(0.0, kind)
     before, calls = trained(made), []
-    fits = residual._supports
-    monkeypatch.setattr(residual, "_supports", lambda *given: calls.append(fits(*given)) or calls[-1])
+    fits = residual._fits
+    monkeypatch.setattr(residual, "_fits", lambda *given: calls.append(fits(*given)) or calls[-1])
     report = fuse_(made)
     ends = [f"encoder.layer.{k}.{part}" for k in range(2) for part in ("attention.output", "output")]
     assert list(report.fused("residual norm")) == ends
