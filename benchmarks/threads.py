@@ -174,11 +174,12 @@ def kernels(batch: int) -> dict[str, Callable[[], object]]:
         adamw.step([group], betas=(0.9, 0.99), eps=1e-8)
         return came
 
-    left, right = torch.randn(176, 24, RANK), torch.randn(176, 32, RANK)
-    i, j = (torch.randint(176, (rows,)) for _ in range(2))
+    operands = [torch.randint(176**2, (rows,))], [torch.randn(176, 24, RANK)], [torch.randn(176, 32, RANK)]
+    numbers = [None], [176**2], [-1], [0.0]
 
     def looking_up() -> object:
-        return lookup.pair_rows_backward(lookup.pair_rows(left, right, i, j), left, right, i, j)
+        found = lookup.pair_rows(*operands, *numbers)
+        return lookup.pair_rows_backward(found, *operands, [None], *numbers, [True, True, False])
 
     return {
         "low_rank": low_rank_products,

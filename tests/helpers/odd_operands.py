@@ -76,11 +76,33 @@ def rotary_operands(batch=2, heads=4, groups=2, length=5, width=9, columns=6, sa
     return q, k, torch.randn(samples, length, columns), torch.randn(samples, length, columns)
 
 
-def lookup_operands(pairs=5, rows=(3, 4), columns=(2, 3), rank=7):
-    """Gradients of rows, L, R, i and k as pair_rows_backward takes them. rows, columns: of L and of R."""
-    (m, n), (x, y) = rows, columns
-    ids = [torch.randint(max(1, count), (pairs,)) for count in rows]
-    return torch.randn(pairs, x * y), torch.randn(m, x, rank), torch.randn(n, y, rank), *ids
+LOOKUP_SIZES = ((5, (3, 4), (2, 3), 7), (6, (4, 3), (3, 2), 5), (5, (5, 2), (2, 2), 3))
+
+
+def lookup_operands(tables=LOOKUP_SIZES, threshold=0.1):
+    """Lists of the tables' gradients of rows, ids, L, R, gates, limits, paddings and thresholds as pair_rows_backward
+    takes them. tables: ids, rows and columns of L and of R, rank; in turn with a core and gates, a core, and R."""
+    each = []
+    for k, (pairs, (m, n), (x, y), rank) in enumerate(tables):
+        ids, left, right = (
+            torch.randint(max(1, m * n), (2 * pairs,))[::2],
+            torch.randn(m, x, rank),
+            torch.randn(n, y, rank),
+        )
+        if k % 3 < 2:
+            left, right = left.unsqueeze(0), torch.randn(rank, n, *((y, 1) if k % 3 else (1, y)))
+        gates = None if k % 3 else torch.rand(rank)
+        each.append((torch.randn(pairs, x * y), ids, left, right, gates, m * n, k - 1, threshold))
+    return tuple(map(list, zip(*each, strict=True)))
+
+
+def lookup_rows_and_gradients(drows, ids, lefts, rights, gates, *numbers):
+    """All rows, then all gradients of L, R or core, and gates, table by table."""
+    found = lookup.pair_rows(ids, lefts, rights, gates, *numbers)
+    rows, left_over = found[: len(ids)], iter(found[len(ids) :])
+    made = [next(left_over) if right.dim() == 4 else None for right in rights]
+    wanted = [want for each in gates for want in (True, True, each is not None)]
+    return [*rows, *lookup.pair_rows_backward(drows, ids, lefts, rights, made, gates, *numbers, wanted)]
 
 
 def call_all():
@@ -135,21 +157,17 @@ def call_all():
     ):
         for transposed in (False, True):
             rotary.rotary(*rotary_operands(*sizes), transposed)
-    for sizes in (
+    sizes = (
         (5, (3, 4), (2, 3), 7),
         (1, (1, 1), (1, 1), 1),
         (0, (0, 4), (2, 2), 3),
         (4, (3, 3), (2, 2), 0),
         (9, (2, 2), (0, 3), 5),
+        (20, (3, 40), (5, 16), 37),
         (5000, (300, 40), (4, 5), 37),
-    ):
-        operands = lookup_operands(*sizes)
-        lookup.pair_rows(*operands[1:])
-        lookup.pair_rows_backward(*operands)
-    for rank, columns in ((7, 9), (1, 1), (0, 3), (3, 0), (21, 700), (40, 257)):
-        for gates in (torch.randn(rank), None):
-            core = torch.randn(rank, columns)
-            lookup.rank_last_backward(lookup.rank_last(core, gates), core, gates)
+    )
+    for tables in [[each] for each in sizes] + [sizes, sizes[1:], sizes[2:]]:
+        lookup_rows_and_gradients(*lookup_operands(tables))
     for shape in ((3, 65), (1, 1), (0, 8), (4, 0), (40, 700)):
         z, x, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
         for drawn in (seed, None):

@@ -10,7 +10,8 @@ the two parts; L (M, X, r) and R (M, Y, r) as in lookup_rows.py.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from math import inf
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,10 @@ from comera.kernels import select
 from comera.kernels.tracing import transformed, untransformed
 from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
 from comera.ops.dtypes import merge_dtype, without_autocast
-from comera.ops.lookup_rows import left_and_right, on_host, pair_sums, rows_of
+from comera.ops.lookup_cpp import PairTable, masked, pair_rows
+from comera.ops.lookup_rows import by_pairs, left_and_right, on_host, pair_sums, pair_table, rows_of
 from comera.ops.lookup_triton import triton_rows
-from comera.ops.planner.groups import Groups, two_parts
+from comera.ops.planner.groups import Groups
 from comera.ops.planner.plan import ContractionPlan, choose
 from comera.ops.planner.problem import LookupProblem
 from comera.tt.dense import materialize
@@ -65,10 +67,41 @@ def ttm_lookup(
 
     Source: [CoMERA] §4, docs/method.md §5.
     """
-    ids_N, pad = _checked(ids, spec, cores, padding_idx)
-    with without_autocast(cores[0]):
-        rows_ND = _rows(ids_N, pad, spec, cores, gates, plan)
-    return rows_ND.to(cores[0].dtype).reshape(*ids.shape, spec.embedding_dim)
+    rows_ND = _rows([ids], [LookupTable(spec, cores, gates, padding_idx)], plan)[0]
+    return _shaped(rows_ND, ids, cores)
+
+
+class LookupTable(NamedTuple):
+    """A table of `ttm_lookups`: spec, cores, gates and padding_idx as `ttm_lookup` takes them.
+
+    threshold: gates at or below it count as 0. name: how an IdError calls the table.
+    """
+
+    spec: TTMSpec
+    cores: Sequence[Tensor]
+    gates: Sequence[Tensor] | None = None
+    padding_idx: int | None = None
+    threshold: float = -inf
+    name: str = "a table"
+
+
+def ttm_lookups(ids: Sequence[Tensor], tables: Sequence[LookupTable]) -> list[Tensor]:
+    """Rows of many tables: of each what `ttm_lookup` returns, to the bit, in one call of the kernel where it serves.
+
+    Args:
+        ids: int32 or int64, any shape; one tensor for each table.
+        tables: in the order of the ids.
+
+    Returns:
+        (*ids.shape, embedding_dim) of each table, in the dtype of its cores.
+
+    Raises:
+        IdError, TypeError, SpecError: as `ttm_lookup`; an IdError names the table that has no such row.
+
+    Source: docs/method.md §5.
+    """
+    made = zip(_rows(ids, tables), ids, tables, strict=True)
+    return [_shaped(rows_ND, each, table.cores) for rows_ND, each, table in made]
 
 
 def ttm_bag(
@@ -108,17 +141,19 @@ def ttm_bag(
 
     Source: docs/method.md §5.
     """
-    ids_N, pad = _checked(ids, spec, cores, padding_idx)
+    table = LookupTable(spec, cores, gates, padding_idx)
+    ids_N, pad = _checked(ids, table)
     check_bags(ids, offsets, mode, per_sample_weights, include_last_offset)
     weights_N = per_sample_weights
     if weights_N is not None:
         weights_N = weights_N.reshape(ids.numel()).to(merge_dtype(cores[0].dtype))
     with without_autocast(cores[0]):
         if offsets is None and ids.shape[1] == 1:  # the sum or mean of one row is the row
-            sums_BD = _rows(ids_N, pad, spec, cores, gates, plan)
+            sums_BD = _rows([ids], [table], plan)[0]
             sums_BD = sums_BD if weights_N is None else sums_BD * weights_N.unsqueeze(1)
             return sums_BD.to(cores[0].dtype)
-        merging, offsets_B = _merging(cores, gates), bag_starts(ids, offsets, include_last_offset)
+        _check_values(ids, table)
+        merging, offsets_B = _merging(table), bag_starts(ids, offsets, include_last_offset)
         groups = _groups(ids_N, spec, cores[0], plan)
         if len(groups) > 1 and plan is None and on_host(ids_N):
             groups = _groups(torch.unique(ids_N), spec, cores[0], plan)
@@ -135,19 +170,45 @@ def ttm_bag(
     return sums_BD.to(cores[0].dtype)
 
 
-def _rows(
-    ids_N: Tensor,
-    padding: int | None,
-    spec: TTMSpec,
-    cores: Sequence[Tensor],
-    gates: Sequence[Tensor] | None,
-    plan: ContractionPlan | None,
-) -> Tensor:
-    """Rows (N, D) in the cores' `merge_dtype`.
+class _Uses(NamedTuple):
+    """What there is to do for the ids (N,) of a table.
 
-    Each different row is multiplied once, except narrow ones by the C++ kernel and those of a table of plain low rank:
-    these are one product, and a library compiles products anew for numbers of rows that it has not met.
+    different: the ids whose rows are made. place: which of these rows each id has; None where each has its own. groups:
+    of the table's cores. pairs: the same for the C++ kernel; None where it does not serve.
     """
+
+    ids: Tensor
+    padding: int | None
+    different: Tensor
+    place: Tensor | None
+    groups: Groups
+    pairs: PairTable | None
+
+
+def _rows(ids: Sequence[Tensor], tables: Sequence[LookupTable], plan: ContractionPlan | None = None) -> list[Tensor]:
+    """Rows (N, D) of each table in its cores' `merge_dtype`, in one call of the kernel for all that it serves."""
+    uses = [_uses(each, table, plan) for each, table in zip(ids, tables, strict=True)]
+    made = iter(_by_kernel(uses, ids, tables))
+    return [_rows_of(use, table, next(made) if use.pairs else None) for use, table in zip(uses, tables, strict=True)]
+
+
+def _by_kernel(uses: Sequence[_Uses], ids: Sequence[Tensor], tables: Sequence[LookupTable]) -> list[Tensor]:
+    """The rows of the tables that have pairs, unless the kernel refuses an id."""
+    pairs = [use.pairs for use in uses if use.pairs is not None]
+    try:
+        return pair_rows(pairs) if pairs else []
+    except ValueError as error:
+        refused = error
+    for each, table in zip(ids, tables, strict=True):
+        _check_values(each, table)
+    raise refused
+
+
+def _uses(ids: Tensor, table: LookupTable, plan: ContractionPlan | None) -> _Uses:
+    """Each different row is multiplied once, except narrow ones by the C++ kernel and those of a table of plain low
+    rank: these are one product, and a library compiles products anew for numbers of rows that it has not met."""
+    spec, cores = table.spec, table.cores
+    ids_N, padding = _checked(ids, table)
     ids_U, place_N = ids_N, None
     groups = _groups(ids_N, spec, cores[0], plan)
     repeats_pay = spec.padded_shape[1] <= REPEATED_COLUMNS and select.supports("lookup", *cores)
@@ -155,23 +216,54 @@ def _rows(
     if len(groups) > 1 and on_host(ids_N) and not repeats_pay:
         ids_U, place_N = torch.unique(ids_N, return_inverse=True)
         groups = _groups(ids_U, spec, cores[0], plan)
-    if len(groups) == 1:
-        rows_ND = F.embedding(ids_N, materialize(spec, _merging(cores, gates)))
-    elif not on_host(ids_N):
-        bag_N = torch.arange(ids_N.numel(), device=ids_N.device)
-        return _sums(ids_N, bag_N, ids_N.numel(), None, padding, spec, _merging(cores, gates), groups)
+    pairs = None
+    between = groups[0].end - 1  # the gates that the kernel absorbs
+    merge = merge_dtype(cores[0].dtype)
+    gates_R = None if table.gates is None or len(groups) == 1 else table.gates[between].to(merge)
+    if by_pairs(ids_U, groups, [core.to(merge) for core in cores], gates_R):
+        with without_autocast(cores[0]):
+            merging = _merging(table, but=between)
+            pairs = pair_table(ids_U, groups, merging, spec.num_embeddings, gates_R, padding, table.threshold)
     else:
-        between = two_parts(groups)[0][-1].end - 1  # the gates between the two parts
-        gates_R = None if gates is None else gates[between].to(merge_dtype(cores[0].dtype))
-        rows_UD = rows_of(ids_U, groups, _merging(cores, gates, but=between), gates_R)[:, : spec.embedding_dim]
-        rows_ND = rows_UD if place_N is None else rows_UD.index_select(0, place_N)
-    return rows_ND if padding is None else rows_ND.masked_fill((ids_N == padding).unsqueeze(1), 0)
+        _check_values(ids, table)
+    return _Uses(ids_N, padding, ids_U, place_N, groups, pairs)
 
 
-def _merging(cores: Sequence[Tensor], gates: Sequence[Tensor] | None, but: int | None = None) -> list[Tensor]:
+def _rows_of(uses: _Uses, table: LookupTable, rows_UD: Tensor | None) -> Tensor:
+    """The rows (N, D) of a table; rows_UD: those that the kernel has made."""
+    ids_N, padding, ids_U, place_N, groups, _ = uses
+    columns = table.spec.embedding_dim
+    by_kernel = rows_UD is not None
+    if rows_UD is None:
+        with without_autocast(table.cores[0]):
+            merging = _merging(table)
+            if len(groups) == 1:
+                rows_UD, place_N = F.embedding(ids_N, materialize(table.spec, merging)), None
+            elif on_host(ids_N):
+                rows_UD = rows_of(ids_U, groups, merging)
+            else:
+                bag_N = torch.arange(ids_N.numel(), device=ids_N.device)
+                return _sums(ids_N, bag_N, ids_N.numel(), None, padding, table.spec, merging, groups)
+    if rows_UD.shape[1] > columns:
+        rows_UD = rows_UD[:, :columns]
+    rows_ND = rows_UD if place_N is None else rows_UD.index_select(0, place_N)
+    if padding is None or by_kernel:  # which has left it out
+        return rows_ND
+    return rows_ND.masked_fill((ids_N == padding).unsqueeze(1), 0)
+
+
+def _shaped(rows_ND: Tensor, ids: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """A row for each id, in the cores' dtype; without a view where they have their shape, which takes a node more."""
+    rows_ND = rows_ND.to(cores[0].dtype)
+    return rows_ND if ids.dim() == 1 else rows_ND.reshape(*ids.shape, rows_ND.shape[1])
+
+
+def _merging(table: LookupTable, but: int | None = None) -> list[Tensor]:
     """The cores in their `merge_dtype`, with all gates absorbed but those after the core `but`."""
-    if gates is not None:
-        cores = [core if k in (but, len(gates)) else core * gates[k] for k, core in enumerate(cores)]
+    cores, gates = list(table.cores), table.gates
+    for k, gates_R in enumerate(gates or ()):
+        if k != but:
+            cores[k] = cores[k] * masked(gates_R, table.threshold)
     return [core.to(merge_dtype(core.dtype)) for core in cores]
 
 
@@ -208,30 +300,34 @@ def _groups(ids_U: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | 
     return choose(LookupProblem, spec, ids_U.numel(), core.element_size(), ids_U.device.type, plan=plan)[1]
 
 
-def _checked(ids: Tensor, spec: TTMSpec, cores: Sequence[Tensor], padding_idx: int | None) -> tuple[Tensor, int | None]:
+def _checked(ids: Tensor, table: LookupTable) -> tuple[Tensor, int | None]:
     """The ids (N,) as int64, and `padding_idx` counted from the start.
 
-    Raises unless the cores fit the spec, and padding and all ids are integers in the table; for ids on an accelerator
-    it is asserted there, without synchronizing.
+    Raises unless the cores fit the spec, and padding and all ids are integers, the padding in the table.
     """
-    check_cores(spec, cores)
+    check_cores(table.spec, table.cores)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expected ids of dtype int32 or int64, got {ids.dtype}: convert them with ids.long()")
-    rows = spec.num_embeddings
+    rows, padding_idx = table.spec.num_embeddings, table.padding_idx
     if padding_idx is not None and not -rows <= padding_idx < rows:
         raise SpecError(f"expected a padding_idx in {-rows} ... {rows - 1} for {rows} rows, got {padding_idx}")
-    ids_N, padding = ids.reshape(ids.numel()).long(), None if padding_idx is None else padding_idx % rows
+    return ids.reshape(ids.numel()).long(), None if padding_idx is None else padding_idx % rows
+
+
+def _check_values(ids: Tensor, table: LookupTable) -> None:
+    """Raise IdError unless all ids are in the table; for ids on an accelerator it is asserted there, without
+    synchronizing."""
+    rows = table.spec.num_embeddings
     if transformed():
         ids = untransformed(ids)
     elif not on_host(ids):
         torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"expected every id in 0 ... {rows - 1}")
-        return ids_N, padding
+        return
     least, most = ids.aminmax() if ids.numel() else (0, 0)
     if least < 0 or most >= rows:
         wrong = (ids < 0) | (ids >= rows)
         position = wrong.nonzero()[0].tolist()
         raise IdError(
-            f"expected every id in 0 ... {rows - 1} for a table of {rows} rows, got {int(ids[tuple(position)])} "
+            f"expected every id in 0 ... {rows - 1} for {table.name} of {rows} rows, got {int(ids[tuple(position)])} "
             f"at position {position} of ids of shape {list(ids.shape)}: check the tokenizer or raise num_embeddings"
         )
-    return ids_N, padding

@@ -2,9 +2,9 @@
 
     row(i, k) = L[i] R[k]ᵀ   (X × r)(r × Y)        backward   ∂L[i] += ∂row R[k],   ∂R[k] += ∂rowᵀ L[i]
 
-Each product takes some hundred operations, too few for a matrix product. A C++ kernel makes them in one pass. Where it
-does not serve, one call of `embedding_bag` in the backward, which sums weighted rows, takes a third of the time of
-`bmm` for all pairs.
+Each product takes some hundred operations, too few for a matrix product. A C++ kernel makes them in one pass
+(`lookup_cpp.py`). Where it does not serve, one call of `embedding_bag` in the backward, which sums weighted rows, takes
+a third of the time of `bmm` for all pairs.
 
 Shapes: U pairs, P of them in a chunk, M rows of a table, X and Y columns of the left and right part, R the rank between
 them (`lookup_rows.py`).
@@ -16,15 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.kernels import select
-from comera.kernels.cpp import lookup
 from comera.ops.chunking import chunks
 from comera.ops.dtypes import without_autocast
 
 _SMALL = 256  # X·Y up to which weighted sums of rows are faster than matrix products
 
 
-def pair_rows(i_U: Tensor, k_U: Tensor, left_MXR: Tensor, right_MYR: Tensor) -> Tensor:
+def separate_rows(i_U: Tensor, k_U: Tensor, left_MXR: Tensor, right_MYR: Tensor) -> Tensor:
     """Rows (U, X·Y) of the pairs (i, k); differentiable twice."""
     rows: Tensor = _PairRows.apply(left_MXR.contiguous(), right_MYR.contiguous(), i_U, k_U)
     return rows
@@ -37,8 +35,6 @@ class _PairRows(torch.autograd.Function):
     def forward(ctx: Any, left_MXR: Tensor, right_MYR: Tensor, i_U: Tensor, k_U: Tensor) -> Tensor:
         ctx.save_for_backward(left_MXR, right_MYR, i_U, k_U)
         (_, x, rank), y = left_MXR.shape, right_MYR.shape[1]
-        if select.supports("lookup", left_MXR, right_MYR):
-            return lookup.pair_rows(left_MXR, right_MYR, i_U, k_U)
         rows = [left_MXR.new_empty(0, x * y)]
         for part in _chunks(i_U, x, y, rank):
             left_PXR, right_PYR = left_MXR.index_select(0, i_U[part]), right_MYR.index_select(0, k_U[part])
@@ -51,9 +47,6 @@ class _PairRows(torch.autograd.Function):
         if not torch.is_grad_enabled():  # embedding_bag over a parameter would prepare for a gradient
             left_MXR, right_MYR = left_MXR.detach(), right_MYR.detach()
         (_, x, rank), y = left_MXR.shape, right_MYR.shape[1]
-        in_cpp = select.supports("lookup", left_MXR, right_MYR, drows_UD)
-        if in_cpp and not torch.is_grad_enabled():  # the kernel has no derivative
-            return *lookup.pair_rows_backward(drows_UD, left_MXR, right_MYR, i_U, k_U), None, None
         dleft_MXR, dright_MYR = left_MXR.new_zeros(left_MXR.shape), right_MYR.new_zeros(right_MYR.shape)
         transposed_D = torch.arange(x * y).view(x, y).t().reshape(-1)
         with without_autocast(drows_UD):
@@ -63,41 +56,6 @@ class _PairRows(torch.autograd.Function):
                 drows_PD = drows_PD.index_select(1, transposed_D)  # faster than transposing many small matrices
                 dright_MYR.index_add_(0, k_P, _products(drows_PD, y, left_MXR, i_P))
         return dleft_MXR, dright_MYR, None, None
-
-
-def rank_last(core_RK: Tensor, gates_R: Tensor | None) -> Tensor:
-    """R[k, q] = core[q, k] g[q] (K, R): a core times the gates before it, transposed; differentiable twice."""
-    if select.supports("lookup", core_RK, *([] if gates_R is None else [gates_R])):
-        right_KR: Tensor = _RankLast.apply(core_RK, gates_R)
-        return right_KR
-    return _rank_last(core_RK, gates_R)
-
-
-class _RankLast(torch.autograd.Function):
-    """As `rank_last`."""
-
-    @staticmethod
-    def forward(ctx: Any, core_RK: Tensor, gates_R: Tensor | None) -> Tensor:
-        ctx.save_for_backward(core_RK, gates_R)
-        return lookup.rank_last(core_RK, gates_R)
-
-    @staticmethod
-    def backward(ctx: Any, dright_KR: Tensor) -> tuple[Tensor | None, ...]:
-        core_RK, gates_R = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the kernel has no derivative
-            dcore_RK = dright_KR.t()
-            if gates_R is None:
-                return dcore_RK, None
-            return dcore_RK * gates_R.unsqueeze(1), (dcore_RK * core_RK).sum(1)
-        found = lookup.rank_last_backward(dright_KR, core_RK, gates_R)
-        return found[0], found[1] if len(found) == 2 else None
-
-
-def _rank_last(core_RK: Tensor, gates_R: Tensor | None) -> Tensor:
-    """By a product, which transposes it back in the backward too: torch makes transposed copies on one thread, several
-    times slower."""
-    scale_RR = torch.eye(core_RK.shape[0], dtype=core_RK.dtype) if gates_R is None else torch.diag(gates_R)
-    return core_RK.t() @ scale_RR
 
 
 def _chunks(i_U: Tensor, x: int, y: int, rank: int) -> list[slice]:

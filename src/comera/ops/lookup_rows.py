@@ -21,7 +21,7 @@ rank between two parts, X = R · columns of the left part, Y = columns · Q of t
 """
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,8 @@ from comera.kernels import select
 from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dtypes import without_autocast
-from comera.ops.lookup_pairs import pair_rows, rank_last
+from comera.ops.lookup_cpp import PairTable, masked, pair_rows
+from comera.ops.lookup_pairs import separate_rows
 from comera.ops.planner.groups import Group, Groups, two_parts
 
 BLOCK_ROWS = 128  # n·X at most: more make the products no faster
@@ -44,43 +45,68 @@ def on_host(ids: Tensor) -> bool:
     return ids.device.type == "cpu" and not traced()
 
 
-def left_and_right(
-    ids_N: Tensor, groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """L (M, X, r), R (M, Y, r), and for each id its row i (N,) of L and k (N,) of R; for two groups or more.
-
-    gates_R: gates between the two parts, which R absorbs; default ones.
-    """
+def left_and_right(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """L (M, X, r), R (M, Y, r), and for each id its row i (N,) of L and k (N,) of R; for two groups or more."""
     left, right = two_parts(groups)
     rows = prod([cores[core].shape[1] for core in range(right[0].first, right[-1].end)])
     left_MNRS, i_N = _part(ids_N // rows, left, cores)
     left_MXR = _flat(left_MNRS.transpose(1, 2))
     if on_host(ids_N) and len(right) == 1 and right[0].pair is None:
-        return left_MXR, _rank_last(cores[right[0].first], gates_R), i_N, ids_N % rows
+        return left_MXR, _rank_last(cores[right[0].first]), i_N, ids_N % rows
     right_MNSQ, k_N = _part(ids_N % rows, right, cores)
-    right_MYR = _flat(right_MNSQ.mT)
-    return left_MXR, right_MYR if gates_R is None else right_MYR * gates_R, i_N, k_N
+    return left_MXR, _flat(right_MNSQ.mT), i_N, k_N
 
 
-def _rank_last(core_RMNS: Tensor, gates_R: Tensor | None) -> Tensor:
-    """A single core with its left rank last (M, N·S, R), times its gates."""
+def _rank_last(core_RMNS: Tensor) -> Tensor:
+    """A single core with its left rank last (M, N·S, R). By a product, which transposes it back in the backward too:
+    torch makes transposed copies on one thread, several times slower."""
     rank, m, n, s = core_RMNS.shape
-    return rank_last(core_RMNS.reshape(rank, m * n * s), gates_R).view(m, n * s, rank)
+    return (core_RMNS.reshape(rank, m * n * s).t() @ torch.eye(rank, dtype=core_RMNS.dtype)).view(m, n * s, rank)
 
 
-def rows_of(ids_U: Tensor, groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None) -> Tensor:
-    """Rows (U, D) by two groups or more. Ids that repeat are multiplied as often as they do.
+def by_pairs(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None) -> bool:
+    """Whether the C++ kernel makes the rows from two groups of such cores; not those of a table of plain low rank."""
+    if len(groups) != 2 or not on_host(ids_N) or all(cores[core].shape[1] == 1 for core in groups[1].cores):
+        return False
+    return select.supports("lookup", *cores, *([] if gates_R is None else [gates_R]))
 
-    gates_R: gates between the left and the right part; default ones.
-    """
-    left_MXR, right_MYR, i_U, k_U = left_and_right(ids_U, groups, cores, gates_R)
+
+def pair_table(
+    ids_N: Tensor,
+    groups: Groups,
+    cores: Sequence[Tensor],
+    limit: int,
+    gates_R: Tensor | None = None,
+    padding: int | None = None,
+    threshold: float = -inf,
+) -> PairTable:
+    """The rows `ids_N` of two groups as the kernel takes them. gates_R: those between the groups; the rest as there."""
+    left, right = groups
+    first, second = cores[left.first], cores[right.first]
+    if left.pair is not None or first.shape[0] != 1:
+        first = _flat(_merge(left, cores).transpose(1, 2))
+    if right.pair is not None:
+        second = _flat(_merge(right, cores).mT)
+        if gates_R is not None:
+            second, gates_R = second * masked(gates_R, threshold), None
+    return PairTable(ids_N, first, second, gates_R, limit, padding, threshold)
+
+
+def rows_of(ids_U: Tensor, groups: Groups, cores: Sequence[Tensor]) -> Tensor:
+    """Rows (U, D) by two groups or more. Ids that repeat are multiplied as often as they do."""
+    if by_pairs(ids_U, groups, cores):
+        table_rows = prod([cores[core].shape[1] for group in groups for core in group.cores])
+        return pair_rows([pair_table(ids_U, groups, cores, table_rows)])[0]
+    left_MXR, right_MYR, i_U, k_U = left_and_right(ids_U, groups, cores)
     count, columns = ids_U.numel(), left_MXR.shape[1]
     if right_MYR.shape[0] == 1:  # a table of plain low rank: every row meets the same block
         x_ZR = F.embedding(i_U, left_MXR.flatten(1)).view(count * columns, left_MXR.shape[2])
         return (x_ZR @ right_MYR[0].t()).view(count, columns * right_MYR.shape[1])
-    blocks_pay = count >= BLOCKS_FROM and block_size(count, min(count, right_MYR.shape[0]), columns) > 1
-    if on_host(ids_U) and (not blocks_pay or select.supports("lookup", left_MXR, right_MYR)):
-        return pair_rows(i_U, k_U, left_MXR, right_MYR)
+    if on_host(ids_U) and select.supports("lookup", left_MXR, right_MYR):
+        rows = right_MYR.shape[0]
+        return pair_rows([PairTable(i_U * rows + k_U, left_MXR, right_MYR, None, left_MXR.shape[0] * rows)])[0]
+    if on_host(ids_U) and (count < BLOCKS_FROM or block_size(count, min(count, right_MYR.shape[0]), columns) <= 1):
+        return separate_rows(i_U, k_U, left_MXR, right_MYR)
     return pair_sums(i_U, k_U, torch.arange(count, device=ids_U.device), count, left_MXR, right_MYR)
 
 

@@ -24,9 +24,11 @@ from comera.kernels.cpp import (
 from comera.kernels.cpp.library import call
 
 from ...helpers.odd_operands import (
+    LOOKUP_SIZES,
     attention_operands,
     block_product_operands,
     lookup_operands,
+    lookup_rows_and_gradients,
     low_rank_operands,
     merge_operands,
     mlp_operands,
@@ -180,21 +182,46 @@ def test_columns_that_cannot_turn_are_refused(columns):
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 def test_wrong_operands_of_lookups_are_refused(change):
-    drows, left, right, i, k = lookup_operands()
-    of_backward = lookup.pair_rows_backward
-    if change is longer:  # L and R may have more rows
-        assert_all_refused(lambda *given: of_backward(given[0], left, right, *given[1:]), [drows, i, k], change)
-    else:
-        assert_all_refused(of_backward, [drows, left, right, i, k], change)
-        assert_all_refused(lookup.pair_rows, [left, right, i, k], change)
+    drows, ids, lefts, rights, gates, *numbers = lookup_operands()
+    made = [*lookup.pair_rows(ids, lefts, rights, gates, *numbers)[3:], None]
+    wanted = [True, True, True, True, True, False, True, True, False]
+
+    def backward(drows, ids, made, gates, lefts=lefts, rights=rights):
+        return lookup.pair_rows_backward(drows, ids, lefts, rights, made, gates, *numbers, wanted)
+
+    assert_all_refused(backward, [drows, ids, made, gates], change)
+    assert_all_refused(lambda gates: lookup.pair_rows(ids, lefts, rights, gates, *numbers), [gates], change)
+
+    def of_parts(first, second, left=lefts[2], right=rights[2]):
+        return backward(drows, ids, made, gates, [*first, left], [*second, right])
+
+    assert_all_refused(of_parts, [lefts[:2], rights[:2]], change)  # cores
+    if change is not longer:  # L and R may have more rows
+        assert_all_refused(lambda right: of_parts(lefts[:2], rights[:2], right=right), [rights[2]], change)
+        if change is not CHANGES[3]:  # and L may be a core
+            assert_all_refused(lambda left: of_parts(lefts[:2], rights[:2], left), [lefts[2]], change)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
-def test_wrong_cores_and_gates_of_lookups_are_refused(change):
-    core, gates = torch.randn(3, 8), torch.randn(3)
-    assert_all_refused(lookup.rank_last_backward, [torch.randn(8, 3), core, gates], change)
-    if change is not shorter:  # the core alone says how many columns there are
-        assert_all_refused(lookup.rank_last, [core, gates], change)
+def test_wrong_numbers_of_lookups_are_refused():
+    drows, *operands = lookup_operands()
+    ids, lefts, rights, gates, limits, paddings, thresholds = operands
+    for wrong in (
+        [ids, lefts, rights, [None, None, gates[0]], limits, paddings, thresholds],  # gates without a core
+        [ids, lefts, rights, gates, [13, *limits[1:]], paddings, thresholds],
+        [ids, lefts, rights, gates, [-1, *limits[1:]], paddings, thresholds],
+        [ids, lefts, rights, gates, limits, paddings, thresholds[1:]],
+        [ids, lefts, rights, gates, limits, paddings[1:], thresholds],
+        [ids[1:], lefts, rights, gates, limits, paddings, thresholds],
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=r"expected|argument"):
+            lookup.pair_rows(*wrong)
+    made = [*lookup.pair_rows(*operands)[3:], None]
+    for missing in ([None, *made[1:]], [*made[:2], rights[2]], made[1:]):
+        with pytest.raises((RuntimeError, ValueError), match=r"expected|argument"):
+            lookup.pair_rows_backward(drows, ids, lefts, rights, missing, *operands[3:], [True, True, False] * 3)
+    for wanted in ([True] * 9, [True] * 8):  # there are no gates of the second and third
+        with pytest.raises(RuntimeError, match="expected"):
+            lookup.pair_rows_backward(drows, ids, lefts, rights, made, *operands[3:], wanted)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
@@ -283,9 +310,8 @@ def test_gradients_with_the_negative_bit_have_the_right_sign():
     results += [[residual_norm.dropout(each, SEED, 0.1)] for each in negative(4, 6)]
     _, *tables = rotary_operands()
     results += [rotary.rotary(each, *tables, False) for each in negative(2, 4, 5, 9)]
-    _, left, right, i, k = lookup_operands()
-    results += [lookup.pair_rows_backward(each, left, right, i, k) for each in negative(5, 6)]
-    results += [lookup.rank_last_backward(each, torch.ones(6, 4), torch.ones(6)) for each in negative(4, 6)]
+    _, *operands = lookup_operands(LOOKUP_SIZES[:1])
+    results += [lookup_rows_and_gradients([each], *operands) for each in negative(5, 6)]
     first, *rest = parameters
     given = [[each, *rest] for each in (torch._neg_view(-first), first)]  # contiguous, in spite of its bit
     results += [merge.merge(each, biases, layout, 0.0) for each in given]

@@ -7,12 +7,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from comera.kernels.cpp import compiler, lookup
 from comera.nn import TTMEmbedding, TTMEmbeddingBag
 from comera.ops.lookup import REPEATED_COLUMNS, ttm_lookup
-from comera.ops.lookup_pairs import pair_rows, rank_last
+from comera.ops.lookup_cpp import PairTable, pair_rows
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import absorb, materialize
 from comera.tt.shapes import ttm_spec
 
-from ...helpers.odd_operands import lookup_operands
+from ...helpers.odd_operands import lookup_operands, lookup_rows_and_gradients
 from ...helpers.specs import ttm
 
 pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
@@ -37,80 +37,130 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("pairs", "rows", "columns", "rank"), SIZES)
+def exact_results(drows, ids, lefts, rights, gates, limits, paddings, thresholds):
+    """Rows and gradients by products in float64, in the order of `lookup_rows_and_gradients`."""
+    rows, grads = [], []
+    for k, n in enumerate(ids):
+        leaves = [each.double().requires_grad_() for each in (lefts[k], rights[k], gates[k]) if each is not None]
+        left, right = leaves[0].reshape(leaves[0].shape[-3:]), leaves[1]
+        if right.dim() == 4:
+            kept = [gates_R * (gates_R > thresholds[k]) for gates_R in leaves[2:]]
+            right = right.flatten(2).permute(1, 2, 0) * (kept[0] if kept else 1)
+        made = (left[n // len(right)] @ right[n % len(right)].mT).flatten(1) * (n != paddings[k]).unsqueeze(1)
+        rows.append(made.detach())
+        grads += torch.autograd.grad(made, leaves, drows[k].double())
+    return [*rows, *grads]
+
+
+@pytest.mark.parametrize("tables", [*([each] for each in SIZES), SIZES, SIZES[2:], SIZES[4:7]])
 @pytest.mark.parametrize("count", [1, 3])
-def test_rows_and_gradients_are_those_of_the_oracle(pairs, rows, columns, rank, count, threads):
+def test_rows_and_gradients_are_those_of_the_oracle(tables, count, threads):
     threads(count)
     torch.manual_seed(0)
-    drows, left, right, i, k = lookup_operands(pairs, rows, columns, rank)
-    exact = [each.double().requires_grad_() for each in (left, right)]
-    expected = (exact[0][i] @ exact[1][k].mT).reshape(pairs, columns[0] * columns[1])
-    grads = torch.autograd.grad(expected, exact, drows.double())
-    found = lookup.pair_rows(left, right, i, k), *lookup.pair_rows_backward(drows, left, right, i, k)
-    for one, other in zip(found, (expected.detach(), *grads), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
-
-
-def test_sums_do_not_depend_on_the_number_of_threads(threads):
-    torch.manual_seed(0)
-    operands = lookup_operands(5000, (60, 70), (4, 4), 21)
-    threads(1)
-    alone = lookup.pair_rows_backward(*operands)
-    for count in (2, 3, 7):
-        threads(count)
-        assert all(map(torch.equal, lookup.pair_rows_backward(*operands), alone))
-
-
-@pytest.mark.parametrize(("rank", "columns"), [(21, 700), (1, 1), (3, 300), (40, 257), (0, 4), (4, 0)])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_core_with_its_rank_last_and_its_gradients(rank, columns, gated, count, threads):
-    threads(count)
-    torch.manual_seed(0)
-    core, dright, gates = torch.randn(rank, columns), torch.randn(columns, rank), torch.randn(rank) if gated else None
-    exact = [each.double().requires_grad_() for each in ([core] if gates is None else [core, gates])]
-    expected = exact[0].t() if gates is None else (exact[0] * exact[1].unsqueeze(1)).t()
-    grads = torch.autograd.grad(expected, exact, dright.double())
-    found = lookup.rank_last(core, gates), *lookup.rank_last_backward(dright, core, gates)
-    for one, other in zip(found, (expected.detach(), *grads), strict=True):
+    operands = lookup_operands(tables)
+    found = lookup_rows_and_gradients(*operands)
+    for one, other in zip(found, exact_results(*operands), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("wrong", [-1, 3, 2**62])
-@pytest.mark.parametrize("which", [3, 4])
-def test_ids_of_no_row_are_refused(wrong, which):
-    operands = list(lookup_operands(5, (3, 3)))
-    operands[which][2] = wrong
-    for call in (lambda: lookup.pair_rows(*operands[1:]), lambda: lookup.pair_rows_backward(*operands)):
+@pytest.mark.parametrize(("rank", "rows", "columns"), [(21, 175, 4), (1, 1, 1), (3, 300, 1), (40, 257, 2), (9, 700, 7)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_cores_of_many_runs(rank, rows, columns, gated):
+    torch.manual_seed(0)
+    sizes = (900, (5, rows), (2, columns), rank)
+    operands = [operand[not gated :] for operand in lookup_operands([sizes] * (1 if gated else 2))]
+    found = lookup_rows_and_gradients(*operands)
+    for one, other in zip(found, exact_results(*operands), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-3)
+
+
+def test_sums_do_not_depend_on_the_number_of_threads_nor_on_other_tables(threads):
+    torch.manual_seed(0)
+    tables = [(5000, (60, 70), (4, 4), 21), (50, (3, 2), (2, 2), 3), (3000, (900, 1200), (2, 4), 8)]
+    operands = lookup_operands(tables)
+    threads(1)
+    alone = lookup_rows_and_gradients(*operands)
+    for count in (2, 3, 7, 16):
+        threads(count)
+        assert all(map(torch.equal, lookup_rows_and_gradients(*operands), alone))
+        by_table = [lookup_rows_and_gradients(*([each[k]] for each in operands)) for k in range(3)]
+        rows, grads = [found[0] for found in by_table], [grad for found in by_table for grad in found[1:]]
+        assert all(map(torch.equal, [*rows, *grads], alone))
+
+
+@pytest.mark.parametrize("wrong", [-1, 12, 2**62])
+@pytest.mark.parametrize("table", [0, 1, 2])
+def test_ids_of_no_row_are_refused(wrong, table):
+    operands = lookup_operands(((5, (3, 4), (2, 3), 7),) * 3)
+    drows, ids, lefts, rights, gates, *numbers = operands
+    made = [*lookup.pair_rows(ids, lefts, rights, gates, *numbers)[3:], None]
+    ids[table][2] = wrong
+    for call in (
+        lambda: lookup.pair_rows(ids, lefts, rights, gates, *numbers),
+        lambda: lookup.pair_rows_backward(drows, ids, lefts, rights, made, gates, *numbers, [True, True, False] * 3),
+    ):
         with pytest.raises(ValueError, match="expected numbers that fit each other"):
             call()
 
 
+def test_only_wanted_gradients_are_made():
+    torch.manual_seed(0)
+    drows, ids, lefts, rights, gates, *numbers = lookup_operands()
+    made = [*lookup.pair_rows(ids, lefts, rights, gates, *numbers)[3:], None]
+
+    def gradients(wanted):
+        return lookup.pair_rows_backward(drows, ids, lefts, rights, made, gates, *numbers, wanted)
+
+    every = [True, True, True, True, True, False, True, True, False]
+    names = [k for k, want in enumerate(every) if want]
+    of_all = dict(zip(names, gradients(every), strict=True))
+    for few in ([0], [1], [2], [3, 7], [], names):
+        found = gradients([k in few for k in range(9)])
+        assert all(map(torch.equal, found, [of_all[k] for k in few]))
+        assert len(found) == len(few)
+
+
+def tables_of(operands):
+    """What `pair_rows` takes, with leaves that need gradients."""
+    _, ids, *rest = operands
+    lefts, rights, gates = ([t if t is None else t.requires_grad_() for t in each] for each in rest[:3])
+    tables = [PairTable(*each) for each in zip(ids, lefts, rights, gates, *rest[3:], strict=True)]
+    return tables, [t for table in tables for t in table[1:4] if t is not None]
+
+
 def test_autograd_calls_the_kernel_unless_it_is_to_be_derived_again(monkeypatch):
     monkeypatch.setenv("COMERA_KERNELS", "lookup")
-    drows, left, right, i, k = lookup_operands(pairs=5)
-    left.requires_grad_()
-    right.requires_grad_()
+    operands = lookup_operands()
+    drows, (tables, leaves) = operands[0], tables_of(operands)
     with FlopCounterMode(display=False) as counter:
-        rows = pair_rows(i, k, left, right)
-        once = torch.autograd.grad(rows, (left, right), drows, retain_graph=True)
-    assert counter.get_total_flops() == 3 * 2 * 5 * 6 * 7
-    again = torch.autograd.grad(rows, (left, right), drows, create_graph=True)
+        rows = pair_rows(tables)
+        once = torch.autograd.grad(rows, leaves, drows, retain_graph=True)
+    assert counter.get_total_flops() == 3 * 2 * (5 * 6 * 7 + 6 * 6 * 5 + 5 * 4 * 3)
+    again = torch.autograd.grad(rows, leaves, drows, create_graph=True)
     torch.testing.assert_close(once, again)
     assert all(each.grad_fn is not None for each in again)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_so_it_does_for_a_core_with_its_rank_last(gated, monkeypatch):
-    monkeypatch.setenv("COMERA_KERNELS", "lookup")
-    core, dright, gates = torch.randn(3, 40), torch.randn(40, 3), torch.randn(3) if gated else None
-    leaves = [each.requires_grad_() for each in (core, gates) if each is not None]
-    right = rank_last(core, gates)
-    assert "RankLast" in type(right.grad_fn).__name__
-    once = torch.autograd.grad(right, leaves, dright, retain_graph=True)
-    again = torch.autograd.grad(right, leaves, dright.requires_grad_(), create_graph=True)
-    torch.testing.assert_close(once, again)
-    assert all(each.grad_fn is not None for each in again)
+def test_a_backward_through_some_tables_leaves_the_others_alone():
+    operands = lookup_operands()
+    drows, (tables, leaves) = operands[0], tables_of(operands)
+    rows = pair_rows(tables)
+    every = torch.autograd.grad(rows, leaves, drows, retain_graph=True)
+    for create_graph in (False, True):
+        found = torch.autograd.grad(
+            rows[1], leaves, drows[1], retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+        expected = [grad if 3 <= k < 5 else None for k, grad in enumerate(every)]
+        torch.testing.assert_close(found, expected)
+
+
+def test_changed_cores_cannot_be_derived():
+    tables, leaves = tables_of(lookup_operands())
+    rows = pair_rows(tables)
+    with torch.no_grad():
+        leaves[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rows[1].sum().backward()
 
 
 @pytest.mark.parametrize("kind", [TTMEmbedding, TTMEmbeddingBag])
@@ -140,7 +190,7 @@ def test_of_wide_rows_each_different_one_is_made_once(columns, monkeypatch):
     torch.manual_seed(0)
     layer, made = TTMEmbedding(ttm_spec(200_000, columns, order=2, rank=2)), []
     plain = lookup.pair_rows
-    monkeypatch.setattr(lookup, "pair_rows", lambda *operands: made.append(operands[2].numel()) or plain(*operands))
+    monkeypatch.setattr(lookup, "pair_rows", lambda *operands: made.append(operands[0][0].numel()) or plain(*operands))
     layer(torch.tensor([7, 3, 7, 7]))
     assert made == [4 if columns == REPEATED_COLUMNS else 2]
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from comera.ops import chunking, lookup_pairs, lookup_rows
 from comera.ops.lookup import ttm_bag, ttm_lookup
-from comera.ops.lookup_pairs import pair_rows
+from comera.ops.lookup_pairs import separate_rows
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import absorb, materialize
 
@@ -115,6 +115,6 @@ def test_rows_of_pairs_in_chunks_and_by_both_kinds_of_product(small, chunk, x, y
     i, k = torch.tensor([0, 2, 2, 5]), torch.tensor([3, 0, 1, 3])
     right_MYR = right.permute(1, 2, 0)
     exact = (left[i] @ right_MYR[k].mT).reshape(4, x * y)
-    assert_equal(pair_rows(i, k, left, right_MYR), exact, [left, right])
-    assert pair_rows(i[:0], k[:0], left, right_MYR).shape == (0, x * y)
-    assert torch.autograd.gradgradcheck(lambda a, b: pair_rows(i, k, a, b.permute(1, 2, 0)), (left, right))
+    assert_equal(separate_rows(i, k, left, right_MYR), exact, [left, right])
+    assert separate_rows(i[:0], k[:0], left, right_MYR).shape == (0, x * y)
+    assert torch.autograd.gradgradcheck(lambda a, b: separate_rows(i, k, a, b.permute(1, 2, 0)), (left, right))

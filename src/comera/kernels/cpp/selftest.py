@@ -209,20 +209,27 @@ def _merge(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
 
 
 def _lookup(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
-    for x, y in ((3, 2), (5, 16)):  # narrow rows and wide ones
-        left, right = torch.randn(inputs, x, rank), torch.randn(outputs, y, rank)
-        i, k, drows = torch.randint(inputs, (batch,)), torch.randint(outputs, (batch,)), torch.randn(batch, x * y)
-        values, grads = _reference(partial(_pairs, i, k), [left, right], [drows])
-        yield "pair_rows", [lookup.pair_rows(left, right, i, k)], values
-        yield "pair_rows_backward", lookup.pair_rows_backward(drows, left, right, i, k), grads
-    core, gates, dright = torch.randn(rank, outputs), torch.randn(rank), torch.randn(outputs, rank)
-    values, grads = _reference(lambda core, gates: [core.t() * gates], [core, gates], [dright])
-    yield "rank_last", [lookup.rank_last(core, gates)], values
-    yield "rank_last_backward", lookup.rank_last_backward(dright, core, gates), grads
+    lefts, rights, ids, drows = [], [], [], []
+    for x, y in ((3, 2), (5, 16)):  # narrow rows and wide ones; R as a core and as it is read
+        lefts.append(torch.randn(inputs, x, rank))
+        rights.append(torch.randn(rank, outputs, 1, y) if y == 2 else torch.randn(outputs, y, rank))
+        ids.append(torch.randint(inputs * outputs, (batch,)))
+        drows.append(torch.randn(batch, x * y))
+    gates = torch.randn(rank)
+    values, grads = _reference(partial(_pairs, ids), [*lefts, *rights, gates], drows)
+    given, numbers = [ids, lefts, rights], [[inputs * outputs] * 2, [-1] * 2, [-9.0] * 2]
+    *rows, made = lookup.pair_rows(*given, [gates, None], *numbers)
+    yield "pair_rows", rows, values
+    wanted = [True, True, True, True, True, False]
+    found = lookup.pair_rows_backward(drows, *given, [made, None], [gates, None], *numbers, wanted)
+    yield "pair_rows_backward", [found[k] for k in (0, 3, 1, 4, 2)], grads
 
 
-def _pairs(i: Tensor, k: Tensor, left: Tensor, right: Tensor) -> list[Tensor]:
-    return [(left[i] @ right[k].mT).flatten(1)]
+def _pairs(ids: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
+    left, other, core, right, gates = tensors
+    rights = [torch.einsum("rmny,r->myr", core, gates), right]
+    parts = zip(ids, (left, other), rights, strict=True)
+    return [(left[n // len(right)] @ right[n % len(right)].mT).flatten(1) for n, left, right in parts]
 
 
 def _optimizer(batch: int, inputs: int, outputs: int, rank: int) -> _Found:

@@ -1,21 +1,24 @@
-// Rows of a table that is the product of two parts L and R, and the gradients of these (ops/lookup_pairs.py). Of the pair
-// (i, k):
+// Rows of tables, each the product of two parts L and R, and the gradients of these (ops/lookup_cpp.py): all tables of a
+// model in one call. Of the id n
 //
-//     row = L[i] R[k]ᵀ   (X × r)(r × Y)        backward   ∂L[i] += ∂row R[k],   ∂R[k] += ∂rowᵀ L[i]
+//     row = L[i] R[k]ᵀ   (X × r)(r × Y),   n = i · M_R + k      backward   ∂L[i] += ∂row R[k],   ∂R[k] += ∂rowᵀ L[i]
 //
 // A row takes some hundred multiplications. What batched matrix products need around them took several times as long:
-// the different pairs to be found, operands gathered, results scattered. Here one pass over the pairs does all. Of narrow
+// the different pairs to be found, operands gathered, results scattered. Here one pass over the ids does all. Of narrow
 // rows, W elements at a time: their sums over the ranks stay vectors to the end, where they are added together, log2 W
 // steps for all of them; one by one this took longer than the multiplications. For wide rows R[k] is transposed first, so
 // that the elements of a row are contiguous in the products (products.h): 3 times as fast for rows of 16 x 48 from rank 30.
 //
-// In the backward every thread goes over all pairs and adds to its own rows of ∂L and ∂R alone, in the order of the pairs:
-// sums do not depend on the number of threads. Rejected: one ∂L and ∂R a thread, summed in the end, which takes as long as
-// the rest where a table is large and a batch small.
-//
-// R comes from a core (r, K) whose ranks are first, and takes the gates between L and R:
+// R may come as a core (r, K) whose ranks are first, with gates between L and R, one at or below its threshold counted as 0:
 //
 //     R[k, q] = core[q, k] g[q]                backward   ∂core[q, k] = ∂R[k, q] g[q],   ∂g[q] = Σ_k ∂R[k, q] core[q, k]
+//
+// Threads share the forward in chunks of ids of one table, the backward in parts: ∂L or ∂R of a table, or every so many
+// runs of its rows where one table is a large part of all work. A part goes over all ids of its table and adds to its own
+// rows alone, in the order of the ids; ∂g is summed run by run. So sums do not depend on the number of threads. The largest
+// parts first, of which each is at most an even share: the last thread is done at most a third later than by an even split.
+// Rejected: one ∂L and ∂R a thread, summed in the end, which takes as long as the rest where a table is large and a batch
+// small; a call for each table, whose threads meet twice for a hundredth of the work.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -28,23 +31,60 @@
 namespace {
 
 constexpr long WORK = 1 << 15;  // multiplications; fewer are not worth a thread
-constexpr long SHARE = 16;      // consecutive rows that one thread owns: two threads seldom write to one cache line
+constexpr long LEAST_RUN = 16;  // consecutive rows of one owner: two threads seldom write to one cache line
 constexpr long COLUMNS = 256;   // of a core that are transposed at a time
+constexpr long RUNS = 32;       // of a table at least, where its rows allow it: they are shared evenly
 
-// Six words from Python. left_rows, right_rows: of L (left_rows, x, rank) and R (right_rows, y, rank).
-struct Sizes {
-    long pairs, left_rows, right_rows, x, y, rank;
+// Eighteen words from Python. Of L (left_rows, x, rank) and R (right_rows, y, rank).
+struct Table {
+    const int64_t* ids;  // `pairs` of them, `stride` apart, each below `limit`; the row of `padding` is zero
+    long stride, pairs, limit, padding;
+    long left_rows, right_rows, x, y, rank;
+    const float *left, *core, *gates;  // no core: R is given; no gates: they are one
+    float *right, *rows;               // R: made of the core in the forward; rows: their gradients in the backward
+    float *dleft, *dright, *dgates;    // null where they are not wanted; ∂R is in the layout of the core, where there is one
 
     long row() const { return x * y; }
     bool wide() const { return x >= 4 && y % W == 0 && rank >= W; }
-    int useful(Threads threads) const { return (int)std::min((long)threads, pairs * row() * rank / WORK + 1); }
+    long multiplications() const { return pairs * row() * rank; }
+    long columns() const { return right_rows * y; }
 };
 
-void check(const Sizes& sizes, const int64_t* i, const int64_t* k) {
-    for (long u = 0; u < sizes.pairs; ++u)
-        if ((uint64_t)i[u] >= (uint64_t)sizes.left_rows || (uint64_t)k[u] >= (uint64_t)sizes.right_rows)
-            throw std::invalid_argument("no such row");
+// A table with what is the same for all its ids.
+struct Lookup : Table {
+    std::vector<float> factors;  // the gates, 0 where they are pruned
+    std::vector<char> pruned;
+    std::vector<float> sums;  // of ∂g, run by run
+
+    Lookup(const Table& table, float threshold) : Table(table) {
+        for (long q = 0; gates && q < rank; ++q) {
+            pruned.push_back(gates[q] <= threshold);
+            factors.push_back(pruned.back() ? 0.0f : gates[q]);
+        }
+    }
+    // Consecutive rows of R or L, each `size` long, that have one owner: some COLUMNS of a core, unless runs were few.
+    static long run(long rows, long size) {
+        const long most = std::max(1l, COLUMNS / (LEAST_RUN * std::max(1l, size)));
+        return LEAST_RUN * std::clamp(rows / (RUNS * LEAST_RUN), 1l, most);
+    }
+    // The rows of L and R that an id stands for; false for one whose row is zero, and `wrong` where there is no such row.
+    bool find(long n, long& i, long& k, bool& wrong) const {
+        const int64_t id = ids[n * stride];
+        if ((uint64_t)id >= (uint64_t)limit) return wrong = true, false;
+        if (id >> 32) i = id / right_rows, k = id % right_rows;  // a division of 64 bits takes several times as long
+        else i = (uint32_t)id / (uint32_t)right_rows, k = (uint32_t)id % (uint32_t)right_rows;
+        return id != padding;
+    }
+};
+
+std::vector<Lookup> lookups(long count, const Table* tables, const float* thresholds) {
+    std::vector<Lookup> all;
+    all.reserve(count);
+    for (long t = 0; t < count; ++t) all.emplace_back(tables[t], thresholds[t]);
+    return all;
 }
+
+int useful(long work, int threads) { return (int)std::min((long)threads, work / WORK + 1); }
 
 // Products whose sum is that of a and b.
 INLINE inline Vec products(long count, const float* a, const float* b) {
@@ -67,14 +107,14 @@ INLINE inline Vec totals(Vec* x) {
     return x[0];
 }
 
-void write_row(const Sizes& sizes, const float* left, const float* right, float* row) {
+void write_row(const Table& t, const float* left, const float* right, float* row) {
     long x = 0, y = 0;
-    for (long first = 0; first < sizes.row(); first += W) {
-        const long count = std::min((long)W, sizes.row() - first);
+    for (long first = 0; first < t.row(); first += W) {
+        const long count = std::min((long)W, t.row() - first);
         Vec sums[W] = {};
         for (long j = 0; j < count; ++j) {
-            sums[j] = products(sizes.rank, left + x * sizes.rank, right + y * sizes.rank);
-            if (++y == sizes.y) ++x, y = 0;
+            sums[j] = products(t.rank, left + x * t.rank, right + y * t.rank);
+            if (++y == t.y) ++x, y = 0;
         }
         const Vec elements = totals<W / 2>(sums);
         if (count == W) store(row + first, elements);
@@ -83,12 +123,10 @@ void write_row(const Sizes& sizes, const float* left, const float* right, float*
 }
 
 // transposed: room for R[k]ᵀ (rank, y).
-void write_wide_row(const Sizes& sizes, const float* left, const float* right, float* transposed, float* row) {
-    transpose(sizes.y, sizes.rank, right, sizes.rank, transposed, sizes.y);
-    product(sizes.x, sizes.y, sizes.rank, {left, sizes.rank, 1}, transposed, sizes.y, row, sizes.y, false);
+void write_wide_row(const Table& t, const float* left, const float* right, float* transposed, float* row) {
+    transpose(t.y, t.rank, right, t.rank, transposed, t.y);
+    product(t.x, t.y, t.rank, {left, t.rank, 1}, transposed, t.y, row, t.y, false);
 }
-
-thread_local Workspace threads_workspace;
 
 // One vector, or the first `count` of one, of M rows of ∂ (m, ·) += d (m, n) b (n, ·): rows of ∂ and b are `rank` apart.
 template <int M, bool PART>
@@ -126,12 +164,6 @@ void add_product(long m, long n, long rank, const float* d, long row, long colum
     if (c < rank) add_column<true>(m, n, rank, rank - c, d, row, column, b + c, gradient + c);
 }
 
-// Zeros in the rows, `size` long, that a share of the threads owns.
-void clear(long rows, long size, int share, int shares, float* to) {
-    for (long first = share * SHARE; first < rows; first += shares * SHARE)
-        std::fill_n(to + first * size, std::min(SHARE, rows - first) * size, 0.0f);
-}
-
 // x[c] *= by(c, n) for n elements from c on, vector by vector.
 template <class By>
 INLINE inline void scale(long count, float* x, By by) {
@@ -140,94 +172,175 @@ INLINE inline void scale(long count, float* x, By by) {
     if (c < count) store_part(x + c, load_part(x + c, count - c) * by(c, count - c), count - c);
 }
 
+// R from the columns [first, first + count) of the core.
+void transpose_core(const Lookup& t, long first, long count) {
+    float* const rows = t.right + first * t.rank;
+    transpose(t.rank, count, t.core + first, t.columns(), rows, t.rank);
+    const float* const g = t.factors.data();
+    for (long k = 0; t.gates && k < count; ++k)
+        scale(t.rank, rows + k * t.rank, [=](long q, long n) { return n == W ? load(g + q) : load_part(g + q, n); });
+}
+
+// Rows of the ids from `first` to `end`. transposed: room for R[k]ᵀ (rank, y) where rows are wide.
+void write_rows(const Lookup& t, long first, long end, float* transposed, bool& wrong) {
+    for (long n = first, i, k; n < end; ++n) {
+        float* const row = t.rows + n * t.row();
+        if (!t.find(n, i, k, wrong)) {
+            std::fill_n(row, t.row(), 0.0f);
+            continue;
+        }
+        const float *const l = t.left + i * t.x * t.rank, *const r = t.right + k * t.y * t.rank;
+        if (t.wide()) write_wide_row(t, l, r, transposed, row);
+        else write_row(t, l, r, row);
+    }
+}
+
+// What one thread does in the backward: ∂L or ∂R of a table, of every `shares`-th run of rows.
+struct Part {
+    Lookup* table;
+    bool left;
+    long work, share, shares;
+
+    long rows() const { return left ? table->left_rows : table->right_rows; }
+    long size() const { return left ? table->x : table->y; }  // of a row, times the rank
+    long run() const { return Lookup::run(rows(), size()); }
+    long runs() const { return (rows() + run() - 1) / run(); }
+    // body(number of the run, its first row, its rows) for its own runs.
+    template <class Body>
+    void for_runs(Body body) const {
+        for (long at = share; at < runs(); at += shares) body(at, at * run(), std::min(run(), rows() - at * run()));
+    }
+};
+
+// Rows must be cleared as well, which takes about as long for an element as a multiplication.
+long work_of(const Part& part) { return part.table->multiplications() + part.rows() * part.size() * part.table->rank; }
+
+std::vector<Part> parts_of(std::vector<Lookup>& tables, int threads) {
+    std::vector<Part> whole, parts;
+    long total = 0;
+    for (Lookup& t : tables)
+        for (const bool left : {true, false})
+            if (left ? t.dleft : t.dright) {
+                whole.push_back({&t, left, 0, 0, 1});
+                total += whole.back().work = work_of(whole.back());
+                if (!left && t.gates) t.sums.resize(whole.back().runs() * t.rank);
+            }
+    for (Part part : whole) {
+        part.shares = std::clamp((part.work * threads + total - 1) / std::max(1l, total), 1l, std::max(1l, part.runs()));
+        part.work /= part.shares;
+        for (part.share = 0; part.share < part.shares; ++part.share) parts.push_back(part);
+    }
+    std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.work > b.work; });
+    return parts;
+}
+
+// Adds to the rows of ∂L or ∂R, which `gradient` holds with their ranks last, what the ids contribute.
+void add_gradients(const Part& part, float* gradient, bool& wrong) {
+    const Lookup& t = *part.table;
+    const long row = part.size() * t.rank, run = part.run();
+    part.for_runs([=](long, long first, long rows) { std::fill_n(gradient + first * row, rows * row, 0.0f); });
+    for (long n = 0, i, k; n < t.pairs; ++n) {
+        if (!t.find(n, i, k, wrong)) continue;
+        const long own = part.left ? i : k;
+        if (part.shares > 1 && own / run % part.shares != part.share) continue;
+        const float* const d = t.rows + n * t.row();
+        if (part.left) add_product(t.x, t.y, t.rank, d, t.y, 1, t.right + k * t.y * t.rank, gradient + own * row);
+        else add_product(t.y, t.x, t.rank, d, 1, t.y, t.left + i * t.x * t.rank, gradient + own * row);
+    }
+}
+
+// ∂core and the sums of ∂g from the rows of ∂R.
+void through_core(const Part& part, const float* gradient) {
+    Lookup& t = *part.table;
+    const long columns = t.columns();
+    part.for_runs([&](long at, long first_row, long rows) {
+        const long first = first_row * t.y, count = rows * t.y;
+        transpose(count, t.rank, gradient + first * t.rank, t.rank, t.dright + first, columns);
+        for (long q = 0; t.gates && q < t.rank; ++q) {
+            float* const d = t.dright + q * columns + first;
+            const Vec parts = products(count, d, t.core + q * columns + first);
+            float sum = 0;
+            for (int j = 0; j < W; ++j) sum += parts[j];
+            t.sums[at * t.rank + q] = sum;
+            const Vec gate = splat(t.factors[q]);
+            scale(count, d, [=](long, long) { return gate; });
+        }
+    });
+}
+
+void add_up_gates(const Lookup& t) {
+    std::fill_n(t.dgates, t.rank, 0.0f);
+    for (long at = 0; at < (long)t.sums.size(); at += t.rank)
+        for (long q = 0; q < t.rank; ++q) t.dgates[q] += t.pruned[q] ? 0.0f : t.sums[at + q];
+}
+
+// Rows of a core that one thread transposes, or ids whose rows it makes.
+struct Chunk {
+    const Lookup* table;
+    long first, end;
+};
+
+void cut(std::vector<Chunk>& chunks, const Lookup& table, long count, long size) {
+    for (long first = 0; first < count; first += size) chunks.push_back({&table, first, std::min(first + size, count)});
+}
+
+thread_local Workspace threads_workspace;
+
 }  // namespace
 
 extern "C" {
 
-// left, right: L and R. i, k: the row of each pair there. rows (pairs, x, y).
-int pair_rows(const Sizes* given, const float* left, const float* right, const int64_t* i, const int64_t* k, float* rows,
-              Threads threads) {
-    return status([=] {
-        const Sizes sizes = *given;
-        check(sizes, i, k);
-        const int useful = sizes.useful(threads);
-        Workspace& workspace = threads_workspace;
-        if (sizes.wide()) workspace.reserve(useful, sizes.rank * sizes.y);
-#pragma omp parallel for schedule(static) num_threads(useful)
-        for (long u = 0; u < sizes.pairs; ++u) {
-            const float *const l = left + i[u] * sizes.x * sizes.rank, *const r = right + k[u] * sizes.y * sizes.rank;
-            float* const row = rows + u * sizes.row();
-            if (sizes.wide()) write_wide_row(sizes, l, r, workspace.own(), row);
-            else write_row(sizes, l, r, row);
+// Rows (pairs, x, y) of every table, and R of those that have a core.
+int pair_rows(long count, const Table* given, const float* thresholds, Threads threads) {
+    return status([=, &workspace = threads_workspace] {
+        const std::vector<Lookup> tables = lookups(count, given, thresholds);
+        std::vector<Chunk> cores, ids;
+        long work = 0, scratch = 0;
+        for (const Lookup& t : tables) {
+            if (t.core) cut(cores, t, t.columns(), COLUMNS), work += t.columns() * t.rank;
+            cut(ids, t, t.pairs, std::max(1l, WORK / std::max(1l, t.row() * t.rank))), work += t.multiplications();
+            if (t.wide()) scratch = std::max(scratch, t.rank * t.y);
         }
+        const int used = useful(work, threads);
+        workspace.reserve(used, scratch);
+        bool wrong = false;
+#pragma omp parallel num_threads(used)
+        {
+#pragma omp for schedule(dynamic)
+            for (const Chunk& chunk : cores) transpose_core(*chunk.table, chunk.first, chunk.end - chunk.first);
+#pragma omp for schedule(dynamic) reduction(|| : wrong)
+            for (const Chunk& chunk : ids) write_rows(*chunk.table, chunk.first, chunk.end, workspace.own(), wrong);
+        }
+        if (wrong) throw std::invalid_argument("no such row");
     });
 }
 EXPORT(pair_rows);
 
-// drows (pairs, x, y) of rows; dleft, dright: of L and R, all of which is written.
-int pair_rows_backward(const Sizes* given, const float* drows, const float* left, const float* right, const int64_t* i,
-                       const int64_t* k, float* dleft, float* dright, Threads threads) {
-    return status([=] {
-        const Sizes sizes = *given;
-        check(sizes, i, k);
-        const int shares = sizes.useful(threads);
-#pragma omp parallel for schedule(static) num_threads(shares)
-        for (int share = 0; share < shares; ++share) {
-            clear(sizes.left_rows, sizes.x * sizes.rank, share, shares, dleft);
-            clear(sizes.right_rows, sizes.y * sizes.rank, share, shares, dright);
-            for (long u = 0; u < sizes.pairs; ++u) {
-                const long l = i[u] * sizes.x * sizes.rank, r = k[u] * sizes.y * sizes.rank;
-                const float* const d = drows + u * sizes.row();
-                if (i[u] / SHARE % shares == share)
-                    add_product(sizes.x, sizes.y, sizes.rank, d, sizes.y, 1, right + r, dleft + l);
-                if (k[u] / SHARE % shares == share)
-                    add_product(sizes.y, sizes.x, sizes.rank, d, 1, sizes.y, left + l, dright + r);
-            }
+// Gradients of L, of R or its core, and of the gates, all of which are written where they are wanted.
+int pair_rows_backward(long count, const Table* given, const float* thresholds, Threads threads) {
+    return status([=, &workspace = threads_workspace] {
+        std::vector<Lookup> tables = lookups(count, given, thresholds);
+        long work = 0, scratch = 0;
+        for (const Lookup& t : tables) {
+            work += t.multiplications();
+            if (t.core && t.dright) scratch = std::max(scratch, t.columns() * t.rank);
         }
+        const int used = useful(2 * work, threads);
+        const std::vector<Part> parts = parts_of(tables, used);
+        workspace.reserve(used, scratch);
+        bool wrong = false;
+#pragma omp parallel for schedule(dynamic) num_threads(used) reduction(|| : wrong)
+        for (const Part& part : parts) {
+            const Lookup& t = *part.table;
+            const bool through = !part.left && t.core;
+            float* const gradient = through ? workspace.own() : part.left ? t.dleft : t.dright;
+            add_gradients(part, gradient, wrong);
+            if (through) through_core(part, gradient);
+        }
+        if (wrong) throw std::invalid_argument("no such row");
+        for (const Lookup& t : tables)
+            if (t.dgates) add_up_gates(t);
     });
 }
 EXPORT(pair_rows_backward);
-
-// right (columns, rank) of core (rank, columns) and gates (rank), or null for gates of one.
-int rank_last(long rank, long columns, const float* core, const float* gates, float* right, Threads threads) {
-    return status([=] {
-#pragma omp parallel for schedule(static) num_threads((int)std::min((long)threads, rank * columns / WORK + 1))
-        for (long first = 0; first < columns; first += COLUMNS) {
-            const long count = std::min(COLUMNS, columns - first);
-            float* const rows = right + first * rank;
-            transpose(rank, count, core + first, columns, rows, rank);
-            for (long k = 0; gates && k < count; ++k)
-                scale(rank, rows + k * rank, [=](long q, long n) { return n == W ? load(gates + q) : load_part(gates + q, n); });
-        }
-    });
-}
-EXPORT(rank_last);
-
-// Gradients dcore (rank, columns) and dgates (rank) from dright (columns, rank); dgates is null where gates are.
-int rank_last_backward(long rank, long columns, const float* dright, const float* core, const float* gates, float* dcore,
-                       float* dgates, Threads threads) {
-    return status([=] {
-        const long tiles = (columns + COLUMNS - 1) / COLUMNS;
-        std::vector<float> sums(gates ? tiles * rank : 0);  // of each tile, added in their order
-#pragma omp parallel for schedule(static) num_threads((int)std::min((long)threads, rank * columns / WORK + 1))
-        for (long tile = 0; tile < tiles; ++tile) {
-            const long first = tile * COLUMNS, count = std::min(COLUMNS, columns - first);
-            transpose(count, rank, dright + first * rank, rank, dcore + first, columns);
-            for (long q = 0; gates && q < rank; ++q) {
-                float* const d = dcore + q * columns + first;
-                const Vec parts = products(count, d, core + q * columns + first);
-                float sum = 0;
-                for (int j = 0; j < W; ++j) sum += parts[j];
-                sums[tile * rank + q] = sum;
-                const Vec gate = splat(gates[q]);
-                scale(count, d, [=](long, long) { return gate; });
-            }
-        }
-        for (long q = 0; gates && q < rank; ++q) {
-            dgates[q] = 0;
-            for (long tile = 0; tile < tiles; ++tile) dgates[q] += sums[tile * rank + q];
-        }
-    });
-}
-EXPORT(rank_last_backward);
 }
