@@ -1,10 +1,11 @@
-"""Compressed layers: drop-ins for `nn.Linear`, convolutions and tables; the size of a model."""
+"""Compressed layers: drop-ins for `nn.Linear`, convolutions and tables; lookups of many tables; the size of a model."""
 
 from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.packed import CompressedParameter
 from comera.nn.size import ModelSize, model_size
+from comera.nn.tables import lookup_tables
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "TTMEmbeddingBag",
     "TTMProjection",
     "TensorTrain",
+    "lookup_tables",
     "model_size",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from comera.errors import SpecError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.ops.lookup import ttm_bag, ttm_lookup
+from comera.ops.lookup import LookupTable, ttm_bag, ttm_lookup
 from comera.ops.projection import ttm_linear
 from comera.tt.dense import zero_row
 from comera.tt.spec import TTMSpec
@@ -81,6 +81,15 @@ class TTMTable(_TTMLayer):
         """Columns of the table."""
         return self.spec.embedding_dim
 
+    def lookup_table(self, name: str) -> LookupTable:
+        """The table as `ttm_lookups` takes it. name: how an error calls it."""
+        cores, gates = self.tt.tensors
+        return LookupTable(self.spec, cores, gates, self.padding_idx, self.tt.threshold, name)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """The layer's output, for rows of its tensor train."""
+        return rows
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}{self._padding_repr()}"
 
@@ -110,8 +119,11 @@ class TTMEmbedding(TTMTable):
         return cls(tt, dense.padding_idx)
 
     def forward(self, input: Tensor) -> Tensor:
-        cores, gates, scale = list(self.tt.cores), self.tt.gates(), self.embed_scale
-        rows = ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx)
+        cores, gates = list(self.tt.cores), self.tt.gates()
+        return self.scaled(ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx))
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        scale = self.embed_scale
         if isinstance(scale, Tensor):
             return rows * scale.to(rows.dtype)
         return rows if scale == 1.0 else rows * scale

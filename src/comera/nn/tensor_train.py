@@ -282,6 +282,12 @@ def _entries(listed: nn.ParameterList) -> list[Tensor]:
     return list(listed._parameters.values()) or list(listed)  # type: ignore[arg-type]
 
 
+def is_plain(tt: TensorTrain) -> bool:
+    """Whether its tensors are its parameters, or others put in their place, and nothing makes them at each access, as
+    parametrizations do."""
+    return type(tt) is TensorTrain and type(tt.cores) is nn.ParameterList and type(tt.rank_params) is _Gates
+
+
 class CompressedLayer(nn.Module):
     """Base class of the layers around a tensor train `tt`; layers tied to each other hold the same one.
 

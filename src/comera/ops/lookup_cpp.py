@@ -57,12 +57,15 @@ class _PairRows(torch.autograd.Function):
         every = _tables(numbers, tensors)
         rows_and_made = lookup.pair_rows(*_columns(every))
         ctx.save_for_backward(*tensors, *rows_and_made[len(every) :])
-        return tuple(rows_and_made[: len(every)])
+        wants = ctx.needs_input_grad[1:]
+        rows = rows_and_made[: len(every)]
+        ctx.mark_non_differentiable(*(each for k, each in enumerate(rows) if not any(wants[4 * k : 4 * k + 4])))
+        return tuple(rows)
 
     @staticmethod
     def backward(ctx: Any, *drows: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = 4 * len(ctx.numbers)
-        tables, left_over = _tables(ctx.numbers, ctx.saved_tensors[:count]), iter(ctx.saved_tensors[count:])
+        saved, count = ctx.saved_tensors, 4 * len(ctx.numbers)
+        tables, left_over = _tables(ctx.numbers, saved[:count]), iter(saved[count:])
         made = [next(left_over) if table.right.ndim == 4 else None for table in tables]
         wanted = list(ctx.needs_input_grad[1:])
         for k, drows_ND in enumerate(drows):

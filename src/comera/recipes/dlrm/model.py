@@ -16,6 +16,7 @@ from torch.nn.utils import skip_init
 from comera.baselines.embedding_tables import SmallerTable
 from comera.errors import ConfigError
 from comera.nn.linear import CompressedLinear
+from comera.nn.tables import lookup_tables
 from comera.nn.tensor_train import CompressedLayer
 
 # Of a compressed table: the gradient of a core is a product of the other cores, and for millions of rows the published
@@ -84,7 +85,7 @@ class DLRM(nn.Module):
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         x_BD = self.bottom(dense)
-        rows = [table(ids_B.unsqueeze(1)) for table, ids_B in zip(self.tables, ids.unbind(1), strict=True)]
+        rows = lookup_tables(list(self.tables), ids.unsqueeze(2).unbind(1))  # bags of one id
         vectors_BVD = torch.stack([x_BD, *rows], 1)
         count = len(rows) + 1
         left, right = torch.tril_indices(count, count, offset=-1, device=ids.device)

@@ -18,7 +18,7 @@
 // rows alone, in the order of the ids; ∂g is summed run by run. So sums do not depend on the number of threads. The largest
 // parts first, of which each is at most an even share: the last thread is done at most a third later than by an even split.
 // Rejected: one ∂L and ∂R a thread, summed in the end, which takes as long as the rest where a table is large and a batch
-// small; a call for each table, whose threads meet twice for a hundredth of the work.
+// small; a call for each table, where threads meet for some ten microseconds of work.
 #include <algorithm>
 #include <cstdint>
 #include <vector>

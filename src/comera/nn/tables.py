@@ -1,0 +1,93 @@
+"""All of a model's tables in one lookup: of the compressed ones in one call of the kernel each way, not one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from comera.errors import DataError
+from comera.kernels.tracing import traced
+from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMTable
+from comera.nn.tensor_train import is_plain
+from comera.ops.lookup import ttm_lookups
+
+
+def lookup_tables(tables: Sequence[Callable[[Tensor], Tensor]], ids: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """The rows of many tables for one batch: of each what it returns itself, to the bit.
+
+    A recommendation model has some dozen tables. Called one by one, each compressed one takes its own checks, nodes of
+    autograd and meetings of threads, which take longer than its rows; here one operation makes the rows of all that are
+    in float32 on the CPU. Every other table is called as it is: dense and hooked ones, subclasses, and all of them
+    under torch.compile.
+
+    Args:
+        tables: `TTMEmbedding`, `TTMEmbeddingBag`, `nn.Embedding`, `nn.EmbeddingBag` or anything else that makes rows
+            (B, D) of ids (B,). Bags get their ids as (B, 1).
+        ids: int32 or int64, (B, tables), or for each table one tensor (B,). One that is (B, 1) is passed on as it is:
+            so a wrapper or a module of your own gets bags of one id.
+
+    Returns:
+        The rows of each table, (B, D), in the dtype of its parameters. Of ids (B, 1) what the table returns for these:
+        bags (B, D), other tables of ours and of torch (B, 1, D).
+
+    Raises:
+        DataError: ids that do not fit the tables.
+        IdError: an id outside of its table; which table is counted from 0. On an accelerator and under torch.compile
+            this is a device-side assertion.
+        TypeError: ids of another dtype.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn import TTMEmbeddingBag, lookup_tables
+        >>> from comera.tt import ttm_spec
+        >>> users, items = (TTMEmbeddingBag(ttm_spec(rows, 16, order=2, rank=8)) for rows in (1_000_000, 40_000))
+        >>> days = torch.nn.EmbeddingBag(7, 16, mode="sum")
+        >>> ids = torch.tensor([[999_999, 17, 6], [3, 39_999, 0]])  # two samples, three tables
+        >>> torch.stack(lookup_tables([users, items, days], ids), 1).shape
+        torch.Size([2, 3, 16])
+
+    Source: docs/method.md §5.
+    """
+    columns = _columns(ids, len(tables))
+    one_by_one = traced() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    together = {} if one_by_one else {k: table for k, table in enumerate(tables) if _is_ours(table)}
+    of_ours = [table.lookup_table(f"table {k}") for k, table in together.items()]
+    of_bags = {k: columns[k].flatten() for k, table in together.items() if isinstance(table, TTMEmbeddingBag)}
+    made = iter(ttm_lookups([of_bags.get(k, columns[k]) for k in together], of_ours))
+    return [
+        together[k].scaled(next(made)) if k in together else _rows(table, columns[k]) for k, table in enumerate(tables)
+    ]
+
+
+def _columns(ids: Tensor | Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    """The ids of each table, (B,) or (B, 1)."""
+    if isinstance(ids, Tensor):
+        if ids.dim() != 2 or ids.shape[1] != count:
+            raise DataError(
+                f"expected ids (batch, {count}), a column for each table, got ids of shape {list(ids.shape)}"
+            )
+        return ids.unbind(1)
+    if len(ids) != count or any(each.dim() != 1 and each.shape[1:] != (1,) for each in ids):
+        came = f"{len(ids)} of shapes {[list(each.shape) for each in ids]}"
+        raise DataError(f"expected {count} tensors of ids (batch,) or (batch, 1), one for each table, got {came}")
+    return ids
+
+
+def _rows(table: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    """What a table itself returns."""
+    is_bag = isinstance(table, nn.EmbeddingBag | TTMEmbeddingBag)
+    return table(ids.unsqueeze(1) if is_bag and ids.dim() == 1 else ids)
+
+
+def _is_ours(table: object) -> TypeGuard[TTMTable]:
+    """Whether a call of a table does no more than to look up rows of its tensor train."""
+    if not isinstance(table, TTMTable) or type(table) not in (TTMEmbedding, TTMEmbeddingBag):
+        return False
+    hooked = table._forward_hooks or table._forward_pre_hooks or table._backward_hooks or table._backward_pre_hooks
+    if hooked or _has_any_global_hook() or table._compiled_call_impl is not None or "forward" in vars(table):
+        return False
+    return is_plain(table.tt)
