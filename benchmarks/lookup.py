@@ -5,9 +5,12 @@
     plain         every id gathers its slice of each core and multiplies them core by core, under autograd
     dense         nn.EmbeddingBag with a gradient of the whole table
     dense sparse  nn.EmbeddingBag(sparse=True), whose optimizer must support sparse gradients
+    one call      ten tables by lookup_tables
+    ten calls     the same tables one by one
 
 Tables of order 4 and rank 32, float32: 10 M rows of 64 in bags of 10 ids, and one of Criteo's large Kaggle tables
 with one id per bag; BERT's table of rank 30, whose vectors are not full. Ids uniform or by a power law (exponent 1.05).
+The ten tables are Criteo's largest, of order 2 and rank 16, with one id per bag.
 The sides alternate in one process, the slow ones less often. The added peak is the most that one step holds beyond the
 table and its ids.
 
@@ -22,14 +25,15 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from common import about, write
 from torch import Tensor, nn
 
 from comera.kernels import select
-from comera.nn import TTMEmbeddingBag
+from comera.nn import TTMEmbeddingBag, lookup_tables
+from comera.recipes.dlrm.criteo import KAGGLE_TABLES
 from comera.trainer.memory import MemoryMeter
 from comera.tt.shapes import ttm_spec
 
@@ -40,6 +44,7 @@ CASES = [
     (8_351_593, 128, 32, 10_000, 1),
     (30_522, 768, 30, 4_096, 1),
 ]
+TABLES, BATCHES = sorted(KAGGLE_TABLES)[-10:], (128, 2048)  # of the ten tables
 LEAST, MOST = 2, 21  # measured steps per side
 
 
@@ -71,12 +76,57 @@ def main() -> None:
                     "times_plain": f"{times['plain'][1] / median:.1f}",
                     "times_dense": f"{times['dense'][1] / median:.1f}",
                     "times_sparse": f"{times['dense sparse'][1] / median:.2f}",
+                    "times_ten_calls": "",
                     "added_peak_MB": f"{memory[name] / 1e6:.0f}",
                 }
                 rows.append({**row, **about()})
                 print(" ".join(map(str, row.values())), flush=True)
         del sides, steps
+    rows += ten_tables(options.seconds)
     write("lookup", rows)
+
+
+def ten_tables(seconds: float) -> list[dict[str, object]]:
+    """Rows of the results for many tables, by one call and one by one."""
+    torch.manual_seed(0)
+    tables = nn.ModuleList(TTMEmbeddingBag(ttm_spec(size, 16, order=2, rank=16)) for size in TABLES)
+    rows = []
+    for batch in BATCHES:
+        ids = torch.stack([torch.randint(size, (batch,)) for size in TABLES], 1)
+        drows = [torch.randn(batch, 16) for _ in TABLES]
+        steps = steps_of_ten(tables, ids, drows)
+        memory = {name: added_peak(tables, run) for name, run in steps.items()}
+        times = in_turns(steps, seconds)
+        for name, (fastest, median) in times.items():
+            row = {
+                "table": "ten of Criteo x 16",
+                "ids": f"{batch} x 1 uniform",
+                "different": sum(each.unique().numel() for each in ids.unbind(1)),
+                "side": name,
+                "fwd_bwd_ms": f"{median * 1e3:.2f}",
+                "fastest_ms": f"{fastest * 1e3:.2f}",
+                **dict.fromkeys(("times_torch", "times_plain", "times_dense", "times_sparse"), ""),
+                "times_ten_calls": f"{times['ten calls'][1] / median:.2f}",
+                "added_peak_MB": f"{memory[name] / 1e6:.0f}",
+            }
+            rows.append({**row, **about()})
+            print(" ".join(map(str, row.values())), flush=True)
+    return rows
+
+
+def steps_of_ten(tables: nn.ModuleList, ids: Tensor, drows: Sequence[Tensor]) -> dict[str, Callable[[], None]]:
+    """Forward and backward of all tables, with new gradients each time."""
+
+    def one_call() -> None:
+        tables.zero_grad()
+        torch.autograd.backward(lookup_tables(list(tables), ids), drows)
+
+    def ten_calls() -> None:
+        tables.zero_grad()
+        columns = zip(tables, ids.unbind(1), strict=True)
+        torch.autograd.backward([table(ids_B.unsqueeze(1)) for table, ids_B in columns], drows)
+
+    return {"one call": one_call, "ten calls": ten_calls}
 
 
 def draw_ids(law: str, rows: int, shape: tuple[int, int]) -> Tensor:
