@@ -345,44 +345,6 @@ def test_without_logits_loss_and_gradients_of_opt_stay(form: str) -> None:
     assert_near(*results)
 
 
-# name -> dropout of the sums of a block that are computed with their norms; ModernBERT's is drawn in its attention
-SUMS = {"modernbert": [0.0], "vit": [0.3], "gpt2": [0.3], "opt": [0.3], "opt, post-norm": [0.3, 0.3]}
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_dropout_of_a_sum_is_drawn_with_its_norm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[float] = []
-    run = residual.residual_layer_norm
-
-    def spied(*given: Any) -> Any:
-        drawn.append(given[-1])
-        return run(*given)
-
-    monkeypatch.setattr(residual, "residual_layer_norm", spied)
-    made = model(name, drop=0.3)
-    fuse_(made)
-    trained(made, name)
-    assert drawn == SUMS[name] * 2
-    drawn.clear()
-    trained(made.eval(), name)
-    assert drawn == [0.0] * len(SUMS[name]) * 2
-
-
-def test_blocks_with_more_than_two_norms_and_recorded_attention_stay() -> None:
-    made = model("gpt2", add_cross_attention=True, attn_implementation="eager")
-    plain = copy.deepcopy(made)
-    assert len(fuse_(made).fused("pre-norm")) == 2
-    given = inputs("gpt2") | {"encoder_hidden_states": torch.randn(4, 9, 48), "output_attentions": True}
-    results = []
-    for each in (made, plain):
-        out = each(**given)
-        out.loss.backward()
-        grads = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
-        results.append(leaves({**out, "past_key_values": None}) | grads)
-    assert_near(*results)
-    assert len(results[0]) == len(list(made.parameters())) + 2 + 2 * 2  # loss, logits, attention of each layer
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile
 @pytest.mark.parametrize(

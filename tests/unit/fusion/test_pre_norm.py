@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import comera
-from comera.fusion import PreNorm, norm, register_block
+from comera.fusion import norm
 from comera.fusion.fuse import fuse_
 from comera.kernels import select
 from comera.recompute.blocks import recompute_
@@ -166,64 +166,6 @@ def test_what_is_left_alone_is_said_with_the_reason() -> None:
         ("layers.2.post_attention_layernorm", "norm"): "its variance_epsilon is a NoneType, not a float",
         ("norm", "norm"): "its forward was replaced by someone else",
     }
-
-
-class Block(nn.Module):
-    """A block of an own type, with what its forward does to the first sum."""
-
-    def __init__(self, norm: nn.Module, between: Callable[[Any], Any] = lambda total: total) -> None:
-        super().__init__()
-        self.first, self.second, self.between = LlamaRMSNorm(8), norm, between
-        self.mix, self.mlp, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.between(self.drop(self.mix(self.first(x))) + x)
-        return y + self.mlp(self.second(y)), y
-
-
-register_block(Block, PreNorm("first", ("drop",), "second"))
-
-
-@pytest.mark.parametrize("norm", [LlamaRMSNorm, nn.LayerNorm])
-def test_own_blocks_return_what_they_did(norm: Callable[[int], nn.Module], sums: list[bool]) -> None:
-    made, x = Block(norm(8)).eval(), torch.randn(3, 8)
-    expected = made(x)
-    assert fuse_(made).fused("pre-norm") == ("",)
-    for found in (made(x), made(x=x)):
-        assert type(found) is tuple
-        torch.testing.assert_close(found, expected)
-    assert sums == [False, True, False, True] if norm is LlamaRMSNorm else [False, False]
-    made.train()
-    _, y = made(x)
-    kept = y != x
-    assert 0 < kept.sum() < kept.numel()  # dropout leaves some of x as it is
-    torch.testing.assert_close(y[kept], (2 * expected[1] - x)[kept])
-    with pytest.raises(TypeError):
-        made()
-
-
-@pytest.mark.parametrize(
-    "between",
-    [
-        lambda total: total.tanh(),
-        torch.sigmoid,
-        lambda total: nn.functional.dropout(total, 0.0),
-        lambda total: total + total,
-        lambda total: torch.ones(8) + total,
-        lambda total: 1.0 + total,
-        lambda total: total.view(1, 3, 8).reshape(-1, total.size(-1)).view(total.shape),
-        lambda total: total.new_zeros(total.shape) + total.to(total.dtype),
-    ],
-)
-@pytest.mark.parametrize("norm", [LlamaRMSNorm, nn.LayerNorm])
-def test_a_sum_that_is_used_otherwise_is_a_tensor(norm: Callable[[int], nn.Module], between: Any) -> None:
-    made, x = Block(norm(8), between).eval(), torch.randn(3, 8, requires_grad=True)
-    results = []
-    for enabled in (False, True):
-        fuse_(made, enabled=enabled)
-        out, y = made(x)
-        results.append([out, y, *torch.autograd.grad(out.square().sum() + y.sin().sum(), [x, *made.parameters()])])
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x.bfloat16()], ids=["float64", "bfloat16"])
