@@ -46,7 +46,15 @@ from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.state import RankState
-from comera.rank.step_rule import SIZE_GRADIENTS, HookArgs, adjust_gradients_, parameters_of, run_before_step
+from comera.rank.step_rule import (
+    SIZE_GRADIENTS,
+    Gradients,
+    HookArgs,
+    adjust_gradients_,
+    gradients_of,
+    parameters_of,
+    run_before_step,
+)
 from comera.rank.target import late_target
 from comera.rank.trains import adaptable_trains
 
@@ -186,6 +194,30 @@ class RankController:
         if loss.numel() != 1:
             raise RankError(f"expected the loss as a scalar, got shape {tuple(loss.shape)}: reduce it first")
         self._losses.add(loss)
+
+    def adjust_(self, gradients: Gradients, grad_scale: Tensor | None = None) -> None:
+        """Apply the rule of a step to gradients, in place, as the hook does to those of its optimizer.
+
+        grad_scale: as for `adjust_gradients_`. Does not synchronize, and traces under torch.compile.
+        """
+        self._losses.end_step(sum_ if self._weighs_losses() else None)
+        tables, size_gradient = self._current_tables(), SIZE_GRADIENTS[self.late.shrink]
+        adjust_gradients_(gradients, self._scales(), tables, size_gradient, self._cores, self.early.ridge, grad_scale)
+
+    @property
+    def measured(self) -> list[Tensor]:
+        """The gates whose gradients `stepped` reads: by sensitivity in the late stage all, otherwise none."""
+        return [d for train in self._trains for d in train.rank_params] if self._by_sensitivity() else []
+
+    def stepped(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        """After a step of `optimizer` on these gradients: measure. The optimizer that was attached last ends the step.
+
+        For who takes steps without the optimizer's hooks, and calls `adjust_` before them.
+        """
+        update_importance_(optimizer, self.measured, gradients)
+        if not self.replayed and optimizer is next(reversed(self._hooks)):
+            self.advance()
+            self.between_steps()
 
     def advance(self) -> None:
         """Count an optimizer step. Does not synchronize."""
@@ -364,20 +396,12 @@ class RankController:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
         def adjust() -> None:
-            self._losses.end_step(sum_ if self._weighs_losses() else None)
-            tables, gradient = self._current_tables(), SIZE_GRADIENTS[self.late.shrink]
-            adjust_gradients_(optimizer, self._scales(), tables, gradient, self._cores, self.early.ridge)
+            self.adjust_(gradients_of(optimizer), getattr(optimizer, "grad_scale", None))
 
         return run_before_step(adjust, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """By sensitivity, measure. The optimizer that was attached last ends the step."""
-        if self._by_sensitivity():
-            held = parameters_of(optimizer)
-            update_importance_(optimizer, [d for train in self._trains for d in train.rank_params if d in held])
-        if not self.replayed and optimizer is next(reversed(self._hooks)):
-            self.advance()
-            self.between_steps()
+        self.stepped(optimizer, gradients_of(optimizer) if self.measured else {})
 
     def _zero_gates(self, passed: int) -> None:
         """Zero the gates that exceed the present budget, `passed` steps into the late stage."""

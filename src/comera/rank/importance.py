@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.allocate import allocate
 from comera.rank.optimizer_state import state_tensors, zero_state_
+from comera.rank.step_rule import Gradients
 from comera.tt.format import spec_size
 
 STATE = "sensitivity"  # key in the optimizer's state, in checkpoints too
@@ -26,16 +27,16 @@ _DECAY = 0.95  # looks back about twenty steps
 
 
 @torch.no_grad()
-def update_importance_(optimizer: Optimizer, gates: Iterable[Tensor]) -> None:
+def update_importance_(optimizer: Optimizer, gates: Iterable[Tensor], gradients: Gradients) -> None:
     """Fold (d ∂L/∂d)² of the step that `optimizer` has just taken into the running mean of each of its `gates`.
 
     Gates without a gradient are left alone, and so are those whose gradient is not finite (a step that a GradScaler
     skips). Does not synchronize.
     """
     for d in gates:
-        if d.grad is None:
+        if d not in gradients:
             continue
-        square = (d * d.grad).square()
+        square = (d * gradients[d]).square()
         state = optimizer.state[d]
         mean = state.get(STATE)
         if mean is None:

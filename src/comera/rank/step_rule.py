@@ -1,6 +1,6 @@
 """What rank adaptation does between `backward()` and the optimizer's step: it scales and adds to gradients."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,37 +11,43 @@ from comera.rank.objective import Scales, Shrink
 from comera.rank.size import SizeTable
 
 HookArgs = tuple[tuple[Any, ...], dict[str, Any]]
+Gradients = Mapping[Tensor, Tensor]
+"""Parameter -> its gradient, of those that have one in the present step."""
+
 SizeGradient = Callable[[Sequence[SizeTable], float | Tensor], list[list[Tensor]]]
 """From size tables and c_S to c_S times the gradient of the size by each of their gates."""
 
 
 @torch.no_grad()
 def adjust_gradients_(
-    optimizer: Optimizer,
+    gradients: Gradients,
     scales: Scales,
     tables: Sequence[SizeTable],
     size_gradient: SizeGradient,
     cores: Iterable[Tensor],
     ridge: float,
+    grad_scale: Tensor | None = None,
 ) -> None:
-    """Apply the rule of the controller to the gradients of `optimizer`'s parameters; does not synchronize."""
-    held = parameters_of(optimizer, with_gradient=True)
+    """Apply the rule of the controller to `gradients`, in place; does not synchronize.
+
+    grad_scale: what they are multiplied by where an optimizer divides by it again, in its own kernel (a fused one under
+    a GradScaler): what is added must match.
+    """
     c_loss, c_size = scales
-    # Fused optimizers under a GradScaler unscale inside their kernel, so match the scale of their gradients.
-    grad_scale = getattr(optimizer, "grad_scale", None)
     if grad_scale is not None:
         c_size = c_size * grad_scale
 
-    if held and not (isinstance(c_loss, float) and c_loss == 1):
-        torch._foreach_mul_([_local(p.grad) for p in held], c_loss)
-    for table, gradients in zip(tables, size_gradient(tables, c_size), strict=True):
-        pairs = [(d.grad, grad) for d, grad in zip(table.rank_params, gradients, strict=True) if d in held]
+    if gradients and not _is(c_loss, 1):
+        torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], c_loss)
+    by_table = [] if _is(c_size, 0) else zip(tables, size_gradient(tables, c_size), strict=True)
+    for table, slopes in by_table:
+        pairs = [(gradients[d], slope) for d, slope in zip(table.rank_params, slopes, strict=True) if d in gradients]
         if pairs:
-            torch._foreach_add_([grad for grad, _ in pairs], [grad for _, grad in pairs])
-    decayed = [core for core in cores if core in held] if ridge else []
+            torch._foreach_add_([gradient for gradient, _ in pairs], [slope for _, slope in pairs])
+    decayed = [core for core in cores if core in gradients] if ridge else []
     if decayed:
         scaled = decayed if grad_scale is None else torch._foreach_mul(decayed, grad_scale)
-        torch._foreach_add_([core.grad for core in decayed if core.grad is not None], scaled, alpha=2 * ridge)
+        torch._foreach_add_([gradients[core] for core in decayed], scaled, alpha=2 * ridge)
 
 
 def surrogate_gradient(tables: Sequence[SizeTable], scale: float | Tensor) -> list[list[Tensor]]:
@@ -69,10 +75,19 @@ def _local(grad: Any) -> Tensor:
     return local
 
 
-def parameters_of(optimizer: Optimizer, *, with_gradient: bool = False) -> set[Any]:
-    """The parameters of all groups, or those of them that have a gradient."""
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    return {p for p in held if p.grad is not None} if with_gradient else held
+def _is(scale: float | Tensor, value: float) -> bool:
+    """Whether a scale is known on the host to be this value."""
+    return not isinstance(scale, Tensor) and scale == value
+
+
+def parameters_of(optimizer: Optimizer) -> set[Any]:
+    """The parameters of all groups."""
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def gradients_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """The gradients that the parameters of an optimizer have now."""
+    return {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
 
 
 def run_before_step(action: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:

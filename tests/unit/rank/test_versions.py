@@ -10,6 +10,7 @@ from comera.nn.linear import TTLinear
 from comera.rank.budget import canonicalize_, round_
 from comera.rank.importance import update_importance_, zero_gates_
 from comera.rank.prune import prune_
+from comera.rank.step_rule import gradients_of
 from comera.tt.spec import TTSpec
 
 SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))
@@ -18,7 +19,7 @@ SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))
 def zero_most(model: nn.ModuleList) -> None:
     optimizer = torch.optim.SGD(model[0].tt.parameters(), lr=0.0)
     model[0](torch.randn(4, 12)).square().sum().backward()
-    update_importance_(optimizer, model[0].tt.rank_params)
+    update_importance_(optimizer, model[0].tt.rank_params, gradients_of(optimizer))
     zero_gates_([model[0].tt], [optimizer], 20)
 
 
