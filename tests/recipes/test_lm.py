@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,8 +37,8 @@ from comera.recipes.trained import open_trained
 from comera.report import compare, inspect
 from comera.report.run import read_run
 from comera.trainer.checkpoint import checkpoints
-from comera.trainer.compiled import CompiledLoss
 from comera.trainer.config import TrainConfig
+from comera.trainer.step import TrainStep
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
 TINY = ModelConfig(hidden=64, layers=2, heads=4)
@@ -158,7 +159,7 @@ def test_two_steps_with_every_option(config: LMConfig, choice: str) -> None:
 def test_compiled_steps_are_those_of_eager_mode(
     config: LMConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CompiledLoss.__init__.__kwdefaults__, "backend", "eager")  # inductor takes half a minute
+    monkeypatch.setattr("comera.trainer.state.TrainStep", partial(TrainStep, backend="eager"))  # inductor is slow
     monkeypatch.setenv("COMERA_KERNELS", "none")  # with them, a CPU does not compile
     config = replace(config, model=replace(TINY, layers=1))
     eager = lm.run(config)

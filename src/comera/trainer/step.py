@@ -9,28 +9,39 @@ Pruning changes those, so the wrapper would have to be rebuilt at each pruning. 
 backward gains little on the small gradients of a compressed model.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from comera.fp8 import FP8Report, fp8_
 from comera.fusion.fuse import is_fused
-from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
 from comera.optim.muon import Muon
 from comera.optim.projected import ProjectedAdamW
 from comera.rank.controller import RankController
-from comera.trainer.compiled import CompiledLoss
+from comera.rank.step_rule import Gradients
+from comera.trainer.compiled import Compiled, CompiledLoss
 from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
 from comera.trainer.task import Batch
+from comera.trainer.update import (
+    AdamWGroup,
+    ByOptimizer,
+    ByValue,
+    Update,
+    adamw_groups,
+    lacking,
+    rates_of,
+    untraced_reason,
+)
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 
@@ -82,11 +93,13 @@ class TrainStep:
         max_grad_norm: largest global norm of the task's gradient; 0 turns clipping off.
         precision: "fp32", or "bf16" or "fp8" for autocast in the forward; FP8 is set by `set_precision_`.
         average: mean of a flat tensor over all processes, which each step calls in all of them; None for one process.
-        mode: "eager"; "compile": forward and loss under torch.compile; "graph": the whole step as a CUDA graph, one for
-            each shape of the batches, with learning rates in float32 tensors on the device and no gradients left
-            behind. A mode that is not possible, or known to be slower, falls back to eager, and the property `mode`
-            says why.
+        mode: "eager"; "compile": the whole step as one function under torch.compile, or, where the optimizer is not
+            AdamW or the step cannot be traced, forward and loss with their backward; "graph": the whole step as a CUDA
+            graph, one for each shape of the batches, with learning rates in float32 tensors on the device. Steps that
+            are compiled or captured whole leave no gradients behind. A mode that is not possible, or known to be
+            slower, falls back to eager. The property `mode` says what runs, and why.
         recorder: captures the graphs. Default: CUDA.
+        backend: of torch.compile.
 
     Example:
         >>> import torch, comera
@@ -113,6 +126,7 @@ class TrainStep:
         average: Callable[[Tensor], Tensor] | None = None,
         mode: Literal["eager", "compile", "graph"] = "eager",
         recorder: Recorder | None = None,
+        backend: str = "inductor",
     ) -> None:
         self.model, self.loss, self.optimizer, self.controller = model, loss, optimizer, controller
         self.max_grad_norm, self.precision, self.average = max_grad_norm, precision, average
@@ -121,12 +135,16 @@ class TrainStep:
         self._held = [*dict.fromkeys([*model.parameters(), *self.parameters, *model.buffers()])]
         self._wanted = mode
         self._refused = ""
+        self._backend = backend
         self._graphs: GraphedStep | None = None
+        self._whole: Compiled[tuple[StepResult, list[Tensor | None]] | None] | None = None
+        self._in_part = ""  # why forward and loss are compiled alone
+        self._unused: set[Tensor] | None = None  # parameters without a gradient in the last eager step
         self._relative: dict[int, Tensor] = {}  # weights of batches, by their count: memory that captured steps read
         if mode == "compile":
             self._refused = _slower_compiled(model, self.device)
             if not self._refused:
-                self.loss = CompiledLoss(loss)
+                self._whole = Compiled(self._traced, backend=backend, whole=True)
         elif mode == "graph":
             self._refused = self._refusal(recorder)
             if not self._refused:
@@ -145,14 +163,15 @@ class TrainStep:
             return f"eager ({refused})"
         if self._graphs and self._graphs.crowded:
             return "graph (too many shapes of batches for all to be captured: use fewer lengths)"
-        return self._wanted
+        return f"compile (forward and loss: {self._in_part})" if self._in_part else self._wanted
 
     @property
     def built(self) -> int:
         """Number of graphs captured or compiled so far."""
-        if isinstance(self.loss, CompiledLoss):
-            return self.loss.compilations
-        return self._graphs.captures if self._graphs else 0
+        if self._graphs:
+            return self._graphs.captures
+        in_part = self.loss.compilations if isinstance(self.loss, CompiledLoss) else 0
+        return in_part + (self._whole.compilations if self._whole else 0)
 
     def set_rates(self, rates: Sequence[float]) -> None:
         """Set the learning rate of each parameter group. Does not synchronize."""
@@ -171,7 +190,7 @@ class TrainStep:
         """
         self._weigh(len(batches), weights)
         if self._graphs is None:
-            return self._take(batches)
+            return self._take_compiled(batches) or self._take(batches)
         key = self._graphs.key(batches)
         if self.controller is not None:
             self.controller.advance()
@@ -197,27 +216,83 @@ class TrainStep:
     def _take(self, batches: Sequence[Batch]) -> StepResult:
         # Set to None, so that gradients and activations never share the peak, and pruning may change the shapes.
         self.optimizer.zero_grad(set_to_none=True)
+        update = ByOptimizer(self.model, self.optimizer)
+        result = self._apply(self._backward(batches, update), update)
+        self._unused = {p for p in self.parameters if p.grad is None}
+        return result
+
+    def _backward(self, batches: Sequence[Batch], update: Update) -> Tensor:
+        """The gradients of the mean loss of all batches, into `update`; returns that loss."""
         weights = self._relative.get(len(batches))
         shares = None if weights is None else (weights / len(batches)).unbind()
         losses = []
-        with accumulating(self.model) if len(batches) > 1 else nullcontext():
+        with update.micro_batches(len(batches)):
             for k, batch in enumerate(batches):
                 with autocast(self.device, self.precision):
                     loss = self.loss(self.model, batch)
-                (loss * shares[k].to(loss.dtype) if shares else loss).backward()
+                update.backward(loss * shares[k].to(loss.dtype) if shares else loss)
                 losses.append(loss.detach().float())
-        loss = (torch.stack(losses) * weights.float() if weights is not None else losses[0]).mean()
+        return (torch.stack(losses) * weights.float() if weights is not None else losses[0]).mean()
+
+    def _apply(self, loss: Tensor, update: Update) -> StepResult:
+        """What follows the gradients of a step, in either way: average → clip → rank rule → optimizer."""
         if self.average is not None:
             loss = self._average(self.average, loss)
-        for p in self.parameters:  # sum duplicate rows of sparse gradients, as norms and optimizers require
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.coalesce()
-        grad_norm = self._clip()
+        gradients = update.gradients()
+        grad_norm = self._clip(gradients)
         if self.controller is not None:
             self.controller.observe(loss)
-        self.optimizer.step()
-        increment_version(self.parameters)  # torch's fused optimizers do not
+        update.step(gradients)
         return StepResult(loss, grad_norm)
+
+    def _take_compiled(self, batches: Sequence[Batch]) -> StepResult | None:
+        """A step as one compiled function; None, and nothing is done, where this step is not compiled whole.
+
+        The first step is eager, and so is that after state was dropped: it creates what compiled ones update in place.
+        """
+        if self._whole is None or self._refused or self._in_part:
+            return None
+        several = "gradients are averaged over several processes" if self.average is not None else ""
+        reason = several or untraced_reason(self.optimizer, self.controller, len(batches))
+        if reason:
+            self._compile_loss(reason)
+            return None
+        groups = adamw_groups(self.optimizer)
+        if self._unused is None or not lacking(groups) <= self._unused:
+            return None
+        self.optimizer.zero_grad(set_to_none=True)
+        sizes = [parameter.shape for parameter in self._held]
+        taken = self._whole(sizes, batches, groups, rates_of(self.optimizer, self.device))
+        if self._whole.too_many:
+            self._refused = self._whole.reason
+        elif self._whole.reason:
+            self._compile_loss(self._whole.reason)
+        if taken is None:
+            return None
+        self._mark_written()
+        result, gradients = taken
+        if self.controller is not None:
+            of_gates = zip(self.controller.measured, gradients, strict=True)
+            self.controller.stepped(self.optimizer, {d: gradient for d, gradient in of_gates if gradient is not None})
+        return result
+
+    def _traced(
+        self, batches: Sequence[Batch], groups: list[AdamWGroup], rates: Tensor
+    ) -> tuple[StepResult, list[Tensor | None]] | None:
+        """The step that is compiled: its results, and the gradients of the gates whose importance is measured.
+
+        None, and nothing is done, if it has a gradient for a parameter without state.
+        """
+        update = ByValue(groups, rates, self.controller)
+        loss = self._backward(batches, update)
+        if update.lacks_state:
+            return None
+        result, gradients = self._apply(loss, update), update.gradients()
+        return result, [gradients.get(d) for d in self.controller.measured] if self.controller is not None else []
+
+    def _compile_loss(self, reason: str) -> None:
+        """Compile forward and loss alone from now on."""
+        self._in_part, self.loss = reason, CompiledLoss(self.loss, backend=self._backend)
 
     def _take_and_clear(self, batches: Sequence[Batch]) -> StepResult:
         """A step that leaves no gradients: those of a captured one are in memory that the next graph reuses."""
@@ -240,9 +315,9 @@ class TrainStep:
             grad.copy_(value.view_as(grad))
         return mean.reshape(())
 
-    def _clip(self) -> Tensor:
+    def _clip(self, gradients: Gradients) -> Tensor:
         """Scale a gradient of a norm above `max_grad_norm` down to it; returns the norm before."""
-        grads = [g.values() if g.is_sparse else g for p in self.parameters if (g := p.grad) is not None]
+        grads = [g.values() if g.is_sparse else g for g in gradients.values()]
         # A compressed model has hundreds of small gradients: one call for all of them, which a graph cannot capture.
         if self._graphs is None and select.supports("gradients", *grads[:1]):
             norm = clip_(grads, self.max_grad_norm)
@@ -250,7 +325,12 @@ class TrainStep:
                 return norm
         grad_norm = get_total_norm(grads)
         if self.max_grad_norm:
-            clip_grads_with_norm_(self.parameters, self.max_grad_norm, grad_norm)
+            by_device = defaultdict(list)
+            for gradient in grads:
+                by_device[gradient.device].append(gradient)
+            scale = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+            for device, each in by_device.items():
+                torch._foreach_mul_(each, scale.to(device))
         return grad_norm
 
     def _refusal(self, recorder: Recorder | None) -> str:

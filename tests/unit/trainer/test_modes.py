@@ -19,7 +19,6 @@ from comera.files import write_sums
 from comera.nn.linear import TTLinear
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.checkpoint import find_checkpoint
-from comera.trainer.compiled import CompiledLoss
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
@@ -153,14 +152,10 @@ def test_graphs_where_there_is_no_gpu_run_eager_and_say_so_once(
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own
 def test_a_compiled_run_tells_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comera.trainer.step.CompiledLoss", type("Quick", (CompiledLoss,), {"__init__": _quick}))
+    monkeypatch.setattr("comera.trainer.state.TrainStep", partial(TrainStep, backend="eager"))
     config = replace(CONFIG, steps=5, late=LateStage(), mode="compile", eval_every=0)
     assert fit(Tiny(compressed=False), config, tmp_path).mode == "compile"
-    assert [(line["step"], line["built"]) for line in records(tmp_path, "mode")] == [(1, 1), (2, 2)]
-
-
-def _quick(self: CompiledLoss, loss: Any) -> None:
-    CompiledLoss.__init__(self, loss, backend="eager")
+    assert [(line["step"], line["built"]) for line in records(tmp_path, "mode")] == [(1, 0), (2, 1), (3, 2)]
 
 
 class Momentum(Tiny):

@@ -1,6 +1,8 @@
-"""TrainStep in mode compile: the same numbers, compiled anew after a cut, and never eager in silence."""
+"""TrainStep in mode compile: the whole step as one function, the same numbers, compiled anew after a cut, and nothing
+left out in silence."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from comera.fusion import fuse_
 from comera.kernels import select
 from comera.nn.linear import TTLinear
+from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.rank.controller import RankController
+from comera.rank.objective import EarlyStage, LateStage, Shrink
 from comera.rank.prune import prune_
-from comera.trainer.compiled import CompiledLoss
 from comera.trainer.step import StepResult, TrainStep
 from comera.tt.spec import TTSpec
 
@@ -40,18 +44,29 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def make_step(loss: Any = loss_of, **options: Any) -> TrainStep:
+def make_step(loss: Any = loss_of, *, late: LateStage | None = None, **options: Any) -> TrainStep:
+    """A step of a small compressed model; with `late`, under a controller. dtype: of the model."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(13, 8), TTLinear(SPEC), nn.GELU(), nn.Linear(12, 13))
-    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, rank_lr=5e-2), fused=True)
-    return TrainStep(model, loss, optimizer, max_grad_norm=0.5, **options)
+    model.to(options.pop("dtype", torch.float32))
+    kind = options.pop("kind", torch.optim.AdamW)
+    optimizer = kind(param_groups(model, lr=1e-2, rank_lr=5e-2, weight_decay=0.1))
+    controller = None
+    if late is not None:
+        early = EarlyStage(size_weight=0.2, ridge=1e-3)
+        controller = RankController(model, early, late).attach(optimizer)
+    return TrainStep(model, loss, optimizer, **{"max_grad_norm": 0.5} | options, controller=controller)
 
 
-def take(step: TrainStep, lengths: list[int]) -> list[StepResult]:
+def compiled_step(loss: Any = loss_of, **options: Any) -> TrainStep:
+    return make_step(loss, **{"backend": "aot_eager"} | options, mode="compile")
+
+
+def take(step: TrainStep, lengths: list[int], *, first: int = 0, count: int = 2) -> list[StepResult]:
     results = []
-    for k, length in enumerate(lengths):
+    for k, length in enumerate(lengths, first):
         generator = torch.Generator().manual_seed(k)
-        results.append(step([torch.randint(13, (4, length), generator=generator) for _ in range(2)]))
+        results.append(step([torch.randint(13, (4, length), generator=generator) for _ in range(count)]))
     return results
 
 
@@ -67,34 +82,99 @@ def assert_close(ours: TrainStep, theirs: TrainStep, results: list[tuple[StepRes
     torch.testing.assert_close(list(ours.parameters), list(theirs.parameters), rtol=1e-4, atol=1e-5)
 
 
+def assert_equal(ours: TrainStep, theirs: TrainStep) -> None:
+    """Parameters and all state, to rounding in float64."""
+    tight = {"rtol": 1e-10, "atol": 1e-12}
+    for p, q in zip(ours.parameters, theirs.parameters, strict=True):
+        torch.testing.assert_close(p, q, **tight)
+        torch.testing.assert_close(dict(ours.optimizer.state[p]), dict(theirs.optimizer.state[q]), **tight)
+    if ours.controller is not None and theirs.controller is not None:
+        expected = ours.controller.state_dict().items()
+        rounded = {key: pytest.approx(v, rel=1e-6) if isinstance(v, float) else v for key, v in expected}
+        assert theirs.controller.state_dict() == rounded
+
+
 def test_compiled_steps_are_eager_steps_through_lengths_and_a_cut() -> None:
-    lengths = [5, 7, 9, 6, 5, 8]
-    eager, compiled = make_step(), make_step(mode="compile")
-    compiled.loss = loss = CompiledLoss(loss_of, backend="aot_eager")
-    first = list(zip(take(eager, lengths), take(compiled, lengths), strict=True))
-    assert_close(eager, compiled, first)
+    lengths = [5, 7, 9, 8]
+    eager, compiled = make_step(dtype=torch.float64), compiled_step(dtype=torch.float64)
+    assert_close(eager, compiled, list(zip(take(eager, lengths), take(compiled, lengths), strict=True)))
+    assert_equal(eager, compiled)
     built = compiled.built
-    assert 1 <= built < len(set(lengths))  # lengths share what is compiled
+    assert 1 <= built < len(lengths)  # lengths share what is compiled
     cut(eager)
     cut(compiled)
     assert_close(eager, compiled, list(zip(take(eager, lengths), take(compiled, lengths), strict=True)))
-    assert compiled.built == loss.compilations == 2 * built
+    assert_equal(eager, compiled)
+    assert built < compiled.built <= 2 * built + 1  # after a cut the first length is compiled too
     assert (compiled.mode, eager.mode, eager.built) == ("compile", "eager", 0)
+    assert all(p.grad is None for p in compiled.parameters)
+
+
+@pytest.mark.parametrize("shrink", ["sensitivity", "surrogate", "gate_mean"])
+def test_the_rank_rule_is_compiled_in_both_stages(shrink: Shrink) -> None:
+    late = LateStage(target_size=0.5, start_step=4, steps=3, shrink=shrink)
+    options: dict[str, Any] = {"late": late, "dtype": torch.float64, "max_grad_norm": 0.0, "kind": AdamW}
+    eager, compiled = make_step(**options), compiled_step(**options)
+    versions = [p._version for p in compiled.parameters]
+    for step in (eager, compiled):
+        take(step, [6] * 8, count=1)
+        assert step.controller is not None
+        assert step.controller.stage == "late"
+    assert_equal(eager, compiled)
+    assert (compiled.mode, compiled.built) == ("compile", 2)  # one for each stage
+    assert all(p._version > version for p, version in zip(compiled.parameters, versions, strict=True))
+
+
+def test_rates_change_without_a_compilation_and_states_go_either_way() -> None:
+    late = LateStage()
+    eager, compiled = (make(late=late, dtype=torch.float64) for make in (make_step, compiled_step))
+    for k in range(4):
+        for step in (eager, compiled):
+            step.set_rates([1e-2 / (k + 1)] * len(step.optimizer.param_groups))
+            take(step, [6], first=k)
+    assert_equal(eager, compiled)
+    assert (compiled.mode, compiled.built) == ("compile", 1)
+
+    other = make_step(late=late, dtype=torch.float64)  # what was saved compiled goes on eager, and the reverse
+    for source, target in ((compiled, other), (eager, compiled)):
+        target.model.load_state_dict(source.model.state_dict())
+        target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
+        assert source.controller is not None
+        assert target.controller is not None
+        target.controller.load_state_dict(source.controller.state_dict())
+    for step in (eager, compiled, other):
+        take(step, [6, 6], first=9)
+    assert_equal(eager, compiled)
+    assert_equal(eager, other)
+    assert compiled.mode == "compile"
+
+
+def test_parameters_are_left_alone_until_they_have_a_gradient() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        hidden = model[0](batch[:, :-1])
+        hidden = model[1](hidden) if batch.shape[1] == 6 else hidden.repeat(1, 1, 2)[..., :12]
+        return F.cross_entropy(model[3](hidden).flatten(0, 1), batch[:, 1:].flatten())
+
+    eager, compiled = make_step(loss, dtype=torch.float64), compiled_step(loss, dtype=torch.float64)
+    for lengths in ([5, 5, 5], [6, 6, 5]):
+        for step in (eager, compiled):
+            take(step, lengths)
+        assert_equal(eager, compiled)
+    assert compiled.mode == "compile"
 
 
 @torch._inductor.config.patch(compile_threads=1)  # others would be processes, each of which imports torch
 def test_the_compiler_itself() -> None:
-    eager, compiled = make_step(), make_step(mode="compile")
-    assert isinstance(compiled.loss, CompiledLoss)
-    assert_close(eager, compiled, list(zip(take(eager, [5] * 4), take(compiled, [5] * 4), strict=True)))
+    eager, compiled = make_step(late=LateStage()), compiled_step(late=LateStage(), backend="inductor")
+    lengths = [5] * 4
+    assert_close(eager, compiled, list(zip(take(eager, lengths), take(compiled, lengths), strict=True)))
     assert (compiled.mode, compiled.built) == ("compile", 1)
 
 
 def test_too_many_versions_end_in_eager_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comera.trainer.compiled.VERSIONS", 1)
-    lengths = [5, 7, 5, 9]
-    eager, compiled = make_step(), make_step(mode="compile")
-    compiled.loss = CompiledLoss(loss_of, backend="aot_eager")
+    lengths = [5, 5, 7, 9]
+    eager, compiled = make_step(), compiled_step()
     assert_close(eager, compiled, list(zip(take(eager, lengths), take(compiled, lengths), strict=True)))
     assert compiled.mode == "eager (compiled 1 times for as many shapes of batches: use fewer lengths)"
     assert compiled.built == 1
@@ -105,9 +185,61 @@ def test_a_compiler_that_fails_ends_in_eager_and_says_so(monkeypatch: pytest.Mon
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda _: fail)
-    eager, compiled = make_step(), make_step(mode="compile")
+    eager, compiled = make_step(), compiled_step()
     assert_close(eager, compiled, list(zip(take(eager, [5, 7]), take(compiled, [5, 7]), strict=True)))
     assert compiled.mode == "eager (torch.compile failed: RuntimeError: no C++ compiler)"
+
+
+def break_the_graph(model: nn.Module, batch: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return loss_of(model, batch)
+
+
+def hooked(step: TrainStep) -> None:
+    step.optimizer.register_step_post_hook(lambda *_: None)
+
+
+def watched(step: TrainStep) -> None:
+    step.parameters[0].register_hook(lambda gradient: gradient)
+
+
+def detached(step: TrainStep) -> None:
+    assert step.controller is not None
+    step.controller.detach()
+
+
+def amsgrad(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, amsgrad=True)
+
+
+PARTS: dict[str, tuple[str, dict[str, Any], Callable[[TrainStep], None] | None]] = {
+    "optimizer": ("the step of SGD is not compiled, only that of AdamW", {"kind": torch.optim.SGD}, None),
+    "option": ("AdamW with amsgrad is not compiled", {"kind": amsgrad}, None),
+    "processes": ("gradients are averaged over several processes", {"average": lambda flat: flat}, None),
+    "hooks": ("the optimizer's step has hooks of others", {}, hooked),
+    "gradient hooks": ("gradients have hooks", {}, watched),
+    "controller": ("the controller is not attached to the optimizer", {"late": LateStage()}, detached),
+    "graph break": ("torch.compile failed: Unsupported: ", {"loss": break_the_graph}, None),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_what_is_not_compiled_whole_is_compiled_in_part_and_says_so(case: str) -> None:
+    reason, options, prepare = PARTS[case]
+    eager, compiled = make_step(**options), compiled_step(**options, backend="eager")
+    for step in (eager, compiled):
+        if prepare is not None:
+            prepare(step)
+    assert_close(eager, compiled, list(zip(take(eager, [5, 5]), take(compiled, [5, 5]), strict=True)))
+    assert compiled.mode.startswith(f"compile (forward and loss: {reason}")
+    assert compiled.built >= 1
+
+
+def test_steps_of_many_micro_batches_are_compiled_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comera.trainer.update.MICRO_BATCHES", 1)
+    step = compiled_step(backend="eager")
+    take(step, [5])
+    assert step.mode == "compile (forward and loss: a step of more than 1 micro-batches is too long for one function)"
 
 
 @pytest.mark.skipif(select.unavailable_reason() is not None, reason="needs the C++ kernels")
@@ -120,7 +252,7 @@ def test_fused_models_with_our_kernels_are_not_compiled(monkeypatch: pytest.Monk
 
     def step_of(model: nn.Module) -> TrainStep:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, mode="compile")
+        return TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, mode="compile", backend="eager")
 
     refused = step_of(make_gated())
     assert refused.mode.startswith("eager (the C++ kernels of a fused model are faster")
@@ -135,7 +267,6 @@ def test_mistakes_in_the_model_are_raised_as_they_are() -> None:
     def wrong(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).sum() + torch.zeros(3)[5]
 
-    step = make_step(mode="compile")
-    step.loss = CompiledLoss(wrong, backend="eager")
+    step = make_step(wrong, mode="compile", backend="eager")
     with pytest.raises(IndexError):
         take(step, [5])
