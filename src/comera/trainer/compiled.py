@@ -20,6 +20,8 @@ from comera.trainer.task import Batch
 VERSIONS = 32  # torch's recompile limit: compilations of one function between two prunings
 
 T = TypeVar("T")
+Backend = str | Callable[..., Any]
+"""Of torch.compile: a name, or a function of a graph and example inputs."""
 
 
 class Compiled(Generic[T]):
@@ -30,7 +32,7 @@ class Compiled(Generic[T]):
     compilations: graphs compiled so far.
     """
 
-    def __init__(self, function: Callable[..., T], *, backend: str, whole: bool = False) -> None:
+    def __init__(self, function: Callable[..., T], *, backend: Backend, whole: bool = False) -> None:
         self.reason, self.too_many, self.compilations = "", False, 0
         self._function, self._backend, self._whole = function, backend, whole
         self._sizes: list[torch.Size] = []
@@ -79,7 +81,7 @@ class CompiledLoss:
     loss: (model, batch) -> scalar. backend: of torch.compile.
     """
 
-    def __init__(self, loss: Callable[[nn.Module, Batch], Tensor], *, backend: str = "inductor") -> None:
+    def __init__(self, loss: Callable[[nn.Module, Batch], Tensor], *, backend: Backend = "inductor") -> None:
         self._loss = loss
         self._compiled = Compiled(loss, backend=backend)
         self._parameters: list[nn.Parameter] = []

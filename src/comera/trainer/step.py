@@ -29,7 +29,7 @@ from comera.optim.muon import Muon
 from comera.optim.projected import ProjectedAdamW
 from comera.rank.controller import RankController
 from comera.rank.step_rule import Gradients
-from comera.trainer.compiled import Compiled, CompiledLoss
+from comera.trainer.compiled import Backend, Compiled, CompiledLoss
 from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
 from comera.trainer.task import Batch
 from comera.trainer.update import (
@@ -126,7 +126,7 @@ class TrainStep:
         average: Callable[[Tensor], Tensor] | None = None,
         mode: Literal["eager", "compile", "graph"] = "eager",
         recorder: Recorder | None = None,
-        backend: str = "inductor",
+        backend: Backend = "inductor",
     ) -> None:
         self.model, self.loss, self.optimizer, self.controller = model, loss, optimizer, controller
         self.max_grad_norm, self.precision, self.average = max_grad_norm, precision, average

@@ -131,7 +131,7 @@ def test_rates_change_without_a_compilation_and_states_go_either_way() -> None:
     for k in range(4):
         for step in (eager, compiled):
             step.set_rates([1e-2 / (k + 1)] * len(step.optimizer.param_groups))
-            take(step, [6], first=k)
+            take(step, [6], first=k, count=1)
     assert_equal(eager, compiled)
     assert (compiled.mode, compiled.built) == ("compile", 1)
 
@@ -143,7 +143,7 @@ def test_rates_change_without_a_compilation_and_states_go_either_way() -> None:
         assert target.controller is not None
         target.controller.load_state_dict(source.controller.state_dict())
     for step in (eager, compiled, other):
-        take(step, [6, 6], first=9)
+        take(step, [6, 6], first=9, count=1)
     assert_equal(eager, compiled)
     assert_equal(eager, other)
     assert compiled.mode == "compile"
@@ -158,7 +158,7 @@ def test_parameters_are_left_alone_until_they_have_a_gradient() -> None:
     eager, compiled = make_step(loss, dtype=torch.float64), compiled_step(loss, dtype=torch.float64)
     for lengths in ([5, 5, 5], [6, 6, 5]):
         for step in (eager, compiled):
-            take(step, lengths)
+            take(step, lengths, count=1)
         assert_equal(eager, compiled)
     assert compiled.mode == "compile"
 
@@ -167,7 +167,8 @@ def test_parameters_are_left_alone_until_they_have_a_gradient() -> None:
 def test_the_compiler_itself() -> None:
     eager, compiled = make_step(late=LateStage()), compiled_step(late=LateStage(), backend="inductor")
     lengths = [5] * 4
-    assert_close(eager, compiled, list(zip(take(eager, lengths), take(compiled, lengths), strict=True)))
+    results = zip(take(eager, lengths, count=1), take(compiled, lengths, count=1), strict=True)
+    assert_close(eager, compiled, list(results))
     assert (compiled.mode, compiled.built) == ("compile", 1)
 
 
