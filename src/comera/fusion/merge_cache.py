@@ -13,7 +13,8 @@ Factors are reused only while they are certain to be current:
 - without gradients they are reused within one call of the model only.
 
 One write escapes this: a change through `.data` between two calls of *parts* of a model, with gradients enabled and no
-backward in between. Under `torch.compile` layers merge their own cores, which the compiler can see through.
+backward in between. Under `torch.compile` layers merge their own cores, which the compiler can see through, unless it
+traces a whole step (`tracing`).
 """
 
 import threading
@@ -35,6 +36,8 @@ from comera.ops.once import unrecorded
 from comera.ops.planner.plan import choose
 from comera.ops.planner.problem import LinearProblem
 from comera.tt.spec import TTSpec
+
+_Traced = dict[tuple[TensorTrain, torch.dtype], LowRankFactors]
 
 
 class _Merged(NamedTuple):
@@ -82,6 +85,7 @@ class MergeCache:
     def _reset(self) -> None:
         self._merged: dict[tuple[Any, ...], dict[TensorTrain, _Merged]] = {}
         self._leaves: list[tuple[Tensor, Tensor]] | None = None  # while accumulating: factors and what stands for them
+        self._traced: _Traced | None = None  # in this forward of a trace
         self._thread = threading.local()
 
     @property
@@ -93,11 +97,11 @@ class MergeCache:
         """Factors, with their biases, of layers that compute on this input or on what follows from it row by row.
 
         None where every layer had better do something else with so many rows, and where layers must merge their own
-        cores: in a trace, without gradients outside a call of the model, for a copy of a layer that is not the model's,
-        and for an input that does not fit, which the layer reports.
+        cores: in a trace of less than a step, without gradients outside a call of the model, for a copy of a layer that
+        is not the model's, and for an input that does not fit, which the layer reports.
         """
         recording = torch.is_grad_enabled()
-        if traced() or not (recording or getattr(self._thread, "inside", False)):
+        if not self.passes_down or not (recording or getattr(self._thread, "inside", False)):
             return None
         if input.ndim == 0 or input.shape[-1] != layers[0].in_features:
             return None
@@ -107,6 +111,8 @@ class MergeCache:
         if not self._prefers_factors(layers, input):
             return None
         dtype = working_dtype(input)
+        if self._traced is not None:
+            return self._in_trace(layers, dtype, self._traced)
         merged = self._merged.setdefault((dtype, input.device, recording, torch.is_inference_mode_enabled()), {})
         found = []
         for layer, train in zip(layers, trains, strict=True):
@@ -114,16 +120,32 @@ class MergeCache:
             if made is None or made.used[0] or made.versions != self._versions(train):
                 merged |= self._merge(train, dtype)
                 made = merged[train]
-            factors, bias = made.factors, layer.bias
-            found.append(factors if bias is None or factors.has_bias else factors.with_bias(bias.to(dtype)))
+            found.append(self._with_bias(made.factors, layer))
+        return found
+
+    @property
+    def passes_down(self) -> bool:
+        """Whether layers may be passed factors here: not in a trace, except of a whole step."""
+        return not traced() or self._traced is not None
+
+    def _in_trace(self, layers: Sequence[TTLinear], dtype: torch.dtype, merged: _Traced) -> list[LowRankFactors]:
+        """`factors` within `tracing`: the compiler sees one batched merge where each layer would have its own."""
+        found = []
+        for layer in layers:
+            if (layer.tt, dtype) not in merged:
+                trains = self._alike(layer.tt)
+                made = self._merge_now(trains, dtype)
+                merged.update({(train, dtype): factors for train, factors in zip(trains, made, strict=True)})
+            found.append(self._with_bias(merged[layer.tt, dtype], layer))
         return found
 
     def _prefers_factors(self, layers: Sequence[TTLinear], input: Tensor) -> bool:
         """Whether the trains may meet the dtype of the input, and for one of them the product of A and B is wanted, or
         the best for so many rows, given that a merge of several trains is shared."""
         autocast, cores = autocast_dtype(input), [layer.tt.cores[0] for layer in layers]
-        # writes to inference tensors are not counted
-        if any(core.is_inference() or (autocast is None and input.dtype != core.dtype) for core in cores):
+        if autocast is None and any(input.dtype != core.dtype for core in cores):
+            return False
+        if not traced() and any(core.is_inference() for core in cores):  # writes to them are not counted
             return False
         size = input.shape[:-1].numel(), (autocast or input.dtype).itemsize, input.device.type
         for layer, core in zip(layers, cores, strict=True):
@@ -146,12 +168,10 @@ class MergeCache:
 
     def _merge(self, like: TensorTrain, dtype: torch.dtype) -> dict[TensorTrain, _Merged]:
         """Merge all trains with the signature of one of them."""
-        signature = _signature(like)
-        trains = [train for train in self._layers if _signature(train) == signature]
-        biases, versions = [self._bias(train) for train in trains], [self._versions(train) for train in trains]
+        trains = self._alike(like)
+        versions = [self._versions(train) for train in trains]
         with unrecorded():  # the factors outlive the forward, so its replay finds them made
-            specs = [train.spec for train in trains]
-            made = merge(specs, [_flat(train) for train in trains], like.threshold, dtype, biases)  # type: ignore[arg-type]
+            made = self._merge_now(trains, dtype)
         used = [False]
         if self._leaves is not None:
             made = [LowRankFactors(*map(self._leaf, pair)) for pair in made]
@@ -159,6 +179,20 @@ class MergeCache:
             made[0].a.grad_fn.register_prehook(lambda _: used.__setitem__(0, True))
         each = zip(trains, made, versions, strict=True)
         return {train: _Merged(factors, version, used) for train, factors, version in each}
+
+    def _alike(self, like: TensorTrain) -> list[TensorTrain]:
+        signature = _signature(like)
+        return [train for train in self._layers if _signature(train) == signature]
+
+    def _merge_now(self, trains: Sequence[TensorTrain], dtype: torch.dtype) -> list[LowRankFactors]:
+        biases = [self._bias(train) for train in trains]
+        specs: list[TTSpec] = [train.spec for train in trains]  # type: ignore[misc]
+        return merge(specs, [_flat(train) for train in trains], trains[0].threshold, dtype, biases)
+
+    @staticmethod
+    def _with_bias(factors: LowRankFactors, layer: TTLinear) -> LowRankFactors:
+        missing = None if layer.bias is None or factors.has_bias else layer.bias.to(factors.b.dtype)
+        return factors.with_bias(missing)
 
     def _versions(self, train: TensorTrain) -> list[int]:
         bias = self._bias(train)
@@ -181,6 +215,8 @@ class MergeCache:
         self._thread.inside = True
         if self._leaves is None:
             self._merged = {}
+        if self._traced is not None:
+            self._traced = {}
 
     def _end(self, *_: Any) -> None:
         """After it."""
@@ -248,6 +284,19 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         for cache in caches(model):
             stack.enter_context(cache.one_step())
         yield
+
+
+@contextmanager
+def tracing(caches: Sequence[MergeCache]) -> Iterator[None]:
+    """A context for the forwards and backwards of a step that a compiler traces whole: their caches serve them, too.
+
+    Each forward has a merge of its own, as autograd goes through it once. The compiler computes equal ones once.
+    """
+    for cache in caches:
+        cache._traced = {}
+    yield
+    for cache in caches:
+        cache._traced = None
 
 
 def _flat(train: TensorTrain) -> list[Tensor]:

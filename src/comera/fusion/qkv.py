@@ -71,11 +71,11 @@ class QKV(BlockPattern):
     ) -> list[Tensor] | None:
         """Queries, keys and values of an input, or some, from one product; None where the layers had better be
         called."""
-        if traced() or self.obstacle(module):
+        if not cache.passes_down or self.obstacle(module):
             return None
         layers = [submodule(module, name) for name in names or self.layers]
         if isinstance(layers[0], BTTLinear):
-            return btt_linears(input, [layer.operands for layer in layers])
+            return None if traced() else btt_linears(input, [layer.operands for layer in layers])
         factors = cache.factors(layers, input)
         if factors is None:
             return None

@@ -60,12 +60,9 @@ def merge(
     """
     biases = biases or [None] * len(trains)
     with without_autocast(trains[0][0]):
+        flat = [tensor for train in trains for tensor in train]
         if traced():  # autograd and the compiler know all about a few plain products
-            each = zip(specs, trains, biases, strict=True)
-            return pairs(
-                [f for spec, train, bias in each for f in _torch_forward([spec], [*train, bias], threshold, dtype)[0]]
-            )
-        flat = (tensor for train in trains for tensor in train)
+            return pairs(_torch_forward(specs, [*flat, *biases], threshold, dtype)[0])
         return pairs(_Merge.apply(tuple(specs), threshold, dtype, *flat, *biases))
 
 
@@ -225,9 +222,10 @@ def _torch_forward(
     bias_KO = torch.stack([none if bias is None else bias.to(none.dtype) for bias in biases])
     b_KSO = torch.cat([bias_KO[:, None], right_KRN[..., : first.out_features]], 1).to(dtype)
     factors = []
-    for k, (spec, bias) in enumerate(zip(specs, biases, strict=True)):
+    # unbound, whose gradients are stacked again; those of single elements would be added up, each as large as all
+    for spec, bias, a_RI, b_SO in zip(specs, biases, a_KRI.unbind(), b_KSO.unbind(), strict=True):
         rank = spec.ranks[spec.split]
-        factors += [a_KRI[k, :rank], b_KSO[k, bias is None : 1 + rank]]
+        factors += [a_RI[:rank], b_SO[bias is None : 1 + rank]]
     return factors, stacked, left, right
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from comera.fp8 import FP8Report, fp8_
 from comera.fusion.fuse import is_fused
+from comera.fusion.merge_cache import MergeCache, caches
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
 from comera.optim.muon import Muon
@@ -262,7 +263,8 @@ class TrainStep:
             return None
         self.optimizer.zero_grad(set_to_none=True)
         sizes = [parameter.shape for parameter in self._held]
-        taken = self._whole(sizes, batches, groups, rates_of(self.optimizer, self.device))
+        rates = rates_of(self.optimizer, self.device)
+        taken = self._whole(sizes, batches, groups, rates, caches(self.model))
         if self._whole.too_many:
             self._refused = self._whole.reason
         elif self._whole.reason:
@@ -277,13 +279,13 @@ class TrainStep:
         return result
 
     def _traced(
-        self, batches: Sequence[Batch], groups: list[AdamWGroup], rates: Tensor
+        self, batches: Sequence[Batch], groups: list[AdamWGroup], rates: Tensor, merge_caches: list[MergeCache]
     ) -> tuple[StepResult, list[Tensor | None]] | None:
         """The step that is compiled: its results, and the gradients of the gates whose importance is measured.
 
         None, and nothing is done, if it has a gradient for a parameter without state.
         """
-        update = ByValue(groups, rates, self.controller)
+        update = ByValue(groups, rates, self.controller, merge_caches)
         loss = self._backward(batches, update)
         if update.lacks_state:
             return None

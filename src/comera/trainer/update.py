@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from comera.fusion.merge_cache import accumulating
+from comera.fusion.merge_cache import MergeCache, accumulating, tracing
 from comera.optim.adamw import AdamW
 from comera.rank.controller import RankController
 from comera.rank.step_rule import Gradients, gradients_of
@@ -87,14 +87,20 @@ class AdamWGroup(NamedTuple):
 class ByValue:
     """Gradients are values, which the rank rule and torch's functional AdamW take. For tracing: keeps no state."""
 
-    def __init__(self, groups: Sequence[AdamWGroup], rates: Tensor, controller: RankController | None) -> None:
-        self._groups, self._rates, self._controller = groups, rates, controller
+    def __init__(
+        self,
+        groups: Sequence[AdamWGroup],
+        rates: Tensor,
+        controller: RankController | None,
+        caches: Sequence[MergeCache],
+    ) -> None:
+        self._groups, self._rates, self._controller, self._caches = groups, rates, controller, caches
         self._params = list(chain.from_iterable(group.params for group in groups))
         self._gradients: dict[Tensor, Tensor] = {}
 
     def micro_batches(self, count: int) -> AbstractContextManager[object]:
-        """The compiler itself sees that they merge the same cores."""
-        return nullcontext()
+        """The compiler sees that they merge the same cores."""
+        return tracing(self._caches)
 
     def backward(self, loss: Tensor) -> None:
         """Take the gradients of a loss."""

@@ -2,6 +2,7 @@
 left out in silence."""
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -161,6 +162,31 @@ def test_parameters_are_left_alone_until_they_have_a_gradient() -> None:
             take(step, lengths, count=1)
         assert_equal(eager, compiled)
     assert compiled.mode == "compile"
+
+
+def test_a_fused_model_merges_all_layers_at_once_in_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMERA_KERNELS", "none")  # with them, a CPU does not compile
+    products: list[int] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        products.append(sum(node.target in (operator.matmul, torch.matmul) for node in graph.graph.nodes))
+        return graph.forward
+
+    def make(mode: Any) -> TrainStep:
+        torch.manual_seed(0)
+        spec = TTSpec(12, 12, (4, 3), (3, 4), (1, 2, 3, 2, 1))
+        model = nn.Sequential(*(TTLinear(spec) for _ in range(3))).double()
+        fuse_(model)
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
+        return TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, mode=mode, backend=record)
+
+    eager, compiled = make("eager"), make("compile")
+    for step in (eager, compiled):
+        for _ in range(3):
+            step(list(torch.ones(2, 8, 12, dtype=torch.float64)))
+    assert_equal(eager, compiled)
+    assert compiled.mode == "compile"
+    assert products == [2 * (2 + 2 * 3)]  # for each micro-batch, one left and one right, and two for each layer
 
 
 @torch._inductor.config.patch(compile_threads=1)  # others would be processes, each of which imports torch
