@@ -118,6 +118,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "kv_heads": {"model": replace(TINY, kv_heads=2, ffn=96)},
     "untied": {"model": replace(TINY, tie=False, max_positions=40, dropout=0.1)},
     "blocks": {"compress": CompressConfig(format="btt", rank=1, embedding="dense")},
+    "table alone": {"compress": CompressConfig(format="dense", embedding_rank=4)},
+    "table alone, untied": {"compress": CompressConfig(format="dense"), "model": replace(TINY, tie=False)},
     "default formats": {"compress": CompressConfig()},
     "default formats, untied": {"compress": CompressConfig(), "model": replace(TINY, tie=False)},
     "dense head": {"compress": replace(RANKS, head="dense")},
@@ -170,7 +172,7 @@ def test_compiled_steps_are_those_of_eager_mode(
 
 
 def test_the_help_offers_what_these_tests_run() -> None:
-    assert set(get_args(Format)) == {"tt", "btt"}
+    assert set(get_args(Format)) == {"tt", "btt", "dense"}
     assert {f.name for f in fields(ModelConfig)} == {
         *("family", "hidden", "layers", "heads", "kv_heads", "ffn", "dropout", "max_positions", "tie")
     }
@@ -353,7 +355,7 @@ def test_presets_differ_by_method_in_optimizers_and_rates_alone(preset: lm.Prese
         ({"model": {"dropout": 1.0}}, r"model\.dropout must be in \[0, 1\)"),
         ({"model": {"max_positions": 100}}, r"data\.block_size \(256\) must not be above model\.max_positions \(100\)"),
         ({"model": {"tie": False}, "compress": {"head": "share"}}, r"share needs a tied head"),
-        ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, btt, got 'ttx'"),
+        ({"compress": {"format": "ttx"}}, r"compress\.format must be one of tt, btt, dense, got 'ttx'"),
         ({"compress": {"head": "tied"}}, r"compress\.head must be share, untie or dense, got 'tied'"),
         ({"method": "cola", "model": {"family": "gpt2"}}, "method cola converts nn.Linear, of which gpt2 has none"),
         ({"method": "hashing"}, "method hashing needs a recipe that offers it, .* or the recipe dlrm"),
