@@ -40,7 +40,7 @@ from comera.rank.budget import canonicalize_, round_
 from comera.rank.copies import trains_of_copies
 from comera.rank.importance import update_importance_, zero_gates_
 from comera.rank.loss_mean import LossMean
-from comera.rank.objective import EarlyStage, LateStage, Scales, early_scales, late_budget, late_scales
+from comera.rank.objective import EarlyStage, LateStage, late_budget, loss_behind
 from comera.rank.optimizer_state import unwrap
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport
@@ -54,6 +54,7 @@ from comera.rank.step_rule import (
     gradients_of,
     parameters_of,
     run_before_step,
+    stage_scales,
 )
 from comera.rank.target import late_target
 from comera.rank.trains import adaptable_trains
@@ -201,8 +202,12 @@ class RankController:
         grad_scale: as for `adjust_gradients_`. Does not synchronize, and traces under torch.compile.
         """
         self._losses.end_step(sum_ if self._weighs_losses() else None)
-        tables, size_gradient = self._current_tables(), SIZE_GRADIENTS[self.late.shrink]
-        adjust_gradients_(gradients, self._scales(), tables, size_gradient, self._cores, self.early.ridge, grad_scale)
+        loss, tables = self._losses.mean, self._current_tables()
+        if self.stage == "late" and not self._by_sensitivity() and (loss is None or self._state.target_loss is None):
+            raise RankError(f"expected a finite loss for shrink={self.late.shrink!r}, but {self._no_loss()}")
+        scales = stage_scales(self.early, self.late, self._state, loss, tables)
+        rule = SIZE_GRADIENTS[self.late.shrink]
+        adjust_gradients_(gradients, scales, tables, rule, self._cores, self.early.ridge, grad_scale)
 
     @property
     def measured(self) -> list[Tensor]:
@@ -210,10 +215,7 @@ class RankController:
         return [d for train in self._trains for d in train.rank_params] if self._by_sensitivity() else []
 
     def stepped(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        """After a step of `optimizer` on these gradients: measure. The optimizer that was attached last ends the step.
-
-        For who takes steps without the optimizer's hooks, and calls `adjust_` before them.
-        """
+        """After a step of `optimizer` on these gradients: measure. The optimizer attached last ends the step."""
         update_importance_(optimizer, self.measured, gradients)
         if not self.replayed and optimizer is next(reversed(self._hooks)):
             self.advance()
@@ -373,27 +375,6 @@ class RankController:
             self._tables = size_tables(self._trains)
         return self._tables
 
-    def _scales(self) -> Scales:
-        """(c_L, c_S) of the present stage."""
-        state, tables = self._state, self._current_tables()
-        assert state.surrogate_0 is not None
-        if state.target_size is None:
-            return early_scales(self.early, 1.0 if self.late.shrink == "gate_mean" else state.surrogate_0)
-        if self._by_sensitivity():
-            return 1.0, 0.0
-        loss = self._losses.mean
-        if loss is None or state.target_loss is None:
-            raise RankError(f"expected a finite loss for shrink={self.late.shrink!r}, but {self._no_loss()}")
-        device, by_gates = loss.device, self.late.shrink == "gate_mean"
-        return late_scales(
-            self.late,
-            loss=loss,
-            target_loss=state.target_loss,
-            size=torch.stack([table.size().to(device) for table in tables]).sum(),
-            target_size=state.target_size,
-            surrogate=None if by_gates else torch.stack([t.surrogate().detach().to(device) for t in tables]).sum(),
-        )
-
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
         def adjust() -> None:
             self.adjust_(gradients_of(optimizer), getattr(optimizer, "grad_scale", None))
@@ -407,18 +388,12 @@ class RankController:
         """Zero the gates that exceed the present budget, `passed` steps into the late stage."""
         state, size = self._state, self.size()
         assert state.target_size is not None
-        if size <= state.target_size or (self.late.target_loss is not None and self._loss_behind(size)):
+        if size <= state.target_size:
+            return
+        target_loss = None if self.late.target_loss is None else state.target_loss
+        if target_loss is not None and loss_behind(self._mean_loss(), size, target_loss, state.target_size):
             return
         steps = state.switch_step // 2 if self.late.steps is None else self.late.steps
         budget = late_budget(state.switch_size, state.target_size, passed / steps if steps else 1.0)
         if size > budget:
             zero_gates_(self._trains, list(self._hooks), budget, multiple=self.multiple)
-
-    def _loss_behind(self, size: int) -> bool:
-        """Whether the loss is relatively further from its target than the size from its own. Synchronizes."""
-        state, loss = self._state, self._mean_loss()
-        assert state.target_loss is not None
-        assert state.target_size is not None
-        if loss is None:
-            return True
-        return (loss - state.target_loss) * size >= (size - state.target_size) * abs(loss)

@@ -166,6 +166,11 @@ def late_scales(
     return c_loss, c_size
 
 
+def loss_behind(loss: float | None, size: int, target_loss: float, target_size: int) -> bool:
+    """Whether the loss (None: there was none yet) is relatively further from its target than the size from its own."""
+    return loss is None or (loss - target_loss) * size >= (size - target_size) * abs(loss)
+
+
 def late_budget(first_size: int, target_size: int, done: float) -> int:
     """What the model may store after the fraction `done` of the late stage's steps: S0 + (S1 − S0)(1 − done)³.
 

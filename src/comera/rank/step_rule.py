@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.rank.objective import Scales, Shrink
+from comera.rank.objective import EarlyStage, LateStage, Scales, Shrink, early_scales, late_scales
 from comera.rank.size import SizeTable
+from comera.rank.state import RankState
 
 HookArgs = tuple[tuple[Any, ...], dict[str, Any]]
 Gradients = Mapping[Tensor, Tensor]
@@ -48,6 +49,29 @@ def adjust_gradients_(
     if decayed:
         scaled = decayed if grad_scale is None else torch._foreach_mul(decayed, grad_scale)
         torch._foreach_add_([gradients[core] for core in decayed], scaled, alpha=2 * ridge)
+
+
+def stage_scales(
+    early: EarlyStage, late: LateStage, state: RankState, loss: Tensor | None, tables: Sequence[SizeTable]
+) -> Scales:
+    """(c_L, c_S) of the present stage. loss: the mean of the last ones; not needed early and by sensitivity."""
+    if state.target_size is None:
+        assert state.surrogate_0 is not None
+        return early_scales(early, 1.0 if late.shrink == "gate_mean" else state.surrogate_0)
+    if late.shrink == "sensitivity":
+        return 1.0, 0.0
+    assert loss is not None
+    assert state.target_loss is not None
+    device = loss.device
+    surrogates = None if late.shrink == "gate_mean" else [table.surrogate().detach().to(device) for table in tables]
+    return late_scales(
+        late,
+        loss=loss,
+        target_loss=state.target_loss,
+        size=torch.stack([table.size().to(device) for table in tables]).sum(),
+        target_size=state.target_size,
+        surrogate=None if surrogates is None else torch.stack(surrogates).sum(),
+    )
 
 
 def surrogate_gradient(tables: Sequence[SizeTable], scale: float | Tensor) -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
-from comera.rank.objective import EarlyStage, Scales
+from comera.rank.objective import EarlyStage
 from comera.rank.size import SizeTable
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -83,15 +83,13 @@ def test_without_weights_the_gradients_stay_to_the_bit() -> None:
         assert torch.equal(grad, expected[name]), name
 
 
-def test_a_stage_that_scales_the_loss_scales_every_gradient_by_a_device_scalar() -> None:
-    class Halved(RankController):
-        def _scales(self) -> Scales:
-            return torch.tensor(0.5), torch.tensor(0.25)
-
+def test_a_stage_that_scales_the_loss_scales_every_gradient_by_a_device_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = torch.tensor(0.5), torch.tensor(0.25)
+    monkeypatch.setattr("comera.rank.controller.stage_scales", lambda *_: scales)
     torch.manual_seed(0)
     model = Tied()
     optimizer = sgd(model)
-    Halved(model).attach(optimizer)
+    RankController(model).attach(optimizer)
     backward(model)
     expected = {name: 0.5 * grad for name, grad in grads(model).items()}
     for k, grad in enumerate(SizeTable([model.linear.tt]).surrogate_grads()):
