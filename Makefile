@@ -91,6 +91,7 @@ bench: install
 	@$(BIN)/python benchmarks/block_product.py --repeats 10
 	@$(BIN)/python benchmarks/heads.py
 	@$(BIN)/python benchmarks/decoder.py --repeats 20
+	@$(BIN)/python benchmarks/compiled_operations.py
 	@$(BIN)/python benchmarks/optimizer.py
 	@$(BIN)/python benchmarks/projections.py times
 	@$(BIN)/python benchmarks/peers.py

@@ -17,11 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from comera.report.style import GREY, PURPLE, TEAL, png, styled
+from comera.report.style import GREY, ORANGE, PURPLE, TEAL, png, styled
 
 PAGE = Path(__file__).parents[1] / "docs" / "frontier.md"
 FIGURE = PAGE.with_suffix(".png")
-FAMILIES = {"dense": GREY, "btt": TEAL, "tt": PURPLE}
+FAMILIES = {"dense-": GREY, "densev": ORANGE, "btt": TEAL, "tt": PURPLE}  # color by the beginning of a name
 COLUMNS = 3  # of the figure
 _ABOUT = ("machine", "threads", "python", "torch", "commit")
 
@@ -155,7 +155,7 @@ def main() -> None:
         lines += ["", "## Measured", "", f"![{legend}]({FIGURE.name})"]
     for setting in settings:
         own = [row for row in final if _setting(row) == setting]
-        rates = _rates(row for row in tuned if _setting(row) == setting)
+        rates = _rates(row for row in tuned if _setting(row) == setting) | _run_whole(rows, setting)
         lines += ["", f"### {setting}", "", *_table(own, rates)]
     lines += ["", "## Costs", "", "| vocabulary | case | parameters | MFLOPs a token | FLOPs a parameter |"]
     lines.append("|--:|---|--:|--:|--:|")
@@ -304,11 +304,20 @@ def _rates(tuned: Iterable[Row]) -> dict[str, list[float]]:
     return {name: [rate for _, rate in sorted(losses)] for name, losses in found.items()}
 
 
+def _run_whole(rows: list[Row], setting: Setting) -> dict[str, list[float]]:
+    """The rates of the cases that ran a whole budget of time at several, the best with the first seed first."""
+    if setting.budget.endswith("steps"):
+        return {}  # tuned over all of them
+    ran = _rates(row for row in rows if row["part"] == "final" and row["seed"] == "0" and _setting(row) == setting)
+    return {name: rates for name, rates in ran.items() if len(rates) > 1}
+
+
 def _at_their_rates(final: list[Row], tuned: list[Row]) -> list[Row]:
-    """The rows of each case at its tuned rate; of a case that was not tuned, or not run at it, at the one last run."""
+    """The rows of each case at its best rate of the whole budget, if it ran that at several; else at its tuned rate; of
+    a case that was not tuned, or not run at it, at the one last run."""
     kept = []
     for setting in {_setting(row) for row in final}:
-        rates = _rates(row for row in tuned if _setting(row) == setting)
+        rates = _rates(row for row in tuned if _setting(row) == setting) | _run_whole(final, setting)
         for name in {row["case"] for row in final if _setting(row) == setting}:
             own = _own(final, setting, name)
             ran = [float(row["lr"]) for row in own]
