@@ -219,7 +219,8 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         update = ByOptimizer(self.model, self.optimizer)
         result = self._apply(self._backward(batches, update), update)
-        self._unused = {p for p in self.parameters if p.grad is None}
+        if self._whole is not None:
+            self._unused = {p for p in self.parameters if p.grad is None}
         return result
 
     def _backward(self, batches: Sequence[Batch], update: Update) -> Tensor:

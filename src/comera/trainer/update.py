@@ -57,10 +57,11 @@ class ByOptimizer:
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """Those in `.grad`; duplicate rows of sparse ones are summed, as norms and optimizers require."""
-        for p, gradient in gradients_of(self._optimizer).items():
+        gradients = gradients_of(self._optimizer)
+        for p, gradient in gradients.items():
             if gradient.is_sparse:
-                p.grad = gradient.coalesce()
-        return gradients_of(self._optimizer)
+                p.grad = gradients[p] = gradient.coalesce()
+        return gradients
 
     def step(self, gradients: Gradients) -> None:
         """The optimizer's step, with its hooks."""

@@ -45,6 +45,21 @@ def test_gradients_of_first_and_second_order(shape, offset):
         assert check(lambda x: residual_rms_norm(None, x, None, 1e-3)[1], (x,))
 
 
+def derivatives(outs, inputs, given):
+    """First gradients, the same to be differentiated again, and gradients of the sum of their squares."""
+    first = torch.autograd.grad(outs, inputs, given, retain_graph=True, allow_unused=True)
+    once = torch.autograd.grad(outs, inputs, given, create_graph=True, allow_unused=True)
+    penalty = sum(each.square().sum() for each in once if each is not None)
+    return *first, *once, *torch.autograd.grad(penalty, [*inputs, *given], allow_unused=True)
+
+
+def assert_all_close(results, expected):
+    """Zeros are as good as no gradient."""
+    for found, exact in zip(results, expected, strict=True):
+        exact = torch.zeros_like(found) if exact is None and found is not None else exact
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("setting", ["all", "none"])
 @pytest.mark.parametrize("used", ["both", "norm", "sum"])
 @pytest.mark.parametrize("summed", [True, False])
@@ -57,14 +72,8 @@ def test_derivatives_of_any_order_in_float32(setting, used, summed, monkeypatch)
     keep = {"both": slice(0, 2), "norm": slice(1, 2), "sum": slice(0, 1)}[used]
     for run in (residual_rms_norm, plain):
         outs, given = run(z if summed else None, x, weight, 1e-3, 1.0)[keep], (ds, dy)[keep]
-        first = torch.autograd.grad(outs, inputs, given, retain_graph=True, allow_unused=True)
-        once = torch.autograd.grad(outs, inputs, given, create_graph=True, allow_unused=True)
-        penalty = sum(each.square().sum() for each in once if each is not None)
-        twice = torch.autograd.grad(penalty, [*inputs, *given], allow_unused=True)
-        results.append([*outs, *first, *once, *twice])
-    for found, exact in zip(*results, strict=True):
-        exact = torch.zeros_like(found) if exact is None and found is not None else exact
-        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+        results.append([*outs, *derivatives(outs, inputs, given)])
+    assert_all_close(*results)
 
 
 def test_a_norm_of_what_needs_no_gradient():
@@ -169,14 +178,8 @@ def test_derivatives_of_any_order_of_a_layer_norm_in_float32(setting, used, summ
     for run, last in ((residual_layer_norm, p), (plain_layer_norm, factors)):
         outs = seeded(run, z if summed else None, x, weight, bias, 1e-3, last)[keep]
         given = (ds, dy)[keep]
-        first = torch.autograd.grad(outs, inputs, given, retain_graph=True, allow_unused=True)
-        once = torch.autograd.grad(outs, inputs, given, create_graph=True, allow_unused=True)
-        penalty = sum(each.square().sum() for each in once if each is not None)
-        twice = torch.autograd.grad(penalty, [*inputs, *given], allow_unused=True)
-        results.append([*outs, *first, *once, *twice])
-    for found, exact in zip(*results, strict=True):
-        exact = torch.zeros_like(found) if exact is None and found is not None else exact
-        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+        results.append([*outs, *derivatives(outs, inputs, given)])
+    assert_all_close(*results)
 
 
 def test_dropout_of_a_layer_norm_keeps_the_mean_and_the_seed_fixes_it():
