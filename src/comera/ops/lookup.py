@@ -28,7 +28,7 @@ from comera.ops.lookup_triton import triton_rows
 from comera.ops.planner.groups import Groups
 from comera.ops.planner.plan import ContractionPlan, choose
 from comera.ops.planner.problem import LookupProblem
-from comera.tt.dense import materialize
+from comera.tt.dense import absorb_in_smaller, materialize
 from comera.tt.spec import TTMSpec, check_cores
 
 # Columns of a row up to which the C++ kernel makes it again for every use in no more time than it takes to find the
@@ -260,11 +260,8 @@ def _shaped(rows_ND: Tensor, ids: Tensor, cores: Sequence[Tensor]) -> Tensor:
 
 def _merging(table: LookupTable, but: int | None = None) -> list[Tensor]:
     """The cores in their `merge_dtype`, with all gates absorbed but those after the core `but`."""
-    cores, gates = list(table.cores), table.gates
-    for k, gates_R in enumerate(gates or ()):
-        if k != but:
-            cores[k] = cores[k] * masked(gates_R, table.threshold)
-    return [core.to(merge_dtype(core.dtype)) for core in cores]
+    gates = [None if k == but else masked(gates_R, table.threshold) for k, gates_R in enumerate(table.gates or ())]
+    return absorb_in_smaller([core.to(merge_dtype(core.dtype)) for core in table.cores], gates)
 
 
 def _sums(

@@ -19,7 +19,7 @@ from comera.ops.linear import flatten_input
 from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.ops.planner.plan import ContractionPlan, choose
 from comera.ops.planner.problem import ProjectionProblem
-from comera.tt.dense import materialize, zero_row
+from comera.tt.dense import absorb_in_smaller, materialize, zero_row
 from comera.tt.spec import TTMSpec
 
 
@@ -108,7 +108,7 @@ def merge_table(
 ) -> MergedTable:
     """The operands of `ttm_linear` as the product with these rows reads them, in its dtype; arguments as there."""
     to_dtype = product_dtype(x_BI, cores[0])
-    cores = cores if gates is None else _absorb(cores, gates)
+    cores = cores if gates is None else absorb_in_smaller(cores, gates)
     bias = None if bias is None else bias.to(to_dtype)
     strategy, groups = choose(ProjectionProblem, spec, x_BI.shape[0], to_dtype.itemsize, x_BI.device.type, plan=plan)
     with without_autocast(x_BI):
@@ -126,18 +126,6 @@ def merge_table(
             return LowRankTable(left_OR, right_RI, bias)
     used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
     return TwoSides(left_MNR[:used], right_RMN, bias)
-
-
-def _absorb(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor]:
-    """Multiply the gates of each rank into the smaller of the two cores (R, M, N, S) that share it."""
-    absorbed = list(cores)
-    for k, d in enumerate(gates):
-        left, right = absorbed[k : k + 2]
-        if left.numel() <= right.numel():
-            absorbed[k] = (left * d).to(left.dtype)
-        else:
-            absorbed[k + 1] = (right * d[:, None, None, None]).to(right.dtype)
-    return absorbed
 
 
 class _Projection(torch.autograd.Function):

@@ -24,6 +24,21 @@ def absorb(cores: Sequence[Tensor], rank_params: Sequence[Tensor]) -> list[Tenso
     return [(core * d).to(core.dtype) for core, d in zip(cores, rank_params, strict=False)] + [cores[-1]]
 
 
+def absorb_in_smaller(cores: Sequence[Tensor], rank_params: Sequence[Tensor | None]) -> list[Tensor]:
+    """Multiply the gates of each rank into the smaller of the two cores (R, modes..., S) that share it; None for none.
+
+    In a table of plain low rank the other core has a row for each token. In the dtype of the cores, as `absorb`.
+    """
+    absorbed = list(cores)
+    for k, d in enumerate(rank_params):
+        left, right = absorbed[k : k + 2]
+        if d is not None and left.numel() <= right.numel():
+            absorbed[k] = (left * d).to(left.dtype)
+        elif d is not None:
+            absorbed[k + 1] = (right * d.view(-1, *[1] * (right.dim() - 1))).to(right.dtype)
+    return absorbed
+
+
 def merge(cores: Sequence[Tensor]) -> Tensor:
     """Product of neighboring cores (R, modes..., S) over the ranks that they share, from left to right.
 

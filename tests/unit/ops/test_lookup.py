@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from comera.errors import IdError, SpecError
 from comera.ops import chunking, lookup_rows
@@ -244,3 +245,26 @@ def test_gradients_reach_parts_whose_strides_are_not_contiguous() -> None:
         found = torch.autograd.grad(ttm_lookup(torch.tensor([0]), spec, cores, plan=plan).sum(), cores)
         exact = torch.autograd.grad(materialize(spec, cores)[0].sum(), cores)
         torch.testing.assert_close(found, exact)
+
+
+class LargestProduct(TorchDispatchMode):
+    """Elements of the largest result of an elementwise product."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mul:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_gates_never_meet_the_rows_of_a_table_of_plain_low_rank():
+    spec = ttm((97, 1), (1, 6), 4)
+    cores, gates = cores_of(spec), torch.rand(4, dtype=torch.float64, requires_grad=True)
+    with LargestProduct() as products:
+        rows = ttm_lookup(some_ids(spec, (20,)), spec, cores, gates=[gates])
+        rows.sum().backward()
+    assert 0 < products.elements <= cores[1].numel()
+    exact = materialize(spec, [cores[0].detach() * gates.detach(), cores[1].detach()])
+    torch.testing.assert_close(rows.detach(), exact[some_ids(spec, (20,))])
