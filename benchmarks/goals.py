@@ -330,6 +330,16 @@ def _peer_over_least(case: str, side: str) -> Callable[[Tables], float]:
     return figure
 
 
+def _least_over(case: str, side: str, other: str) -> Callable[[Tables], float]:
+    """The least time of one side of ours over that of another; see roofline.py."""
+
+    def figure(tables: Tables) -> float:
+        least = (one("least_ms", case=case, side=each)(tables["roofline"]) for each in (side, other))
+        return next(least) / next(least)
+
+    return figure
+
+
 def _check_machine(tables: Tables, case: str, *results: str) -> None:
     """Raises LookupError if these results are of several machines."""
     machines = {row["machine"] for name in results for row in tables[name] if row["case"] == case}
@@ -345,6 +355,8 @@ LIMITS: dict[str, Callable[[Tables], float]] = {
     "GaLore, batch 1: times our step": _peer_over_least("batch 1", "galore"),
     "LTE, batch 32: times our step": _peer_over_least("batch 32", "lte"),
     "tensorly-torch, batch 32: times our step": _peer_over_least("batch 32", "tensorly"),
+    "time with recomputation, of that without": _least_over("batch 32", "fused, recompute", "fused"),
+    "step after the cut to 0.2: times before": _least_over("32 × 48, cut to 0.2", "before", "after"),
     "DLRM, D = 16: samples/s, times dense Adagrad": lambda tables: one(
         "value", figure="times faster than dense adagrad", method="without tables"
     )(tables["dlrm"]),

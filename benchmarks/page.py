@@ -48,7 +48,7 @@ _SECTIONS = {
     "roofline": (
         "How far the step is from the machine's limits",
         "`least_ms`: every operation at the speed of large products or of copies from memory, whichever is slower; "
-        "`best_ratio`: measured dense time over that.",
+        "`ratio`, `best_ratio`: measured time of the first side of a case over this one's, and over its least.",
     ),
     "peers": (
         "Against what one would pick instead",

@@ -12,10 +12,13 @@ import argparse
 import copy
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from common import about, write
+from torch import nn
 
 import comera
 from comera.fusion import fuse_
@@ -44,26 +47,33 @@ def main() -> None:
     write("shrunk_step", rows)
 
 
-def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[dict[str, object]]:
-    """Time both models in turns."""
+def make_steps(
+    shape: tuple[int, int], target: float, multiple: int, dropout: float
+) -> tuple[dict[str, Callable[[], object]], dict[str, nn.Module]]:
+    """A step of each model on one batch of this shape, before and after the cut, and the models."""
     torch.manual_seed(0)
     config = preset(preset="tuned")
     full, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
-    models = {"before": full, "after": copy.deepcopy(full)}
-    comera.round_(models["after"], options.target, multiple=multiple)
-    shape = (options.batch, options.length)
+    models: dict[str, nn.Module] = {"before": full, "after": copy.deepcopy(full)}
+    comera.round_(models["after"], target, multiple=multiple)
     ids = torch.randint(1000, 30_000, shape)
     batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones(shape, dtype=torch.bool), ids[:, 0] % 3)
-    steps = {}
+    steps: dict[str, Callable[[], object]] = {}
     for name, model in models.items():
         fuse_(model)
         optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        steps[name] = TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0)
+        steps[name] = partial(TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0), [batch])
+    return steps, models
+
+
+def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[dict[str, object]]:
+    """Time both models in turns."""
+    steps, models = make_steps((options.batch, options.length), options.target, multiple, dropout)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(options.repeats + 2):
         for name, step in steps.items():
             started = time.perf_counter()
-            step([batch])
+            step()
             if repeat >= 2:  # the first steps make plans, state and memory
                 seconds[name].append(time.perf_counter() - started)
     rows = []

@@ -36,6 +36,7 @@ from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import Batch
 from comera.recipes.lm.model import ModelConfig
 from comera.recipes.mnli.recipe import build_model, preset
+from comera.recompute.blocks import recompute_
 from comera.trainer.step import TrainStep
 
 # name: batch, length, dropout, precision, goal for the ratio dense / fused
@@ -79,6 +80,8 @@ def make_step(side: str, batch: ExampleBatch | Batch, dropout: float, precision:
         loss = lm.next_token_loss
     if kind != "compressed" and "compiled" not in ways:  # torch.compile leaves out what fuse_ puts in
         fuse_(model, keep_logits=isinstance(batch, ExampleBatch))
+    if "recompute" in ways:
+        recompute_(model)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
     mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"
     precision = "bf16" if "bf16" in ways else precision
