@@ -3,7 +3,8 @@
 The recipe `comera train code-lm --preset codebert-small`, masked language modelling of Python functions and their
 docstrings: 4 encoders, 8,192 tokens, sequences of 128. Every case gets the same time, in steps of the time that `speed`
 has measured, the same rates to choose from at that length, fused kernels and the same optimizer; cases are named by
-their width. The loss is that of 128 held-out batches, in nats per masked token; they choose the rate, too.
+their width, and the layers of `low-rank-table` are dense. The loss is that of 128 held-out batches, in nats per masked
+token; they choose the rate, too.
 
     python benchmarks/codebert_small.py speed                        the time of a step, on a quiet machine
     python benchmarks/codebert_small.py --rates 1e-3 2e-3 4e-3       seed 0, every case at every rate
@@ -62,6 +63,7 @@ CASES = {
     "btt-tied-128": Case(128, BTT | TIED),
     "btt-low-rank-128": Case(128, BTT | LOW_RANK | {"embedding_rank": 48}),
     "btt-low-rank-192": Case(192, BTT | LOW_RANK | {"embedding_rank": 64}),
+    "low-rank-table-96": Case(96, {"format": "dense", "embedding_rank": 48} | LOW_RANK),
 }
 
 

@@ -19,7 +19,7 @@ from comera.export.runs import export_run
 from comera.fusion import fuse_, merge_cache
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
-from comera.nn.tensor_train import named_trains
+from comera.nn.tensor_train import CompressedLayer, named_trains
 from comera.recipes.code_lm import recipe as code_lm
 from comera.recipes.code_lm.data import Batch, CodeData, CodeDataConfig, prepare
 from comera.recipes.code_lm.recipe import (
@@ -117,6 +117,14 @@ def test_a_table_of_plain_low_rank(config: CodeLMConfig, data: CodeData, head: L
     table = model.bert.embeddings.word_embeddings
     assert str(table.spec) == f"TTM {data.vocab_size}·1 × 1·64 ranks 8"
     assert (model.cls.predictions.decoder.tt is table.tt) == (head == "share")
+    _assert_all_are_trained(model, data)
+
+
+def test_linear_layers_may_stay_dense_beside_a_compressed_table(config: CodeLMConfig, data: CodeData) -> None:
+    formats = replace(RANKS, format="dense", embedding="low_rank", head="share")
+    model, _ = build_model(replace(config, compress=formats), data.vocab_size)
+    compressed = {name for name, module in model.named_modules() if isinstance(module, CompressedLayer)}
+    assert compressed == {"bert.embeddings.word_embeddings", "cls.predictions.decoder"}
     _assert_all_are_trained(model, data)
 
 
@@ -281,7 +289,7 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
         ModelConfig(layers=0)
     with pytest.raises(ConfigError, match=r"model\.dropout must be in \[0, 1\)"):
         ModelConfig(dropout=1.0)
-    with pytest.raises(ConfigError, match=r"compress\.format must be tt or btt, got 'cp'"):
+    with pytest.raises(ConfigError, match=r"compress\.format must be tt, btt or dense, got 'cp'"):
         CompressConfig(format="cp")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"BTT needs rank to be an integer >= 0 or None, got \(4, 4\)"):
         CompressConfig(format="btt", rank=(4, 4))

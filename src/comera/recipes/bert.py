@@ -59,8 +59,9 @@ class ModelConfig:
 class BertFormats:
     """Formats of the compressed layers; only the method comera uses them."""
 
-    format: Literal["tt", "btt"] = "tt"
-    """Format of linear layers: tt, a tensor train, as published, or btt, a block tensor train."""
+    format: Literal["tt", "btt", "dense"] = "tt"
+    """Format of linear layers: tt, a tensor train, as published, or btt, a block tensor train; dense leaves them as
+    they are, for models so narrow that the vocabulary is most of them."""
     order: int = 6
     """Cores in the tensor train of a linear layer; tt only."""
     rank: int | tuple[int, ...] = 30
@@ -78,19 +79,21 @@ class BertFormats:
 
     def __post_init__(self) -> None:
         checks = {
-            "format": (self.format in ("tt", "btt"), "tt or btt"),
+            "format": (self.format in ("tt", "btt", "dense"), "tt, btt or dense"),
             "embedding": (self.embedding in ("ttm", "low_rank"), "ttm or low_rank"),
         }
         check_fields(self, "compress.", checks)
         self.linear, self.table  # noqa: B018  # refuses what no layer can have
 
     @property
-    def linear(self) -> TT | BTT:
+    def linear(self) -> TT | BTT | None:
         """The format of linear layers."""
         return self.linear_of(self.rank)
 
-    def linear_of(self, rank: int | tuple[int, ...]) -> TT | BTT:
-        """The format of linear layers, at another rank."""
+    def linear_of(self, rank: int | tuple[int, ...]) -> TT | BTT | None:
+        """The format of linear layers, at another rank; None for dense ones."""
+        if self.format == "dense":
+            return None
         if self.format == "tt":
             return TT(order=self.order, rank=rank)
         return BTT(rank=rank, blocks=self.blocks)  # type: ignore[arg-type]  # which refuses several ranks
