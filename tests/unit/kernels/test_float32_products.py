@@ -92,7 +92,7 @@ def test_onednn_keeps_few_shapes_unless_the_user_says_how_many(on, monkeypatch):
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "200")
     with fastest("cpu"):
-        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
         assert os.environ["LRU_CACHE_CAPACITY"] == "200"
 
 
