@@ -88,9 +88,9 @@ bench: install
 	@$(BIN)/python benchmarks/shrunk_step.py --repeats 7
 	@$(BIN)/python benchmarks/lookup.py --seconds 1
 	@$(BIN)/python benchmarks/layer.py --seconds 1
-	@$(BIN)/python benchmarks/block_product.py --repeats 10
+	@$(BIN)/python benchmarks/block_product.py --repeats 6
 	@$(BIN)/python benchmarks/heads.py
-	@$(BIN)/python benchmarks/decoder.py --repeats 20
+	@$(BIN)/python benchmarks/decoder.py --repeats 12
 	@$(BIN)/python benchmarks/compiled_operations.py
 	@$(BIN)/python benchmarks/optimizer.py
 	@$(BIN)/python benchmarks/projections.py times
