@@ -191,7 +191,7 @@ def possible(options: argparse.Namespace, method: str, ratio: int, dim: int) -> 
 
 def summary(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """The final figures of each case, means over its seeds: how they compare with dense tables, on the same ids and
-    with rows of their own. spread: half the range of the seeds."""
+    with rows of their own. spread: half the range of the seeds; over_comera: `difference` at the same ratio."""
     cases: dict[tuple[int, int, str], list[dict[str, str]]] = {}
     for row in rows:
         if row["part"] == "final":
@@ -202,17 +202,28 @@ def summary(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
         dim, ratio, method = case
         first, values = cases[case][0], nce[case]
         line = {"dim": str(dim), "ratio": str(ratio), "method": method, "lr": first["lr"], "seeds": str(len(values))}
-        line |= dict.fromkeys(("nce", "spread", "above_dense", "above_own_rows", "auc"), "")
+        line |= dict.fromkeys(("nce", "spread", "over_comera", "above_dense", "above_own_rows", "auc"), "")
         line |= {name: first[name] for name in ("tables_mb", "step_mb", "note")}
         if values:
             mean = statistics.mean(values)
-            line |= {"nce": f"{mean:.4f}", "spread": f"{(max(values) - min(values)) / 2:.4f}"}
+            line |= {"nce": f"{mean:.5f}", "spread": f"{(max(values) - min(values)) / 2:.4f}"}
+            if method != "comera":
+                line["over_comera"] = difference(cases[case], cases.get((dim, ratio, "comera"), []))
             line["auc"] = f"{statistics.mean(float(row['auc']) for row in cases[case]):.4f}"
             for name, other in (("above_dense", "dense"), ("above_own_rows", OWN)):
                 if reference := nce.get((dim, 1, other)):
                     line[name] = f"{100 * (mean / statistics.mean(reference) - 1):.2f}"
         lines.append({**line, **{name: first[name] for name in about()}})
     return lines
+
+
+def difference(rows: Sequence[dict[str, str]], others: Sequence[dict[str, str]]) -> str:
+    """How far `nce` is above that of other rows with the same seeds, and the standard error of that mean."""
+    of = {row["seed"]: float(row["nce"]) for row in others if row["nce"]}
+    each = [float(row["nce"]) - of[row["seed"]] for row in rows if row["nce"] and row["seed"] in of]
+    if len(each) < 2:
+        return ""
+    return f"{statistics.mean(each):.4f} ± {statistics.stdev(each) / len(each) ** 0.5:.4f}"
 
 
 def main() -> None:
