@@ -26,7 +26,11 @@ FIGURE = PAGE.with_suffix(".png")
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 _ABOUT = ("machine", "threads", "python", "torch", "commit")
 # results file -> the script and its part, where a script has several files
-_COMMANDS = {"projections": "projections.py losses", "projections_steps": "projections.py times"}
+_COMMANDS = {
+    "roofline_operations": "roofline.py",
+    "projections": "projections.py losses",
+    "projections_steps": "projections.py times",
+}
 # results file -> heading and how to read it
 _SECTIONS = {
     "step": (
@@ -49,6 +53,12 @@ _SECTIONS = {
         "How far the step is from the machine's limits",
         "`least_ms`: every operation at the speed of large products or of copies from memory, whichever is slower; "
         "`ratio`, `best_ratio`: measured time of the first side of a case over this one's, and over its least.",
+    ),
+    "roofline_operations": (
+        "Where the time of our step goes",
+        "Operations that take a hundredth of the fused step or more; `between them`: Python, autograd and the "
+        "dispatcher. `least_ms` knows products and memory, not the exponentials of softmax, GELU, or dropout's random "
+        "numbers.",
     ),
     "peers": (
         "Against what one would pick instead",

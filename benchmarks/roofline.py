@@ -7,6 +7,11 @@ step as it is programmed. `products_ms` is what the FLOPs alone would take. `bes
 that no tuning of single operations on our side can exceed: dense's measured time over our least time; after the cut
 to 0.2 of the size, that over the step before it. What recomputation must add is its least time over that without.
 
+A second table says where the time of our own step goes: operations are timed in the counted steps, and what is left of
+a step that is not counted is Python, autograd and the dispatcher. Counted, autograd adds gradients out of place, so
+`aten.add` is dearer there. No ceiling here knows of exponentials, of random numbers for dropout, or of packing, which
+takes as long as the product where there are few rows.
+
     python benchmarks/roofline.py [--repeats 5]      2 minutes
 """
 
@@ -14,7 +19,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,19 +41,36 @@ WANTED = {
 }
 CUT, CUT_SHAPE, TARGET = "32 × 48, cut to 0.2", (32, 48), 0.2
 CACHE = 2**20  # bytes: operations on less are assumed to run in the caches
+COUNTED = 3  # steps whose operations are timed
+SMALL = 0.01  # operations that take less of the step are one row
+
+
+@dataclass
+class Cost:
+    """What calls of one operation took and what they need at least."""
+
+    calls: int = 0
+    flops: int = 0
+    nbytes: int = 0
+    least: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, each) + getattr(other, each) for each in self.__dataclass_fields__))
 
 
 class Counter(TorchDispatchMode):
-    """Least seconds of what runs inside, with its FLOPs, bytes and operations."""
+    """Costs of what runs inside, by operation."""
 
     def __init__(self, flops_a_second: float, bytes_a_second: float) -> None:
         super().__init__()
         self.flops_a_second, self.bytes_a_second = flops_a_second, bytes_a_second
-        self.flops = self.bytes = self.operations = 0
-        self.least = 0.0
+        self.costs: dict[str, Cost] = defaultdict(Cost)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
         out = func(*args, **(kwargs or {}))
+        seconds = time.perf_counter() - began
         if func.is_view:
             return out
         count = flop_registry.get(func._overloadpacket)
@@ -53,9 +78,9 @@ class Counter(TorchDispatchMode):
         # each tensor once: one written in place is both operand and result
         tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
         nbytes = sum(_nbytes(tensor) for tensor in tensors.values())
-        self.flops, self.bytes, self.operations = self.flops + flops, self.bytes + nbytes, self.operations + 1
         beyond = nbytes if nbytes > CACHE else 0
-        self.least += max(flops / self.flops_a_second, beyond / self.bytes_a_second)
+        least = max(flops / self.flops_a_second, beyond / self.bytes_a_second)
+        self.costs[str(func._overloadpacket)] += Cost(1, flops, nbytes, least, seconds)
         return out
 
 
@@ -85,45 +110,85 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    operations: list[dict[str, Any]] = []
     for name, sides in WANTED.items():
         batch_size, _, dropout, precision, _ = CASES[name]
         batch = make_batch(name)
         steps = {side: make_step(side, batch, dropout, precision) for side in sides}
-        rows += measure(name, steps, options.repeats, visit=4 if batch_size == 1 else 1)
+        found, parts = measure(name, steps, options.repeats, visit=4 if batch_size == 1 else 1)
+        rows, operations = rows + found, operations + parts
         del steps
-    rows += measure(CUT, make_steps(CUT_SHAPE, TARGET, multiple=1, dropout=0.1)[0], options.repeats, visit=2)
+    rows += measure(CUT, make_steps(CUT_SHAPE, TARGET, multiple=1, dropout=0.1)[0], options.repeats, visit=2)[0]
     write("roofline", rows)
+    write("roofline_operations", operations)
 
 
-def measure(case: str, steps: dict[str, Callable[[], object]], repeats: int, visit: int) -> list[dict[str, Any]]:
-    """A row for each side; ratios are those to the first one."""
-    flops_a_second, bytes_a_second = ceilings()
+def measure(
+    case: str, steps: dict[str, Callable[[], object]], repeats: int, visit: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row for each side, with ratios to the first one, and the parts of the fused side's step."""
+    speeds = ceilings()
     times = in_turns(steps, repeats, warm_ups=1, visit=visit)
     seconds = {side: statistics.median(own) for side, own in times.items()}
     first = next(iter(seconds.values()))
-    rows = []
+    rows, parts = [], []
     for side, step in steps.items():
-        with Counter(flops_a_second, bytes_a_second) as counted:
-            step()
+        costs = count(step, *speeds)
+        total = sum(costs.values(), Cost())
         row = {
             "case": case,
             "side": side,
-            "gflop": f"{counted.flops / 1e9:.1f}",
-            "gb": f"{counted.bytes / 1e9:.2f}",
-            "operations": counted.operations,
-            "products_ms": f"{counted.flops / flops_a_second * 1e3:.0f}",
-            "least_ms": f"{counted.least * 1e3:.1f}",
+            "gflop": f"{total.flops / 1e9:.1f}",
+            "gb": f"{total.nbytes / 1e9:.2f}",
+            "operations": total.calls,
+            "products_ms": f"{total.flops / speeds[0] * 1e3:.0f}",
+            "least_ms": f"{total.least * 1e3:.1f}",
             "step_ms": f"{seconds[side] * 1e3:.0f}",
-            "of_least": f"{counted.least / seconds[side]:.2f}",
+            "of_least": f"{total.least / seconds[side]:.2f}",
             "ratio": f"{first / seconds[side]:.2f}",
-            "best_ratio": f"{first / counted.least:.2f}",
-            "gflop_per_s": f"{flops_a_second / 1e9:.0f}",
-            "gb_per_s": f"{bytes_a_second / 1e9:.1f}",
+            "best_ratio": f"{first / total.least:.2f}",
+            "gflop_per_s": f"{speeds[0] / 1e9:.0f}",
+            "gb_per_s": f"{speeds[1] / 1e9:.1f}",
         }
         rows.append({**row, **about()})
         print(" ".join(f"{value!s:>10}" for value in row.values()), flush=True)
-    return rows
+        if side == "fused":
+            parts = list(by_operation(case, costs, seconds[side]))
+    return rows, parts
+
+
+def count(step: Callable[[], object], flops_a_second: float, bytes_a_second: float) -> dict[str, Cost]:
+    """Costs of a step by operation, with the median seconds of a few steps after a first one."""
+    step()
+    counters = [Counter(flops_a_second, bytes_a_second) for _ in range(COUNTED)]
+    for counter in counters:
+        with counter:
+            step()
+    return {
+        name: replace(cost, seconds=statistics.median(counter.costs[name].seconds for counter in counters))
+        for name, cost in counters[0].costs.items()
+    }
+
+
+def by_operation(case: str, costs: dict[str, Cost], step_seconds: float) -> Iterator[dict[str, Any]]:
+    """A row for each operation, the longest first, one for all small ones, and one for what is no operation."""
+    small = sum((cost for cost in costs.values() if cost.seconds < SMALL * step_seconds), Cost())
+    large = {name: cost for name, cost in costs.items() if cost.seconds >= SMALL * step_seconds}
+    rest = Cost(seconds=step_seconds - sum(cost.seconds for cost in costs.values()))
+    parts = dict(sorted(large.items(), key=lambda part: -part[1].seconds))
+    for name, cost in {**parts, "smaller ones": small, "between them": rest}.items():
+        yield {
+            "case": case,
+            "operation": name,
+            "calls": cost.calls,
+            "gflop": f"{cost.flops / 1e9:.2f}",
+            "gb": f"{cost.nbytes / 1e9:.3f}",
+            "ms": f"{cost.seconds * 1e3:.1f}",
+            "of_step": f"{cost.seconds / step_seconds:.3f}",
+            "least_ms": f"{cost.least * 1e3:.1f}",
+            **about(),
+        }
 
 
 if __name__ == "__main__":
