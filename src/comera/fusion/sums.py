@@ -5,7 +5,7 @@ A pattern runs a block's own code on a stand-in for the block (registry.py), wit
 A `Norm` computes that together with itself. A sum that the code uses otherwise is computed at that moment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import Signature, signature
 from typing import Any
@@ -183,6 +183,14 @@ class Sum:
             return self
         z = self._z if self._dropout is NO_DROPOUT else self.value
         return Sum(z, dropout=Dropout(p, inplace))
+
+
+def _by_value(name: str) -> Callable[..., Any]:
+    return lambda total, *others: getattr(total.value, name)(*map(_value, others))
+
+
+for _name in ("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "pow", "neg", "getitem", "len"):
+    setattr(Sum, f"__{_name}__", _by_value(f"__{_name}__"))  # Python looks for operators at the class alone
 
 
 def _value(result: Any) -> Any:

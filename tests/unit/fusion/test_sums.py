@@ -101,6 +101,8 @@ def test_own_blocks_return_what_they_did(norm: Callable[[int], nn.Module], monke
         lambda total: total + total,
         lambda total: torch.ones(8) + total,
         lambda total: 1.0 + total,
+        lambda total: 2.0 * total - total / 3 + (1.0 - total) * total - 1.0 / (2.0 + total**2),
+        lambda total: torch.cat([-total[:1], total[1:] @ torch.eye(8)])[: len(total)],
         lambda total: total.view(1, 3, 8).reshape(-1, total.size(-1)).view(total.shape),
         lambda total: total.new_zeros(total.shape) + total.to(total.dtype),
     ],
