@@ -173,6 +173,8 @@ def call_all():
         for drawn in (seed, None):
             _, s, mean, rstd = residual_norm.residual_norm(z, x, weight, weight, drawn, 0.2, 1e-5)
             residual_norm.residual_norm_backward(z, s, mean, rstd, weight, drawn, 0.2)
+            rows, table = torch.arange(shape[0]) % 2, torch.randn(2, shape[1])
+            residual_norm.residual_norm(z, table, weight, None, drawn, 0.2, 1e-5, 0.0, False, rows)
             for given in (z, None):
                 _, s, mean, rstd = residual_norm.residual_norm(given, x, weight, None, drawn, 0.2, 1e-5, 1.0, True)
                 operands = x if given is None else s, mean, rstd, weight, drawn, 0.2, 1.0, True

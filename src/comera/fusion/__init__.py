@@ -1,6 +1,7 @@
 """What surrounds the compressed layers, made as cheap as they are."""
 
 from comera.fusion.decoder_attention import RotaryAttention
+from comera.fusion.embedding_norm import EmbeddingNorm
 from comera.fusion.fuse import FuseReport, FuseRow, fuse_
 from comera.fusion.merge_cache import MergeCache, accumulating
 from comera.fusion.mlp import MLP
@@ -15,6 +16,7 @@ __all__ = [
     "MLP",
     "QKV",
     "BlockPattern",
+    "EmbeddingNorm",
     "FuseReport",
     "FuseRow",
     "MergeCache",

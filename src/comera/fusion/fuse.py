@@ -48,8 +48,8 @@ class FuseReport:
 
     def fused(self, kind: str) -> tuple[str, ...]:
         """Names of the modules whose part of this kind was fused: "mlp", "gated activation" or "activation" (of an MLP
-        whose layers are called one by one), "qkv", "rotary attention", "residual norm", "norm", "pre-norm",
-        "attention", "loss"."""
+        whose layers are called one by one), "qkv", "rotary attention", "residual norm", "embedding norm", "norm",
+        "pre-norm", "attention", "loss"."""
         return tuple(row.name for row in self.rows if row.kind == kind and not row.reason)
 
     @property
@@ -76,7 +76,8 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     - Queries, keys and values, and of block tensor trains gate and up, come from one product with their input.
     - Rotary embedding takes one pass over memory each way on a CPU.
     - Dropout, residual sum and layer norm take one pass over memory each way on a CPU, in post-norm blocks and where
-      both are in one pre-norm block. So does RMSNorm, with such a sum and without.
+      both are in one pre-norm block. So do RMSNorm, with such a sum and without, and the sum of BERT's embeddings
+      with its norm.
     - Tensor trains with the same signature are in one batched merge, once in a forward of `model`.
     - `nn.Dropout` draws cheaper masks on a CPU: other random numbers than before from the same seed.
     - Models of transformers that use torch's fused attention use ours, which has dropout on a CPU and is faster in

@@ -37,7 +37,7 @@ class BlockPattern(ABC):
     """
 
     kind: str
-    """What the part is, for the report: "mlp", "qkv", "residual norm", "norm", "pre-norm"."""
+    """What the part is, for the report: "mlp", "qkv", "residual norm", "embedding norm", "norm", "pre-norm"."""
     method: str
     """The method of the module that computes the part."""
 
@@ -108,8 +108,8 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
 
     Args:
         module_type: the exact type, or "module.path.ClassName" for one that is not imported yet.
-        patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`, `PostNorm`, `RMSNorm`, `PreNorm`. They
-            replace those registered before.
+        patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`, `PostNorm`, `EmbeddingNorm`, `RMSNorm`,
+            `PreNorm`. They replace those registered before.
 
     Raises:
         ConversionError: for what is not a type of module, or has no method of a pattern's name.

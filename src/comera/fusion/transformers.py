@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from comera.fusion.causal_lm import CausalLM
 from comera.fusion.decoder_attention import OURS, STOCK, RotaryAttention, attend
+from comera.fusion.embedding_norm import EmbeddingNorm
 from comera.fusion.mlp import MLP
 from comera.fusion.norm import RMSNorm
 from comera.fusion.post_norm import PostNorm
@@ -55,12 +56,21 @@ _LLAMA_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV))
 _MODERNBERT_ATTENTION = RotaryAttention(QKV(("Wqkv",)), output="Wo", dropout="out_drop")
 _PHI_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV, output="dense", norms=("q_layernorm", "k_layernorm")))
 
-_BERT = {"SelfAttention": _BERT_QKV, "Layer": _BERT_MLP, "SelfOutput": ResidualNorm(), "Output": ResidualNorm()}
+_BERT_EMBEDDINGS = EmbeddingNorm(("token_type_embeddings", "position_embeddings"))
+_BERT: _Patterns = {
+    "Embeddings": _BERT_EMBEDDINGS,
+    "SelfAttention": _BERT_QKV,
+    "Layer": _BERT_MLP,
+    "SelfOutput": ResidualNorm(),
+    "Output": ResidualNorm(),
+}
 _ALBERT: _Patterns = {
+    "Embeddings": _BERT_EMBEDDINGS,
     "Attention": (_BERT_QKV, PostNorm((("output_dropout", "LayerNorm"),), qkv=_BERT_QKV)),
     "Layer": (_ALBERT_MLP, PostNorm((("ff_chunk", "full_layer_layer_norm"),))),
 }
 _DISTILBERT: _Patterns = {
+    "Embeddings": EmbeddingNorm(("position_embeddings",)),
     "DistilBertSelfAttention": QKV(("q_lin", "k_lin", "v_lin")),
     "FFN": _DISTILBERT_MLP,
     "TransformerBlock": PostNorm((("attention", "sa_layer_norm"), ("ffn", "output_layer_norm"))),

@@ -29,7 +29,13 @@ from comera.ops.dtypes import merge_dtype, without_autocast
 
 
 def residual_layer_norm(
-    z: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float = 0.0
+    z: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    p: float = 0.0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A residual sum after dropout and its LayerNorm over the last dimension.
 
@@ -39,9 +45,13 @@ def residual_layer_norm(
         eps: added to the variance.
         p: the probability of dropout of z, 0 <= p < 1; 0 for evaluation. The masks differ from those of `nn.Dropout`
             with the same seed.
+        rows: (...), int64: x is a table (rows, features) instead, of which row rows[n] is added to row n of z.
 
     Returns:
         s = x + dropout(z), or x, and its norm. Derivatives of any order.
+
+    Raises:
+        IndexError or, by the kernel, ValueError: `rows` that the table does not have.
 
     Example:
         >>> import torch
@@ -55,9 +65,10 @@ def residual_layer_norm(
     """
     operands = [t for t in (z, x, weight, bias) if t is not None]
     if not select.supports("residual_norm", *operands):
+        x = x if rows is None else F.embedding(rows, x)
         s = x if z is None else x + _dropout(z, p)
         return s, F.layer_norm(s, s.shape[-1:], weight, bias, eps)
-    y, s = _ResidualNorm.apply(z, x, weight, bias, 0.0 if z is None else p, eps, 0.0, False)
+    y, s = _ResidualNorm.apply(z, x, weight, bias, 0.0 if z is None else p, eps, 0.0, False, rows)
     return s, y
 
 
@@ -88,7 +99,7 @@ def residual_rms_norm(
     if not select.supports("residual_norm", *operands):
         s = x if z is None else x + z
         return s, _rms_norm(s, weight, eps, offset)
-    y, s = _ResidualNorm.apply(z, x, weight, None, 0.0, eps, offset, True)
+    y, s = _ResidualNorm.apply(z, x, weight, None, 0.0, eps, offset, True, None)
     return s, y
 
 
@@ -106,18 +117,19 @@ class _ResidualNorm(torch.autograd.Function):
         eps: float,
         offset: float,
         rms: bool,
+        rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         seed = new_seed() if p else None
-        y, s, mean, rstd = cpp.residual_norm(z, x, weight, bias, seed, p, eps, offset, rms)
+        y, s, mean, rstd = cpp.residual_norm(z, x, weight, bias, seed, p, eps, offset, rms, rows)
         s = x if z is None else s
-        ctx.p, ctx.eps, ctx.offset, ctx.rms = p, eps, offset, rms
-        ctx.save_for_backward(s, mean, rstd, weight, bias, seed)
+        ctx.p, ctx.eps, ctx.offset, ctx.rms, ctx.table_rows = p, eps, offset, rms, len(x)
+        ctx.save_for_backward(s, mean, rstd, weight, bias, seed, rows)
         ctx.set_materialize_grads(False)
         return y, s
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        s, mean, rstd, weight, bias, seed = ctx.saved_tensors
+        s, mean, rstd, weight, bias, seed, rows = ctx.saved_tensors
         dx = dweight = dbias = None
         if dy is None:  # s alone was used
             dx = ds
@@ -130,7 +142,9 @@ class _ResidualNorm(torch.autograd.Function):
             settings = seed, ctx.p, ctx.offset, ctx.rms
             dx, dz, dweight, dbias = cpp.residual_norm_backward(dy, s, mean, rstd, weight, *settings, ds)
             dz = dx if seed is None else dz
-        needed = zip(ctx.needs_input_grad, (dz, dx, dweight, dbias, None, None, None, None), strict=True)
+        if rows is not None and dx is not None:
+            dx = torch.ops.aten.embedding_backward(dx, rows, ctx.table_rows, -1, False, False)
+        needed = zip(ctx.needs_input_grad, (dz, dx, dweight, dbias, *[None] * 5), strict=True)
         return tuple(grad if needs else None for needs, grad in needed)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from comera.fusion import decoder_attention, mlp, norm, qkv, residual
+from comera.fusion import decoder_attention, embedding_norm, mlp, norm, qkv, residual
 from comera.fusion.fuse import fuse_
 from comera.recompute.blocks import recompute_
 
@@ -23,9 +23,9 @@ from ...helpers.near import assert_near
 # name -> modules with a fused part; "up" is the MLP whole, "gate" an MLP that has a gate. In tensor trains these are
 # "mlp"; otherwise "activation" and "gated activation". Projections of dense layers are left alone.
 PARTS: dict[str, dict[str, int]] = {
-    "electra": {"qkv": 2, "up": 2, "residual norm": 4},
-    "distilbert": {"qkv": 2, "up": 2, "residual norm": 2},
-    "albert": {"qkv": 1, "up": 1, "residual norm": 2},  # all layers are one
+    "electra": {"embedding norm": 1, "qkv": 2, "up": 2, "residual norm": 4},
+    "distilbert": {"embedding norm": 1, "qkv": 2, "up": 2, "residual norm": 2},
+    "albert": {"embedding norm": 1, "qkv": 1, "up": 1, "residual norm": 2},  # all layers are one
     "modernbert": {"rotary attention": 2, "gate": 2, "pre-norm": 2},
     "vit": {"qkv": 2, "up": 2, "pre-norm": 2},
     "gpt2": {"up": 2, "pre-norm": 2},
@@ -36,9 +36,8 @@ PARTS: dict[str, dict[str, int]] = {
 }
 # name -> operations that run in a forward, likewise
 RUN: dict[str, dict[str, int]] = PARTS | {
-    "electra": {"qkv": 2, "up": 2, "residual norm": 4},
-    "distilbert": {"qkv": 2, "up": 2, "residual norm": 4},
-    "albert": {"qkv": 2, "up": 2, "residual norm": 4},
+    "distilbert": {"embedding norm": 1, "qkv": 2, "up": 2, "residual norm": 4},
+    "albert": {"embedding norm": 1, "qkv": 2, "up": 2, "residual norm": 4},
     "modernbert": {"rotary attention": 2, "gate": 2, "residual norm": 2},
     "vit": {"qkv": 2, "up": 2, "residual norm": 2},
     "gpt2": {"up": 2, "residual norm": 2},
@@ -74,6 +73,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     spy(qkv, "btt_linears", "qkv")
     spy(norm, "residual_rms_norm", "norm")
     spy(residual, "residual_layer_norm", "residual norm")
+    spy(embedding_norm, "residual_layer_norm", "embedding norm")
     spy(decoder_attention, "rotary", "rotary attention")
     return counts
 

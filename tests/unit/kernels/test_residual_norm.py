@@ -83,6 +83,39 @@ def test_values_and_gradients(shape: tuple[int, ...], p: float, weight: bool, bi
             torch.testing.assert_close(grad.double(), next(grads), rtol=1e-4, atol=atol, msg=lambda m, n=name: n + m)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES[:-4], (0, 8), (300, 192)], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_rows_of_a_table_are_the_table_looked_up(shape: tuple[int, ...], p: float) -> None:
+    z, _, weight, bias, _ = given(shape, True, True)
+    table, rows = torch.randn(7, shape[-1]), torch.randint(0, 7, shape[:-1])
+    drawn = seed() if p else None
+    found = kernels.residual_norm(z, table, weight, bias, drawn, p, 1e-5, 0.0, False, rows)
+    exact = kernels.residual_norm(z, F.embedding(rows, table), weight, bias, drawn, p, 1e-5)
+    assert all(map(torch.equal, found, exact))
+
+
+@pytest.mark.parametrize("row", [-1, 7, 2**62])
+def test_rows_that_a_table_does_not_have_are_refused(row: int) -> None:
+    rows = torch.tensor([0, 6, row])
+    with pytest.raises(ValueError, match="expected numbers that fit"):
+        kernels.residual_norm(torch.randn(3, 5), torch.randn(7, 5), None, None, None, 0.0, 1e-5, 0.0, False, rows)
+
+
+def test_rows_that_fit_nothing_are_refused() -> None:
+    z, table, rows = torch.randn(3, 5), torch.randn(7, 5), torch.zeros(3, dtype=torch.long)
+    wrong = [
+        (None, table, rows),
+        (z, torch.randn(7, 4), rows),
+        (z, torch.randn(5), rows),
+        (z, table, rows[:2]),
+        (z, table, rows.int()),
+        (z, table, rows.to("meta")),
+    ]
+    for operands in wrong:
+        with pytest.raises(RuntimeError, match="expected"):
+            kernels.residual_norm(*operands[:2], None, None, None, 0.0, 1e-5, 0.0, False, operands[2])
+
+
 def test_a_large_mean_costs_no_digits() -> None:
     x = torch.randn(64, 768) + 3000
     y, _, mean, _ = kernels.residual_norm(torch.zeros_like(x), x, None, None, None, 0.0, 1e-5)

@@ -206,3 +206,24 @@ def test_half_precision_keeps_its_dtype_in_a_layer_norm():
         z, x = (torch.randn(4, 6, dtype=dtype) for _ in range(2))
         s, y = residual_layer_norm(z, x, None, None, 1e-6, 0.5)
         assert (s.dtype, y.dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize("setting", ["all", "none"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_rows_of_a_table_of_first_and_second_order(setting, p, monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", setting)
+    torch.manual_seed(0)
+    z, table, weight, bias, dy = (torch.randn(s, requires_grad=True) for s in ((3, 4, 9), (5, 9), 9, 9, (3, 4, 9)))
+    rows, results = torch.randint(0, 4, (3, 4)), []  # the last row is not there
+    for given in ((table, rows), (F.embedding(rows, table), None)):
+        s, y = seeded(lambda x, rows: residual_layer_norm(z, x, weight, bias, 1e-3, p, rows=rows), *given)
+        results.append([s, y, *derivatives([y], [z, table, weight, bias], [dy])])
+    assert_all_close(*results)
+    assert results[0][3][4].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_a_table_does_not_have_are_an_error(dtype):
+    with pytest.raises((IndexError, ValueError)):
+        residual_layer_norm(torch.randn(2, 3).to(dtype), torch.randn(4, 3).to(dtype), None, None, 1e-5,
+                            rows=torch.tensor([0, 4]))  # fmt: skip

@@ -48,7 +48,7 @@ SIGNATURES = {
     "pair_rows": "l w18 p t",
     "pair_rows_backward": "l w18 p t",
     "random_words": "l l p",
-    "residual_norm": "i l l p p p f p p i f f p p p p t",
+    "residual_norm": "i l l p p p l p f p p i f f p p p p t",
     "residual_norm_backward": "i l l p p p p p p f p i f p p p p t",
     "rotary": "w6 w4 i t",
     "take_memory": "i p p",

@@ -49,24 +49,41 @@ def residual_norm(
     eps: float,
     offset: float = 0.0,
     rms: bool = False,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean, rstd: s = x + f z with the f of `dropout`, or 1 without a seed; y the norm of s over its last
     dimension, times offset + weight; the mean and 1/√(variance + eps) of each row.
 
     Without z, s is x, and an empty tensor comes in its place. rms: an RMSNorm instead of a LayerNorm, without bias;
-    mean is empty, rstd 1/√(mean of s² + eps).
-    Raises RuntimeError for shapes that do not fit each other or are not float32 on the CPU.
+    mean is empty, rstd 1/√(mean of s² + eps). rows, int64 of the shape of z without its last dimension: x is a table,
+    whose row rows[n] is added to row n of z.
+    Raises RuntimeError for shapes that do not fit each other or are not float32 on the CPU, ValueError for rows that
+    the table does not have.
     """
     if rms and bias is not None:
         raise RuntimeError("expected no bias of an RMSNorm, got one")
-    *rows, cols = x.shape
-    x, z = floats("x", x), checked("z", z, *x.shape)
+    shape = x.shape if rows is None else _table_shape(z, x, rows)
+    *outer, cols = shape
+    x, z = floats("x", x), checked("z", z, *shape)
+    rows = None if rows is None else rows.contiguous()
     weight, bias = checked("weight", weight, cols), checked("bias", bias, cols)
-    y, s, rstd = empty(*x.shape), empty(0) if z is None else empty(*x.shape), empty(*rows)
-    mean = empty(0) if rms else empty(*rows)
-    given = not rms, rstd.numel(), cols, z, x, weight, offset, bias, *drop(seed, p), eps
+    y, s, rstd = empty(*shape), empty(0) if z is None else empty(*shape), empty(*outer)
+    mean = empty(0) if rms else empty(*outer)
+    given = not rms, rstd.numel(), cols, z, x, rows, len(x), weight, offset, bias, *drop(seed, p), eps
     call("residual_norm", *given, y, s, mean, rstd)
     return y, s, mean, rstd
+
+
+def _table_shape(z: Tensor | None, x: Tensor, rows: Tensor) -> torch.Size:
+    """The shape of z, after a check that rows of the table x can be added to it."""
+    if z is None or x.shape != (len(x), z.shape[-1]):
+        shapes = None if z is None else list(z.shape)
+        raise RuntimeError(f"expected a table of rows for the last dimension of z, got {list(x.shape)} for {shapes}")
+    if rows.shape != z.shape[:-1] or rows.dtype != torch.int64 or not on_cpu(rows):
+        raise RuntimeError(
+            f"expected rows of shape {list(z.shape[:-1])} in int64 on the CPU, got {list(rows.shape)} {rows.dtype}"
+        )
+    return z.shape
 
 
 @operation()

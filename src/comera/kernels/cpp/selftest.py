@@ -120,6 +120,12 @@ def _norms(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
     values, (_, *grads) = reference
     y, s, mean, rstd = residual_norm.residual_norm(z, x, weight, bias, None, 0.0, eps)
     yield "residual_norm", [y], values
+    table, rows = x.flip(0), torch.arange(batch).flip(0)
+    yield (
+        "residual_norm",
+        [residual_norm.residual_norm(z, table, weight, bias, None, 0.0, eps, 0.0, False, rows)[0]],
+        values,
+    )
     dx, _, dweight, dbias = residual_norm.residual_norm_backward(dy, s, mean, rstd, weight, None, 0.0)
     yield "residual_norm_backward", [dx, dweight, dbias], grads
     seed = torch.tensor(3)

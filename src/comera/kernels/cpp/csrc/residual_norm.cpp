@@ -1,6 +1,6 @@
 // Dropout, and the norm of a residual sum after dropout, each direction in one pass over memory (ops/residual_norm.py):
 //
-//     s = x + f z,   f = 0 where dropped, else `scale`;   without z: s = x
+//     s = x + f z,   f = 0 where dropped, else `scale`;   without z: s = x;   with rows: xₙ is row rows[n] of a table
 //     n = (s - mean) rstd,   y = n weight + bias          LayerNorm: mean, rstd = 1/√(variance + eps) per row
 //     n = s rstd,            y = n (offset + weight)      RMSNorm: rstd = 1/√(mean of s² + eps)
 //     g = dy (offset + weight),   dx = rstd (g - mean(g) - n mean(g n)) + ds,   dz = f dx        RMSNorm: without mean(g)
@@ -68,11 +68,11 @@ struct Gain {  // offset + weight; weight null for a norm without
 };
 
 template <bool LAYER>
-void forward(long rows, long cols, const float* z, const float* x, Gain gain, const float* bias, Drop drop, float eps,
-             float* y, float* s, float* mean, float* rstd, int threads) {
+void forward(long rows, long cols, const float* z, const float* x, const int64_t* row_of, Gain gain, const float* bias,
+             Drop drop, float eps, float* y, float* s, float* mean, float* rstd, int threads) {
 #pragma omp parallel for schedule(static) num_threads(useful(threads, rows * cols))
     for (long r = 0; r < rows; ++r) {
-        const float *const zr = z ? z + r * cols : nullptr, *const xr = x + r * cols;
+        const float *const zr = z ? z + r * cols : nullptr, *const xr = x + (row_of ? row_of[r] : r) * cols;
         float *const yr = y + r * cols, *const made = z ? s + r * cols : nullptr;
         const float* const sr = z ? made : xr;
         Sums first;  // of s, or of its squares
@@ -184,14 +184,18 @@ int dropout(long count, const float* x, const int64_t* seed, int dropped, float 
 EXPORT(dropout);
 
 // layer: 1 for a LayerNorm, 0 for an RMSNorm, which has no bias and no mean. z, x, y, s (rows, cols), z null for s = x,
-// which is not written; weight, bias (cols) or null; mean, rstd (rows).
-int residual_norm(int layer, long rows, long cols, const float* z, const float* x, const float* weight, float offset,
-                  const float* bias, const int64_t* seed, int dropped, float scale, float eps, float* y, float* s,
-                  float* mean, float* rstd, Threads threads) {
-    const Drop drop = {seed, (uint32_t)dropped, scale};
-    (layer ? forward<true> : forward<false>)(rows, cols, z, x, {weight, offset}, bias, drop, eps, y, s, mean, rstd,
-                                             threads);
-    return 0;
+// which is not written; weight, bias (cols) or null; mean, rstd (rows). row_of (rows): those of a table x (given, cols)
+// that are added, refused unless all are there; null for x itself.
+int residual_norm(int layer, long rows, long cols, const float* z, const float* x, const int64_t* row_of, long given,
+                  const float* weight, float offset, const float* bias, const int64_t* seed, int dropped, float scale,
+                  float eps, float* y, float* s, float* mean, float* rstd, Threads threads) {
+    return status([=] {
+        if (row_of && std::any_of(row_of, row_of + rows, [=](int64_t row) { return row < 0 || row >= given; }))
+            throw std::invalid_argument("rows");
+        const Drop drop = {seed, (uint32_t)dropped, scale};
+        (layer ? forward<true> : forward<false>)(rows, cols, z, x, row_of, {weight, offset}, bias, drop, eps, y, s,
+                                                 mean, rstd, threads);
+    });
 }
 EXPORT(residual_norm);
 
