@@ -191,11 +191,14 @@ GOALS: list[tuple[str, str, float, bool, Callable[[Rows], float]]] = [
         _mean("accuracy", case="comera", stage="late 0.2"),
     ),
     (
-        "MNLI from scratch on 41,379 pairs, late stage to 0.2: of narrow dense's",
+        "MNLI from scratch on 41,379 pairs, late stage to 0.2: of the best dense model's of any size",
         "mnli",
         1,
         False,
-        lambda rows: _mean("accuracy", case="comera", stage="late 0.2")(rows) / _mean("accuracy", case="narrow")(rows),
+        lambda rows: (
+            _mean("accuracy", case="comera", stage="late 0.2")(rows)
+            / max(_mean("accuracy", case=case)(rows) for case in ("dense", "narrow", "small"))
+        ),
     ),
     (
         "lookup in 10 M × 64: times the plain one",
