@@ -5,7 +5,8 @@ time and the memory of a step. `fuse_` replaces them in place; parameters, their
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from comera.fusion.merge_cache import MergeCache, caches
 from comera.fusion.registry import Fused, patterns_of
 from comera.fusion.transformers import fuse_attention_
 from comera.kernels import select
+from comera.nn.linear import BTTLinear, TTLinear
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class FuseRow:
 class FuseReport:
     """What `fuse_` fused and what it left alone.
 
-    rows: every block of a registered type. merged: how many tensor trains are in batched merges. dropout: how many
-    dropouts draw cheaper masks. no_kernels: why there are no C++ kernels for the CPU; None where there are.
+    rows: every block of a registered type, or of the same code. merged: how many tensor trains are in batched merges.
+    dropout: how many dropouts draw cheaper masks. no_kernels: why there are no C++ kernels for the CPU; None where
+    there are. unknown: how many other modules of a class hold two compressed layers or more, where there are several.
 
     See `fuse_`.
     """
@@ -45,6 +48,7 @@ class FuseReport:
     dropout: int
     no_kernels: str | None = None
     enabled: bool = True
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     def fused(self, kind: str) -> tuple[str, ...]:
         """Names of the modules whose part of this kind was fused: "mlp", "gated activation" or "activation" (of an MLP
@@ -63,6 +67,9 @@ class FuseReport:
         parts += [f"{self.merged} tensor trains in batched merges", f"{self.dropout} dropouts"]
         lines = [("fused: " if self.enabled else "taken back: ") + ", ".join(parts)]
         lines += [f"left alone: {row.name or 'the model'} ({row.kind}): {row.reason}" for row in self.left_alone]
+        if self.unknown:
+            modules = ", ".join(f"{count} {name}" for name, count in self.unknown.items())
+            lines.append(f"not known: {modules}: their layers are called one by one (register_block changes that)")
         if self.no_kernels:
             lines.append(f"no C++ kernels for the CPU: {self.no_kernels}")
         return "\n".join(lines)
@@ -71,8 +78,8 @@ class FuseReport:
 def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -> FuseReport:
     """Make what surrounds the compressed layers of a model cheap, in place.
 
-    - MLPs (of registered types, see `register_block`) never hold their hidden activation. Those of other layers, dense
-      ones too, have their activation in one operation, with its gate if it has one (SwiGLU, GeGLU).
+    - MLPs (of known types or code, see `register_block`) never hold their hidden activation. Those of other layers,
+      dense ones too, have their activation in one operation, with its gate if it has one (SwiGLU, GeGLU).
     - Queries, keys and values, and of block tensor trains gate and up, come from one product with their input.
     - Rotary embedding takes one pass over memory each way on a CPU.
     - Dropout, residual sum and layer norm take one pass over memory each way on a CPU, in post-norm blocks and where
@@ -128,7 +135,18 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     fused, left = fuse_attention_(model, enabled=enabled)
     rows += [FuseRow(name, "attention") for name in fused]
     rows += [FuseRow(name, "attention", reason) for name, reason in left.items()]
-    return FuseReport(tuple(rows), cache.batched, dropouts, select.unavailable_reason(), enabled)
+    unknown = _unknown(model)
+    return FuseReport(tuple(rows), cache.batched, dropouts, select.unavailable_reason(), enabled, unknown)
+
+
+def _unknown(model: nn.Module) -> dict[str, int]:
+    """The modules with two compressed layers or more of their own that no pattern is for, by class; without classes of
+    which there is one, which are no blocks."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        if sum(isinstance(child, TTLinear | BTTLinear) for child in module.children()) >= 2 and not patterns_of(module):
+            found[type(module).__name__] += 1
+    return {name: count for name, count in found.items() if count > 1}
 
 
 def is_fused(model: nn.Module) -> bool:

@@ -41,6 +41,7 @@ class QKV(BlockPattern):
     layers: tuple[str, ...]
     kind = "qkv"
     method = "forward"
+    whole = False  # it is the same however positions turn queries and keys
 
     def obstacle(self, module: nn.Module) -> str | None:
         return replaced_obstacle(module, self) or layers_obstacle(module, self.layers, (TTLinear, BTTLinear))

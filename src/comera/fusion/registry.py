@@ -1,16 +1,21 @@
-"""The blocks that `fuse_` knows: one registry, by exact type of module, of what it can replace in them."""
+"""The blocks that `fuse_` knows: one registry, by type of module or by its code, of what it can replace in them."""
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from inspect import Parameter, Signature, signature
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from comera.errors import ConversionError
 from comera.fusion.merge_cache import MergeCache
+from comera.fusion.same_code import same_code
 from comera.nn.adapted import Adapted
 from comera.nn.linear import TTLinear
 
@@ -40,6 +45,8 @@ class BlockPattern(ABC):
     """What the part is, for the report: "mlp", "qkv", "residual norm", "embedding norm", "norm", "pre-norm"."""
     method: str
     """The method of the module that computes the part."""
+    whole: bool = True
+    """Whether the part depends on what the method calls, too: functions of its file and methods of its class."""
 
     @abstractmethod
     def obstacle(self, module: nn.Module) -> str | None:
@@ -101,13 +108,16 @@ def passed_on(input: Tensor) -> Tensor:
 
 
 _REGISTERED: dict[type[nn.Module] | str, tuple[BlockPattern, ...]] = {}
+_found: WeakKeyDictionary[type[nn.Module], tuple[BlockPattern, ...]] = WeakKeyDictionary()  # what was looked for
+_WORD = re.compile("[A-Z][a-z0-9]*")
 
 
 def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) -> None:
-    """Let `fuse_` fuse modules of a type.
+    """Let `fuse_` fuse modules of a type, and of others whose methods are the same code: subclasses that leave them as
+    they are, and copies under a name that ends with the same word.
 
     Args:
-        module_type: the exact type, or "module.path.ClassName" for one that is not imported yet.
+        module_type: the type, or "module.path.ClassName" for one that is not imported yet.
         patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`, `PostNorm`, `EmbeddingNorm`, `RMSNorm`,
             `PreNorm`. They replace those registered before.
 
@@ -138,15 +148,41 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
                 name = module_type.__name__
                 raise ConversionError(f"expected a method of {name}, got the name {pattern.method!r}")
     _REGISTERED[module_type] = patterns
+    _found.clear()
 
 
 def patterns_of(module: nn.Module) -> tuple[BlockPattern, ...]:
-    """The patterns that are registered for the exact type of a module."""
+    """The patterns that are registered for the type of a module, else for one that computes by the same code."""
     kind = type(module)
-    if kind in _REGISTERED:
-        return _REGISTERED[kind]
-    path = f"{kind.__module__}.{kind.__qualname__}"
-    return _REGISTERED.get(path, ()) if kind.__module__ in sys.modules else ()
+    if kind not in _found:
+        _found[kind] = _find(kind)
+    return _found[kind]
+
+
+def _find(kind: type[nn.Module]) -> tuple[BlockPattern, ...]:
+    for registered in (kind, f"{kind.__module__}.{kind.__qualname__}"):
+        if registered in _REGISTERED:
+            return _REGISTERED[registered]
+    best: tuple[BlockPattern, ...] = ()
+    for registered, patterns in list(_REGISTERED.items()):
+        if (other := _like(kind, registered)) is not None:
+            same = tuple(each for each in patterns if same_code(kind, other, each.method, whole=each.whole))
+            best = max(best, same, key=len)
+    return best
+
+
+def _like(kind: type[nn.Module], registered: type[nn.Module] | str) -> type | None:
+    """A registered type, where its name ends with the same word. Modules of transformers are imported for another one
+    of transformers alone."""
+    path, _, name = (registered if isinstance(registered, str) else registered.__name__).rpartition(".")
+    if _WORD.findall(name)[-1:] != _WORD.findall(kind.__name__)[-1:]:
+        return None
+    if isinstance(registered, type):
+        return registered
+    if path not in sys.modules and path.partition(".")[0] == kind.__module__.partition(".")[0]:
+        with suppress(ImportError):
+            import_module(path)
+    return getattr(sys.modules.get(path), name, None)
 
 
 def layers_obstacle(

@@ -154,8 +154,14 @@ def fuse_attention_(model: nn.Module, *, enabled: bool) -> tuple[list[str], dict
             if module.config._attn_implementation in swap.values():
                 fused.append(name)
             else:
-                left[name] = f"it uses the attention {module.config._attn_implementation!r}, not {STOCK!r}"
+                left[name] = _attention_obstacle(module.config._attn_implementation)
     return fused, left
+
+
+def _attention_obstacle(used: str) -> str:
+    if used == STOCK:
+        return "its code calls torch's attention itself"
+    return f"it uses the attention {used!r}, not {STOCK!r}"
 
 
 def _register() -> None:
