@@ -61,7 +61,7 @@ class CausalLM(BlockPattern):
             return _causal_lm_loss(logits, labels, layer, cache, **others)
 
         standing_in = StandIn(module, {self.head: passed_on, "loss_function": loss})
-        output = getattr(type(module), self.method)(standing_in, *args, **kwargs)
+        output = self.run_plain(standing_in, *args, **kwargs)
         output.logits = None
         return output
 

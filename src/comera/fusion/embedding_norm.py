@@ -57,7 +57,7 @@ class EmbeddingNorm(BlockPattern):
             return self.run_plain(module, *args, **kwargs)
         given: dict[str, Any] = {name: _Table(submodule(module, name)) for name in self.tables}
         given[self.norm] = Norm(submodule(module, self.norm))
-        return type(module).forward(StandIn(module, given), *args, **kwargs)  # type: ignore[arg-type]
+        return self.run_plain(StandIn(module, given), *args, **kwargs)
 
 
 def _table_obstacle(name: str, table: nn.Module) -> str | None:

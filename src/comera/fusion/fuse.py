@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+import comera.fusion.torch_layers  # noqa: F401  which registers them
 from comera.fusion.causal_lm import CausalLM
 from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache, caches

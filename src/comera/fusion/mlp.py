@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
@@ -36,6 +38,7 @@ _ACTIVATIONS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
 }
+_FUNCTIONS = ((F.gelu, "gelu"), (F.relu, "relu"), (torch.relu, "relu"), (F.silu, "silu"))
 
 
 def _unchanged(module: Any, input: Tensor, output: Tensor) -> Tensor:
@@ -47,7 +50,8 @@ class MLP(BlockPattern):
     """How a module holds its MLP: down(act(up(x))), or down(act(gate(x)) · up(x)).
 
     method: name of the method that computes it, with one tensor in and one out.
-    ups: names of the layers before the activation, one, or gate and up. activation, down: names of what follows.
+    ups: names of the layers before the activation, one, or gate and up. activation, down: names of what follows. The
+        activation is a module, or a function such as `torch.relu`.
     finish: (module, input, output of down) -> what the method returns; a function of a module, so it can be pickled.
     packed: whether the layer before the activation gives gate and up concatenated, as `y.chunk(2, -1)`.
     dropout: name of the dropout before `down`, None without one. With it layers are called one by one, unless its p
@@ -96,8 +100,8 @@ class MLP(BlockPattern):
     def obstacle(self, module: nn.Module) -> str | None:
         act = submodule(module, self.activation)
         if self._activation(module) is None:
-            return f"no kernel for the activation {type(act).__name__}"
-        if is_hooked(act):
+            return f"no kernel for the activation {getattr(act, '__name__', type(act).__name__)}"
+        if isinstance(act, nn.Module) and is_hooked(act):
             return f"{self.activation} has hooks"
         if (replaced := replaced_obstacle(module, self)) is not None:
             return replaced
@@ -112,7 +116,7 @@ class MLP(BlockPattern):
         if traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
         if self.within and not checkpoints(module):
-            return getattr(type(module), self.method)(StandIn(module, self.stand_ins(module, cache)), *args, **kwargs)
+            return self.run_plain(StandIn(module, self.stand_ins(module, cache)), *args, **kwargs)
         if self.within or len(args) != 1 or kwargs:
             return self.run_plain(module, *args, **kwargs)
         (input,) = args
@@ -182,7 +186,9 @@ class MLP(BlockPattern):
         act = submodule(module, self.activation)
         if isinstance(act, nn.GELU):
             return "gelu" if act.approximate == "none" else "gelu_tanh"
-        return _ACTIVATIONS.get(type(act).__name__)
+        if isinstance(act, nn.Module):
+            return _ACTIVATIONS.get(type(act).__name__)
+        return next((name for function, name in _FUNCTIONS if function is act), None)
 
 
 def _halves(both: LowRankFactors) -> list[LowRankFactors]:

@@ -9,7 +9,7 @@ from comera.fusion.merge_cache import MergeCache
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, checkpoints, replaced_obstacle, submodule
 from comera.fusion.residual import modules_obstacle
-from comera.fusion.sums import NO_DROPOUT, is_dropout, run_with_sums
+from comera.fusion.sums import dropout_of, run_with_sums
 from comera.kernels.tracing import traced
 
 
@@ -19,7 +19,7 @@ class PostNorm(BlockPattern):
 
     sums: for each the names of part and norm. The forward does nothing with what a part returns (of several results,
         with the first) but to add it to a tensor, and nothing with the sum but to give it to the norm. A part may be a
-        method, or the dropout itself.
+        method, or the dropout itself, which with a dotted name ends what is named before the dot.
     qkv: the projections of an attention module that ends so.
 
     Example:
@@ -49,8 +49,7 @@ class PostNorm(BlockPattern):
         if getattr(module, "chunk_size_feed_forward", 0):
             return "it computes its MLP in chunks"
         for part, norm in self.sums:
-            dropout = submodule(module, part)
-            reason = modules_obstacle(dropout if is_dropout(dropout) else NO_DROPOUT, submodule(module, norm))
+            reason = modules_obstacle(dropout_of(module, part), submodule(module, norm))
             if reason is not None:
                 return reason
         return replaced_obstacle(module, self)

@@ -10,7 +10,7 @@ from comera.fusion.mlp import MLP
 from comera.fusion.norm import is_rms_norm, rms_norm_obstacle
 from comera.fusion.registry import BlockPattern, checkpoints, replaced_obstacle, submodule
 from comera.fusion.residual import modules_obstacle
-from comera.fusion.sums import NO_DROPOUT, Sum, is_dropout, run_with_sums
+from comera.fusion.sums import Sum, dropout_of, run_with_sums
 from comera.kernels.tracing import traced
 
 
@@ -21,8 +21,10 @@ class PreNorm(BlockPattern):
     first, second: names of its norms, of a type registered as `RMSNorm`, or `nn.LayerNorm`. Only an RMSNorm gains from
         being the first.
     parts: names of what the forward adds to x, such as attention. It does nothing with what a part returns (of several
-        results, with the first) but to drop some of it out, to reshape it and to add it to a tensor. A part may be the
-        dropout itself, which with a dotted name ("attention.dropout") ends the forward of the module before the dot.
+        results, with the first) but to drop some of it out, to reshape it and to add it to a tensor. A part may be a
+        method, or the dropout itself, which with a dotted name ("attention.dropout") ends the forward of the module, or
+        the method, before the dot.
+    third: name of one more norm, of a decoder that attends to an encoder before its MLP.
     mlp: an MLP in the middle of the forward (`within`), which then contains it.
     switch: name of an attribute that is false in blocks whose norms follow their sums.
 
@@ -43,6 +45,7 @@ class PreNorm(BlockPattern):
     second: str = "post_attention_layernorm"
     mlp: MLP | None = None
     switch: str | None = None
+    third: str | None = None
     kind = "pre-norm"
     method = "forward"
 
@@ -51,8 +54,7 @@ class PreNorm(BlockPattern):
         if is_rms_norm(second):
             reason = rms_norm_obstacle(second)
             return f"{self.second}: {reason}" if reason else replaced_obstacle(module, self)
-        dropouts = [part for part in (submodule(module, name) for name in self.parts) if is_dropout(part)]
-        reasons = (modules_obstacle(dropout, second) for dropout in [NO_DROPOUT, *dropouts])
+        reasons = (modules_obstacle(dropout_of(module, part), second) for part in self.parts)
         return next(filter(None, reasons), None) or replaced_obstacle(module, self)
 
     def fused_kind(self, module: nn.Module) -> str:
@@ -65,4 +67,5 @@ class PreNorm(BlockPattern):
         if args and isinstance(args[0], Tensor) and is_rms_norm(submodule(module, self.first)):
             args = Sum(None, args[0]), *args[1:]  # x and its norm too: the gradients of both meet in one pass
         given = {} if self.mlp is None else self.mlp.stand_ins(module, cache)
-        return run_with_sums(module, self.method, self.parts, (self.first, self.second), given, *args, **kwargs)
+        norms = [name for name in (self.first, self.second, self.third) if name is not None]
+        return run_with_sums(module, self.method, self.parts, norms, given, *args, **kwargs)

@@ -50,7 +50,7 @@ class QKV(BlockPattern):
         given = self.stand_ins(module, cache, *args, **kwargs)
         if not given:
             return self.run_plain(module, *args, **kwargs)
-        return getattr(type(module), self.method)(StandIn(module, given), *args, **kwargs)
+        return self.run_plain(StandIn(module, given), *args, **kwargs)
 
     def stand_ins(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What to put in place of the layers for one call of the module's forward: none where they had better be

@@ -60,9 +60,9 @@ class BlockPattern(ABC):
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         """What the method returns, computed as one operation."""
 
-    def run_plain(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the method of the module's own class returns."""
-        return getattr(type(module), self.method)(module, *args, **kwargs)
+    def run_plain(self, module: "nn.Module | StandIn", *args: Any, **kwargs: Any) -> Any:
+        """What the method of the module's own class returns; also for what stands in for the module."""
+        return getattr(own_type(module), self.method)(module, *args, **kwargs)
 
 
 class Fused:
@@ -78,6 +78,8 @@ class Fused:
         self.__signature__ = Signature(plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(given, Tensor) and given.is_nested for given in (*args, *kwargs.values())):
+            return self.pattern.run_plain(self.module, *args, **kwargs)  # it has no shape to ask for
         return self.pattern.run(self.module, self.cache, *args, **kwargs)
 
 
@@ -100,6 +102,13 @@ class StandIn:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
+
+
+def own_type(module: nn.Module | StandIn) -> type[nn.Module]:
+    """The type of a module, or of that for which it stands in."""
+    while isinstance(module, StandIn):
+        module = module._module
+    return type(module)
 
 
 def passed_on(input: Tensor) -> Tensor:
@@ -217,8 +226,13 @@ def around_obstacle(module: nn.Module, name: str) -> str | None:
 
 def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:
     """Why this pattern must leave the method of a module alone that somebody else has replaced; None if nobody has."""
-    own = vars(module).get(pattern.method)
-    return None if own is None or isinstance(own, Fused) else f"its {pattern.method} was replaced by someone else"
+    return f"its {pattern.method} was replaced by someone else" if is_replaced(module, pattern.method) else None
+
+
+def is_replaced(module: nn.Module, method: str) -> bool:
+    """Whether somebody else has replaced a method of a module."""
+    own = vars(module).get(method)
+    return own is not None and not isinstance(own, Fused)
 
 
 def checkpoints(module: nn.Module) -> bool:
@@ -240,9 +254,9 @@ def in_fp8(layer: nn.Module) -> bool:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody else looks at the calls of a module, which a fused block would not make."""
-    own = vars(module).get("forward")
-    replaced = own is not None and not isinstance(own, Fused)
-    if replaced or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if is_replaced(module, "forward"):
+        return True
+    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     return any(not _is_cache(hook) for hook in module._forward_pre_hooks.values())
 

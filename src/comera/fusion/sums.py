@@ -1,13 +1,13 @@
 """Residual sums that wait for their norm, so that both are one operation (ops/residual_norm.py).
 
-A pattern runs a block's own code on a stand-in for the block (registry.py), with two kinds of submodules replaced. A
+A pattern runs a block's own code on a stand-in for the block (registry.py), with two kinds of attributes replaced. A
 `Part`, such as attention, returns a term, which waits for its dropout and for what it is added to, and becomes a `Sum`.
 A `Norm` computes that together with itself. A sum that the code uses otherwise is computed at that moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import Signature, signature
+from inspect import Signature, ismethod, signature
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from comera.fusion.dropout import Dropout
 from comera.fusion.norm import add_and_rms_norm
-from comera.fusion.registry import StandIn, is_hooked, passed_on, submodule
+from comera.fusion.registry import Fused, StandIn, is_hooked, is_replaced, own_type, passed_on, submodule
 from comera.fusion.residual import add_and_layer_norm
 
 NO_DROPOUT = nn.Dropout(0.0).eval()
@@ -34,16 +34,18 @@ def run_with_sums(
     """What a method of a module's class returns, with its residual sums left to its norms.
 
     parts: names of what is added up there: modules, or methods, of whose results the first counts; or a dropout, which
-        with a dotted name ends the forward of the module before the dot. norms: names of norms that may follow.
+        with a dotted name ends the forward of the module, or the method, before the dot. norms: names of norms that may
+        follow.
     given: other stand-ins, by name; a part may be among them.
     """
     replaced = dict(given)
     for path in parts:
         name, _, dropout = path.partition(".")
-        replaced[name] = Part(given[name] if name in given else getattr(module, name), dropout)
+        known = not is_replaced(module, name)  # a method of somebody else may end otherwise
+        replaced[name] = Part(given[name] if name in given else getattr(module, name), dropout if known else "")
     for name in norms:
         replaced[name] = Norm(submodule(module, name))
-    results = getattr(type(module), method)(StandIn(module, replaced), *args, **kwargs)
+    results = getattr(own_type(module), method)(StandIn(module, replaced), *args, **kwargs)
     return tuple(map(_value, results)) if type(results) is tuple else _value(results)
 
 
@@ -52,10 +54,19 @@ def is_dropout(part: Any) -> bool:
     return type(part) in (nn.Dropout, Dropout)
 
 
+def dropout_of(module: nn.Module, path: str) -> nn.Module:
+    """The dropout that is this part of a module, or ends it; one that does nothing where there is none."""
+    name, _, dropout = path.partition(".")
+    part = getattr(module, name)
+    if dropout:  # of a method: one of the module itself
+        part = submodule(part if isinstance(part, nn.Module) else module, dropout)
+    return part if is_dropout(part) else NO_DROPOUT
+
+
 class Part:
     """A part whose result waits for its dropout and for what it is added to.
 
-    dropout: name of the dropout of a module that ends its forward.
+    dropout: name of the dropout that ends it: a module's forward, or a method of the module that has this dropout.
     """
 
     def __init__(self, part: Any, dropout: str = "") -> None:
@@ -76,25 +87,28 @@ class Part:
         return Sum(results, dropout=dropout)
 
     def _without_dropout(self) -> tuple[Any, nn.Module] | None:
-        """The module's forward but for its dropout, and that; None where the module had better be called."""
-        if not self._dropout:
+        """The part but for its dropout, and that; None where the part had better be called."""
+        part = self._part
+        if not self._dropout or (isinstance(part, nn.Module) and (is_hooked(part) or "forward" in vars(part))):
             return None
-        part, dropout = self._part, submodule(self._part, self._dropout)
-        if not is_dropout(dropout) or not (dropout.training and dropout.p):
+        owner = part.module if isinstance(part, Fused) else part.__self__ if ismethod(part) else part
+        dropout = submodule(owner, self._dropout)
+        if not is_dropout(dropout) or not (dropout.training and dropout.p) or is_hooked(dropout):
             return None
-        if is_hooked(dropout) or is_hooked(part) or "forward" in vars(part):
-            return None
-        return partial(type(part).forward, StandIn(part, {self._dropout: passed_on})), dropout
+        without = StandIn(owner, {self._dropout: passed_on})
+        if isinstance(part, Fused):
+            return partial(part.pattern.run, without, part.cache), dropout  # type: ignore[arg-type]
+        return partial(part.__func__ if ismethod(part) else type(part).forward, without), dropout
 
 
-class Norm:
-    """A norm that computes the sum before it, too."""
+class Norm(StandIn):
+    """A norm that computes the sum before it, too. Callers may look at its weight and its eps."""
 
     def __init__(self, norm: nn.Module) -> None:
-        self._norm = norm
+        super().__init__(norm, {})
 
     def __call__(self, input: Any) -> Any:
-        return input.normed(self._norm) if isinstance(input, Sum) else self._norm(input)
+        return input.normed(self._module) if isinstance(input, Sum) else self._module(input)
 
 
 class Sum:
