@@ -91,7 +91,7 @@ class Part:
         part = self._part
         if not self._dropout or (isinstance(part, nn.Module) and (is_hooked(part) or "forward" in vars(part))):
             return None
-        owner = part.module if isinstance(part, Fused) else part.__self__ if ismethod(part) else part
+        owner: Any = part.module if isinstance(part, Fused) else part.__self__ if ismethod(part) else part
         dropout = submodule(owner, self._dropout)
         if not is_dropout(dropout) or not (dropout.training and dropout.p) or is_hooked(dropout):
             return None
