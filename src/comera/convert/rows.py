@@ -41,6 +41,7 @@ def rows_of(
     inside = {part for module in names if isinstance(module, TensorTrain) for part in module.modules()} - {
         module for module in names if isinstance(module, TensorTrain)
     }
+    after = dict(model.named_modules(remove_duplicate=False))  # an attribute may hide a module of its name
     counted: set[object] = set()
 
     def once(key: object, count: int) -> int:
@@ -66,7 +67,7 @@ def rows_of(
         return LayerRow(name, kind, kind, None, dense, stored, None, note, bias)
 
     for old, (name, *_) in names.items():
-        new, site = model.get_submodule(name), by_layer.get(old)
+        new, site = after[name], by_layer.get(old)
         before = type(old).__name__
         for part in by_module.get(old, ()):
             held = old._modules[HELD][part.leaf] if part.leaf not in old._parameters else None  # type: ignore[index]

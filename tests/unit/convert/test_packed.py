@@ -28,6 +28,17 @@ def logits(model: Any) -> Tensor:
     return out
 
 
+def test_a_decoder_whose_copies_hide_their_activation() -> None:
+    """torch's own: a copy of a layer has F.relu beside the module of that name."""
+    layer = nn.TransformerDecoderLayer(32, 4, 48, activation=nn.GELU(), batch_first=True)
+    model = nn.TransformerDecoder(layer, 2)
+    assert not isinstance(model.layers[0].activation, nn.Module)
+    assert "activation" in model.layers[0]._modules
+    report = tensorize_(model, TensorizeConfig(TT(order=4, rank=6)))
+    assert sum(row.spec is not None for row in report.rows) == 2 * 6
+    assert model(torch.randn(2, 3, 32), torch.randn(2, 4, 32)).isfinite().all()
+
+
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 24, "vdim": 40}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("format_", [TT(order=4, rank=6), BTT(rank=1)], ids=str)
 @pytest.mark.parametrize("training", [True, False])
