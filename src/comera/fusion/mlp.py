@@ -3,6 +3,7 @@ activation, gated or not, as one (ops/gated.py)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +55,12 @@ class MLP(BlockPattern):
         activation is a module, or a function such as `torch.relu`.
     finish: (module, input, output of down) -> what the method returns; a function of a module, so it can be pickled.
     packed: whether the layer before the activation gives gate and up concatenated, as `y.chunk(2, -1)`.
-    dropout: name of the dropout before `down`, None without one. With it layers are called one by one, unless its p
-        is 0.
+    dropout: name of the dropout before `down`, None without one; with `within` it may be a float as well, the p of a
+        dropout without a module. Layers are called one by one, unless the p of the module is 0, or the float is 0 or
+        the module not in training.
     within: whether the method does more than that, with any arguments. It then runs as it is, but for up, activation
-        and down, which it calls one after the other: without a gate, `finish`, or anything in between but views.
+        and down, which it calls one after the other: without a gate, `finish`, or anything in between but views and
+        the dropout.
 
     Example:
         >>> import torch, comera
@@ -125,9 +128,12 @@ class MLP(BlockPattern):
 
     def stand_ins(self, module: nn.Module, cache: MergeCache) -> dict[str, Any]:
         """What to put in place of the layers for one call of a forward that does more than that, so that `down` is the
-        whole MLP: none where they had better be called."""
-        if self.obstacle(module):
+        whole MLP, or where there is dropout before that, of the activation: none where they had better be called."""
+        activation = self._activation(module)
+        if activation is None or self.obstacle(module):
             return {}
+        if self._drops(module):  # in its own code, between the activation and `down`
+            return {self.activation: partial(activated, activation=activation)}
 
         def whole(input: Tensor) -> Any:
             output = self._output(module, cache, input)
@@ -158,7 +164,9 @@ class MLP(BlockPattern):
             hidden = gated(gate_BO, up_BO, activation)
         else:
             hidden = activated(ups[0](input), activation)
-        output: Tensor = down(submodule(module, self.dropout)(hidden) if self.dropout else hidden)
+        if self.dropout and self._drops(module):
+            hidden = submodule(module, self.dropout)(hidden)
+        output: Tensor = down(hidden)
         return output
 
     def _gate_and_up(self, module: nn.Module, ups: list[Any], input: Tensor) -> Sequence[Tensor]:
@@ -176,10 +184,16 @@ class MLP(BlockPattern):
 
     def _layers_obstacle(self, module: nn.Module) -> str | None:
         """Why the layers must be called one by one."""
-        dropout = submodule(module, self.dropout) if self.dropout else None
-        if dropout is not None and not _does_nothing(dropout):
+        if self._drops(module):
             return f"there is dropout before {self.down}"
         return layers_obstacle(module, (*self.ups, self.down))
+
+    def _drops(self, module: nn.Module) -> bool:
+        """Whether the dropout before `down` must not be left out."""
+        dropout = submodule(module, self.dropout) if self.dropout else None
+        if isinstance(dropout, nn.Module):
+            return not _does_nothing(dropout)
+        return bool(dropout) and module.training
 
     def _activation(self, module: nn.Module) -> str | None:
         """The name of the module's activation in `ops.activations`; None for one that is not there."""

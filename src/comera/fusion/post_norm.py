@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from comera.fusion.merge_cache import MergeCache
+from comera.fusion.mlp import MLP
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, checkpoints, replaced_obstacle, submodule
 from comera.fusion.residual import modules_obstacle
@@ -20,7 +21,7 @@ class PostNorm(BlockPattern):
     sums: for each the names of part and norm. The forward does nothing with what a part returns (of several results,
         with the first) but to add it to a tensor, and nothing with the sum but to give it to the norm. A part may be a
         method, or the dropout itself, which with a dotted name ends what is named before the dot.
-    qkv: the projections of an attention module that ends so.
+    qkv: the projections of an attention module that ends so. mlp: an MLP in the middle of the forward (`within`).
 
     Example:
         >>> import torch
@@ -42,6 +43,7 @@ class PostNorm(BlockPattern):
 
     sums: tuple[tuple[str, str], ...]
     qkv: QKV | None = None
+    mlp: MLP | None = None
     kind = "residual norm"
     method = "forward"
 
@@ -56,9 +58,12 @@ class PostNorm(BlockPattern):
 
     def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
         if traced() or checkpoints(module) or self.obstacle(module):
-            if self.qkv is not None:
-                return self.qkv.run(module, cache, *args, **kwargs)
+            contained = self.mlp or self.qkv
+            if contained is not None:
+                return contained.run(module, cache, *args, **kwargs)
             return self.run_plain(module, *args, **kwargs)
         given = {} if self.qkv is None else self.qkv.stand_ins(module, cache, *args, **kwargs)
+        if self.mlp is not None:
+            given |= self.mlp.stand_ins(module, cache)
         parts, norms = zip(*self.sums, strict=True)
         return run_with_sums(module, self.method, parts, norms, given, *args, **kwargs)

@@ -24,9 +24,9 @@ class PreNorm(BlockPattern):
         results, with the first) but to drop some of it out, to reshape it and to add it to a tensor. A part may be a
         method, or the dropout itself, which with a dotted name ("attention.dropout") ends the forward of the module, or
         the method, before the dot.
-    third: name of one more norm, of a decoder that attends to an encoder before its MLP.
     mlp: an MLP in the middle of the forward (`within`), which then contains it.
     switch: name of an attribute that is false in blocks whose norms follow their sums.
+    others: names of more norms of sums, as of a decoder that attends to an encoder between the two.
 
     Example:
         >>> from comera.fusion import PreNorm, fuse_, register_block
@@ -45,17 +45,21 @@ class PreNorm(BlockPattern):
     second: str = "post_attention_layernorm"
     mlp: MLP | None = None
     switch: str | None = None
-    third: str | None = None
+    others: tuple[str, ...] = ()
     kind = "pre-norm"
     method = "forward"
 
     def obstacle(self, module: nn.Module) -> str | None:
-        second = submodule(module, self.second)
-        if is_rms_norm(second):
-            reason = rms_norm_obstacle(second)
-            return f"{self.second}: {reason}" if reason else replaced_obstacle(module, self)
-        reasons = (modules_obstacle(dropout_of(module, part), second) for part in self.parts)
+        reasons = (self._norm_obstacle(module, name) for name in (self.second, *self.others))
         return next(filter(None, reasons), None) or replaced_obstacle(module, self)
+
+    def _norm_obstacle(self, module: nn.Module, name: str) -> str | None:
+        norm = submodule(module, name)
+        if is_rms_norm(norm):
+            reason = rms_norm_obstacle(norm)
+            return f"{name}: {reason}" if reason else None
+        reasons = (modules_obstacle(dropout_of(module, part), norm) for part in self.parts)
+        return next(filter(None, reasons), None)
 
     def fused_kind(self, module: nn.Module) -> str:
         post_norm = self.switch is not None and not getattr(module, self.switch)
@@ -67,5 +71,5 @@ class PreNorm(BlockPattern):
         if args and isinstance(args[0], Tensor) and is_rms_norm(submodule(module, self.first)):
             args = Sum(None, args[0]), *args[1:]  # x and its norm too: the gradients of both meet in one pass
         given = {} if self.mlp is None else self.mlp.stand_ins(module, cache)
-        norms = [name for name in (self.first, self.second, self.third) if name is not None]
+        norms = (self.first, self.second, *self.others)
         return run_with_sums(module, self.method, self.parts, norms, given, *args, **kwargs)

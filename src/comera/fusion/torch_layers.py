@@ -37,8 +37,8 @@ _DECODER_SUMS = PreNorm(
     "norm1",
     ("_sa_block.dropout1", "_mha_block.dropout2", "_ff_block.dropout3"),
     "norm2",
-    third="norm3",
     switch="norm_first",
+    others=("norm3",),
 )
 register_block(nn.TransformerEncoderLayer, _ENCODER_MLP, _ENCODER_SUMS)
 register_block(nn.TransformerDecoderLayer, _DECODER_MLP, _DECODER_SUMS)

@@ -32,6 +32,10 @@ def _dropped(mlp: Any, input: Tensor, output: Tensor) -> Tensor:
     return mlp.dropout(output)  # type: ignore[no-any-return]
 
 
+def _output_dropped(mlp: Any, input: Tensor, output: Tensor) -> Tensor:
+    return mlp.output_dropout(output)  # type: ignore[no-any-return]
+
+
 _BERT_QKV = QKV(("query", "key", "value"))
 _BERT_MLP = MLP(
     method="feed_forward_chunk",
@@ -50,6 +54,17 @@ _DISTILBERT_MLP = MLP(method="ff_chunk", ups=("lin1",), activation="activation",
 _ALBERT_MLP = MLP(method="ff_chunk", ups=("ffn",), activation="activation", down="ffn_output")
 _MODERNBERT_MLP = MLP(method="forward", ups=("Wi",), activation="act", down="Wo", packed=True, dropout="drop")
 _VIT_MLP = MLP(method="forward", ups=("fc1",), activation="activation_fn", down="fc2")
+_BART_MLP = MLP(
+    method="forward", ups=("fc1",), activation="activation_fn", down="fc2", within=True, dropout="activation_dropout"
+)
+_WAV2VEC2_MLP = MLP(
+    method="forward",
+    ups=("intermediate_dense",),
+    activation="intermediate_act_fn",
+    down="output_dense",
+    dropout="intermediate_dropout",
+    finish=_output_dropped,
+)
 
 _LLAMA_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV))
 # One layer gives all three: there is nothing to gain from QKV by itself.
@@ -83,7 +98,38 @@ _OPT_BLOCK = PreNorm(
 )
 _MODERNBERT_BLOCK = PreNorm("attn_norm", ("attn",), "mlp_norm")
 _VIT_BLOCK = PreNorm("layernorm_before", ("dropout",), "layernorm_after")
+_CLIP_BLOCK = PreNorm("layer_norm1", ("self_attn",), "layer_norm2")
+_DINOV2_BLOCK = PreNorm("norm1", ("drop_path",), "norm2")
+_WAV2VEC2_BLOCK = PreNorm("layer_norm", ("dropout",), "final_layer_norm")
 _OPT: _Patterns = {"Attention": _LLAMA_QKV, "DecoderLayer": (_OPT_MLP, _OPT_BLOCK), "ForCausalLM": CausalLM()}
+# Logits get a bias, or the loss is no `ForCausalLMLoss`.
+_BART_SUMS = (("self_attn", "self_attn_layer_norm"), ("fc2", "final_layer_norm"))
+_BART_CROSS_SUM = ("encoder_attn", "encoder_attn_layer_norm")
+_BART: _Patterns = {
+    "Attention": _LLAMA_QKV,
+    "EncoderLayer": (_BART_MLP, PostNorm(_BART_SUMS, mlp=_BART_MLP)),
+    "DecoderLayer": (_BART_MLP, PostNorm((*_BART_SUMS, _BART_CROSS_SUM), mlp=_BART_MLP)),
+}
+_MBART_BLOCK = PreNorm("self_attn_layer_norm", ("self_attn", "fc2"), "final_layer_norm", mlp=_BART_MLP)
+_MBART_CROSS_BLOCK = PreNorm(
+    "self_attn_layer_norm",
+    ("self_attn", "encoder_attn", "fc2"),
+    "final_layer_norm",
+    mlp=_BART_MLP,
+    others=("encoder_attn_layer_norm",),
+)
+_MBART: _Patterns = {
+    "Attention": _LLAMA_QKV,
+    "EncoderLayer": (_BART_MLP, _MBART_BLOCK),
+    "DecoderLayer": (_BART_MLP, _MBART_CROSS_BLOCK),
+}
+_CLIP: _Patterns = {"Attention": _LLAMA_QKV, "MLP": _VIT_MLP, "EncoderLayer": _CLIP_BLOCK}
+_WAV2VEC2: _Patterns = {
+    "Attention": _LLAMA_QKV,
+    "FeedForward": _WAV2VEC2_MLP,
+    "EncoderLayer": PostNorm((("dropout", "layer_norm"), ("feed_forward", "final_layer_norm"))),
+    "EncoderLayerStableLayerNorm": _WAV2VEC2_BLOCK,
+}
 # Scores get a learned bias, so attention itself stays transformers'. Sums are in other modules than the norms that
 # follow them, and the loss is no `ForCausalLMLoss`.
 _T5: _Patterns = {
@@ -116,7 +162,26 @@ FAMILIES: dict[str, _Patterns] = {
         "EncoderLayer": _MODERNBERT_BLOCK,
     },
     "vit.modeling_vit.ViT": {"Attention": _LLAMA_QKV, "MLP": _VIT_MLP, "Layer": _VIT_BLOCK},
+    "dinov2.modeling_dinov2.Dinov2": {
+        "Attention": _LLAMA_QKV,
+        "MLP": _VIT_MLP,
+        "SwiGLUFFN": _LLAMA_MLP,
+        "Layer": _DINOV2_BLOCK,
+    },
+    "clip.modeling_clip.CLIP": _CLIP,
+    "siglip.modeling_siglip.Siglip": _CLIP,
+    "wav2vec2.modeling_wav2vec2.Wav2Vec2": _WAV2VEC2,
+    "hubert.modeling_hubert.Hubert": _WAV2VEC2,
     "t5.modeling_t5.T5": _T5,
+    "bart.modeling_bart.Bart": _BART,
+    "plbart.modeling_plbart.PLBart": _BART,
+    "marian.modeling_marian.Marian": _BART,
+    "blenderbot_small.modeling_blenderbot_small.BlenderbotSmall": _BART,
+    "mbart.modeling_mbart.MBart": _MBART,
+    "m2m_100.modeling_m2m_100.M2M100": _MBART,
+    "pegasus.modeling_pegasus.Pegasus": _MBART,
+    "blenderbot.modeling_blenderbot.Blenderbot": _MBART,
+    "whisper.modeling_whisper.Whisper": _MBART,
     "llama.modeling_llama.Llama": _LLAMA,
     "mistral.modeling_mistral.Mistral": _LLAMA,
     "qwen2.modeling_qwen2.Qwen2": _LLAMA,
