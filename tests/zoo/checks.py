@@ -224,7 +224,8 @@ def checkpointing(family: Family) -> None:
         expected = [run(family, model, call) for call in (model, model.base_model)]
         model.gradient_checkpointing_enable()
         for call, wanted in zip((model, model.base_model), expected, strict=True):
-            assert_same(run(family, model, call), wanted, 1e-5)
+            # layers that checkpoint themselves are not fused, and of some gradients (biases of keys) all is rounding
+            assert_same(run(family, model, call), wanted, 1e-4 if fused else 1e-5)
 
 
 def autocast(family: Family) -> None:
