@@ -18,13 +18,14 @@ seconds of `speed`; until its size has fallen, for half of its steps, a late sta
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import about, measured, update, write
+from common import about, changes, measured, update, write
 
 from comera.baselines import Method
 from comera.recipes.mnli import recipe as mnli
@@ -71,6 +72,8 @@ def main() -> None:
         parser.error("speed needs --path, runs needs --path and --runs")
     elif options.part == "speed":
         write(SPEED, [row for case in options.cases for row in speed(options, case)])
+    elif found := changes():
+        sys.exit(f"results belong to a commit, and a run takes long: commit these changes first\n{found}")
     else:
         for seed in options.seeds:
             for case in options.cases:
@@ -125,6 +128,7 @@ def run(config: mnli.MNLIConfig, case: str, seed: int) -> Iterator[dict[str, Any
     for stage, found in finished(config):
         end = found.evals[-1]
         assert found.summary is not None
+        begun = found.provenance[0]
         yield {
             "case": case,
             "seed": seed,
@@ -136,7 +140,8 @@ def run(config: mnli.MNLIConfig, case: str, seed: int) -> Iterator[dict[str, Any
             "steps": end.step,
             "curve": " ".join(f"{each.step}:{100 * each.metrics['accuracy']:.2f}" for each in found.evals),
             **about(),
-            **{name: found.provenance[0][name] for name in ("threads", "commit")},  # of the run
+            "threads": begun["threads"],
+            "commit": begun["commit"].removesuffix("-dirty"),  # by results alone: `runs` starts with no other changes
         }
 
 

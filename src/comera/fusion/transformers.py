@@ -1,7 +1,8 @@
 """What `fuse_` knows of Hugging Face's models: the one table of their modules, and their attention function.
 
-Modules are named by where they are defined, so that transformers is never imported from here. To add a model family,
-add its modules to the table and the family to the tests in tests/unit/fusion.
+Modules are named by where they are defined, so that transformers is never imported from here. Families whose code is a
+copy need no entry (same_code.py): Marian, Pegasus and Blenderbot are found by BART's and mBART's. To add a family that
+needs one, add its modules to the table and the family to the tests in tests/unit/fusion.
 """
 
 import sys
@@ -169,18 +170,11 @@ FAMILIES: dict[str, _Patterns] = {
         "Layer": _DINOV2_BLOCK,
     },
     "clip.modeling_clip.CLIP": _CLIP,
-    "siglip.modeling_siglip.Siglip": _CLIP,
+    "siglip.modeling_siglip.Siglip": {"Attention": _LLAMA_QKV},
     "wav2vec2.modeling_wav2vec2.Wav2Vec2": _WAV2VEC2,
-    "hubert.modeling_hubert.Hubert": _WAV2VEC2,
     "t5.modeling_t5.T5": _T5,
     "bart.modeling_bart.Bart": _BART,
-    "plbart.modeling_plbart.PLBart": _BART,
-    "marian.modeling_marian.Marian": _BART,
-    "blenderbot_small.modeling_blenderbot_small.BlenderbotSmall": _BART,
     "mbart.modeling_mbart.MBart": _MBART,
-    "m2m_100.modeling_m2m_100.M2M100": _MBART,
-    "pegasus.modeling_pegasus.Pegasus": _MBART,
-    "blenderbot.modeling_blenderbot.Blenderbot": _MBART,
     "whisper.modeling_whisper.Whisper": _MBART,
     "llama.modeling_llama.Llama": _LLAMA,
     "mistral.modeling_mistral.Mistral": _LLAMA,

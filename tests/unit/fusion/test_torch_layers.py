@@ -133,14 +133,13 @@ def test_a_fused_model_is_the_plain_one(
 @pytest.mark.parametrize(
     "options",
     [
-        {"batch_first": False},
-        {"bias": False},
-        {"dtype": torch.float64},
-        {"activation": torch.relu},
-        {"activation": F.silu},
-        {"activation": nn.GELU("tanh")},
+        pytest.param({"batch_first": False}, id="sequence first"),
+        pytest.param({"bias": False}, id="no biases"),
+        pytest.param({"dtype": torch.float64}, id="float64"),
+        pytest.param({"activation": torch.relu}, id="torch.relu"),
+        pytest.param({"activation": F.silu}, id="silu"),
+        pytest.param({"activation": nn.GELU("tanh")}, id="tanh GELU"),
     ],
-    ids=str,
 )
 def test_all_their_options(options: dict[str, Any], kind: str, norm_first: bool, ran: Counter[str]) -> None:
     made = model(kind, norm_first=norm_first, **options)
