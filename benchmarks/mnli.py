@@ -7,6 +7,7 @@ of each are the best of those tried (docs/log.md). Held out: all matched develop
 
     python benchmarks/mnli.py speed --path FOLDER                       seconds of a step, on a quiet machine
     python benchmarks/mnli.py runs --path FOLDER --runs FOLDER [--cases comera narrow] [--seeds 1] [--targets 0.2]
+                                                   [--pairs 20690]    fewer pairs, as many steps: what the data limits
     python benchmarks/mnli.py figure                                    docs/mnli.png
 
 A run is kept in --runs, as `comera train mnli` leaves it: one that was stopped goes on from its last checkpoint, of a
@@ -32,7 +33,8 @@ from comera.recipes.mnli import recipe as mnli
 from comera.report.run import RunData, read_run
 
 NAME, SPEED = "mnli", "mnli_speed"
-KEY = ("case", "seed", "stage")
+KEY = ("case", "seed", "stage", "pairs")
+LAST = "late 0.2"
 TARGETS = (0.2, 0.5, 0.8)  # the smallest first: a run that is stopped early has it
 ALL = 41_379  # training pairs of the sample; more are not read
 FIGURE = Path(__file__).parents[1] / "docs" / "mnli.png"
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--targets", nargs="+", type=float, default=list(TARGETS), choices=TARGETS)
+    parser.add_argument("--pairs", type=int, default=ALL, help="training pairs that are read")
     parser.add_argument("--cache", help="folder for prepared data")
     options = parser.parse_args()
     if options.part == "figure":
@@ -78,23 +81,25 @@ def main() -> None:
         for seed in options.seeds:
             for case in options.cases:
                 config = configuration(options, case, seed)
-                rows = list(run(replace(config, out=str(Path(options.runs) / f"{case}-{seed}")), case, seed))
+                name = f"{case}-{seed}" + (f"-{options.pairs}" if options.pairs < ALL else "")
+                rows = list(run(replace(config, out=str(Path(options.runs) / name)), case, seed))
                 for row in rows:
                     print(" ".join(f"{value!s:>9}" for value in list(row.values())[:8]), flush=True)
                 update(NAME, rows, KEY)
 
 
 def configuration(options: argparse.Namespace, case: str, seed: int) -> mnli.MNLIConfig:
-    """The preset, on all pairs, with what differs in this case."""
+    """The preset, with what differs in this case, for as many steps as passes over all pairs have."""
     method, preset, train, dropout, _ = CASES[case]
     config = mnli.preset(method, preset)
+    more = ALL / options.pairs
     return replace(
         config,
-        data=replace(config.data, path=options.path, max_examples=ALL, cache=options.cache),
+        data=replace(config.data, path=options.path, max_examples=options.pairs, cache=options.cache),
         model=replace(config.model, dropout=dropout),
         late_targets=tuple(options.targets) if method == "comera" else (),
-        late_epochs=1.5,
-        train=replace(config.train, seed=seed, **train),
+        late_epochs=1.5 * more,
+        train=replace(config.train, seed=seed, **train | {"epochs": train["epochs"] * more}),
     )
 
 
@@ -133,6 +138,7 @@ def run(config: mnli.MNLIConfig, case: str, seed: int) -> Iterator[dict[str, Any
             "case": case,
             "seed": seed,
             "stage": stage,
+            "pairs": config.data.max_examples,
             "accuracy": f"{100 * end.metrics['accuracy']:.2f}",
             "loss": f"{end.loss:.4f}",
             "size_mb": f"{found.summary.size_bytes / 2**20:.3g}",
@@ -151,20 +157,20 @@ Timed = tuple[dict[str, str], list[tuple[float, float]]]  # a row, and its curve
 def timed(rows: list[dict[str, str]], speeds: list[dict[str, str]]) -> Iterator[Timed]:
     """The rows whose steps were measured, with their curves over minutes from the beginning of the early stage."""
     minutes = {(row["case"], row["stage"]): float(row["step_ms"]) / 60e3 for row in speeds}
-    ends: dict[str, tuple[float, float]] = {}  # of the early stages, by seed
+    ends: dict[tuple[str, str], tuple[float, float]] = {}  # of the early stages, by seed and number of pairs
     for row in rows:
         if (step := minutes.get((row["case"], row["stage"]))) is None:
             continue
         points = [(int(at), float(accuracy)) for at, accuracy in (each.split(":") for each in row["curve"].split())]
         if row["stage"].startswith("late"):
-            begin, early = ends[row["seed"]], minutes[row["case"], "early"]
+            begin, early = ends[row["seed"], row["pairs"]], minutes[row["case"], "early"]
             falling = int(row["steps"]) / 2
             spent = [(early - step) / 2 * min(at, falling) for at, _ in points]
             curve = [begin, *((begin[0] + at * step + more, y) for (at, y), more in zip(points, spent, strict=True))]
         else:
             curve = [(at * step, accuracy) for at, accuracy in points]
         if row["stage"] == "early":
-            ends[row["seed"]] = curve[-1]
+            ends[row["seed"], row["pairs"]] = curve[-1]
         yield row, curve
 
 
@@ -182,7 +188,7 @@ def without_curve(row: dict[str, str]) -> dict[str, str]:
 
 
 def draw() -> None:
-    """Accuracy over minutes, one line for each stage of each run."""
+    """Accuracy over minutes, one line for each stage of each run; and at the end of the last stage over pairs."""
     from matplotlib.figure import Figure  # only this part needs it
 
     from comera.report.style import GREY, INK, ORANGE, TEAL, png, styled
@@ -198,9 +204,13 @@ def draw() -> None:
     }
     with styled():
         figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.add_subplot()
+        axes, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
         named = set()
         for row, curve in timed(measured(NAME), measured(SPEED)):
+            if row["stage"] == LAST:
+                right.plot(int(row["pairs"]) / 1000, curve[-1][1], "o", ms=4, color=ORANGE)
+            if int(row["pairs"]) < ALL:
+                continue
             kind = row["case"], row["stage"]
             what = {"comera": f"compressed, {kind[1]}", "dense": "the same dense"}.get(kind[0], f"{kind[0]} dense")
             label = None if kind in named else f"{what}, {row['size_mb']} MB"
@@ -208,6 +218,9 @@ def draw() -> None:
             axes.plot(*zip(*curve, strict=True), marker="o", ms=3, label=label, **lines[kind])
         axes.set(xlabel="minutes of training on one core", ylabel="per cent of the development pairs right")
         axes.legend(frameon=False)
+        right.set(xlabel=f"thousand training pairs\n({LAST}, as many steps)", xscale="log")
+        right.set_xticks(ticks := [10, 20, 40], labels=[str(tick) for tick in ticks], minor=False)
+        right.minorticks_off()
         FIGURE.write_bytes(png(figure))
     print(FIGURE)
 

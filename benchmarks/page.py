@@ -142,7 +142,8 @@ _SECTIONS = {
         "MNLI from scratch on 41,379 pairs",
         "Six encoders, compressed and dense; `narrow` is the dense model of as many FLOPs a step, `small` one of two "
         "encoders. `accuracy` and `loss` on all 9,815 matched development pairs at the end of a stage; `minute` of "
-        "training on one core, by `step_ms`, measured alone. Late stages go on from the end of the early one.",
+        "training on one core, by `step_ms`, measured alone. Late stages go on from the end of the early one. Fewer "
+        "`pairs`, as many steps: what the number of pairs limits.",
     ),
     "decompose": (
         "SST-2: a dense model made smaller, then fine-tuned",
