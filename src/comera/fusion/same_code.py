@@ -2,15 +2,15 @@
 
 transformers gives every family of models its own copy of what families share, and many a block is a copy of one that
 `fuse_` knows. Compared are the instructions, constants and names of a method, and of what it calls: methods of its
-class and functions of its file. Everything else that it names from outside must be the very same object. A method that
-calls its base class by `super()` is like no other.
+class, functions of its file and those around it, such as decorators with what they were given. Everything else that it
+names from outside must be the very same object. A method that calls its base class by `super()` is like no other.
 """
 
 import logging
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -59,8 +59,22 @@ def _of_function(function: FunctionType, kind: type, seen: set[object] | None) -
         seen.add(function)
     yield from (function.__defaults__, tuple((function.__kwdefaults__ or {}).items()))
     yield from _of_code(function.__code__, function.__globals__, kind, seen)
-    if isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
+    wrapped = getattr(function, "__wrapped__", None)
+    if isinstance(wrapped, FunctionType):
         yield from _of_function(wrapped, kind, seen)
+    for held in map(_held, function.__closure__ or ()):
+        if isinstance(held, FunctionType) and seen is not None:
+            yield from _of_function(held, kind, seen)
+        elif held is not wrapped and held is not kind:
+            yield _value(held)
+
+
+def _held(cell: CellType) -> Any:
+    """What a variable of a surrounding function holds; the variable itself before it does."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
 
 
 def _of_code(code: CodeType, outside: Mapping[str, Any], kind: type, seen: set[object] | None) -> Iterator[Any]:
@@ -92,7 +106,7 @@ def _of_class(kind: type, name: str, seen: set[object]) -> Iterator[Any]:
     if isinstance(own, FunctionType):
         yield from _of_function(own, kind, seen)
     else:
-        yield own if isinstance(own, int | float | str) else type(own)
+        yield _value(own)
 
 
 def _has_docstring(code: CodeType) -> bool:
@@ -100,6 +114,11 @@ def _has_docstring(code: CodeType) -> bool:
     if sys.version_info >= (3, 13):
         return bool(code.co_flags & 0x4000000)
     return not code.co_name.startswith("<") and isinstance(code.co_consts[0], str | None)
+
+
+def _value(found: object) -> Any:
+    """A constant with its type, so that 1 is not True; of everything else the object itself."""
+    return (type(found), found) if isinstance(found, int | float | str) else _The(found)
 
 
 class _The:

@@ -4,6 +4,8 @@ import copy
 import logging
 import types
 from collections import Counter
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -87,6 +89,20 @@ def test_constants_are_compared_with_their_types() -> None:
     assert not same_code(block(factor="1"), block(factor="True"), "forward")
 
 
+def test_functions_that_a_class_holds_are_compared() -> None:
+    def made(function: Any) -> type:
+        class Block(nn.Module):
+            act = function
+
+            def forward(self, x: Tensor) -> Any:
+                return self.act(x)
+
+        return Block
+
+    assert same_code(made(torch.tanh), made(torch.tanh), "forward")
+    assert not same_code(made(torch.tanh), made(torch.relu), "forward")
+
+
 def test_names_from_outside_are_the_same_objects() -> None:
     other = block()
     other.forward.__globals__["F"] = types.SimpleNamespace(relu=F.gelu)
@@ -94,6 +110,34 @@ def test_names_from_outside_are_the_same_objects() -> None:
     other = block()
     other.forward.__globals__["logger"] = logging.getLogger("another")  # messages may go anywhere
     assert same_code(block(), other, "forward")
+
+
+def test_what_a_function_has_around_it_is_compared() -> None:
+    def times(factor: float) -> Callable[[Any], Any]:
+        def decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            @wraps(function)
+            def run(self: Any, x: Tensor) -> Tensor:
+                return function(self, x) * factor
+
+            return run
+
+        return decorated
+
+    def made(factor: float, act: Callable[[Tensor], Tensor], add: float) -> type:
+        def more(x: Tensor) -> Tensor:
+            return x + add
+
+        class Block(nn.Module):
+            @times(factor)
+            def forward(self, x: Tensor) -> Tensor:
+                return more(act(x))
+
+        return Block
+
+    assert same_code(made(2.0, F.relu, 1.0), made(2.0, F.relu, 1.0), "forward")
+    for other in (made(3.0, F.relu, 1.0), made(2.0, F.gelu, 1.0), made(2.0, F.relu, 2.0)):
+        assert not same_code(made(2.0, F.relu, 1.0), other, "forward")
+    assert not same_code(made(2.0, F.relu, 1.0), made(3.0, F.relu, 1.0), "forward", whole=False)
 
 
 def test_a_call_of_the_base_class_is_like_no_other() -> None:
