@@ -45,6 +45,7 @@ TT: dict[str, Any] = {"format": "tt", "order": 4, "rank": 40}
 BTT: dict[str, Any] = {"format": "btt", "rank": 10, "blocks": (4, 4)}
 OWN_HEAD: dict[str, Any] = {"embedding": "ttm", "embedding_order": 3, "embedding_rank": 48, "head": "untie"}
 TIED = OWN_HEAD | {"head": "share", "embedding_rank": 96}
+TABLE: dict[str, Any] = {"format": "dense", "embedding_rank": 48}
 LOW_RANK: dict[str, Any] = {"embedding": "low_rank", "head": "share"}
 
 
@@ -63,7 +64,7 @@ CASES = {
     "btt-tied-128": Case(128, BTT | TIED),
     "btt-low-rank-128": Case(128, BTT | LOW_RANK | {"embedding_rank": 48}),
     "btt-low-rank-192": Case(192, BTT | LOW_RANK | {"embedding_rank": 64}),
-    "low-rank-table-96": Case(96, {"format": "dense", "embedding_rank": 48} | LOW_RANK),
+    **{f"low-rank-table-{width}": Case(width, TABLE | LOW_RANK) for width in (96, 128)},
 }
 
 
