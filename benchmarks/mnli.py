@@ -108,7 +108,7 @@ def speed(options: argparse.Namespace, case: str) -> Iterator[dict[str, Any]]:
     steps = CASES[case].speed_steps
     config = configuration(options, case, seed=1)
     late = replace(config.train.late, steps=steps // 2)
-    train = replace(config.train, epochs=None, steps=steps, log_every=steps // 2, late=late)
+    train = replace(config.train, epochs=None, steps=steps, log_every=steps // 2, eval_batches=1, late=late)
     with tempfile.TemporaryDirectory() as folder:
         config = replace(config, train=train, out=folder + "/run")
         mnli.run(config)
