@@ -218,7 +218,7 @@ def draw() -> None:
             axes.plot(*zip(*curve, strict=True), marker="o", ms=3, label=label, **lines[kind])
         axes.set(xlabel="minutes of training on one core", ylabel="per cent of the development pairs right")
         axes.legend(frameon=False)
-        right.set(xlabel="thousand training pairs\n(early, best on the way, as many steps)", xlim=(0, 50))
+        right.set(xlabel="thousand pairs, early stage,\nas many steps", xlim=(0, 50))
         FIGURE.write_bytes(png(figure))
     print(FIGURE)
 
