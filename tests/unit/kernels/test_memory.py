@@ -59,29 +59,36 @@ def test_declined_by_the_environment(monkeypatch):
     assert memory.held() == before
 
 
+def alone(program: str) -> None:
+    """Run a test in a process of its own, whose blocks are those of this test alone."""
+    subprocess.run([sys.executable, "-c", f"from comera.kernels.cpp.memory import empty, held\n{program}"], check=True)
+
+
 def test_the_next_one_takes_it_once_no_view_is_left():
-    x = empty(3 * ROWS, 256)
-    at, view = x.data_ptr(), x[1:].t()
-    del x
-    other = empty(3 * ROWS, 256)
-    assert other.data_ptr() != at
-    del view
-    assert empty(3 * ROWS - 5, 256).data_ptr() == at
+    alone(f"""if True:
+        x = empty(3 * {ROWS}, 256)
+        at, view = x.data_ptr(), x[1:].t()
+        del x
+        other = empty(3 * {ROWS}, 256)
+        assert other.data_ptr() != at
+        del view
+        assert empty(3 * {ROWS} - 5, 256).data_ptr() == at
+    """)
 
 
 def test_a_block_is_not_wasted_on_a_much_smaller_tensor():
-    larger, x = empty(30 * ROWS, 256), empty(8 * ROWS, 256)
-    at = x.data_ptr()
-    del larger  # goes back to the system first
-    del x
-    assert empty(3 * ROWS, 256).data_ptr() != at
-    assert empty(7 * ROWS, 256).data_ptr() == at
+    alone(f"""if True:
+        larger, x = empty(30 * {ROWS}, 256), empty(8 * {ROWS}, 256)
+        at = x.data_ptr()
+        del larger  # goes back to the system first
+        del x
+        assert empty(3 * {ROWS}, 256).data_ptr() != at
+        assert empty(7 * {ROWS}, 256).data_ptr() == at
+    """)
 
 
 def test_a_shorter_batch_takes_the_blocks_of_a_longer_one_where_others_would_be_unmapped_for_it():
-    """In a process of its own, whose blocks are those of this test alone."""
-    program = f"""if True:
-        from comera.kernels.cpp.memory import empty, held
+    alone(f"""if True:
         at_once = [empty(rows * {ROWS}, 256) for rows in (10, 10, 8)]
         blocks, held_before = {{x.data_ptr() for x in at_once}}, held().held
         at_once.clear()
@@ -90,14 +97,11 @@ def test_a_shorter_batch_takes_the_blocks_of_a_longer_one_where_others_would_be_
         shorter.clear()
         assert empty(3 * {ROWS}, 256).data_ptr() not in blocks  # less than half of any
         assert held().held <= held_before * 17 / 16
-    """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    """)
 
 
 def test_tensors_of_several_sizes_in_turn_keep_their_blocks_where_a_sixteenth_more_holds_them():
-    """In a process of its own, whose blocks are those of this test alone."""
-    program = f"""if True:
-        from comera.kernels.cpp.memory import empty
+    alone(f"""if True:
         at_once = [empty(rows * {ROWS}, 256) for rows in (30, 30)]
         at_once.clear()
         blocks = set()
@@ -107,8 +111,7 @@ def test_tensors_of_several_sizes_in_turn_keep_their_blocks_where_a_sixteenth_mo
                 blocks |= {{x.data_ptr(), y.data_ptr()}}
                 del x, y
         assert len(blocks) == 3, blocks
-    """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    """)
 
 
 def test_little_more_is_held_than_was_in_use_at_once():
