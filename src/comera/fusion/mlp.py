@@ -189,7 +189,7 @@ class MLP(BlockPattern):
         return layers_obstacle(module, (*self.ups, self.down))
 
     def _drops(self, module: nn.Module) -> bool:
-        """Whether the dropout before `down` must not be left out."""
+        """Whether there is dropout before `down` now."""
         dropout = submodule(module, self.dropout) if self.dropout else None
         if isinstance(dropout, nn.Module):
             return not _does_nothing(dropout)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,89 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import comera
-from comera.export.layers import serving_copy
-from comera.fusion import mlp, residual
+from comera.fusion import residual
 from comera.fusion.fuse import fuse_
 from comera.recompute.blocks import recompute_
 
 from ...helpers.families import FORMATS
 from ...helpers.live import assert_same
 from ...helpers.near import assert_near
+from ...helpers.torch_layers import KINDS, LAYERS, counted, inputs, model, trained
 
-LAYERS = 2
-KINDS: dict[str, Any] = {
-    "encoder": (nn.TransformerEncoderLayer, nn.TransformerEncoder),
-    "decoder": (nn.TransformerDecoderLayer, nn.TransformerDecoder),
-}
 ACTIVATIONS: dict[str, Any] = {"relu": F.relu, "gelu": F.gelu, "nn.GELU": nn.GELU()}
-
-
-def model(
-    kind: str, form: str = "tt", *, drop: float = 0.0, batch_first: bool = True, nested: bool = False, **options: Any
-) -> Any:
-    torch.manual_seed(0)
-    layer_type, stack = KINDS[kind]
-    one = layer_type(48, 4, 80, dropout=drop, batch_first=batch_first, **options)
-    made = stack(one, LAYERS, enable_nested_tensor=nested) if kind == "encoder" else stack(one, LAYERS)
-    if isinstance(options.get("activation"), nn.Module):
-        for layer in made.layers:  # torch's copies of a decoder layer hide theirs behind F.relu
-            vars(layer).pop("activation", None)
-    for parameter in made.parameters():  # norms away from 1, biases away from 0, and no two layers alike
-        nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.1)
-    if (linear := FORMATS[form]) is not None:
-        comera.tensorize_(made, comera.TensorizeConfig(linear=linear, embedding=None))
-    return made.train()
-
-
-def inputs(kind: str, *, masked: bool = False, batch_first: bool = True, dtype: Any = torch.float32) -> dict[str, Any]:
-    """Keywords of a forward, with masks if wanted: causal ones, and of padding at the end."""
-    generator = torch.Generator().manual_seed(1)
-    x, memory = (torch.randn(3, length, 48, generator=generator, dtype=dtype) for length in (7, 5))
-    padding = torch.zeros(3, 7, dtype=torch.bool)
-    padding[1, 5:] = True
-    if not batch_first:
-        x, memory = x.transpose(0, 1).contiguous(), memory.transpose(0, 1).contiguous()
-    causal = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    if kind == "encoder":
-        masks = {"mask": causal, "is_causal": True, "src_key_padding_mask": padding}
-        return {"src": x} | (masks if masked else {})
-    masks = {"tgt_mask": causal, "tgt_key_padding_mask": padding, "memory_key_padding_mask": padding[:, 2:]}
-    return {"tgt": x, "memory": memory} | (masks if masked else {})
-
-
-def trained(made: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
-    """The output, and the gradients of inputs and parameters."""
-    torch.manual_seed(1)
-    made.zero_grad()
-    leaves = {name: t.clone().requires_grad_() for name, t in given.items() if name in ("src", "tgt", "memory")}
-    out: Tensor = made(**given | leaves)
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-    named = [*leaves.items(), *made.named_parameters()]
-    grads = {name.removeprefix("_orig_mod."): t.grad.clone() for name, t in named if t.grad is not None}
-    assert len(grads) == len(named)
-    return {"out": out.detach(), **grads}
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each fused operation ran."""
-    counts: Counter[str] = Counter()
-
-    def spy(room: Any, name: str, kind: str) -> None:
-        operation: Callable[..., Any] = getattr(room, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            counts[kind] += 1
-            return operation(*args, **kwargs)
-
-        monkeypatch.setattr(room, name, run)
-
-    spy(mlp, "mlp", "mlp")
-    spy(mlp, "activated", "activation")
-    spy(residual, "residual_layer_norm", "residual norm")
-    spy(torch, "_transformer_encoder_layer_fwd", "fast path")
-    return counts
+    return counted(monkeypatch)
 
 
 def expected(kind: str, form: str, *, norm_first: bool) -> Counter[str]:
@@ -168,80 +100,6 @@ def test_one_text_without_a_batch() -> None:
         before = trained(made, given)
         fuse_(made)
         assert_near(trained(made, given), before)
-
-
-# --- evaluation, and the fast path of an encoder layer ----------------------------------------------------------------
-
-
-def padded(out: Tensor, given: dict[str, Any]) -> Tensor:
-    """Without what is said of padding: nested tensors have zeros there."""
-    padding = given.get("src_key_padding_mask", given.get("tgt_key_padding_mask"))
-    return out.detach() if padding is None else out.detach()[~padding]
-
-
-@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor is True:UserWarning")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_evaluation(kind: str, norm_first: bool, form: str, ran: Counter[str]) -> None:
-    made = model(kind, form, drop=0.3, nested=kind == "encoder", norm_first=norm_first).eval()
-    plain = copy.deepcopy(made)
-    fuse_(made)
-    full = inputs(kind, masked=True)
-    padding = "src_key_padding_mask" if kind == "encoder" else "tgt_key_padding_mask"
-    for given in (inputs(kind), full, inputs(kind) | {padding: full[padding]}):
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad):
-                ran.clear()
-                exact, fast = plain(**given), ran["fast path"]
-                assert bool(fast) == (kind == "encoder" and form == "dense" and not grad)
-                ran.clear()
-                found = made(**given)
-            assert ran["fast path"] == fast  # as it was
-            assert bool(ran["residual norm"]) == (not fast)
-            assert_near({"out": padded(found, given)}, {"out": padded(exact, given)})
-            if fast:
-                assert torch.equal(found, exact)
-        with torch.inference_mode():
-            assert_near({"out": padded(made(**given), given)}, {"out": padded(exact, given)})
-    assert_near(trained(made, full), trained(plain, full))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_nested_tensors(norm_first: bool, hooked: bool, ran: Counter[str]) -> None:
-    layer = model("encoder", "dense", norm_first=norm_first).layers[0].eval()
-    if hooked:  # keeps the layer from its fast path, but not its attention
-        layer.linear1.register_forward_hook(lambda *_: None)
-    nested = torch.nested.nested_tensor([torch.randn(4, 48), torch.randn(6, 48)])
-    with torch.no_grad():
-        exact = layer(nested)
-        fuse_(nn.Sequential(layer))
-        found = layer(nested)
-    assert bool(ran["fast path"]) == (not hooked)
-    for one, other in zip(found.unbind(), exact.unbind(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_frozen_layers_take_their_fast_path_with_gradients_enabled(ran: Counter[str]) -> None:
-    made = model("encoder", "dense").eval().requires_grad_(False)
-    exact = made(**inputs("encoder"))
-    fuse_(made)
-    assert torch.equal(made(**inputs("encoder")), exact)
-    assert ran == {"fast path": 2 * LAYERS}
-
-
-def test_a_served_copy_of_a_fused_model() -> None:
-    for kind in KINDS:
-        made = model(kind)
-        fuse_(made)
-        served = serving_copy(made)
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad):
-                found, exact = served(**inputs(kind)), made.eval()(**inputs(kind))
-            assert_near({"out": found.detach()}, {"out": exact.detach()})
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
