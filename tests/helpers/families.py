@@ -107,6 +107,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "blenderbot": ("blenderbot", "Seq2SeqLM", BART),
     "whisper": ("whisper", "SpeechSeq2Seq", BART | WHISPER),
 }
+BARTS = ("bart", "plbart", "marian", "blenderbot small")  # with norms after their sums
+MBARTS = ("mbart", "m2m 100", "pegasus", "blenderbot", "whisper")  # with norms before
 FORMATS = {"dense": None, "tt": comera.TT(order=4, rank=6), "btt": comera.BTT(rank=1)}
 CAUSAL = ("gpt2", "opt", "opt, post-norm")
 SEQ2SEQ = tuple(name for name, (_, head, _) in MODELS.items() if "Seq2Seq" in head)

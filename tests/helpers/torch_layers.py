@@ -1,16 +1,13 @@
 """PyTorch's own transformer layers, compressed or not, for tests of their fusion."""
 
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import comera
-from comera.fusion import mlp, residual
 
+from . import counted
 from .families import FORMATS
 
 LAYERS = 2
@@ -66,21 +63,5 @@ def trained(made: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": out.detach(), **grads}
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each fused operation ran."""
-    counts: Counter[str] = Counter()
-
-    def spy(room: Any, name: str, kind: str) -> None:
-        operation: Callable[..., Any] = getattr(room, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            counts[kind] += 1
-            return operation(*args, **kwargs)
-
-        monkeypatch.setattr(room, name, run)
-
-    spy(mlp, "mlp", "mlp")
-    spy(mlp, "activated", "activation")
-    spy(residual, "residual_layer_norm", "residual norm")
-    spy(torch, "_transformer_encoder_layer_fwd", "fast path")
-    return counts
+# of comera/fusion, and the fast path of torch's encoder layers
+OPERATIONS = (*counted.OPERATIONS, (torch, "_transformer_encoder_layer_fwd", "fast path"))

@@ -14,10 +14,11 @@ from comera.fusion import residual
 from comera.fusion.fuse import fuse_
 from comera.recompute.blocks import recompute_
 
+from ...helpers.counted import counted
 from ...helpers.families import FORMATS
 from ...helpers.live import assert_same
 from ...helpers.near import assert_near
-from ...helpers.torch_layers import KINDS, LAYERS, counted, inputs, model, trained
+from ...helpers.torch_layers import KINDS, LAYERS, OPERATIONS, inputs, model, trained
 
 ACTIVATIONS: dict[str, Any] = {"relu": F.relu, "gelu": F.gelu, "nn.GELU": nn.GELU()}
 
@@ -25,7 +26,7 @@ ACTIVATIONS: dict[str, Any] = {"relu": F.relu, "gelu": F.gelu, "nn.GELU": nn.GEL
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each fused operation ran."""
-    return counted(monkeypatch)
+    return counted(monkeypatch, OPERATIONS)
 
 
 def expected(kind: str, form: str, *, norm_first: bool) -> Counter[str]:

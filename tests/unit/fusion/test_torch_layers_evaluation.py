@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from comera.export.layers import serving_copy
 from comera.fusion.fuse import fuse_
 
+from ...helpers.counted import counted
 from ...helpers.families import FORMATS
 from ...helpers.near import assert_near
-from ...helpers.torch_layers import KINDS, LAYERS, counted, inputs, model, trained
+from ...helpers.torch_layers import KINDS, LAYERS, OPERATIONS, inputs, model, trained
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each fused operation ran."""
-    return counted(monkeypatch)
+    return counted(monkeypatch, OPERATIONS)
 
 
 # --- evaluation, and the fast path of an encoder layer ----------------------------------------------------------------
