@@ -63,28 +63,33 @@ inline void over_rows(const Tile& at, long rows, Body body) {
     for (long i = 0; i < rows; i += step) body(i, std::min(step, rows - i));
 }
 
-// (rows, columns) times `scale`, padded with zeros: rows to whole vectors, columns to `width`. Beside a row lies that of the
-// next head, as a rule, which is fetched meanwhile: 2 to 8 % of the kernels' time.
+// (rows, columns) times `scale`, padded with zeros: rows to whole vectors, columns to `width`.
 void pack(const float* from, long row, long rows, long columns, float scale, float* to, long width) {
     const long whole = columns / W * W;
     for (long r = 0; r < rows; ++r, from += row, to += width) {
-        for (long c = 0; c < whole; c += W) {
-            __builtin_prefetch(from + columns + c, 0, 2);
-            store(to + c, load(from + c) * scale);
-        }
+        for (long c = 0; c < whole; c += W) store(to + c, load(from + c) * scale);
         for (long c = whole; c < width; ++c) to[c] = c < columns ? from[c] * scale : 0.0f;
     }
     std::fill(to, to + (padded(rows, W) - rows) * width, 0.0f);
 }
 
-// The reverse of pack.
-void unpack(const float* from, long width, long rows, long columns, float scale, float* to, long row) {
+// The reverse of pack. past_caches: the view that `to` is in `streams`.
+void unpack(const float* from, long width, long rows, long columns, float scale, float* to, long row, bool past_caches) {
     const long whole = columns / W * W;
     for (long r = 0; r < rows; ++r, from += width, to += row) {
-        for (long c = 0; c < whole; c += W) store(to + c, load(from + c) * scale);
+        for (long c = 0; c < whole; c += W)
+            past_caches ? stream(to + c, load(from + c) * scale) : store(to + c, load(from + c) * scale);
         for (long c = whole; c < columns; ++c) to[c] = from[c] * scale;
     }
 }
+
+// `streams` for a view with so many rows in all.
+bool streams(View view, long rows, long columns) {
+    return ::streams(view.at, rows, columns) && (view.batch | view.head | view.row) % LINE == 0;
+}
+
+// The same rows of the next head, which as a rule lie beside these: fetched while this head is computed.
+Prefetch beside(const float* from, long row, long rows, long columns) { return {from + columns, row, columns, rows}; }
 
 // Row r of (rows, width) times factors[r].
 void scale_rows(float* x, long rows, long width, const float* factors) {
@@ -152,6 +157,7 @@ void forward(const Problem& problem, View out, float* tops, float* shares, int t
     const long width = padded(problem.width, W), o_width = padded(problem.value_width, W);
     Workspace& workspace = threads_workspace;
     workspace.reserve(threads, QUERIES * (2 * width + o_width + 3 * KEYS) + keys * (width + o_width) + 64);
+    const bool past_caches = streams(out, problem.batch * problem.heads * problem.queries, problem.value_width);
 #pragma omp parallel num_threads(threads)
     {
         Room room = {workspace.own()};
@@ -162,8 +168,12 @@ void forward(const Problem& problem, View out, float* tops, float* shares, int t
 #pragma omp for schedule(static)
         for (long unit = 0; unit < problem.batch * problem.heads; ++unit) {
             const long b = unit / problem.heads, h = unit % problem.heads, kv = h * problem.kv_heads / problem.heads;
-            pack(problem.k.from(b, kv, 0), problem.k.row, problem.keys, problem.width, 1.0f, k, width);
-            pack(problem.v.from(b, kv, 0), problem.v.row, problem.keys, problem.value_width, 1.0f, v, o_width);
+            const float *const k_from = problem.k.from(b, kv, 0), *const v_from = problem.v.from(b, kv, 0);
+            pack(k_from, problem.k.row, problem.keys, problem.width, 1.0f, k, width);
+            pack(v_from, problem.v.row, problem.keys, problem.value_width, 1.0f, v, o_width);
+            Prefetch next_q = beside(problem.q.from(b, h, 0), problem.q.row, problem.queries, problem.width);
+            Prefetch next_k = beside(k_from, problem.k.row, problem.keys, problem.width);
+            Prefetch next_v = beside(v_from, problem.v.row, problem.keys, problem.value_width);
             for (long t = 0; t < problem.queries; t += QUERIES) {
                 const long count = std::min(QUERIES, problem.queries - t), n = padded(count, W);
                 pack(problem.q.from(b, h, t), problem.q.row, count, problem.width, problem.scale, q, width);
@@ -179,13 +189,13 @@ void forward(const Problem& problem, View out, float* tops, float* shares, int t
                     over_rows(at, some, [&](long i, long rows) {
                         const long j = at.first_query(i);
                         product(rows, n - j, problem.width, {k + (s + i) * width, width, 1}, qt + j, QUERIES,
-                                scores + i * QUERIES + j, QUERIES, false);
+                                scores + i * QUERIES + j, QUERIES, false, next_k.done() ? next_q : next_k);
                     });
                     hide(problem, at, scores, spare);
                     softmax(problem, at, scores, top, sum, o, o_width);
                     over_rows(at, count, [&](long j, long rows) {
                         product(rows, o_width, at.end_key(j + rows), {scores + j, 1, QUERIES}, v + s * o_width, o_width,
-                                o + j * o_width, o_width, true);
+                                o + j * o_width, o_width, true, next_v.done() ? next_q : next_v);
                     });
                 }
                 float share[QUERIES];
@@ -195,9 +205,10 @@ void forward(const Problem& problem, View out, float* tops, float* shares, int t
                     shares[unit * problem.queries + t + j] = share[j] = all == 0.0f ? 0.0f : 1.0f / all;
                 }
                 scale_rows(o, count, o_width, share);
-                unpack(o, o_width, count, problem.value_width, 1.0f, out.from(b, h, t), out.row);
+                unpack(o, o_width, count, problem.value_width, 1.0f, out.from(b, h, t), out.row, past_caches);
             }
         }
+        streamed();
     }
 }
 
@@ -249,6 +260,10 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
     const long tiles = QUERIES * (3 * width + 2 * o_width + 5 * KEYS + 3);
     Workspace& workspace = threads_workspace;
     workspace.reserve(threads, tiles + 2 * keys * (width + o_width) + 64);
+    const long all_keys = problem.batch * problem.kv_heads * problem.keys;
+    const bool dq_streams = streams(dq_out, problem.batch * problem.heads * problem.queries, problem.width);
+    const bool dk_streams = streams(dk_out, all_keys, problem.width);
+    const bool dv_streams = streams(dv_out, all_keys, problem.value_width);
 #pragma omp parallel num_threads(threads)
     {
         Room room = {workspace.own()};
@@ -263,11 +278,17 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
 #pragma omp for schedule(static)
         for (long unit = 0; unit < problem.batch * problem.kv_heads; ++unit) {
             const long b = unit / problem.kv_heads, kv = unit % problem.kv_heads;
-            pack(problem.k.from(b, kv, 0), problem.k.row, problem.keys, problem.width, 1.0f, k, width);
-            pack(problem.v.from(b, kv, 0), problem.v.row, problem.keys, problem.value_width, 1.0f, v, o_width);
+            const float *const k_from = problem.k.from(b, kv, 0), *const v_from = problem.v.from(b, kv, 0);
+            pack(k_from, problem.k.row, problem.keys, problem.width, 1.0f, k, width);
+            pack(v_from, problem.v.row, problem.keys, problem.value_width, 1.0f, v, o_width);
+            Prefetch next_k = beside(k_from, problem.k.row, problem.keys, problem.width);
+            Prefetch next_v = beside(v_from, problem.v.row, problem.keys, problem.value_width);
             std::fill_n(dk, keys * width, 0.0f);
             std::fill_n(dv, keys * o_width, 0.0f);
-            for (long h = kv * group; h < (kv + 1) * group; ++h)
+            for (long h = kv * group; h < (kv + 1) * group; ++h) {
+                Prefetch next_q = beside(problem.q.from(b, h, 0), problem.q.row, problem.queries, problem.width);
+                Prefetch next_do = beside(d_out.from(b, h, 0), d_out.row, problem.queries, problem.value_width);
+                Prefetch next_o = beside(out.from(b, h, 0), out.row, problem.queries, problem.value_width);
                 for (long t = 0; t < problem.queries; t += QUERIES) {
                     const long count = std::min(QUERIES, problem.queries - t), n = padded(count, W);
                     pack(problem.q.from(b, h, t), problem.q.row, count, problem.width, problem.scale, q, width);
@@ -291,9 +312,9 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
                         over_rows(at, some, [&](long i, long rows) {
                             const long j = at.first_query(i), ij = i * QUERIES + j;
                             product(rows, n - j, problem.width, {ks + i * width, width, 1}, qt + j, QUERIES, p + ij,
-                                    QUERIES, false);
+                                    QUERIES, false, next_k);
                             product(rows, n - j, problem.value_width, {vs + i * o_width, o_width, 1}, dot + j, QUERIES,
-                                    ds + ij, QUERIES, false);
+                                    ds + ij, QUERIES, false, next_v);
                         });
                         hide(problem, at, p, spare);
                         weights(problem, at, top, share, p, kept);
@@ -301,20 +322,22 @@ void backward(const Problem& problem, View d_out, View out, const float* tops, c
                         over_rows(at, some, [&](long i, long rows) {
                             const long j = at.first_query(i), ij = i * QUERIES + j;
                             product(rows, o_width, count - j, {kept + ij, QUERIES, 1}, d_o + j * o_width, o_width,
-                                    dvs + i * o_width, o_width, true);
+                                    dvs + i * o_width, o_width, true, next_q);
                             product(rows, width, count - j, {ds + ij, QUERIES, 1}, q + j * width, width,
-                                    dks + i * width, width, true);
+                                    dks + i * width, width, true, next_do);
                         });
                         over_rows(at, count, [&](long j, long rows) {
                             product(rows, width, at.end_key(j + rows), {ds + j, 1, QUERIES}, ks, width, dq + j * width,
-                                    width, true);
+                                    width, true, next_o);
                         });
                     }
-                    unpack(dq, width, count, problem.width, problem.scale, dq_out.from(b, h, t), dq_out.row);
+                    unpack(dq, width, count, problem.width, problem.scale, dq_out.from(b, h, t), dq_out.row, dq_streams);
                 }
-            unpack(dk, width, problem.keys, problem.width, 1.0f, dk_out.from(b, kv, 0), dk_out.row);
-            unpack(dv, o_width, problem.keys, problem.value_width, 1.0f, dv_out.from(b, kv, 0), dv_out.row);
+            }
+            unpack(dk, width, problem.keys, problem.width, 1.0f, dk_out.from(b, kv, 0), dk_out.row, dk_streams);
+            unpack(dv, o_width, problem.keys, problem.value_width, 1.0f, dv_out.from(b, kv, 0), dv_out.row, dv_streams);
         }
+        streamed();
     }
 }
 

@@ -20,8 +20,8 @@
 // that divide the blocks in the backward, half as long again on two cores, and many times as long where other programs want
 // them too, since h and dh pass from one to the other twice a tile or a group of tiles; keeping h from the forward, 5 to 11 %
 // faster where it stays in the caches until the backward and 7 to 18 % slower where it does not, as in a step of any model
-// of some layers; tiles of 96 samples, rows first when a tile is transposed, requesting blocks of x and dy ahead, copying
-// those whose rows are a multiple of 2 kB apart: no gain.
+// of some layers; tiles of 96 samples, rows first when a tile is transposed, requesting blocks of x and dy ahead all at once
+// (a line at a time, as streams.h has it, gains 2 to 7 %), copying those whose rows are a multiple of 2 kB apart: no gain.
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
@@ -160,18 +160,24 @@ void add_rows(Padded from, long rows, long columns, float* sum, bool add) {
     }
 }
 
-// c (m, width) with row stride c_row = or += a b; b has rows of n >= width elements.
+// c (m, width) with row stride c_row = or += a b; b has rows of n >= width elements. past_caches: c `streams`, in whole
+// lines, and is not added to.
 template <class A>
-void cut_product(long m, long width, long n, long depth, A a, const float* b, float* c, long c_row, float* edge, bool add) {
-    if (width == n) return product(m, n, depth, a, b, n, Strided{c, c_row}, add);
+void cut_product(long m, long width, long n, long depth, A a, const float* b, float* c, long c_row, float* edge, bool add,
+                 Prefetch& next, bool past_caches) {
+    if (width == n && past_caches) return product(m, n, depth, a, b, n, Streamed{c, c_row}, false, next);
+    if (width == n) return product(m, n, depth, a, b, n, Strided{c, c_row}, add, next);
     if (width == 0) return;
-    product(m, n, depth, a, b, n, Strided{edge, n}, false);
+    product(m, n, depth, a, b, n, Strided{edge, n}, false, next);
     for (; m > 0; --m, edge += n, c += c_row)
         if (add)
             for (long j = 0; j < width; ++j) c[j] += edge[j];
         else
             std::copy_n(edge, width, c);
 }
+
+// Whether w is the last of the weights to read its rows of x.
+bool is_last(const Layout& w, const Layouts& weights) { return &w == &weights.back(); }
 
 // Samples that a thread takes at a time: a tile, or the part of one that keeps all threads busy. No result depends on it.
 long part_of(long samples, long threads) {
@@ -181,19 +187,19 @@ long part_of(long samples, long threads) {
     return part;
 }
 
-// A tile of h from `samples` rows of x. block: memory of in_size x ROWS.
-void project(const Layout& w, const float* packed, const float* x, long samples, float* block, float* h) {
+// A tile of h from `samples` rows of x. block: memory of in_size x ROWS. next: of the rows that follow (streams.h).
+void project(const Layout& w, const float* packed, const float* x, long samples, float* block, float* h, Prefetch& next) {
     const float* const r = packed + w.packed;
     for (long a = 0; a < w.in_blocks; ++a) {
         transpose_tile(x + a * w.in_size, w.features, samples, w.in_width(a), block);
         product(w.rank_of(a), padded(samples, W), w.in_width(a), {r + w.first[a] * w.n, w.n, 1}, block, ROWS,
-                h + w.row[a] * ROWS, ROWS, false);
+                h + w.row[a] * ROWS, ROWS, false, next);
     }
 }
 
 // dh from `samples` rows of dy, if it is wanted, and the sums of ∂L and ∂bias.
 void from_outputs(const Layout& w, const float* packed, const float* dy, long samples, float* h, float* dh,
-                  float* sums, bool add, float* block) {
+                  float* sums, bool add, float* block, Prefetch& next) {
     for (long c = 0; c < w.out_blocks; ++c) {
         const long e = w.entry[c] + w.has_bias(), count = w.entry[c + 1] - e, width = w.out_width(c);
         const long* const begin = w.begin.data() + e;
@@ -202,26 +208,27 @@ void from_outputs(const Layout& w, const float* packed, const float* dy, long sa
         if (dh) {
             transpose_tile(dy_c, w.out_features, samples, width, block);
             product(count, padded(samples, W), width, Matrix{packed + w.packed_l() + e * w.m, w.m, 1}, block, ROWS,
-                    Rows{dh, begin}, false);
+                    Rows{dh, begin}, false, next);
         }
         const Padded rows(dy_c, w.out_features, samples, width, w.m, block);
         if (w.dbias) add_rows(rows, samples, w.m, sum - w.m, add);
-        if (w.dl) product(count, w.m, samples, Rows{h, begin}, rows.at, rows.row, Strided{sum, w.m}, add);
+        if (w.dl) product(count, w.m, samples, Rows{h, begin}, rows.at, rows.row, Strided{sum, w.m}, add, next);
     }
 }
 
 // dx, if it is wanted, or more of it, and the sums of ∂R, from `samples` rows of x and their dh.
 void from_components(const Layout& w, const float* packed, const float* x, long samples, const float* dh, float* dx,
-                     bool add_dx, float* sums, bool add, float* block) {
+                     bool add_dx, bool past_caches, float* sums, bool add, float* block, Prefetch& next) {
     for (long a = 0; a < w.in_blocks; ++a) {
         const long k = w.packed + w.first[a] * w.n, count = w.rank_of(a), width = w.in_width(a), at = a * w.in_size;
         const float* const dh_a = dh + w.row[a] * ROWS;
         if (w.dr) {
             const Padded rows(x + at, w.features, samples, width, w.n, block);
-            product(count, w.n, samples, {dh_a, ROWS, 1}, rows.at, rows.row, sums + k, w.n, add);
+            product(count, w.n, samples, {dh_a, ROWS, 1}, rows.at, rows.row, sums + k, w.n, add, next);
         }
         if (dx)
-            cut_product(samples, width, w.n, count, Matrix{dh_a, 1, ROWS}, packed + k, dx + at, w.features, block, add_dx);
+            cut_product(samples, width, w.n, count, Matrix{dh_a, 1, ROWS}, packed + k, dx + at, w.features, block, add_dx,
+                        next, past_caches);
     }
 }
 
@@ -295,15 +302,18 @@ int block_product(long samples, long count, const Blocks* blocks, const float* x
 #pragma omp for schedule(static)
             for (long s = 0; s < samples; s += part)
                 for (const Layout& w : weights) {
-                    const long some = std::min(part, samples - s);
-                    project(w, packed, x + s * w.features, some, block, h);
+                    const long some = std::min(part, samples - s), left = std::min(part, samples - s - some);
+                    const bool past_caches = streams(w.y, samples, w.out_features) && w.out_size % LINE == 0;
+                    Prefetch next(x + (s + some) * w.features, w.features, w.features, is_last(w, weights) ? left : 0);
+                    project(w, packed, x + s * w.features, some, block, h, next);
                     for (long c = 0; c < w.out_blocks; ++c) {
                         const long e = w.entry[c];
                         cut_product(some, w.out_width(c), w.m, w.entry[c + 1] - e, Columns{h, w.begin.data() + e},
                                     packed + w.packed_l() + e * w.m, w.y + s * w.out_features + c * w.out_size,
-                                    w.out_features, block, false);
+                                    w.out_features, block, false, next, past_caches);
                     }
                 }
+            streamed();
         }
     });
 }
@@ -333,11 +343,17 @@ int block_product_backward(long samples, long count, const Blocks* blocks, const
                         const long some = std::min(ROWS, end - s), at = s * w.features;
                         const float* const dy = w.y + s * w.out_features;
                         const bool add = s > u * share, add_dx = &w != weights.data();
-                        if (w.dl) project(w, packed, x + at, some, block, h);
-                        from_outputs(w, packed, dy, some, h, dx || w.dr ? dh : nullptr, own, add, block);
-                        from_components(w, packed, x + at, some, dh, dx ? dx + at : nullptr, add_dx, own, add, block);
+                        const bool past_caches = count == 1 && streams(dx, samples, w.features) && w.in_size % LINE == 0;
+                        const long left = std::min(ROWS, end - s - some);
+                        Prefetch next_dy(dy + some * w.out_features, w.out_features, w.out_features, left);
+                        Prefetch next_x(x + at + some * w.features, w.features, w.features, is_last(w, weights) ? left : 0);
+                        if (w.dl) project(w, packed, x + at, some, block, h, next_x);
+                        from_outputs(w, packed, dy, some, h, dx || w.dr ? dh : nullptr, own, add, block, next_dy);
+                        from_components(w, packed, x + at, some, dh, dx ? dx + at : nullptr, add_dx, past_caches, own, add,
+                                        block, next_x);
                     }
             }
+            streamed();
             if (used > 1) add_up(sums, weights.packed, used);
             for (const Layout& w : weights) unpack(w, sums);
         }

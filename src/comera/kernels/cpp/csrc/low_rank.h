@@ -67,9 +67,11 @@ inline void pack_group(const float* from, long rows, long columns, long width, f
 }
 
 // product() with a packed group b; c has only `width` columns.
-void group_product(long m, long width, long depth, Matrix a, const float* b, float* c, long c_row, bool add) {
+template <class Next = const NoPrefetch>
+void group_product(long m, long width, long depth, Matrix a, const float* b, float* c, long c_row, bool add,
+                   Next& next = NO_PREFETCH) {
     const long whole = width / W * W;
-    product(m, whole, depth, a, b, GROUP, c, c_row, add);
+    product(m, whole, depth, a, b, GROUP, Strided{c, c_row}, add, next);
     for (long i = 0; i < m && whole < width; i += 6) {
         float edge[6 * W];
         product(std::min(6l, m - i), W, depth, {a.at + i * a.row, a.row, a.column}, b + whole, GROUP, edge, W, false);
@@ -92,12 +94,16 @@ void project(long samples, long features, const float* x, const float* panels, l
     for (long s = 0; s < samples; s += block) {
         const long n = std::min(block, samples - s);
         for (long j = s; j < s + n && features == 0; ++j) std::fill_n(to + j * row, padded(rank, W), 0.0f);
-        for (long i = 0; i < features; i += DEPTH)
+        for (long i = 0; i < features; i += DEPTH) {
+            const bool last = i + DEPTH >= features;  // of these samples
+            const float* const after = last ? x + (s + n) * features : x + s * features + i + DEPTH;
+            Prefetch next(after, features, DEPTH, last ? std::min(block, samples - s - n) : n);
             for (long r = 0; r < rank; r += PANEL) {
                 const float* const panel = panels + r * padded(features, W) + i * PANEL;
                 product(n, std::min(PANEL, padded(rank - r, W)), std::min(DEPTH, features - i),
-                        {x + s * features + i, features, 1}, panel, PANEL, to + s * row + r, row, i > 0);
+                        {x + s * features + i, features, 1}, panel, PANEL, to + s * row + r, row, i > 0, next);
             }
+        }
     }
 }
 
@@ -144,6 +150,7 @@ void expand(long samples, const float* p, long row, const Factor* factors, long 
     long depth = 0, packed = -1;
     for (long k = 0; k < count; ++k) depth += factors[k].rows;
     const long blocks = (samples + BLOCK - 1) / BLOCK, groups = (features + GROUP - 1) / GROUP;
+    const bool past_caches = streams(y, samples, features);
 #pragma omp for schedule(static) nowait
     for (long task = 0; task < groups * blocks; ++task) {
         const long o = task / blocks * GROUP, s = task % blocks * BLOCK, width = std::min(GROUP, features - o);
@@ -153,9 +160,15 @@ void expand(long samples, const float* p, long row, const Factor* factors, long 
                 pack_group(factors[k].at + o, factors[k].rows, features, width, to);
             packed = o;
         }
-        group_product(std::min(BLOCK, samples - s), width, depth, {p + s * row, row, 1}, group, y + s * features + o,
-                      features, false);
+        const long n = std::min(BLOCK, samples - s);
+        const Matrix a = {p + s * row, row, 1};
+        float* const to = y + s * features + o;
+        if (past_caches)
+            product(n, width, depth, a, group, GROUP, Streamed{to, features}, false);
+        else
+            group_product(n, width, depth, a, group, to, features, false);
     }
+    if (past_caches) streamed();
 }
 
 // The sum of the rows of a packed group; four rows at once, as each addition waits for the one before.
@@ -189,9 +202,10 @@ void factor_gradients(long samples, long features, const float* dy, const Gradie
         for (long s = 0; s < std::max(samples, 1l); s += LENGTH) {
             const long depth = std::min(LENGTH, samples - s);
             pack_group(dy + s * features + o, depth, features, width, group);
+            Prefetch next(dy + (s + depth) * features + o, features, width, std::min(LENGTH, samples - s - depth));
             for (long k = 0; k < count; ++k) {
                 const Gradient& g = gradients[k];
-                group_product(g.rank, width, depth, {g.p + s * g.row, 1, g.row}, group, g.to + o, features, s > 0);
+                group_product(g.rank, width, depth, {g.p + s * g.row, 1, g.row}, group, g.to + o, features, s > 0, next);
             }
             if (sum) add_rows(group, depth, sums);
         }

@@ -8,7 +8,7 @@
 // columns of its product.
 #pragma once
 
-#include "vectors.h"
+#include "streams.h"
 
 struct Matrix {
     const float* at;
@@ -30,14 +30,19 @@ struct Rows {
     float operator()(long i, long k) const { return at[starts[i] + k]; }
     float* row(long i) const { return at + starts[i]; }
     Rows below(long i) const { return {at, starts + i}; }
+    static void put(float* to, Vec x) { store(to, x); }
 };
 
-struct Strided {
+template <bool STREAM>
+struct RowsApart {
     float* at;
     long stride;
     float* row(long i) const { return at + i * stride; }
-    Strided below(long i) const { return {at + i * stride, stride}; }
+    RowsApart below(long i) const { return {at + i * stride, stride}; }
+    static void put(float* to, Vec x) { STREAM ? stream(to, x) : store(to, x); }
 };
+using Strided = RowsApart<false>;
+using Streamed = RowsApart<true>;  // of a result that `streams` (streams.h) and is not added to
 
 #if defined(__AVX512F__)
 constexpr int SUMS = 24, WIDEST = 3;  // vectors of c in registers, and of them in a row
@@ -45,11 +50,12 @@ constexpr int SUMS = 24, WIDEST = 3;  // vectors of c in registers, and of them 
 constexpr int SUMS = 12, WIDEST = 2;
 #endif
 
-template <int M, int N, class A, class C>
+template <int M, int N, class A, class C, class Next>
 __attribute__((always_inline)) static inline void tile(long depth, A a, const float* b, long b_row, C c, long column,
-                                                       bool add) {
+                                                       bool add, Next& next) {
     Vec sum[M][N] = {};
     for (long k = 0; k < depth; ++k) {
+        next.line();
         Vec right[N];
 #pragma GCC unroll 3
         for (int j = 0; j < N; ++j) right[j] = load(b + k * b_row + j * W);
@@ -65,45 +71,48 @@ __attribute__((always_inline)) static inline void tile(long depth, A a, const fl
 #pragma GCC unroll 3
         for (int j = 0; j < N; ++j) {
             float* const to = c.row(i) + column + j * W;
-            store(to, add ? load(to) + sum[i][j] : sum[i][j]);  // added last: sums of short sums lose fewer digits than long ones
+            C::put(to, add ? load(to) + sum[i][j] : sum[i][j]);  // added last: sums of short sums lose fewer digits than long ones
         }
 }
 
 // All rows of N vectors of c, M at a time.
-template <int M, int N, class A, class C>
+template <int M, int N, class A, class C, class Next>
 __attribute__((noinline)) static void panel(long m, long depth, A a, const float* b, long b_row, C c, long column,
-                                            bool add) {
-    for (; m >= M; m -= M, a = a.below(M), c = c.below(M)) tile<M, N>(depth, a, b + column, b_row, c, column, add);
+                                            bool add, Next& next) {
+    for (; m >= M; m -= M, a = a.below(M), c = c.below(M)) tile<M, N>(depth, a, b + column, b_row, c, column, add, next);
     if constexpr (M > 6) {
-        panel<M / 2, N>(m, depth, a, b, b_row, c, column, add);
+        panel<M / 2, N>(m, depth, a, b, b_row, c, column, add, next);
     } else {
-        if (m == 1) tile<1, N>(depth, a, b + column, b_row, c, column, add);
-        if (m == 2) tile<2, N>(depth, a, b + column, b_row, c, column, add);
-        if (m == 3) tile<3, N>(depth, a, b + column, b_row, c, column, add);
+        if (m == 1) tile<1, N>(depth, a, b + column, b_row, c, column, add, next);
+        if (m == 2) tile<2, N>(depth, a, b + column, b_row, c, column, add, next);
+        if (m == 3) tile<3, N>(depth, a, b + column, b_row, c, column, add, next);
         if constexpr (M > 4) {
-            if (m == 4) tile<4, N>(depth, a, b + column, b_row, c, column, add);
-            if (m == 5) tile<5, N>(depth, a, b + column, b_row, c, column, add);
+            if (m == 4) tile<4, N>(depth, a, b + column, b_row, c, column, add, next);
+            if (m == 5) tile<5, N>(depth, a, b + column, b_row, c, column, add, next);
         }
     }
 }
 
-template <class A, class C>
-static inline void product(long m, long n, long depth, A a, const float* b, long b_row, C c, bool add) {
+// next: what is fetched from memory meanwhile (Prefetch).
+template <class A, class C, class Next = const NoPrefetch>
+static inline void product(long m, long n, long depth, A a, const float* b, long b_row, C c, bool add,
+                           Next& next = NO_PREFETCH) {
     for (long j = 0; j < n;) {
         const long left = (n - j) / W;
         if (WIDEST == 3 && left >= 3 && left != 4) {  // four are two and two
-            panel<SUMS / 3, 3>(m, depth, a, b, b_row, c, j, add), j += 3 * W;
+            panel<SUMS / 3, 3>(m, depth, a, b, b_row, c, j, add, next), j += 3 * W;
         } else if (left >= 2) {
-            panel<SUMS / 2, 2>(m, depth, a, b, b_row, c, j, add), j += 2 * W;
+            panel<SUMS / 2, 2>(m, depth, a, b, b_row, c, j, add, next), j += 2 * W;
         } else {
-            panel<SUMS, 1>(m, depth, a, b, b_row, c, j, add), j += W;
+            panel<SUMS, 1>(m, depth, a, b, b_row, c, j, add, next), j += W;
         }
     }
 }
 
+template <class Next = const NoPrefetch>
 static inline void product(long m, long n, long depth, Matrix a, const float* b, long b_row, float* c, long c_row,
-                           bool add) {
-    product(m, n, depth, a, b, b_row, Strided{c, c_row}, add);
+                           bool add, Next& next = NO_PREFETCH) {
+    product(m, n, depth, a, b, b_row, Strided{c, c_row}, add, next);
 }
 
 static inline long padded(long n, long to) { return (n + to - 1) / to * to; }
