@@ -46,19 +46,19 @@ _SECTIONS = {
     "recompute": ("Peak memory with recomputation", "`added`: beyond an interpreter with its libraries."),
     "tiny": (
         "Training in the memory of a small chip",
-        "`plan_mb`: what `plan_memory` says, in MB of a million bytes; `live_mb`, `allocated_mb`: the tensors of ten "
+        "`plan_mb`: what `plan_memory` says, in MB of a million bytes; `live_mb`, `allocated_mb`: the tensors of four "
         "steps, followed one by one, and as torch's allocator gave them out.",
     ),
     "roofline": (
         "How far the step is from the machine's limits",
-        "`least_ms`: every operation at the speed of large products or of copies from memory, whichever is slower; "
+        "`least_ms`: every operation at the speed of large products and of its functions (`functions_ms`: GELU, the "
+        "exponentials of softmax, dropout's random numbers) in the caches, or of copies from memory if that is slower; "
         "`ratio`, `best_ratio`: measured time of the first side of a case over this one's, and over its least.",
     ),
     "roofline_operations": (
         "Where the time of our step goes",
         "Operations that take a hundredth of the fused step or more; `between them`: Python, autograd and the "
-        "dispatcher. `least_ms` knows products and memory, not the exponentials of softmax, GELU, or dropout's random "
-        "numbers.",
+        "dispatcher.",
     ),
     "peers": (
         "Against what one would pick instead",

@@ -1,16 +1,17 @@
 """How far a training step is from this machine's limits: its roofline, for cases of step.py and shrunk_step.py.
 
-Ceilings, measured: FLOP/s of a large float32 product, bytes/s of a copy that does not fit into the caches. Operations
-are counted below autograd over one whole step: FLOPs, and bytes of operands and results. An operation takes at least
-the larger of FLOPs/(FLOP/s) and, if its bytes exceed the caches, bytes/(bytes/s). The sum is the least time of the
-step as it is programmed. `products_ms` is what the FLOPs alone would take. `best_ratio` is the ratio dense over fused
-that no tuning of single operations on our side can exceed: dense's measured time over our least time; after the cut
-to 0.2 of the size, that over the step before it. What recomputation must add is its least time over that without.
+Ceilings, measured: FLOP/s of a large float32 product, bytes/s of a copy that does not fit into the caches, and the
+seconds of an exponential, an activation, its derivative and a random factor of dropout, by our kernels in the caches.
+Operations are counted below autograd over one whole step: FLOPs, bytes of operands and results, and these functions.
+An operation takes at least the larger of two: FLOPs/(FLOP/s) and its functions, which want the same units of a core;
+and, if its bytes exceed the caches, bytes/(bytes/s). The sum is the least time of the step as it is programmed.
+`products_ms` is what the FLOPs alone would take, `functions_ms` the functions. `best_ratio` is the ratio dense over
+fused that no tuning of single operations on our side can exceed: dense's measured time over our least time; after the
+cut to 0.2 of the size, that over the step before it. What recomputation must add is its least time over that without.
 
 A second table says where the time of our own step goes: operations are timed in the counted steps, and what is left of
 a step that is not counted is Python, autograd and the dispatcher. Counted, autograd adds gradients out of place, so
-`aten.add` is dearer there. No ceiling here knows of exponentials, of random numbers for dropout, or of packing, which
-takes as long as the product where there are few rows.
+`aten.add` is dearer there. No ceiling here knows of packing, which takes as long as the product where rows are few.
 
     python benchmarks/roofline.py [--repeats 5]      2 minutes
 """
@@ -23,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from comera.kernels.cpp.activations import ACTIVATIONS
+from comera.kernels.cpp.gated import gated, gated_backward
+from comera.kernels.cpp.residual_norm import dropout
 
 WANTED = {
     "batch 32": ("dense", "fused", "fused, recompute"),
@@ -47,11 +53,12 @@ SMALL = 0.01  # operations that take less of the step are one row
 
 @dataclass
 class Cost:
-    """What calls of one operation took and what they need at least."""
+    """What calls of one operation took and what they need at least. functions: seconds of their functions alone."""
 
     calls: int = 0
     flops: int = 0
     nbytes: int = 0
+    functions: float = 0.0
     least: float = 0.0
     seconds: float = 0.0
 
@@ -59,12 +66,21 @@ class Cost:
         return Cost(*(getattr(self, each) + getattr(other, each) for each in self.__dataclass_fields__))
 
 
+@dataclass
+class Ceilings:
+    """What this machine does at most. functions: seconds of one, by name."""
+
+    flops_a_second: float
+    bytes_a_second: float
+    functions: dict[str, float]
+
+
 class Counter(TorchDispatchMode):
     """Costs of what runs inside, by operation."""
 
-    def __init__(self, flops_a_second: float, bytes_a_second: float) -> None:
+    def __init__(self, ceilings: Ceilings) -> None:
         super().__init__()
-        self.flops_a_second, self.bytes_a_second = flops_a_second, bytes_a_second
+        self.ceilings = ceilings
         self.costs: dict[str, Cost] = defaultdict(Cost)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,9 +95,41 @@ class Counter(TorchDispatchMode):
         tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
         nbytes = sum(_nbytes(tensor) for tensor in tensors.values())
         beyond = nbytes if nbytes > CACHE else 0
-        least = max(flops / self.flops_a_second, beyond / self.bytes_a_second)
-        self.costs[str(func._overloadpacket)] += Cost(1, flops, nbytes, least, seconds)
+        name, ceilings = str(func._overloadpacket), self.ceilings
+        functions = sum(ceilings.functions[kind] * how_many for kind, how_many in functions_of(name, args))
+        least = max(flops / ceilings.flops_a_second + functions, beyond / ceilings.bytes_a_second)
+        self.costs[name] += Cost(1, flops, nbytes, functions, least, seconds)
         return out
+
+
+def functions_of(name: str, args: Any) -> Iterator[tuple[str, int]]:
+    """The functions that an operation of ours evaluates, and how often."""
+    match name.removeprefix("comera."), args:
+        case "mlp", (x, _, bs, activation):
+            yield activation, x.shape[0] * bs[0].shape[1]
+        case "mlp_backward", (x, _, _, _, _, bs, activation, _):
+            yield f"{activation} backward", x.shape[0] * bs[0].shape[1]
+        case "gated", (g, _, activation):
+            yield activation, g.numel()
+        case "gated_backward", (_, g, _, activation):
+            yield f"{activation} backward", g.numel()
+        case "attention", (q, k, _, _, seed, _, _, is_causal):
+            yield from _of_scores(q, k, seed, is_causal)
+        case "attention_backward", (_, _, _, q, k, _, _, seed, _, _, is_causal):
+            yield from _of_scores(q, k, seed, is_causal)
+        case "residual_norm", (_, x, _, _, seed, *_) if seed is not None:
+            yield "dropout", x.numel()
+        case "residual_norm_backward", (_, s, _, _, _, seed, *_) if seed is not None:
+            yield "dropout", s.numel()
+        case "dropout", (x, *_):
+            yield "dropout", x.numel()
+
+
+def _of_scores(q: Tensor, k: Tensor, seed: Tensor | None, is_causal: bool) -> Iterator[tuple[str, int]]:
+    scores = q.shape[:3].numel() * k.shape[2] // (2 if is_causal else 1)
+    yield "exponential", scores
+    if seed is not None:
+        yield "dropout", scores
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -92,18 +140,29 @@ def _nbytes(tensor: Tensor) -> int:
     return elements * tensor.element_size()
 
 
-def ceilings() -> tuple[float, float]:
-    """FLOP/s of a product and bytes/s of a copy, counting reads and writes; the best of 15 tries."""
+def measured_ceilings() -> Ceilings:
+    """FLOP/s of a product, bytes/s of a copy, which reads and writes, and seconds of functions; the best of tries."""
     size = 2048
     x, w, y = (torch.randn(size, size) for _ in range(3))
     source, target = torch.randn(2**25), torch.empty(2**25)
-    product = _fastest(lambda: torch.mm(x, w, out=y))
-    copy = _fastest(lambda: target.copy_(source))
-    return 2 * size**3 / product, 2 * source.nbytes / copy
+    product = _fastest(lambda: torch.mm(x, w, out=y), 15)
+    copy = _fastest(lambda: target.copy_(source), 15)
+    return Ceilings(2 * size**3 / product, 2 * source.nbytes / copy, seconds_of_functions())
 
 
-def _fastest(run: Callable[[], object]) -> float:
-    return min(in_turns({"": run}, 15)[""])
+def seconds_of_functions() -> dict[str, float]:
+    """Each beyond a ReLU in the same kernel, which costs a pass over the caches. An exponential counts as SiLU's."""
+    x, seed = torch.randn(2**17), torch.tensor(1)
+    values = {name: _fastest(partial(gated, x, None, name), 200) for name in ACTIVATIONS}
+    slopes = {name: _fastest(partial(gated_backward, x, x, None, name), 200) for name in ACTIVATIONS}
+    found = {name: seconds - values["relu"] for name, seconds in values.items()}
+    found |= {f"{name} backward": seconds - slopes["relu"] for name, seconds in slopes.items()}
+    found |= {"exponential": found["silu"], "dropout": _fastest(partial(dropout, x, seed, 0.1), 200) - values["relu"]}
+    return {name: max(0.0, seconds) / x.numel() for name, seconds in found.items()}
+
+
+def _fastest(run: Callable[[], object], tries: int) -> float:
+    return min(in_turns({"": run}, tries)[""])
 
 
 def main() -> None:
@@ -128,13 +187,13 @@ def measure(
     case: str, steps: dict[str, Callable[[], object]], repeats: int, visit: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A row for each side, with ratios to the first one, and the parts of the fused side's step."""
-    speeds = ceilings()
+    ceilings = measured_ceilings()
     times = in_turns(steps, repeats, warm_ups=1, visit=visit)
     seconds = {side: statistics.median(own) for side, own in times.items()}
     first = next(iter(seconds.values()))
     rows, parts = [], []
     for side, step in steps.items():
-        costs = count(step, *speeds)
+        costs = count(step, ceilings)
         total = sum(costs.values(), Cost())
         row = {
             "case": case,
@@ -142,14 +201,15 @@ def measure(
             "gflop": f"{total.flops / 1e9:.1f}",
             "gb": f"{total.nbytes / 1e9:.2f}",
             "operations": total.calls,
-            "products_ms": f"{total.flops / speeds[0] * 1e3:.0f}",
+            "products_ms": f"{total.flops / ceilings.flops_a_second * 1e3:.0f}",
+            "functions_ms": f"{total.functions * 1e3:.1f}",
             "least_ms": f"{total.least * 1e3:.1f}",
             "step_ms": f"{seconds[side] * 1e3:.0f}",
             "of_least": f"{total.least / seconds[side]:.2f}",
             "ratio": f"{first / seconds[side]:.2f}",
             "best_ratio": f"{first / total.least:.2f}",
-            "gflop_per_s": f"{speeds[0] / 1e9:.0f}",
-            "gb_per_s": f"{speeds[1] / 1e9:.1f}",
+            "gflop_per_s": f"{ceilings.flops_a_second / 1e9:.0f}",
+            "gb_per_s": f"{ceilings.bytes_a_second / 1e9:.1f}",
         }
         rows.append({**row, **about()})
         print(" ".join(f"{value!s:>10}" for value in row.values()), flush=True)
@@ -158,10 +218,10 @@ def measure(
     return rows, parts
 
 
-def count(step: Callable[[], object], flops_a_second: float, bytes_a_second: float) -> dict[str, Cost]:
+def count(step: Callable[[], object], ceilings: Ceilings) -> dict[str, Cost]:
     """Costs of a step by operation, with the median seconds of a few steps after a first one."""
     step()
-    counters = [Counter(flops_a_second, bytes_a_second) for _ in range(COUNTED)]
+    counters = [Counter(ceilings) for _ in range(COUNTED)]
     for counter in counters:
         with counter:
             step()
@@ -184,6 +244,7 @@ def by_operation(case: str, costs: dict[str, Cost], step_seconds: float) -> Iter
             "calls": cost.calls,
             "gflop": f"{cost.flops / 1e9:.2f}",
             "gb": f"{cost.nbytes / 1e9:.3f}",
+            "functions_ms": f"{cost.functions * 1e3:.1f}",
             "ms": f"{cost.seconds * 1e3:.1f}",
             "of_step": f"{cost.seconds / step_seconds:.3f}",
             "least_ms": f"{cost.least * 1e3:.1f}",

@@ -77,7 +77,7 @@ def draw(texts: int) -> dict[str, Tensor]:
 def train(
     model: BertForSequenceClassification, batch: dict[str, Tensor], plan: MemoryPlan, optimizer: str
 ) -> list[float]:
-    """Ten steps as planned; the loss of each."""
+    """Steps as planned; the loss of each."""
     moving, losses = OPTIMIZERS[optimizer](model.train()), []
     for _ in range(STEPS):
         total = 0.0
