@@ -1,6 +1,7 @@
 """RMSNorm as one operation, alone and after a residual sum (ops/residual_norm.py)."""
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -52,11 +53,13 @@ class RMSNorm(BlockPattern):
         return self.after_sum(None, args[0], module)[1]
 
     def fits(self, module: nn.Module, *inputs: Any) -> bool:
-        """Whether these are tensors of the features and the dtype of the weight, of one shape, and not in float64, of
-        which transformers' norms keep float32."""
+        """Whether these are tensors of the weight's features, of one shape, whose sum has the weight's dtype, and not
+        float64, of which transformers' norms keep float32."""
         weight, first = getattr(module, self.weight), inputs[0]
-        alike = all(isinstance(x, Tensor) and x.shape == first.shape and x.dtype == weight.dtype for x in inputs)
-        return alike and first.shape[-1:] == weight.shape and weight.dtype != torch.float64
+        if not all(isinstance(x, Tensor) and x.shape == first.shape for x in inputs):
+            return False
+        dtype = reduce(torch.promote_types, (x.dtype for x in inputs))
+        return dtype == weight.dtype != torch.float64 and bool(first.shape[-1:] == weight.shape)
 
     def after_sum(self, z: Tensor | None, x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
         """x + z, and the norm of that."""

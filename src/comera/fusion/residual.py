@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from comera.fusion.dropout import Dropout
@@ -78,4 +79,6 @@ def modules_obstacle(dropout: nn.Module, norm: nn.Module) -> str | None:
 def _fits(z: Tensor, x: Tensor, dropout: Any, norm: Any) -> bool:
     if traced() or modules_obstacle(dropout, norm) or (dropout.training and dropout.p == 1):
         return False
-    return z.shape == x.shape and norm.normalized_shape == z.shape[-1:] and autocast_dtype(z) is None
+    shapes = z.shape == x.shape and norm.normalized_shape == z.shape[-1:]
+    # autocast computes norms of half precision in dtypes of its own
+    return shapes and (autocast_dtype(z) is None or torch.promote_types(z.dtype, x.dtype) == torch.float32)

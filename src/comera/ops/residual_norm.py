@@ -40,8 +40,9 @@ def residual_layer_norm(
     """A residual sum after dropout and its LayerNorm over the last dimension.
 
     Args:
-        z, x: (..., features), of one shape and dtype. z None: no sum, and no dropout.
-        weight, bias: (features), of the dtype of x, or None for a norm without.
+        z, x: (..., features), of one shape; where autocast has left one of them in half precision, s is in float32. z
+            None: no sum, and no dropout.
+        weight, bias: (features), of the dtype of s, or None for a norm without.
         eps: added to the variance.
         p: the probability of dropout of z, 0 <= p < 1; 0 for evaluation. The masks differ from those of `nn.Dropout`
             with the same seed.
@@ -63,6 +64,7 @@ def residual_layer_norm(
 
     Source: docs/method.md §7.
     """
+    z, x = _in_dtype_of_sum(z, x)
     operands = [t for t in (z, x, weight, bias) if t is not None]
     if not select.supports("residual_norm", *operands):
         x = x if rows is None else F.embedding(rows, x)
@@ -78,8 +80,9 @@ def residual_rms_norm(
     """A residual sum and its RMSNorm over the last dimension.
 
     Args:
-        z, x: (..., features), of one shape and dtype. z None: no sum.
-        weight: (features), of the dtype of x, or None for a norm without.
+        z, x: (..., features), of one shape; where autocast has left one of them in half precision, s is in float32. z
+            None: no sum.
+        weight: (features), of the dtype of s, or None for a norm without.
         eps: added to the mean of squares.
         offset: added to the weight: 1 for Gemma, whose weights start at 0.
 
@@ -95,6 +98,7 @@ def residual_rms_norm(
 
     Source: docs/method.md §7.
     """
+    z, x = _in_dtype_of_sum(z, x)
     operands = [t for t in (z, x, weight) if t is not None]
     if not select.supports("residual_norm", *operands):
         s = x if z is None else x + z
@@ -146,6 +150,14 @@ class _ResidualNorm(torch.autograd.Function):
             dx = torch.ops.aten.embedding_backward(dx, rows, ctx.table_rows, -1, False, False)
         needed = zip(ctx.needs_input_grad, (dz, dx, dweight, dbias, *[None] * 5), strict=True)
         return tuple(grad if needs else None for needs, grad in needed)
+
+
+def _in_dtype_of_sum(z: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """z and x as the kernel adds them. Elsewhere the addition converts them, without a copy."""
+    if z is None or z.dtype == x.dtype or not on_cpu(x) or traced():
+        return z, x
+    dtype = torch.promote_types(z.dtype, x.dtype)
+    return z.to(dtype), x.to(dtype)
 
 
 def _dropout(z: Tensor, p: float) -> Tensor:

@@ -98,6 +98,30 @@ def test_half_precision_is_rounded_once(offset):
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("kernels", ["", "none"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_half_precision_term_is_added_in_the_dtype_of_the_sum(norm, kernels, monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", kernels)
+    torch.manual_seed(0)
+    half, x = torch.randn(40, 30).bfloat16().requires_grad_(), torch.randn(40, 30, requires_grad=True)
+    weight, bias, dy = torch.randn(30), torch.randn(30), torch.randn(40, 30)
+    wide = half.detach().float().requires_grad_()
+
+    def run(z):
+        if norm == "rms":
+            s, y = residual_rms_norm(z, x, weight, 1e-6)
+        else:
+            s, y = residual_layer_norm(z, x, weight, bias, 1e-6)
+        return s, y, *torch.autograd.grad([s, y], [z, x], [dy, dy])
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(half)
+    expected = run(wide)
+    assert [each.dtype for each in found] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    for one, other in zip(found, (*expected[:2], expected[2].bfloat16(), expected[3]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 def test_autocast_changes_no_dtype_of_float32():
     x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(6)
     with torch.autocast("cpu", torch.bfloat16):
