@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from comera.kernels.tracing import traced
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
-from comera.ops.dtypes import autocast_dtype, working_dtype
+from comera.ops.dtypes import autocast_dtype, kernel_dtype
 from comera.ops.low_rank import LowRankFactors
 from comera.ops.merge import merge
 from comera.ops.once import unrecorded
@@ -110,7 +110,7 @@ class MergeCache:
             return None
         if not self._prefers_factors(layers, input):
             return None
-        dtype = working_dtype(input)
+        dtype = kernel_dtype(input, max(max(train.spec.ranks) for train in trains))
         if self._traced is not None:
             return self._in_trace(layers, dtype, self._traced)
         merged = self._merged.setdefault((dtype, input.device, recording, torch.is_inference_mode_enabled()), {})

@@ -19,7 +19,7 @@ def activated_low_rank(x_BI: Tensor, factors: LowRankFactors, activation: str) -
 
     Args:
         x_BI: the batch (B, in_features).
-        factors: of one weight, in the `working_dtype` of x. Autocast must be off.
+        factors: of one weight, in the `kernel_dtype` of x. Autocast must be off.
         activation: a name in `ACTIVATIONS`.
 
     Returns:

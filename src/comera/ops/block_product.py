@@ -26,7 +26,7 @@ from torch import Tensor
 from comera.kernels import select
 from comera.kernels.cpp import block_product as cpp
 from comera.ops.chunking import pad_last
-from comera.ops.dtypes import without_autocast, working_dtype
+from comera.ops.dtypes import kernel_dtype, without_autocast
 from comera.ops.linear import flatten_input
 from comera.tt.spec import BTTSpec
 
@@ -94,7 +94,7 @@ def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tenso
 
     Args:
         x_BI: the batch (B, in_features).
-        weights: one or more. They are cast to the `working_dtype` of x. Autocast must be off.
+        weights: one or more. They are cast to the `kernel_dtype` of x. Autocast must be off.
 
     Returns:
         One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: the operands.
@@ -109,7 +109,7 @@ def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tenso
         >>> [tuple(y.shape) for y in block_products(torch.randn(7, 12), [BlockFactors(q, r, l), BlockFactors(k, r, l)])]
         [(7, 10), (7, 9)]
     """
-    dtype = working_dtype(x_BI)
+    dtype = kernel_dtype(x_BI)
     specs = tuple(each.spec for each in weights)
     operands = [x_BI, *(tensor for each in weights for tensor in each[1:])]
     operands = [each if each is None or each.dtype == dtype else each.to(dtype) for each in operands]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from comera.errors import SpecError
 from comera.ops.activated import activated_low_rank
-from comera.ops.dtypes import product_dtype, without_autocast, working_dtype
+from comera.ops.dtypes import kernel_dtype, product_dtype, without_autocast
 from comera.ops.fp8 import Recipe, fp8_low_rank
 from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.ops.merge import merge
@@ -79,7 +79,8 @@ def tt_linear(
             strategy, groups = choose(LinearProblem, spec, *size, *gradients, plan=plan)
             if "low_rank" in (strategy, contraction) or spec.activation or fp8:
                 gates = [cores[0].new_ones(rank) for rank in spec.inner_ranks] if gates is None else gates
-                (factors,) = merge([spec], [[*cores, *gates]], threshold, working_dtype(x_BI), [bias])
+                dtype = kernel_dtype(x_BI, spec.ranks[spec.split])
+                (factors,) = merge([spec], [[*cores, *gates]], threshold, dtype, [bias])
         if factors is not None:
             missing = None if bias is None or factors.has_bias else bias.to(factors.b.dtype)
             factors = factors.with_bias(missing)

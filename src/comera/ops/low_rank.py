@@ -37,7 +37,7 @@ from comera.ops.once import made_once
 
 
 class LowRankFactors(NamedTuple):
-    """A weight W = A B with its bias, in the `working_dtype` of the batch that it meets.
+    """A weight W = A B with its bias, in the `kernel_dtype` of the batch that it meets.
 
     a: A (rank, in_features). b: B (rank, out_features), or [bias; B] (1 + rank, out_features).
     """
@@ -69,7 +69,7 @@ def low_rank(x_BI: Tensor, *factors: LowRankFactors) -> tuple[Tensor, ...]:
 
     Args:
         x_BI: the batch (B, in_features).
-        factors: of one weight or of several, in the `working_dtype` of x. Autocast must be off.
+        factors: of one weight or of several, in the `kernel_dtype` of x. Autocast must be off.
 
     Returns:
         One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: x, the factors and the low-rank

@@ -39,7 +39,7 @@ def mlp(x: Tensor, ups: Sequence[LowRankFactors], activation: str, down: LowRank
 
     Args:
         x: (..., in_features).
-        ups, down: factors in the `working_dtype` of x.
+        ups, down: factors in the `kernel_dtype` of x.
         activation: a name in `ACTIVATIONS`.
 
     Returns:
