@@ -81,7 +81,7 @@ check: install
 	@$(BIN)/mypy
 
 bench: install
-	@$(BIN)/python benchmarks/step.py --cases "batch 32" "batch 1" "batch 1, bf16" --repeats 2
+	@$(BIN)/python benchmarks/step.py --cases "batch 32" "batch 1" "batch 1, bf16" --repeats 5
 	@$(BIN)/python benchmarks/recompute.py --repeats 5
 	@$(BIN)/python benchmarks/tiny.py
 	@$(BIN)/python benchmarks/roofline.py --repeats 2
