@@ -244,14 +244,26 @@ def test_the_modules_run_where_the_kernel_does_not(change: Any, monkeypatch: pyt
     assert torch.equal(found, norm(drop(z.clone()) + x))
 
 
-def test_the_modules_run_under_autocast_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_under_autocast_a_sum_in_float32_is_one_operation_with_the_dtype_of_the_modules(dtype: torch.dtype) -> None:
+    drop, norm = ends(p=0.0)
+    z, x = torch.randn(10, 48).to(dtype), torch.randn(10, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = residual_norm(z, x, drop, norm), norm(drop(z) + x)
+    assert found.dtype == plain.dtype == torch.float32
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_the_modules_run_for_half_precision_under_autocast_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     drop, norm = ends()
     z, x = torch.randn(10, 48), torch.randn(10, 48)
     torch.manual_seed(1)
     assert not torch.equal(residual_norm(z, x, drop, norm), norm(x))
     monkeypatch.setattr(kernels, "residual_norm", None)
     with torch.autocast("cpu", torch.bfloat16):
-        residual_norm(z, x, drop, norm)
+        residual_norm(z.bfloat16(), x.bfloat16(), drop, norm)
+        with pytest.raises(TypeError):
+            residual_norm(z.bfloat16(), x, drop, norm)
     with pytest.raises(TypeError):
         residual_norm(z, x, drop, norm)
     monkeypatch.setenv("COMERA_KERNELS", "none")
