@@ -123,6 +123,8 @@ def functions_of(name: str, args: Any) -> Iterator[tuple[str, int]]:
             yield "dropout", s.numel()
         case "dropout", (x, *_):
             yield "dropout", x.numel()
+        case "mlp" | "mlp_backward" | "gated" | "gated_backward" | "attention" | "attention_backward", _:
+            raise TypeError(f"expected the operands of {name} as they are counted here, got {len(args)}")
 
 
 def _of_scores(q: Tensor, k: Tensor, seed: Tensor | None, is_causal: bool) -> Iterator[tuple[str, int]]:

@@ -110,7 +110,7 @@ class MergeCache:
             return None
         if not self._prefers_factors(layers, input):
             return None
-        dtype = kernel_dtype(input, max(max(train.spec.ranks) for train in trains))
+        dtype = kernel_dtype(input, "low_rank", max(map(_rank, trains)))
         if self._traced is not None:
             return self._in_trace(layers, dtype, self._traced)
         merged = self._merged.setdefault((dtype, input.device, recording, torch.is_inference_mode_enabled()), {})
@@ -303,6 +303,13 @@ def _flat(train: TensorTrain) -> list[Tensor]:
     """Cores, then gates."""
     cores, gates = train.tensors
     return cores + gates
+
+
+def _rank(train: TensorTrain) -> int:
+    """That of its factors."""
+    spec = train.spec
+    assert isinstance(spec, TTSpec)
+    return spec.ranks[spec.split]
 
 
 def _signature(train: TensorTrain) -> tuple[Any, ...]:

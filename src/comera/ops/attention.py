@@ -26,7 +26,7 @@ from comera.kernels.select import supports
 from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dropout import as_integers, keep_mask, new_seed
-from comera.ops.dtypes import autocast_dtype, kernel_dtype, without_autocast
+from comera.ops.dtypes import autocast_dtype, kernel_dtype, without_autocast, working_dtype
 from comera.ops.once import made_once
 
 _MIN_QUERIES = 32  # with fewer the kernel is no faster than torch's fused attention
@@ -61,7 +61,8 @@ def attention(
         ValueError: a mask, and is_causal. torch documents that as an error, but some of its kernels add both.
 
     Own code, with first derivatives only, runs on a CPU with dropout and for training in float32; everything else is
-    torch's. Half precision is computed in float32 where the processor has no arithmetic for it or the kernel is faster.
+    torch's. Half precision is computed in float32 where the processor has no arithmetic for it or the kernel is faster,
+    which serves in training alone.
     """
     if is_causal and mask is not None:
         raise ValueError(
@@ -69,7 +70,9 @@ def attention(
             "hide later keys in the mask, too"
         )
     dtype = autocast_dtype(q_BHTD) or q_BHTD.dtype
-    if not traced() and kernel_dtype(q_BHTD) != dtype:
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in (q_BHTD, k_BHSD, v_BHSD))
+    computed = kernel_dtype(q_BHTD, "attention") if trained or dropout else working_dtype(q_BHTD)
+    if not traced() and computed != dtype:
         mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
         wide = q_BHTD.float(), k_BHSD.float(), v_BHSD.float()
         with without_autocast(q_BHTD):

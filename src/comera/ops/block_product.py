@@ -109,7 +109,7 @@ def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tenso
         >>> [tuple(y.shape) for y in block_products(torch.randn(7, 12), [BlockFactors(q, r, l), BlockFactors(k, r, l)])]
         [(7, 10), (7, 9)]
     """
-    dtype = kernel_dtype(x_BI)
+    dtype = kernel_dtype(x_BI, "block_product")
     specs = tuple(each.spec for each in weights)
     operands = [x_BI, *(tensor for each in weights for tensor in each[1:])]
     operands = [each if each is None or each.dtype == dtype else each.to(dtype) for each in operands]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from comera.kernels.cpp import compiler
 from comera.kernels.cpp.library import device_type, unavailable_reason
-from comera.kernels.select import LOW_RANK_MOST_RANK
+from comera.kernels.select import LOW_RANK_MOST_RANK, asked
 from comera.kernels.tracing import constant_when_traced, traced, transformed
 
 
@@ -68,20 +68,22 @@ def working_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if _is_slow(dtype, tensor.device) else dtype
 
 
-def kernel_dtype(tensor: Tensor, rank: int = 0) -> torch.dtype:
+def kernel_dtype(tensor: Tensor, kernel: str, rank: int = 0) -> torch.dtype:
     """The dtype in which a kernel, or torch in its place, computes with `tensor`: the `working_dtype`, or float32 where
-    the kernels are faster.
+    the kernel is faster.
 
     That is on a CPU whose units for half precision are twice as fast as those for float32, and not sixteen times, as
     with AMX. Steps under autocast in bfloat16 by torch and by the kernels, two cores of an AMD EPYC with AVX-512 BF16:
     six encoders at 32 × 128 537 and 450 ms, one sample 49 and 37, a Llama-style model at 4 × 256 567 and 400. Attention
-    alone is three times as fast; layers of 4,096 features and one sample are up to a tenth slower.
+    alone is three times as fast; layers of 4,096 features and one sample are up to a tenth slower. Against dense:
+    `python benchmarks/step.py --cases "batch 1, bf16"`, `python benchmarks/layer.py --precision bf16`.
 
-    rank: of the factors that meet the tensor.
+    kernel: its name in `select`; rank: of the factors that meet the tensor.
     """
-    dtype = autocast_dtype(tensor) or tensor.dtype
-    faster = rank <= LOW_RANK_MOST_RANK and _kernels_are_faster(dtype, tensor.device)
-    return torch.float32 if faster else working_dtype(tensor)
+    dtype = working_dtype(tensor)
+    if dtype.itemsize == 2 and rank <= LOW_RANK_MOST_RANK and _is_faster(kernel, tensor.device):
+        return torch.float32
+    return dtype
 
 
 def widens(tensor: Tensor) -> bool:
@@ -89,8 +91,9 @@ def widens(tensor: Tensor) -> bool:
     return _is_slow(tensor.dtype, tensor.device)
 
 
-def _kernels_are_faster(dtype: torch.dtype, device: torch.device) -> bool:
-    if dtype.itemsize != 2 or traced() or device_type(device) != "cpu":
+def _is_faster(kernel: str, device: torch.device) -> bool:
+    """Whether a kernel in float32 takes less time than torch's products in half precision."""
+    if traced() or device_type(device) != "cpu" or asked(kernel) is False:
         return False
     return not _matrix_units() and unavailable_reason() is None
 

@@ -79,7 +79,7 @@ def tt_linear(
             strategy, groups = choose(LinearProblem, spec, *size, *gradients, plan=plan)
             if "low_rank" in (strategy, contraction) or spec.activation or fp8:
                 gates = [cores[0].new_ones(rank) for rank in spec.inner_ranks] if gates is None else gates
-                dtype = kernel_dtype(x_BI, spec.ranks[spec.split])
+                dtype = kernel_dtype(x_BI, "low_rank", spec.ranks[spec.split])
                 (factors,) = merge([spec], [[*cores, *gates]], threshold, dtype, [bias])
         if factors is not None:
             missing = None if bias is None or factors.has_bias else bias.to(factors.b.dtype)

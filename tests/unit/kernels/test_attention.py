@@ -275,7 +275,7 @@ def test_a_mask_beside_is_causal_is_refused_on_every_path(dtype):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_half_precision_without_arithmetic_is_computed_in_float32(is_causal, autocast, monkeypatch):
-    monkeypatch.setattr("comera.ops.attention.kernel_dtype", lambda _: torch.float32)
+    monkeypatch.setattr("comera.ops.attention.kernel_dtype", lambda *_: torch.float32)
     calls = counted(monkeypatch)
     q, k, v, do = operands(8, 4, 2, 40, 40, 16)
     halves = [t.bfloat16() for t in (q, k, v)]

@@ -4,6 +4,7 @@ import platform
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import comera
@@ -15,7 +16,6 @@ from comera.ops.attention import attention
 
 from ...helpers.oracle import signal_to_noise
 
-CPU = torch.device("cpu")
 with_compiler = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 
@@ -34,20 +34,35 @@ def processor(monkeypatch):
     dtypes._matrix_units.cache_clear()
 
 
-def test_kernels_are_faster_without_matrix_units(processor):
+def half(monkeypatch, units=True):
+    monkeypatch.setattr(dtypes, "_half_units", lambda dtype: units)
+    return torch.zeros(2, 2, dtype=torch.bfloat16)
+
+
+def test_kernels_are_faster_without_matrix_units(processor, monkeypatch):
     processor()
-    assert dtypes._kernels_are_faster(torch.bfloat16, CPU)
-    assert dtypes._kernels_are_faster(torch.float16, CPU)
-    assert not dtypes._kernels_are_faster(torch.float32, CPU)
-    assert not dtypes._kernels_are_faster(torch.bfloat16, torch.device("meta"))
+    x = half(monkeypatch)
+    for given in (x, x.half(), x.float()):
+        assert dtypes.kernel_dtype(given, "low_rank") == torch.float32
+    assert dtypes.working_dtype(x) == torch.bfloat16
+    assert dtypes.kernel_dtype(x.double(), "low_rank") == torch.float64
+    assert dtypes.kernel_dtype(x.to("meta"), "low_rank") == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     "other", [{"flags": "avx512f amx_bf16 amx_tile"}, {"machine": "aarch64"}, {"reason": "no compiler"}], ids=str
 )
-def test_they_are_not_with_them_or_where_nothing_was_measured(processor, other):
+def test_they_are_not_with_them_or_where_nothing_was_measured(processor, monkeypatch, other):
     processor(**other)
-    assert not dtypes._kernels_are_faster(torch.bfloat16, CPU)
+    assert dtypes.kernel_dtype(half(monkeypatch), "low_rank") == torch.bfloat16
+
+
+def test_kernels_that_are_switched_off_are_not_waited_for(processor, monkeypatch):
+    processor()
+    x = half(monkeypatch)
+    monkeypatch.setenv("COMERA_KERNELS", "attention")
+    assert dtypes.kernel_dtype(x, "attention") == torch.float32
+    assert dtypes.kernel_dtype(x, "low_rank") == torch.bfloat16
 
 
 def counted(monkeypatch, module, name):
@@ -66,17 +81,23 @@ def assert_near(found, exact):
 
 
 @with_compiler
-def test_attention_is_trained_by_the_kernel(processor, monkeypatch):
+def test_attention_is_trained_by_the_kernel_and_evaluated_by_torch(processor, monkeypatch):
     processor()
-    monkeypatch.setattr(dtypes, "_half_units", lambda dtype: True)
+    half(monkeypatch)
     calls = counted(monkeypatch, attention_kernels, "attention")
     torch.manual_seed(0)
     given = [torch.randn(8, 4, 40, 16).bfloat16().requires_grad_() for _ in range(3)]
     do = torch.randn(8, 4, 40, 16).bfloat16()
+    run, kinds = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: kinds.append(a[0].dtype) or run(*a, **k))
+    with torch.no_grad():
+        attention(*given)
+    assert kinds == [torch.bfloat16]  # no copies of the operands
+    monkeypatch.setattr(F, "scaled_dot_product_attention", run)
     found = gradients(attention(*given), given, do)
     assert calls == ["attention"]
     wide = [t.detach().double().requires_grad_() for t in given]
-    exact = torch.nn.functional.scaled_dot_product_attention(*wide)
+    exact = F.scaled_dot_product_attention(*wide)
     assert_near(found, gradients(exact, wide, do.double()))
 
 
@@ -84,7 +105,7 @@ def test_attention_is_trained_by_the_kernel(processor, monkeypatch):
 @pytest.mark.parametrize("most", [256, 7])
 def test_a_layer_by_the_kernel_up_to_its_rank(processor, monkeypatch, most):
     processor()
-    monkeypatch.setattr(dtypes, "_half_units", lambda dtype: True)
+    half(monkeypatch)
     monkeypatch.setattr(dtypes, "LOW_RANK_MOST_RANK", most)
     calls = counted(monkeypatch, low_rank_kernels, "low_rank")
     torch.manual_seed(0)
@@ -101,8 +122,6 @@ def test_a_layer_by_the_kernel_up_to_its_rank(processor, monkeypatch, most):
 
 def test_factors_of_a_larger_rank_stay_in_half_precision(processor, monkeypatch):
     processor()
-    monkeypatch.setattr(dtypes, "_half_units", lambda dtype: True)
-    x = torch.zeros(2, 2, dtype=torch.bfloat16)
-    assert dtypes.kernel_dtype(x, dtypes.LOW_RANK_MOST_RANK) == torch.float32
-    assert dtypes.kernel_dtype(x, dtypes.LOW_RANK_MOST_RANK + 1) == torch.bfloat16
-    assert dtypes.working_dtype(x) == torch.bfloat16
+    x = half(monkeypatch)
+    assert dtypes.kernel_dtype(x, "low_rank", dtypes.LOW_RANK_MOST_RANK) == torch.float32
+    assert dtypes.kernel_dtype(x, "low_rank", dtypes.LOW_RANK_MOST_RANK + 1) == torch.bfloat16

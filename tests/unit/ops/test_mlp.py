@@ -35,7 +35,7 @@ def run(x, ups, activation, down):
 
     def factors(w):
         gates = [w.cores[0].new_ones(rank) for rank in w.spec.inner_ranks]
-        return merge([w.spec], [[*w.cores, *gates]], 0.0, kernel_dtype(x), [w.bias])[0]
+        return merge([w.spec], [[*w.cores, *gates]], 0.0, kernel_dtype(x, "mlp"), [w.bias])[0]
 
     return mlp(x, [factors(up) for up in ups], activation, factors(down))
 
