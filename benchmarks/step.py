@@ -2,12 +2,13 @@
 
 The six-encoder MNLI transformer, and a Llama-style model (12 blocks, 768 wide, 8,192 tokens) with block tensor trains,
 the recipe's default. The recipes' models, the same batch and optimizer for all sides (`comera.optim.adamw.AdamW`, as
-fast on dense weights as torch's fused one); dense has the same fused kernels as the last side. Steps of the sides
-alternate in one process, and ratios are those of the medians. With one sample, where steps are short, each visit is
-four steps, and the first is not counted. Each case runs in its own process, because memory left behind by other models
-slows short steps down. `--compile` adds dense and compressed under torch.compile, which leaves fused blocks out
-(minutes of compilation on a CPU). Without bf16 arithmetic a dense bf16 step takes half a minute with one sample, so its
-first step is the one timed, and none is timed with 32; "fused, bf16" compares with dense in float32 there.
+fast on dense weights as torch's fused one); compressed ones adapt their ranks; dense has the same fused kernels as the
+last side. Steps of the sides alternate in one process, and ratios are those of the medians. With one sample, where
+steps are short, each visit is four steps, and the first is not counted. Each case runs in its own process, because
+memory left behind by other models slows short steps down. `--compile` adds dense and compressed under torch.compile,
+which leaves fused blocks out (minutes of compilation on a CPU). Without bf16 arithmetic a dense bf16 step takes half a
+minute with one sample, so its first step is the one timed, and none is timed with 32; "fused, bf16" compares with dense
+in float32 there.
 
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
 """
@@ -30,6 +31,7 @@ from comera.baselines import Method
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.rank import RankController
 from comera.recipes.classify.task import example_loss
 from comera.recipes.examples import ExampleBatch
 from comera.recipes.lm import recipe as lm
@@ -83,9 +85,12 @@ def make_step(side: str, batch: ExampleBatch | Batch, dropout: float, precision:
     if "recompute" in ways:
         recompute_(model)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
+    ranks = RankController(model).attach(optimizer) if method == "comera" else None
     mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"
     precision = "bf16" if "bf16" in ways else precision
-    step = TrainStep(model.train(), loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode)
+    step = TrainStep(
+        model.train(), loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode, controller=ranks
+    )
     return lambda: step([batch])
 
 

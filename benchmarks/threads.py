@@ -169,7 +169,7 @@ def kernels(batch: int) -> dict[str, Callable[[], object]]:
 
     def optimizing() -> object:
         gradients.clip_(came, 1.0)
-        group = held.group(came, 1e-6, 0.0)
+        group = held.group(came, [1e-6] * len(came), [0.0] * len(came))
         assert group is not None
         adamw.step([group], betas=(0.9, 0.99), eps=1e-8)
         return came

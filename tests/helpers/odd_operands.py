@@ -199,7 +199,12 @@ def call_all():
     gradients.clip_(params, 0.1)
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0))]
     held = adamw.Held(params, states)
-    adamw.step([held.group([p.clone() for p in params], lr, 0.1) for lr in (0.1, 0.2)], betas=(0.9, 0.99), eps=1e-8)
+    lots = [held.group([p.clone() for p in params], [lr] * len(params), [0.1] * len(params)) for lr in (0.1, 0.2)]
+    gates, cores = params[::2], params[1::2]
+    means = [(p, torch.zeros_like(p), 0.05) for p in gates]
+    terms = adamw.Terms(0.5, [(p, torch.ones_like(p)) for p in gates], cores, 0.1, means)
+    adamw.step(lots, betas=(0.9, 0.99), eps=1e-8)
+    adamw.step(lots[:1], betas=(0.9, 0.99), eps=1e-8, terms=terms)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from comera.kernels.cpp.adamw import Group, Held, step
+from comera.kernels.cpp.adamw import Group, Held, Terms, step
 from comera.kernels.select import supports
+from comera.rank.importance import running_means
+from comera.rank.step_rule import StepRule, gradients_of
 
 _state_of = itemgetter("exp_avg", "exp_avg_sq", "step")
+
+_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")  # what the kernel does not do
+_Kind = tuple[float, float, float]
+"""Betas and eps, which groups have in common that are updated by one call."""
+
+
+def _idle(group: dict[str, Any]) -> bool:
+    """Whether no parameter of a group has a gradient."""
+    return all(p.grad is None for p in group["params"])
 
 
 class AdamW(torch.optim.AdamW):
@@ -25,6 +36,9 @@ class AdamW(torch.optim.AdamW):
     dozens of groups, and torch takes longer to dispatch each than to compute it. Torch updates all other groups, those
     with amsgrad, maximize, capturable, differentiable or scaled gradients, and takes the first step, which creates the
     state.
+
+    A `RankController` that is attached has its rule applied in the same pass, as gradients are read: they stay as they
+    are. Where torch updates a group, and so in the first step, the rule is written into the gradients before.
 
     Example:
         >>> import torch, comera
@@ -44,11 +58,24 @@ class AdamW(torch.optim.AdamW):
     """
 
     _updated: Set[int] = frozenset()  # ids of the groups that the kernel has updated in this step
+    _rule: StepRule | None = None  # of the step that has begun, to apply
 
     @cached_property
-    def _held(self) -> dict[Tensor, Held]:
-        """The kernel's view of each group, by the group's first parameter with a gradient."""
+    def _held(self) -> dict[tuple[Tensor, int], Held]:
+        """The kernel's view of groups, by the first parameter with a gradient and the number of groups."""
         return {}
+
+    @cached_property
+    def _whole(self) -> set[_Kind]:
+        """Kinds of groups each of which was ready for the kernel when it was last looked at by itself."""
+        return set()
+
+    def take_rule(self, rule: StepRule) -> bool:
+        """Apply a rule of rank adaptation in the step that has begun; False, and nothing is done, if it cannot."""
+        if type(self) is not AdamW or self._rule is not None:  # other classes read gradients elsewhere, too
+            return False
+        self._rule = rule
+        return True
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill the lists of what torch's step updates; they stay empty if the kernel has updated the group.
@@ -71,25 +98,43 @@ class AdamW(torch.optim.AdamW):
 
     def _step_groups(self, groups: Sequence[dict[str, Any]]) -> set[int]:
         """Update what the kernel supports; returns the ids of these groups."""
-        updated, alike = set(), defaultdict(list)
-        for group in groups:
-            if ready := self._ready(group):
-                beta1, beta2 = map(float, group["betas"])
-                alike[(beta1, beta2), float(group["eps"])].append(ready)
-                updated.add(id(group))
-        for (betas, eps), ready_groups in alike.items():
-            step(ready_groups, betas=betas, eps=eps)
+        alike: dict[_Kind, list[dict[str, Any]]] = defaultdict(list)
+        if not any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf")):
+            for group in groups:
+                if not any(map(group.__getitem__, _OPTIONS)):
+                    beta1, beta2 = map(float, group["betas"])
+                    alike[beta1, beta2, float(group["eps"])].append(group)
+        ready = {kind: self._ready(kind, each) for kind, each in alike.items()}
+        updated = {id(group) for by_kernel in ready.values() for part in by_kernel for group in part[0]}
+        rule, self._rule = self._rule, None
+        terms = {} if rule is None else self._terms(rule, all_ready=all(id(g) in updated or _idle(g) for g in groups))
+        for (beta1, beta2, eps), parts in ready.items():
+            if parts:
+                step([part for _, part in parts], betas=(beta1, beta2), eps=eps, **terms)
         return updated
 
-    def _ready(self, group: dict[str, Any]) -> Group | None:
-        """What the kernel reads of a group; None if it does not support the group."""
-        scaled = (getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
-        if any(group[option] for option in ("amsgrad", "maximize", "capturable", "differentiable")) or any(scaled):
-            return None
-        params: list[Tensor] = group["params"]
-        grads = [grad for p in params if (grad := p.grad) is not None]
-        if len(grads) < len(params):
-            params = [p for p in params if p.grad is not None]
+    def _ready(self, kind: _Kind, groups: list[dict[str, Any]]) -> list[tuple[list[dict[str, Any]], Group]]:
+        """The groups that the kernel supports, of those of one kind, and what it reads of them: all together if each
+        was ready in the last step, otherwise group by group."""
+        whole = self._part(groups) if kind in self._whole else None
+        if whole is not None:
+            return [(groups, whole)]
+        parts = [([group], part) for group in groups if (part := self._part([group])) is not None]
+        if len(parts) + sum(map(_idle, groups)) == len(groups):
+            self._whole.add(kind)
+        else:
+            self._whole.discard(kind)
+        return parts
+
+    def _part(self, groups: Sequence[dict[str, Any]]) -> Group | None:
+        """What the kernel reads of groups; None if it does not support each."""
+        params, grads, rates, decays = list[Tensor](), list[Tensor](), list[float](), list[float]()
+        for group in groups:
+            found = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
+            params += [p for p, _ in found]
+            grads += [grad for _, grad in found]
+            rates += [float(group["lr"])] * len(found)
+            decays += [float(group["weight_decay"])] * len(found)
         if not params or not supports("adamw", params[0]):
             return None
         states = [self.state[p] for p in params]
@@ -97,7 +142,19 @@ class AdamW(torch.optim.AdamW):
             return None
         # gathered at each step, because pruning and loading replace state between steps
         state = list(chain.from_iterable(map(_state_of, states)))
-        held = self._held.get(params[0])
+        key = params[0], len(groups)
+        held = self._held.get(key)
         if held is None or not held.holds(params, state):
-            held = self._held[params[0]] = Held(params, state)
-        return held.group(grads, float(group["lr"]), float(group["weight_decay"]))
+            held = self._held[key] = Held(params, state)
+        return held.group(grads, rates, decays)
+
+    def _terms(self, rule: StepRule, *, all_ready: bool) -> dict[str, Terms]:
+        """What the kernel applies of a rule: all of it, or nothing, and it is written into the gradients now."""
+        if all_ready:
+            means = running_means(self, [d for d in rule.measured if d.grad is not None])
+            terms = Terms(float(rule.c_loss), rule.slopes, rule.cores, 2 * rule.ridge, means)
+            if terms.fit:
+                rule.applied = True
+                return {"terms": terms}
+        rule.adjust_(gradients_of(self))
+        return {}

@@ -6,11 +6,11 @@ Loss function, model and training loop stay as they are; in both stages, each st
     d.grad         ← d.grad + c_S · ∂Ŝ/∂d            gates
     G.grad         ← G.grad + 2β G                   cores, the ridge
 
-Only gradients of the present step are changed: a parameter without one (frozen, or in a layer that the step did not
-use) is left alone by the size and the ridge, as it is by the optimizer and its weight decay. The hook runs after
-clipping and after a GradScaler's unscaling, so the size gradient is neither clipped nor scaled. Pruned gates and their
-slices get exactly zero gradient from both loss (masking) and size, so a clipped norm is the same before and after
-pruning.
+`comera.optim.AdamW` applies it as it reads gradients, in one pass; the hook writes it into those of any other. Only
+gradients of the present step are changed: a parameter without one (frozen, or in a layer that the step did not use) is
+left alone by the size and the ridge, as it is by the optimizer and its weight decay. The hook runs after clipping and
+after a GradScaler's unscaling, so the size gradient is neither clipped nor scaled. Pruned gates and their slices get
+exactly zero gradient from both loss (masking) and size, so a clipped norm is the same before and after pruning.
 
 What a step decides on the host (counting, starting the late stage, zeroing gates) is in `advance` and `between_steps`.
 The rest is work for the device alone, so that a CUDA graph can capture it. `replayed` says who calls the two: the
@@ -50,11 +50,12 @@ from comera.rank.step_rule import (
     SIZE_GRADIENTS,
     Gradients,
     HookArgs,
-    adjust_gradients_,
+    StepRule,
     gradients_of,
     parameters_of,
     run_before_step,
     stage_scales,
+    step_rule,
 )
 from comera.rank.target import late_target
 from comera.rank.trains import adaptable_trains
@@ -133,6 +134,7 @@ class RankController:
         trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
+        self._given: dict[Optimizer, StepRule] = {}  # the rules of present steps
         self._state, self._losses = RankState(), LossMean()
 
     def attach(self, optimizer: Optimizer) -> RankController:
@@ -196,18 +198,19 @@ class RankController:
             raise RankError(f"expected the loss as a scalar, got shape {tuple(loss.shape)}: reduce it first")
         self._losses.add(loss)
 
-    def adjust_(self, gradients: Gradients, grad_scale: Tensor | None = None) -> None:
-        """Apply the rule of a step to gradients, in place, as the hook does to those of its optimizer.
+    def adjust_(self, gradients: Gradients) -> None:
+        """Apply the rule of a step to gradients, in place. Does not synchronize, and traces under torch.compile."""
+        self._rule().adjust_(gradients)
 
-        grad_scale: as for `adjust_gradients_`. Does not synchronize, and traces under torch.compile.
-        """
-        self._losses.end_step(sum_ if self._weighs_losses() else None)
+    def _rule(self, grad_scale: Tensor | None = None) -> StepRule:
+        """The rule of the step whose losses have been observed. grad_scale: as for `StepRule`."""
+        self._losses.end_step(sum_ if self.late.weighs_losses else None)
         loss, tables = self._losses.mean, self._current_tables()
         if self.stage == "late" and not self._by_sensitivity() and (loss is None or self._state.target_loss is None):
             raise RankError(f"expected a finite loss for shrink={self.late.shrink!r}, but {self._no_loss()}")
         scales = stage_scales(self.early, self.late, self._state, loss, tables)
-        rule = SIZE_GRADIENTS[self.late.shrink]
-        adjust_gradients_(gradients, scales, tables, rule, self._cores, self.early.ridge, grad_scale)
+        gradient = SIZE_GRADIENTS[self.late.shrink]
+        return step_rule(scales, tables, gradient, self._cores, self.early.ridge, self.measured, grad_scale)
 
     @property
     def measured(self) -> list[Tensor]:
@@ -274,7 +277,7 @@ class RankController:
                 "expected an early stage before the late one, but no step was taken yet: call start_late() after the "
                 "early stage, or meet_target_() to cut the model at once"
             )
-        if self._weighs_losses() and self._mean_loss() is None:
+        if self.late.weighs_losses and self._mean_loss() is None:
             raise RankError(f"expected a finite loss before the late stage, but {self._no_loss()}")
         target, sizes = self._resolve_target(), self._sizes()
         specs = [train.spec for train in self._trains]
@@ -353,11 +356,6 @@ class RankController:
         what = f"the {skipped:,} that were observed were not" if skipped else "none was ever observed"
         return f"{what}: call observe(loss) before each step of the optimizer"
 
-    def _weighs_losses(self) -> bool:
-        """Whether decisions read the mean loss, so that processes must share it."""
-        late = self.late
-        return late.target_size is not None and (late.shrink != "sensitivity" or late.target_loss is not None)
-
     def _by_sensitivity(self) -> bool:
         """Whether this is a late stage that measures importances."""
         return self.stage == "late" and self.late.shrink == "sensitivity"
@@ -377,12 +375,15 @@ class RankController:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
         def adjust() -> None:
-            self.adjust_(gradients_of(optimizer), getattr(optimizer, "grad_scale", None))
+            self._given[optimizer] = rule = self._rule(getattr(optimizer, "grad_scale", None))
+            rule.give_to(optimizer)
 
         return run_before_step(adjust, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.stepped(optimizer, gradients_of(optimizer) if self.measured else {})
+        rule = self._given.pop(optimizer, None)
+        done = not self.measured or (rule is not None and rule.applied)
+        self.stepped(optimizer, {} if done else gradients_of(optimizer))
 
     def _zero_gates(self, passed: int) -> None:
         """Zero the gates that exceed the present budget, `passed` steps into the late stage."""

@@ -10,6 +10,7 @@ The running mean lives in the optimizer's state of d. So pruning cuts it, roundi
 it with the other moments.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -33,16 +34,29 @@ def update_importance_(optimizer: Optimizer, gates: Iterable[Tensor], gradients:
     Gates without a gradient are left alone, and so are those whose gradient is not finite (a step that a GradScaler
     skips). Does not synchronize.
     """
+    alike = defaultdict(list)  # there are hundreds of short vectors: what can be computed as one is concatenated
+    for d, mean, weight in running_means(optimizer, [d for d in gates if d in gradients]):
+        alike[d.device, d.dtype, weight].append((d, gradients[d], mean))
+    for (*_, weight), found in alike.items():
+        gates_E, gradients_E, means_E = (torch.cat(vectors) for vectors in zip(*found, strict=True))
+        squares_E = (gates_E * gradients_E).square()
+        means_E = torch.where(squares_E.isfinite(), means_E.lerp(squares_E, weight), means_E)
+        means = [mean for *_, mean in found]
+        torch._foreach_copy_(means, means_E.split([len(mean) for mean in means]))
+
+
+def running_means(optimizer: Optimizer, gates: Iterable[Tensor]) -> list[tuple[Tensor, Tensor, float]]:
+    """Gates, their importances in the state of an optimizer that holds state of them, and the weight of the next square
+    in the mean: 1 for the first. Importances that are missing begin as zeros."""
+    means = []
     for d in gates:
-        if d not in gradients:
-            continue
-        square = (d * gradients[d]).square()
         state = optimizer.state[d]
         mean = state.get(STATE)
+        weight = 1.0 if mean is None else 1 - _DECAY
         if mean is None:
-            state[STATE] = torch.nan_to_num(square, posinf=0.0)
-        else:
-            mean.copy_(torch.where(square.isfinite(), mean.lerp(square, 1 - _DECAY), mean))
+            mean = state[STATE] = torch.zeros_like(d)
+        means.append((d, mean, weight))
+    return means
 
 
 @torch.no_grad()

@@ -130,6 +130,11 @@ class LateStage:
         """Whether the stage starts by itself, without a call."""
         return (self.start_step, self.start_epoch, self.plateau) != (None, None, None)
 
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether decisions read the mean loss, so that processes must share it."""
+        return self.target_size is not None and (self.shrink != "sensitivity" or self.target_loss is not None)
+
     def due(self, *, steps: int = 0, epochs: int = 0, evaluations: int = 0) -> bool:
         """Whether the stage starts after this many steps, epochs, or evaluations without a new lowest loss."""
         counts = ((self.start_step, steps), (self.start_epoch, epochs), (self.plateau, evaluations))

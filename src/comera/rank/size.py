@@ -127,8 +127,8 @@ def size_tables(trains: Iterable[TensorTrain]) -> list[SizeTable]:
 
 def _representative(train: TensorTrain) -> Tensor:
     """The tensor whose dtype and device are those of the train's gates; its core if it has none (order 1)."""
-    first: Tensor = (train.rank_params if len(train.rank_params) else train.cores)[0]
-    return first
+    cores, gates = train.tensors
+    return (gates or cores)[0]
 
 
 def _key(train: TensorTrain) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """What rank adaptation does between `backward()` and the optimizer's step: it scales and adds to gradients."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,36 +19,69 @@ SizeGradient = Callable[[Sequence[SizeTable], float | Tensor], list[list[Tensor]
 """From size tables and c_S to c_S times the gradient of the size by each of their gates."""
 
 
-@torch.no_grad()
-def adjust_gradients_(
-    gradients: Gradients,
+class StepRule:
+    """What a step does to gradients, as values: g ← c_L g, plus c_S ∂Ŝ/∂d for gates and 2β G for cores.
+
+    An optimizer with the method `take_rule` applies it as it reads them, and updates the importances of `measured` in
+    the same pass (`comera.optim.AdamW`). For any other, `adjust_` writes it into the gradients.
+
+    slopes: gates, and what is added to the gradient of each. ridge: β; 0: nothing is added to those of cores. measured:
+        gates whose importance the step updates. grad_scale: what gradients are multiplied by where an optimizer divides
+        by it again, in its own kernel (a fused one under a GradScaler): what is added matches.
+    applied: set by an optimizer that has applied all of it, importances included.
+    """
+
+    def __init__(
+        self,
+        c_loss: float | Tensor,
+        slopes: list[tuple[Tensor, Tensor]],
+        cores: Sequence[Tensor],
+        ridge: float,
+        measured: Sequence[Tensor] = (),
+        grad_scale: Tensor | None = None,
+    ) -> None:
+        self.c_loss, self.slopes, self.cores, self.ridge = c_loss, slopes, cores, ridge
+        self.measured, self.grad_scale = measured, grad_scale
+        self.applied = False
+
+    def give_to(self, optimizer: Optimizer) -> None:
+        """Have it applied in the step of `optimizer` that has begun and has its gradients."""
+        take_rule: Callable[[StepRule], bool] = getattr(optimizer, "take_rule", lambda _: False)
+        if not take_rule(self):
+            self.adjust_(gradients_of(optimizer))
+
+    def adjust_(self, gradients: Gradients) -> None:
+        """Apply it to gradients, in place; parameters without one are left alone. Does not synchronize."""
+        pairs = [(gradients[d], slope) for d, slope in self.slopes if d in gradients]
+        decayed = [core for core in self.cores if core in gradients] if self.ridge else []
+        with torch.no_grad():  # as a decorator, torch.compile refuses it
+            if gradients and not _is(self.c_loss, 1):
+                torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], self.c_loss)
+            if pairs:
+                torch._foreach_add_([gradient for gradient, _ in pairs], [slope for _, slope in pairs])
+            if decayed:
+                scaled = decayed if self.grad_scale is None else torch._foreach_mul(decayed, self.grad_scale)
+                torch._foreach_add_([gradients[core] for core in decayed], scaled, alpha=2 * self.ridge)
+
+
+def step_rule(
     scales: Scales,
     tables: Sequence[SizeTable],
     size_gradient: SizeGradient,
-    cores: Iterable[Tensor],
+    cores: Sequence[Tensor],
     ridge: float,
+    measured: Sequence[Tensor] = (),
     grad_scale: Tensor | None = None,
-) -> None:
-    """Apply the rule of the controller to `gradients`, in place; does not synchronize.
-
-    grad_scale: what they are multiplied by where an optimizer divides by it again, in its own kernel (a fused one under
-    a GradScaler): what is added must match.
-    """
+) -> StepRule:
+    """The rule of a step from (c_L, c_S), the tables of all gates and the gradient of their size."""
     c_loss, c_size = scales
     if grad_scale is not None:
         c_size = c_size * grad_scale
-
-    if gradients and not _is(c_loss, 1):
-        torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], c_loss)
-    by_table = [] if _is(c_size, 0) else zip(tables, size_gradient(tables, c_size), strict=True)
-    for table, slopes in by_table:
-        pairs = [(gradients[d], slope) for d, slope in zip(table.rank_params, slopes, strict=True) if d in gradients]
-        if pairs:
-            torch._foreach_add_([gradient for gradient, _ in pairs], [slope for _, slope in pairs])
-    decayed = [core for core in cores if core in gradients] if ridge else []
-    if decayed:
-        scaled = decayed if grad_scale is None else torch._foreach_mul(decayed, grad_scale)
-        torch._foreach_add_([gradients[core] for core in decayed], scaled, alpha=2 * ridge)
+    slopes: list[tuple[Tensor, Tensor]] = []
+    if not _is(c_size, 0):
+        for table, each in zip(tables, size_gradient(tables, c_size), strict=True):
+            slopes += zip(table.rank_params, each, strict=True)
+    return StepRule(c_loss, slopes, cores, ridge, measured, grad_scale)
 
 
 def stage_scales(

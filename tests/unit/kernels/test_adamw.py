@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from comera.errors import ConfigError
+from comera.kernels.cpp import adamw as kernel
 from comera.kernels.cpp import compiler
 from comera.nn.linear import TTLinear
 from comera.optim import adamw
@@ -32,11 +33,11 @@ def threads():
 
 @pytest.fixture
 def taken(monkeypatch):
-    """How many groups each step of the kernel took, as a list that grows."""
+    """How many parameters each step of the kernel took, as a list that grows."""
     calls = []
 
     def step(groups, _step=adamw.step, **kwargs):
-        calls.append(len(groups))
+        calls.append(sum(len(group.gradients) for group in groups))
         _step(groups, **kwargs)
 
     monkeypatch.setattr(adamw, "step", step)
@@ -73,7 +74,7 @@ def test_as_exact_as_torchs_fused(taken):
         train(torch.optim.AdamW, torchs, fused=True),
         train(AdamW, ours, fused=True),
     ]
-    assert taken == [1] * 2 * 49, "the first step makes the state"
+    assert taken == [5, 34] * 49, "the first step makes the state"
     for x, y, z in zip(exact, torchs, ours, strict=True):
         states = [optimizer.state[p] for optimizer, p in zip(optimizers, (x, y, z), strict=True)]
         assert {float(state["step"]) for state in states} == {50.0}
@@ -101,7 +102,7 @@ def test_groups_of_any_rate_and_age_are_one_call(taken):
                 params[5].grad = params[5].grad.t().contiguous().t()
             optimizer.step()
         both.append(params)
-    first, later, one_less = [1, 1], [2, 1], [1, 1]
+    first, later, one_less = [4, 2], [8, 2], [4, 2]
     assert taken == [*first, *first, *later, *one_less], "the first step makes the state"
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
@@ -114,6 +115,40 @@ def test_any_betas(betas):
         train(kind, params, 9, betas=betas, eps=1e-3)
     for one, other in zip(ours, exact, strict=True):
         assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+def test_what_is_added_to_gradients_and_the_means_of_squares(threads):
+    """g ← c g + a + 2β x as it is read, and s ← s + w ((x g)² - s) after the step, of any lengths."""
+    torch.manual_seed(0)
+    params, wide = parameters(), parameters(torch.float64)
+    numbers = range(len(params))
+    added = {k: torch.randn(params[k].shape) for k in numbers if k % 3 == 0}
+    means = {k: (torch.rand(params[k].shape), (1.0, 0.05)[k % 2]) for k in numbers if k % 2 == 0 or k % 5 == 0}
+    pulled = [params[k] for k in numbers if k not in added and k not in means]
+    assert {len(added) > 5, 8 in added or 8 in means, len(pulled) > 5} == {True}
+    optimizer = torch.optim.AdamW(wide, lr=0.1, weight_decay=0.2, betas=(0.8, 0.9))
+    states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(0.0))]
+    expected = {k: mean.double() for k, (mean, _) in means.items()}
+    for step in range(3):
+        torch.set_num_threads(1 + step)
+        give_gradients(params, step)
+        for k, (p, w) in enumerate(zip(params, wide, strict=True)):
+            w.grad = 0.7 * p.grad.double() + added.get(k, torch.zeros(())).double()
+            w.grad += 2 * 0.3 * w.detach() if any(p is each for each in pulled) else 0
+        optimizer.step()
+        grads = [p.grad for p in params]
+        group = kernel.Held(params, states).group(grads, [0.1] * len(params), [0.2] * len(params))
+        triples = [(params[k], mean, weight) for k, (mean, weight) in means.items()]
+        pairs = [(params[k], each) for k, each in added.items()]
+        terms = kernel.Terms(0.7, [*pairs, (torch.ones(2), torch.ones(2))], pulled, 0.6, triples)
+        with torch.no_grad():
+            kernel.step([group], betas=(0.8, 0.9), eps=1e-8, terms=terms)
+        for k, (_, weight) in means.items():
+            expected[k] = expected[k].lerp((wide[k].detach() * wide[k].grad).square(), weight)
+    for one, other in zip(params, wide, strict=True):
+        assert (one - other).norm() <= 2e-6 * other.norm()
+    for k, (mean, _) in means.items():
+        assert (mean - expected[k]).norm() <= 1e-5 * expected[k].norm()
 
 
 def bits(count, steps=3):
@@ -163,7 +198,7 @@ def test_a_copy_steps_on_its_own_parameters(make, taken):
         each.step()
         if each is other:
             assert all(map(torch.equal, params, before))
-    assert taken == [1] * 6
+    assert taken == [5, 34] * 3
     assert all(map(torch.equal, params, copies))
 
 
@@ -190,7 +225,7 @@ def test_without_the_kernel_it_is_torchs(taken, monkeypatch):
     assert taken == []
     monkeypatch.setenv("COMERA_KERNELS", "adamw")
     train(AdamW, ours, 3, fused=True)
-    assert taken == [1] * 4
+    assert taken == [5, 34] * 2
     monkeypatch.setenv("COMERA_KERNELS", "adam")
     with pytest.raises(ConfigError, match="adamw"):
         train(AdamW, ours, 2)
@@ -212,7 +247,7 @@ def test_a_group_with_another_kind_of_parameter_is_left_to_torch(change, taken):
         change(params[5])
         train(kind, params, 4)
         both.append(params)
-    assert taken == [1] * 3, "the other group"
+    assert taken == [5] * 3, "the other group"
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -247,7 +282,7 @@ def test_parameters_without_a_gradient_wait(taken):
         optimizer.step()
         both.append((params, [float(optimizer.state[p]["step"]) for p in params]))
     assert both[0][1] == both[1][1] == [2, 4, 6]
-    assert taken == [1] * 5, "the first step makes the state"
+    assert taken == [1, 2, 3, 1, 2], "the first step makes the state"
     for one, other in zip(both[1][0], both[0][0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
@@ -267,7 +302,7 @@ def test_what_pruning_cuts_between_steps_is_found(taken):
                     layer.tt.rank_params[1][-1] = 0
                 assert prune_(layer, [optimizer]).changed
         both.append(list(layer.parameters()))
-    assert taken == [1] * 5
+    assert taken == [8] * 5
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -314,7 +349,7 @@ def test_hooks_are_called_once_and_a_closure_makes_the_gradients(taken):
 
     assert optimizer.step(closure).item() > 0
     assert seen == ["before", "closure", "after"]
-    assert taken == [1] * 4
+    assert taken == [5, 34] * 2
 
 
 def test_gradients_under_a_scale_are_left_to_torch(taken):
@@ -339,7 +374,7 @@ def test_a_rate_may_be_a_tensor(taken):
             give_gradients(params, k)
             optimizer.step()
         both.append(params)
-    assert taken == [1] * 2
+    assert taken == [39] * 2
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 

@@ -275,11 +275,19 @@ def test_wrong_moments_and_gradients_are_refused_by_adamw():
     for k in range(len(states)):
         held = adamw.Held(params, [longer(t) if k == j else t for j, t in enumerate(states)])
         assert not held.fits
-        assert held.group(params, 0.1, 0.0) is None
+        assert held.group(params, [0.1, 0.2], [0.0, 0.0]) is None
     held = adamw.Held(params, states)
-    assert held.group(params, 0.1, 0.0) is not None
+    assert held.group(params, [0.1, 0.2], [0.0, 0.0]) is not None
     for grads in ([torch.ones(2), torch.ones(2, 2)], params[:1], [p.double() for p in params]):
-        assert held.group(grads, 0.1, 0.0) is None
+        assert held.group(grads, [0.1, 0.2], [0.0, 0.0]) is None
+    assert held.group(params, [0.1], [0.0]) is None
+    group, d = held.group(params, [0.1, 0.2], [0.0, 0.0]), params[0]
+    for wrong in (torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(6)[::2]):
+        for terms in (adamw.Terms(added=[(d, wrong)]), adamw.Terms(means=[(d, wrong, 1.0)])):
+            assert not terms.fit
+            with pytest.raises(RuntimeError, match="terms on the CPU"):
+                adamw.step([group], betas=(0.9, 0.99), eps=1e-8, terms=terms)
+    assert adamw.Terms(added=[(d, torch.ones(3))], means=[(d, torch.ones(3), 1.0)]).fit
 
 
 def negative(*shape):

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
 from typing import NamedTuple
 
@@ -41,26 +42,78 @@ class Held:
             and list(map(Tensor.numel, params)) == self._sizes
         )
 
-    def group(self, gradients: Sequence[Tensor], lr: float, weight_decay: float) -> "Group | None":
-        """What `step` takes; None if the kernel does not support the parameters with these gradients."""
+    def group(self, gradients: Sequence[Tensor], rates: Sequence[float], decays: Sequence[float]) -> "Group | None":
+        """What `step` takes, with lr and λ of each parameter; None if the kernel does not support the parameters with
+        these gradients."""
         fits = self.fits and are_plain(gradients) and list(map(Tensor.numel, gradients)) == self._sizes
-        return Group(self, gradients, lr, weight_decay) if fits else None
+        return Group(self, gradients, rates, decays) if fits and len(rates) == len(decays) == len(self.params) else None
 
 
 class Group(NamedTuple):
-    """Parameters of one rate, and gradients that fit them: made by `Held.group` alone."""
+    """Parameters, gradients that fit them, and lr and λ of each: made by `Held.group` alone."""
 
     held: Held
     gradients: Sequence[Tensor]
-    lr: float
-    weight_decay: float
+    rates: Sequence[float]
+    decays: Sequence[float]
 
 
-def step(groups: Sequence[Group], *, betas: tuple[float, float], eps: float) -> None:
-    """Take a step of AdamW in place, as one call for all groups."""
+class Terms(NamedTuple):
+    """What a step adds to gradients as it reads them, and the running means that it updates (adamw.cpp)."""
+
+    scale: float = 1.0
+    """Of all gradients, before anything is added."""
+    added: Sequence[tuple[Tensor, Tensor]] = ()
+    """Gates, and what is added to the gradient of each."""
+    pulled: Sequence[Tensor] = ()
+    """Cores, to whose gradients `pull` times themselves is added."""
+    pull: float = 0.0
+    means: Sequence[tuple[Tensor, Tensor, float]] = ()
+    """Gates, the running mean of the squares of x g of each, and the weight of the next square."""
+
+    @property
+    def fit(self) -> bool:
+        """Whether the kernel supports them: plain tensors of their parameters' sizes."""
+        pairs = [*self.added, *((d, mean) for d, mean, _ in self.means)]
+        tensors = [tensor for _, tensor in pairs]
+        return are_plain(tensors) and all(d.numel() == tensor.numel() for d, tensor in pairs)
+
+
+_NONE = Terms()
+
+
+def step(groups: Sequence[Group], *, betas: tuple[float, float], eps: float, terms: Terms = _NONE) -> None:
+    """Take a step of AdamW in place, as one call for all groups. Terms of parameters in no group count nothing.
+
+    Raises RuntimeError for terms that do not `fit`.
+    """
+    if not terms.fit:
+        raise RuntimeError("expected contiguous float32 terms on the CPU, of their parameters' sizes")
     gradients = words(g.data_ptr() for group in groups for g in group.gradients)
-    memory = (b"".join(parts) for parts in zip(*(group.held.memory for group in groups), strict=True))
-    rates = b"".join(array("d", (group.lr, group.weight_decay)).tobytes() * len(group.gradients) for group in groups)
-    call("adamw", sum(len(group.gradients) for group in groups), gradients, *memory, rates, *betas, eps)
+    params, states, sizes = (b"".join(parts) for parts in zip(*(group.held.memory for group in groups), strict=True))
+    count = sum(len(group.gradients) for group in groups)
+    rates = array("d", bytes(32 * count))
+    rates[::4] = array("d", chain.from_iterable(group.rates for group in groups))
+    rates[1::4] = array("d", chain.from_iterable(group.decays for group in groups))
+    rules = None if terms is _NONE else _rules(groups, terms, rates)
+    call("adamw", count, gradients, params, states, rules, sizes, rates.tobytes(), *betas, eps, terms.scale)
     for group in groups:
         increment_version(group.held.params)
+    increment_version([mean for _, mean, _ in terms.means])
+
+
+def _rules(groups: Sequence[Group], terms: Terms, rates: "array[float]") -> bytes:
+    """Two addresses for each parameter: of what is added to its gradient, and of its running mean. The factors of what
+    has one go into its `rates`."""
+    places = {id(p): k for k, p in enumerate(p for group in groups for p in group.held.params)}
+    rules = array("q", bytes(16 * len(places)))
+    for d, added in terms.added:
+        if (k := places.get(id(d))) is not None:
+            rules[2 * k] = added.data_ptr()
+    for d, mean, weight in terms.means:
+        if (k := places.get(id(d))) is not None:
+            rules[2 * k + 1], rates[4 * k + 3] = mean.data_ptr(), weight
+    for core in terms.pulled if terms.pull else ():
+        if (k := places.get(id(core))) is not None:
+            rates[4 * k + 2] = terms.pull
+    return rules.tobytes()

@@ -26,7 +26,7 @@ from comera.kernels.cpp import build, trial
 # Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
 # threads. The library derives the same text from its functions' types (exports.h) and is refused where the two differ.
 SIGNATURES = {
-    "adamw": "l p p w3 p p d d d t",
+    "adamw": "l p p w3 w2 p w4 d d d d t",
     "attention": "w7 w4 p l f f i p t",
     "attention_backward": "w7 w4 p l f f i p t",
     "block_product": "l l w17 p t",

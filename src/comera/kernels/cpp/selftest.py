@@ -243,12 +243,17 @@ def _optimizer(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
     came = [torch.randn_like(param) for param in params]
     norm = torch.cat([g.double().flatten() for g in came]).norm()
     clipped = [g.double() * min(1.0, 0.5 / float(norm)) for g in came]
+    core, gates = params
+    slope, mean = torch.randn(rank), torch.rand(rank)
+    read = [0.5 * clipped[0] + 0.3 * core.double(), 0.5 * clipped[1] + slope.double()]
     # the first step of AdamW, by its formula: importing torch's takes a second
-    stepped = [p.double() * (1 - 0.1 * 0.2) - 0.1 * g / (g.abs() + 1e-8) for p, g in zip(params, clipped, strict=True)]
+    stepped = [p.double() * (1 - 0.1 * 0.2) - 0.1 * g / (g.abs() + 1e-8) for p, g in zip(params, read, strict=True)]
+    squares = mean.double().lerp((stepped[1] * read[1]).square(), 0.05)
     found = gradients.clip_(came, 0.5)
     yield "clip", [*([] if found is None else [found]), *came], [norm, *clipped]
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(0.0))]
-    group = adamw.Held(params, states).group(came, 0.1, 0.2)
+    group = adamw.Held(params, states).group(came, [0.1] * len(params), [0.2] * len(params))
     assert group is not None
-    adamw.step([group], betas=(0.9, 0.99), eps=1e-8)
-    yield "adamw", params, stepped
+    terms = adamw.Terms(0.5, [(gates, slope)], [core], 0.3, [(gates, mean, 0.05)])
+    adamw.step([group], betas=(0.9, 0.99), eps=1e-8, terms=terms)
+    yield "adamw", [*params, mean], [*stepped, squares]
