@@ -86,8 +86,8 @@ bench: install
 	@$(BIN)/python benchmarks/tiny.py
 	@$(BIN)/python benchmarks/roofline.py --repeats 2
 	@$(BIN)/python benchmarks/shrunk_step.py --repeats 7
-	@$(BIN)/python benchmarks/lookup.py --seconds 0.5
-	@$(BIN)/python benchmarks/layer.py --seconds 0.7
+	@$(BIN)/python benchmarks/lookup.py --seconds 0.3
+	@$(BIN)/python benchmarks/layer.py --seconds 0.5
 	@$(BIN)/python benchmarks/block_product.py --repeats 6
 	@$(BIN)/python benchmarks/heads.py
 	@$(BIN)/python benchmarks/decoder.py --repeats 12

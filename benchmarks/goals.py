@@ -365,6 +365,13 @@ LIMITS: dict[str, Callable[[Tables], float]] = {
     "GaLore, batch 1: times our step": _peer_over_least("batch 1", "galore"),
     "LTE, batch 32: times our step": _peer_over_least("batch 32", "lte"),
     "tensorly-torch, batch 32: times our step": _peer_over_least("batch 32", "tensorly"),
+    "memory with recomputation, of dense": lambda tables: one("least_of_dense", side="fused, recompute")(
+        tables["recompute"]
+    ),
+    "LTE, batch 32: times our memory, with recomputation": lambda tables: (
+        one("memory_mb", case="batch 32", side="lte")(tables["peers"])
+        / one("least_mb", side="fused, recompute")(tables["recompute"])
+    ),
     "time with recomputation, of that without": _least_over("batch 32", "fused, recompute", "fused"),
     "step after the cut to 0.2: times before": _least_over("32 × 48, cut to 0.2", "before", "after"),
     "DLRM, D = 16: samples/s, times dense Adagrad": lambda tables: one(

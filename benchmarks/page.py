@@ -43,7 +43,12 @@ _SECTIONS = {
         "of the parameters (ViT an eighth). `dense` is fused, too. `times_dense`: its time over this side's; `fused`: "
         "what `fuse_` replaced.",
     ),
-    "recompute": ("Peak memory with recomputation", "`added`: beyond an interpreter with its libraries."),
+    "recompute": (
+        "Peak memory with recomputation",
+        "`added`: beyond an interpreter with its libraries. `kept_mb`: what the forward keeps for the backward. "
+        "`least_mb`: parameters, moments, what is kept, and operands and results of one operation, where that is most: "
+        "no order of these operations and no allocator takes less.",
+    ),
     "tiny": (
         "Training in the memory of a small chip",
         "`plan_mb`: what `plan_memory` says, in MB of a million bytes; `live_mb`, `allocated_mb`: the tensors of four "
@@ -173,7 +178,8 @@ def main() -> None:
         "Written by `python benchmarks/page.py` from `benchmarks/results/*.csv`; each script there reproduces its own",
         "file. Machines are shared and noisy: ratios are of medians, and sides alternate within one process.",
         "Limit: the figure if our step took only what its operations need at the machine's ceilings (`least_ms`,",
-        "below), where both are of one machine; for DLRM, if its tables took no time.",
+        "below), where both are of one machine; or only the memory that must be alive at once (`least_mb`, below); for",
+        "DLRM, if its tables took no time.",
         "",
         "## Goals and figures",
         "",

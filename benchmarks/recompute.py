@@ -5,6 +5,10 @@ the peak of one process per side that does nothing else; "added" is what model, 
 interpreter with all libraries loaded. Time ratios compare with the same side without recomputation, memory ratios with
 dense.
 
+`least_mb` is what no order of the same operations and no allocator can go below: parameters and moments, what the
+forward kept and the backward still needs, and operands and results of one operation, where that is most. `kept_mb` is
+what the forward keeps.
+
     python benchmarks/recompute.py [--batch 32] [--length 128] [--repeats 7] [--threads 2]      2 minutes
 """
 
@@ -16,11 +20,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
 import torch._dynamo  # optimizers and modes import it at first use: counted as part of the libraries
 from common import about, write
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
@@ -29,15 +38,75 @@ from comera.recipes.classify.task import example_loss
 from comera.recipes.examples import ExampleBatch
 from comera.recipes.mnli.recipe import build_model, preset
 from comera.recompute.blocks import recompute_
+from comera.recompute.live_memory import LiveMemory
 from comera.trainer.memory import MemoryMeter
-from comera.trainer.step import TrainStep
+from comera.trainer.step import Loss, TrainStep
 
 SIDES = ("dense", "fused", "fused, recompute")
 MB = 2**20
 MEMORY_GOAL, TIME_GOAL = 0.09, 1.08
 
 
-def make_step(side: str, batch_size: int, length: int) -> Callable[[], object]:
+@dataclass
+class Step:
+    """A step on one batch."""
+
+    train: TrainStep
+    batch: ExampleBatch
+
+    def __call__(self) -> None:
+        self.train([self.batch])
+
+
+class Least(LiveMemory):
+    """most: the bytes of `least_mb` beyond `known` tensors; kept: those of `kept_mb`, of a step that runs inside.
+
+    Gradients of parameters that are there already are left out, so it is a little less than the least.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__(known)
+        self.most = self.kept = 0
+        self._kept: dict[int, ref[torch.UntypedStorage]] = {}
+
+    def forward_done(self) -> None:
+        """Call this between forward and backward."""
+        self._kept, self.kept = dict(self._alive), self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._kept:
+            storages = [t.untyped_storage() for t in tree_leaves((args, kwargs, made)) if isinstance(t, Tensor)]
+            needed = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in self._ignored}
+            for key, kept in self._kept.items():
+                if self._alive.get(key) is kept and (storage := kept()) is not None:
+                    needed[key] = storage.nbytes()
+            self.most = max(self.most, sum(needed.values()))
+        return made
+
+
+def count_least(side: str, options: argparse.Namespace) -> dict[str, float]:
+    """`least_mb` and `kept_mb` of a side."""
+    counters: list[Least] = []
+
+    def loss(model: nn.Module, batch: ExampleBatch) -> Tensor:
+        found = example_loss(model, batch)
+        for counter in counters:
+            counter.forward_done()
+        return found
+
+    step = make_step(side, options.batch, options.length, loss)
+    step()  # makes the moments
+    states = step.train.optimizer.state.values()
+    held = [*step.train.model.parameters(), *step.train.model.buffers(), *(t for s in states for t in s.values())]
+    counters.append(Least(held))
+    with counters[0]:
+        step()
+    before = sum(tensor.nbytes for tensor in held)
+    return {"least_mb": (before + counters[0].most) / MB, "kept_mb": counters[0].kept / MB}
+
+
+def make_step(side: str, batch_size: int, length: int, loss: Loss = example_loss) -> Step:
     """A step of one side, on its own model."""
     kind, _, recomputed = side.partition(", ")
     model, _ = build_model(preset("dense" if kind == "dense" else "comera", "tuned"), 30_522)
@@ -50,8 +119,7 @@ def make_step(side: str, batch_size: int, length: int) -> Callable[[], object]:
     mask = torch.ones(batch_size, length, dtype=torch.bool)
     batch = ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-    step = TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0)
-    return lambda: step([batch])
+    return Step(TrainStep(model.train(), loss, optimizer, max_grad_norm=1.0), batch)
 
 
 def measure_memory(options: argparse.Namespace) -> None:
@@ -87,6 +155,7 @@ def compare(options: argparse.Namespace) -> None:
         command += ["--length", str(options.length), "--threads", str(options.threads)]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         memory[side] = json.loads(printed.splitlines()[-1])
+    least = {side: count_least(side, options) for side in SIDES}
     steps = {side: make_step(side, options.batch, options.length) for side in SIDES}
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for repeat in range(options.repeats + 2):
@@ -106,6 +175,9 @@ def compare(options: argparse.Namespace) -> None:
             "added_mb": f"{memory[side]['added'] / MB:.0f}",
             "added_of_dense": f"{memory[side]['added'] / memory['dense']['added']:.3f}",
             "goal_of_dense": f"{MEMORY_GOAL:.3f}" if recomputed else "",
+            "kept_mb": f"{least[side]['kept_mb']:.0f}",
+            "least_mb": f"{least[side]['least_mb']:.0f}",
+            "least_of_dense": f"{least[side]['least_mb'] * MB / memory['dense']['added']:.3f}",
             "p20_ms": f"{p20 * 1e3:.1f}",
             "p50_ms": f"{statistics.median(times) * 1e3:.1f}",
             "p80_ms": f"{p80 * 1e3:.1f}",
