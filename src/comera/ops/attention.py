@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from comera.kernels.cpp import attention as cpp
+from comera.kernels.recording import fixed
 from comera.kernels.select import supports
 from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
@@ -127,7 +128,7 @@ def _added(mask: Tensor) -> Tensor | None:
     if mask.dtype != torch.bool:
         return mask
     mask = mask[tuple(slice(None) if step else slice(1) for step in mask.stride())]  # expanded dimensions once
-    if not mask.is_meta and mask.all():
+    if not (mask.is_meta or fixed()) and mask.all():
         return None
     return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from comera.errors import DataError
-from comera.ops.lookup_rows import on_host
+from comera.ops.lookup_rows import are_read
 
 
 def bag_of_each(count: int, offsets_B: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def bag_starts(ids: Tensor, offsets: Tensor | None, last: bool) -> Tensor:
     good = torch.cat([offsets[:1] == 0, tail == count if last else tail <= count, offsets[1:] >= offsets[:-1]]).all()
     ending = "end with" if last else "reach at most"
     expected = f"expected offsets that begin with 0, never decrease and {ending} {count}, the number of ids"
-    if not on_host(ids):
+    if not are_read(ids):
         torch._assert_async(good, expected)
     elif not good:
         shown = offsets.tolist() if offsets.numel() <= 8 else f"{offsets[:6].tolist()} ... {offsets[-2:].tolist()}"

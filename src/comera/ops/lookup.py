@@ -23,7 +23,7 @@ from comera.kernels.tracing import transformed, untransformed
 from comera.ops.bags import bag_of_each, bag_starts, check_bags, ids_in_each
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.ops.lookup_cpp import PairTable, masked, pair_rows
-from comera.ops.lookup_rows import by_pairs, left_and_right, on_host, pair_sums, pair_table, rows_of
+from comera.ops.lookup_rows import are_read, by_pairs, left_and_right, on_host, pair_sums, pair_table, rows_of
 from comera.ops.lookup_triton import triton_rows
 from comera.ops.planner.groups import Groups
 from comera.ops.planner.plan import ContractionPlan, choose
@@ -155,7 +155,7 @@ def ttm_bag(
         _check_values(ids, table)
         merging, offsets_B = _merging(table), bag_starts(ids, offsets, include_last_offset)
         groups = _groups(ids_N, spec, cores[0], plan)
-        if len(groups) > 1 and plan is None and on_host(ids_N):
+        if len(groups) > 1 and plan is None and are_read(ids_N):
             groups = _groups(torch.unique(ids_N), spec, cores[0], plan)
         if len(groups) == 1:
             table_VD = materialize(spec, merging)
@@ -213,7 +213,7 @@ def _uses(ids: Tensor, table: LookupTable, plan: ContractionPlan | None) -> _Use
     groups = _groups(ids_N, spec, cores[0], plan)
     repeats_pay = spec.padded_shape[1] <= REPEATED_COLUMNS and select.supports("lookup", *cores)
     repeats_pay |= spec.order == 2 and spec.row_modes[1] == 1
-    if len(groups) > 1 and on_host(ids_N) and not repeats_pay:
+    if len(groups) > 1 and are_read(ids_N) and not repeats_pay:
         ids_U, place_N = torch.unique(ids_N, return_inverse=True)
         groups = _groups(ids_U, spec, cores[0], plan)
     pairs = None
@@ -317,7 +317,7 @@ def _check_values(ids: Tensor, table: LookupTable) -> None:
     rows = table.spec.num_embeddings
     if transformed():
         ids = untransformed(ids)
-    elif not on_host(ids):
+    elif not are_read(ids):
         torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"expected every id in 0 ... {rows - 1}")
         return
     least, most = ids.aminmax() if ids.numel() else (0, 0)

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera.kernels import select
+from comera.kernels.recording import fixed
 from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dtypes import without_autocast
@@ -43,6 +44,11 @@ BLOCKS_FROM = 4096  # different pairs; sorting fewer takes longer than blocks ga
 def on_host(ids: Tensor) -> bool:
     """Whether the values of `ids` can be read without synchronizing or breaking a graph."""
     return ids.device.type == "cpu" and not traced()
+
+
+def are_read(ids: Tensor) -> bool:
+    """Whether shapes and choices may depend on the values of `ids`: on a host, outside of a recording."""
+    return on_host(ids) and not fixed()
 
 
 def left_and_right(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,7 +125,7 @@ def _part(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tenso
     """A part of the cores as (M, N, R, Q), all rows or only those that occur, and for each id its row there."""
     if len(groups) == 1:
         return _merge(groups[0], cores), ids_N
-    if on_host(ids_N):
+    if are_read(ids_N):
         ids_U, row_N = torch.unique(ids_N, return_inverse=True)
     else:
         ids_U, row_N = ids_N, torch.arange(ids_N.numel(), device=ids_N.device)

@@ -23,8 +23,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from comera.errors import DataError
+from comera.optim.muon import Muon
+from comera.optim.projected import ProjectedAdamW
 from comera.trainer.task import Batch
 
 T = TypeVar("T")
@@ -108,7 +111,11 @@ class GraphedStep:
             return self._step(batches)
         for static, new in zip(_tensors(shape.inputs), _tensors(batches), strict=True):
             static.copy_(new, non_blocking=True)
-        return map_tensors(torch.clone, shape.replay())
+        try:
+            return map_tensors(torch.clone, shape.replay())
+        except (RuntimeError, ValueError, MemoryError) as error:  # the step says more of an error in its batch
+            self._give_up(f"a replay failed: {str(error).strip().partition(chr(10))[0]}")
+            return self._step(batches)
 
     def _warm_up(self, shape: _Shape, batches: Sequence[Batch]) -> Any:
         shape.visits += 1
@@ -249,6 +256,32 @@ class CudaRecorder:
         with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
+
+
+def not_captured(optimizer: Optimizer, device: torch.device, averaged: bool, recorder: Recorder | None) -> str:
+    """Why steps of an optimizer cannot be captured, with averages over processes or without; "" if they can."""
+    if recorder is None and device.type != "cuda":
+        return f"graphs need CUDA or a CPU, the model is on {device}"
+    if any(p.device != device for group in optimizer.param_groups for p in group["params"]):
+        return "a graph holds one device, the model is on several"
+    if averaged:
+        return "gradients are averaged over several processes, which is not captured"
+    if not all("capturable" in group for group in optimizer.param_groups):
+        return f"{type(optimizer).__name__} has no capturable form"
+    if isinstance(optimizer, Muon | ProjectedAdamW):
+        kind = type(optimizer).__name__
+        return f"{kind}'s step over matrices is not captured: use mode eager or compile, or train.optimizer adamw"
+    return ""
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
+    """Make an optimizer keep step counts and learning rates on the device."""
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+        for state in (optimizer.state.get(p, {}) for p in group["params"]):
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(device)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

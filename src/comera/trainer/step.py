@@ -26,12 +26,11 @@ from comera.fusion.fuse import is_fused
 from comera.fusion.merge_cache import MergeCache, caches
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
-from comera.optim.muon import Muon
-from comera.optim.projected import ProjectedAdamW
 from comera.rank.controller import RankController
 from comera.rank.step_rule import Gradients
 from comera.trainer.compiled import Backend, Compiled, CompiledLoss
-from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder
+from comera.trainer.cpu_graph import RecordedPasses
+from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder, make_capturable, not_captured
 from comera.trainer.task import Batch
 from comera.trainer.update import (
     AdamWGroup,
@@ -138,6 +137,7 @@ class TrainStep:
         self._refused = ""
         self._backend = backend
         self._graphs: GraphedStep | None = None
+        self._recorded: RecordedPasses | None = None
         self._whole: Compiled[tuple[StepResult, list[Tensor | None]] | None] | None = None
         self._in_part = ""  # why forward and loss are compiled alone
         self._unused: set[Tensor] | None = None  # parameters without a gradient in the last eager step
@@ -146,10 +146,12 @@ class TrainStep:
             self._refused = _slower_compiled(model, self.device)
             if not self._refused:
                 self._whole = Compiled(self._traced, backend=backend, whole=True)
+        elif mode == "graph" and recorder is None and self.device.type == "cpu":
+            self._recorded = RecordedPasses(self._passes, model, self.parameters)
         elif mode == "graph":
-            self._refused = self._refusal(recorder)
+            self._refused = not_captured(optimizer, self.device, average is not None, recorder)
             if not self._refused:
-                self._make_capturable()
+                make_capturable(optimizer, self.device)
                 recorder = recorder or CudaRecorder(self.device)
                 self._graphs = GraphedStep(self._take_and_clear, recorder, self._foundation, self._before_capture)
         if controller is not None:
@@ -158,19 +160,20 @@ class TrainStep:
     @property
     def mode(self) -> str:
         """How steps run: "eager", "compile", "graph", or "eager (why nothing else)"."""
-        working = self._graphs or self.loss
+        graphs = self._graphs or (self._recorded and self._recorded.graphs)
+        working = graphs or self.loss
         refused = self._refused or getattr(working, "reason", "")
         if refused:
             return f"eager ({refused})"
-        if self._graphs and self._graphs.crowded:
+        if graphs and graphs.crowded:
             return "graph (too many shapes of batches for all to be captured: use fewer lengths)"
         return f"compile (forward and loss: {self._in_part})" if self._in_part else self._wanted
 
     @property
     def built(self) -> int:
         """Number of graphs captured or compiled so far."""
-        if self._graphs:
-            return self._graphs.captures
+        if graphs := self._graphs or (self._recorded and self._recorded.graphs):
+            return graphs.captures
         in_part = self.loss.compilations if isinstance(self.loss, CompiledLoss) else 0
         return in_part + (self._whole.compilations if self._whole else 0)
 
@@ -215,13 +218,23 @@ class TrainStep:
         self._relative[count].copy_(weights / mean)
 
     def _take(self, batches: Sequence[Batch]) -> StepResult:
-        # Set to None, so that gradients and activations never share the peak, and pruning may change the shapes.
-        self.optimizer.zero_grad(set_to_none=True)
-        update = ByOptimizer(self.model, self.optimizer)
-        result = self._apply(self._backward(batches, update), update)
+        update = self._update()
+        if self._recorded is None:
+            # Set to None, so that gradients and activations never share the peak, and pruning may change the shapes.
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self._backward(batches, update)
+        else:
+            loss = self._recorded(batches)
+        result = self._apply(loss, update)
         if self._whole is not None:
             self._unused = {p for p in self.parameters if p.grad is None}
         return result
+
+    def _update(self) -> ByOptimizer:
+        return ByOptimizer(self.model, self.optimizer)
+
+    def _passes(self, batches: Sequence[Batch]) -> Tensor:
+        return self._backward(batches, self._update())
 
     def _backward(self, batches: Sequence[Batch], update: Update) -> Tensor:
         """The gradients of the mean loss of all batches, into `update`; returns that loss."""
@@ -335,30 +348,6 @@ class TrainStep:
             for device, each in by_device.items():
                 torch._foreach_mul_(each, scale.to(device))
         return grad_norm
-
-    def _refusal(self, recorder: Recorder | None) -> str:
-        """Why steps cannot be captured; "" if they can."""
-        if recorder is None and self.device.type != "cuda":
-            return f"graphs need CUDA, the model is on {self.device}"
-        if any(p.device != self.device for p in self.parameters):
-            return "a graph holds one device, the model is on several"
-        if self.average is not None:
-            return "gradients are averaged over several processes, which is not captured"
-        if not all("capturable" in group for group in self.optimizer.param_groups):
-            return f"{type(self.optimizer).__name__} has no capturable form"
-        if isinstance(self.optimizer, Muon | ProjectedAdamW):
-            kind = type(self.optimizer).__name__
-            return f"{kind}'s step over matrices is not captured: use mode eager or compile, or train.optimizer adamw"
-        return ""
-
-    def _make_capturable(self) -> None:
-        """Make the optimizer keep step counts and learning rates on the device."""
-        for group in self.optimizer.param_groups:
-            group["capturable"] = True
-            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=self.device)
-            for state in (self.optimizer.state.get(p, {}) for p in group["params"]):
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].to(self.device)
 
     def _foundation(self) -> object:
         """What a captured step depends on: the memory that it reads and writes, and host-side values.

@@ -240,7 +240,6 @@ def projected(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizer", "options", "reason"),
     [
-        (adamw, {"recorder": None}, "graphs need CUDA, the model is on cpu"),
         (sgd, {}, "SGD has no capturable form"),
         (projected, {}, f"AdaRankGrad's {NOT_CAPTURED}"),
         (adamw, {"average": lambda flat: flat}, "gradients are averaged over several processes, which is not captured"),

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from comera.kernels.cpp.library import call, check_shape, floats, on_cpu, operation
 from comera.kernels.cpp.memory import empty
+from comera.kernels.recording import fixed
 
 
 def checked_labels(labels: Tensor, rows: int, classes: int, ignored: int) -> Tensor:
@@ -16,6 +17,10 @@ def checked_labels(labels: Tensor, rows: int, classes: int, ignored: int) -> Ten
     if labels.dtype is not torch.int64 or not on_cpu(labels):
         raise RuntimeError(f"expected labels of dtype int64 on the CPU, got {labels.dtype} on {labels.device}")
     labels = labels.contiguous()
+    if fixed():
+        good = (((labels >= 0) & (labels < classes)) | (labels == ignored)).all()
+        torch._assert_async(good, f"expected labels from 0 to {classes - 1} or {ignored}")
+        return labels
     wrong = labels[:0] if labels.is_meta else labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
     if wrong.numel():
         raise RuntimeError(f"expected labels from 0 to {classes - 1} or {ignored}, got {wrong[0].item()}")

@@ -21,6 +21,7 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from comera._on_import import when_imported
+from comera.kernels import recording
 from comera.kernels.cpp import build, trial
 
 # Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
@@ -54,6 +55,7 @@ SIGNATURES = {
     "take_memory": "i p p",
 }
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
+_OF_MEMORY = ("take_memory", "memory_held")  # calls that a recording does not repeat
 _FLOP_COUNTER = "torch.utils.flop_counter"
 _log = logging.getLogger(__name__)
 _one_thread = threading.Lock()
@@ -137,7 +139,14 @@ def call(name: str, *operands: object) -> None:
     given = [each.data_ptr() if isinstance(each, Tensor) else each for each in operands]
     if SIGNATURES[name].endswith("t"):
         given.append(torch.get_num_threads())
-    status = functions[name](*given)
+    check(name, functions[name](*given))
+    tape = recording.tape()
+    if tape is not None and name not in _OF_MEMORY:
+        tape.kernel(name, functions[name], given)
+
+
+def check(name: str, status: int) -> None:
+    """Raise what the status of a kernel's call means; nothing for 0."""
     if status == 2:
         raise ValueError(f"expected numbers that fit each other in the operands of the kernel {name}")
     if status:
@@ -202,7 +211,10 @@ def operation(flops: Callable[..., int] | None = None) -> Callable[[Callable[...
 
         def call_operation(*operands: Any) -> Result:
             if _profiler_enabled() or _get_current_dispatch_mode() is not None:
-                return dispatched(*operands)
+                tape = recording.tape()
+                if tape is None:
+                    return dispatched(*operands)
+                tape.keep(*operands)
             return run(*operands)
 
         call_operation.__name__, call_operation.__doc__ = run.__name__, run.__doc__

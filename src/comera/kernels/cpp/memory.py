@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from comera.kernels.cpp.library import call, dry_running, unavailable_reason, words
+from comera.kernels.recording import tape
 from comera.kernels.select import asked
 
 LARGE = 2**20
@@ -38,13 +39,20 @@ def empty(*shape: int) -> Tensor:
         and asked("memory") is not False
         and unavailable_reason() is None
     ):
-        tensor = c_void_p()
         try:
-            call("take_memory", len(shape), words(shape), byref(tensor))
-            return from_dlpack(_capsule(tensor, b"dltensor", None))
+            recorded_by = tape()
+            return _taken(*shape) if recorded_by is None else recorded_by.large(prod(shape), _taken).view(shape)
         except MemoryError:
             pass  # torch has the error for it
     return _FLOATS.new_empty(*shape) if shape else _FLOATS.new_empty(())  # as integers: faster than as a tuple
+
+
+def _taken(*shape: int) -> Tensor:
+    """A tensor of the pool."""
+    tensor = c_void_p()
+    call("take_memory", len(shape), words(shape), byref(tensor))
+    taken: Tensor = from_dlpack(_capsule(tensor, b"dltensor", None))
+    return taken
 
 
 def held() -> Held:

@@ -1,0 +1,55 @@
+"""Recordings of what runs on a CPU, to be run again on other values without its Python (trainer/cpu_graph.py).
+
+While one is made, no shape and no choice may depend on the values of tensors: `fixed` says so. The tape of this thread
+is told of every call of a C++ kernel and of the operands of our operations, and hands out the memory of large tensors;
+torch's own operations it sees itself.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Tape(Protocol):
+    """Takes a recording."""
+
+    def kernel(self, name: str, function: Callable[..., int], given: Sequence[object]) -> None:
+        """A kernel was called with these numbers, addresses and bytes."""
+
+    def keep(self, *values: object) -> None:
+        """The memory of the tensors among these values, lists of tensors included, must stay where it is."""
+
+    def large(self, elements: int, take: Callable[[int], Tensor]) -> Tensor:
+        """An uninitialized float32 vector, from what is free of earlier ones or by `take`."""
+
+
+class _Running(threading.local):
+    tape: Tape | None = None
+    fixed = False
+
+
+_running = _Running()
+
+
+def tape() -> Tape | None:
+    """The tape of this thread, while it records."""
+    return _running.tape
+
+
+def fixed() -> bool:
+    """Whether no shape and no choice may depend on values now."""
+    return _running.fixed
+
+
+@contextmanager
+def values_unread(recorded_by: Tape | None = None) -> Iterator[None]:
+    """A context in which no values are read: of a recording, or of a run that must be like one, to the bit."""
+    before = _running.tape, _running.fixed
+    _running.tape, _running.fixed = recorded_by or _running.tape, True
+    try:
+        yield
+    finally:
+        _running.tape, _running.fixed = before

@@ -1,0 +1,298 @@
+"""Forward and backward on a CPU as a recording: what a CUDA graph is to a GPU.
+
+    tape    what ran below autograd, in order: calls of C++ kernels with addresses, operations of torch with tensors
+    replay  the same again, on the same memory: no Python, no autograd, no allocation between kernels
+
+With one sample, half of a compressed step is Python and autograd. Calls of kernels know their operands by address, so a
+tape holds the memory that was made while it recorded; large tensors take each other's, as in an eager step.
+
+A recording is wrong if it has missed something: a value that Python read, a random number that Python drew. What reads
+values is refused where torch knows of it. And the first replays are compared with the step itself, on the batches of
+the moment, to the bit: loss, gradients, buffers and the state of the random generator.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ctypes import c_float
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from traceback import extract_stack
+from typing import Any, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from comera.kernels.cpp.library import check
+from comera.kernels.recording import values_unread
+from comera.trainer.cuda_graph import GraphedStep
+from comera.trainer.task import Batch
+
+T = TypeVar("T")
+Entry = tuple[Callable[..., object], tuple[Any, ...]]
+
+CHECKED = 2  # replays that are compared with the step: on the batch that was recorded, and on the next one
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_BY_INDEX = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)  # dynamic for boolean indices
+_shape, _requires_grad = map(attrgetter, ("shape", "requires_grad"))
+_TO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which read without an operation
+
+
+class Passes:
+    """What forward and backward make: the loss, and the gradient of each parameter that has one."""
+
+    def __init__(self, loss: Tensor, parameters: Iterable[Tensor]) -> None:
+        self.loss = loss
+        self.gradients = {p: p.grad for p in parameters if p.grad is not None}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it."""
+        return [self.loss, *self.gradients.values()]
+
+
+class RecordedPasses:
+    """Runs `passes` from recordings, one for each shape of the batches, where they can be recorded.
+
+    passes: batches -> loss, the gradients in `.grad`. model, parameters: it computes with the model and makes gradients
+    of the parameters.
+    """
+
+    def __init__(
+        self, passes: Callable[[Sequence[Batch]], Tensor], model: nn.Module, parameters: Sequence[Tensor]
+    ) -> None:
+        self._passes, self._model, self._parameters = passes, model, parameters
+        self._held = list(dict.fromkeys([*model.parameters(), *parameters, *model.buffers()]))
+        self.graphs = GraphedStep(self._run, CpuRecorder(list(model.buffers())), self._foundation, self._before_capture)
+
+    def __call__(self, batches: Sequence[Batch]) -> Tensor:
+        """The loss; gradients are in `.grad`, until the next call."""
+        made: Passes = self.graphs(batches)
+        for p in self._parameters:
+            p.grad = made.gradients.get(p)
+        return made.loss.clone()
+
+    def _run(self, batches: Sequence[Batch]) -> Passes:
+        for p in self._parameters:
+            p.grad = None
+        with values_unread():  # so that a step is the same to the bit, recorded or not, and so is a resumed run
+            return Passes(self._passes(batches), self._parameters)
+
+    def _foundation(self) -> object:
+        """What a recording depends on."""
+        memory = [list(map(read, self._held)) for read in (Tensor.data_ptr, _shape, _requires_grad)]
+        return memory, self._model.training, torch.get_num_threads()
+
+    def _before_capture(self) -> Callable[[], object]:
+        """Nothing that was cached from these parameters may be used while recording, nor what is cached then later."""
+        mark = partial(increment_version, self._held)
+        mark()
+        return mark
+
+
+class CpuRecorder:
+    """Records forward and backward; a `comera.trainer.cuda_graph.Recorder`.
+
+    buffers: of the model, which a step may write.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
+
+    def warm_up(self, step: Callable[[], T], *, watch: bool) -> tuple[T, str]:
+        """Run a step; watch: detect random draws by Python."""
+        drawn = random.getstate()
+        result = step()
+        changed = watch and random.getstate() != drawn
+        return result, "the step draws random numbers by Python's generator" if changed else ""
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Record a step; what it writes to memory of others, and draws, is undone."""
+        tape, left, restore = _Tape(), CHECKED, self._saved()
+        try:
+            with values_unread(tape), _ReadsRefused(), tape:
+                result: Passes = step()
+        finally:
+            restore()
+
+        def replay() -> Passes:
+            nonlocal left
+            if not left:
+                tape.replay()
+                return result
+            left, restore = left - 1, self._saved()
+            expected = self._state(step())
+            restore()
+            tape.replay()
+            if not all(map(_same_bits, expected, self._state(result))):
+                restore()
+                raise RuntimeError("what is recorded is not the step: something in it depends on what was not recorded")
+            return result
+
+        return replay
+
+    def _state(self, made: Passes) -> list[Tensor]:
+        """Copies of all that a step makes and changes."""
+        return [*(tensor.detach().clone() for tensor in (*made.tensors, *self._buffers)), torch.get_rng_state()]
+
+    def _saved(self) -> Callable[[], None]:
+        """What gives buffers and the random generator what they have now."""
+        random_state, held = torch.get_rng_state(), [buffer.clone() for buffer in self._buffers]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for buffer, values in zip(self._buffers, held, strict=True):
+                    buffer.copy_(values)
+            torch.set_rng_state(random_state)
+
+        return restore
+
+
+class _ReadsRefused(TorchFunctionMode):
+    """Refuses methods that hand values to Python without an operation that a tape would see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _TO_PYTHON:
+            raise RuntimeError(f"{_here()} reads values of a tensor, by {func.__name__}()")
+        return func(*args, **(kwargs or {}))
+
+
+class _Tape(TorchDispatchMode):
+    """Records what runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: list[Entry] = []
+        self._memory: dict[int, torch.UntypedStorage] = {}  # made while recording, or read by a kernel
+        self._blocks: list[Tensor] = []  # memory of large tensors
+        self._lent: dict[int, ref[torch.UntypedStorage]] = {}  # those that are alive
+        self._free: dict[int, list[int]] = defaultdict(list)  # by their elements: addresses of those that are not
+
+    def kernel(self, name: str, function: Callable[..., int], given: Sequence[object]) -> None:
+        """Record a call of a kernel."""
+        self._entries.append((_call, (name, function, tuple(given))))
+
+    def keep(self, *values: object) -> None:
+        """Hold the memory of tensors; not the tensors, which autograd hands on only while nobody else has them."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                if leaf.layout is not torch.strided:
+                    raise RuntimeError(f"recordings support dense tensors, the step makes one of layout {leaf.layout}")
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._lent:
+                    self._memory[storage._cdata] = storage
+
+    def large(self, elements: int, take: Callable[[int], Tensor]) -> Tensor:
+        """A vector whose memory goes to the next one of its size when it is freed, in the order of the recording, which
+        is that of every replay."""
+        if not self._free[elements]:
+            self._blocks.append(take(elements))
+            self._free[elements].append(self._blocks[-1].data_ptr())
+        at = self._free[elements].pop()
+        vector = torch.frombuffer((c_float * elements).from_address(at), dtype=torch.float32)
+        storage = vector.untyped_storage()
+        key = storage._cdata
+
+        def freed(_: object) -> None:
+            del self._lent[key]
+            self._free[elements].append(at)
+
+        self._lent[key] = ref(storage, freed)
+        return vector
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = _READS.intersection(func.tags) and func._overloadpacket not in _BY_INDEX
+        if reads or (func._overloadpacket in _BY_INDEX and _has_boolean_index(args)):
+            raise RuntimeError(f"{_here()} reads values of a tensor, by {func}")
+        args, kwargs = _by_memory(args), _by_memory(kwargs or {})
+        written = list(_written(func, args, kwargs))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **kwargs)
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        fresh = [t for t in made if t.layout is not torch.strided or t.untyped_storage()._cdata not in given]
+        self.keep(*fresh)
+        if written or not made:
+            self._entries.append((_again, (func, args, kwargs)))
+        elif fresh and func._overloadpacket not in _EMPTY:
+            self._entries.append(_into(func, args, kwargs, [_by_memory(t) for t in made]))
+        return result
+
+    def replay(self) -> None:
+        """Run it all again."""
+        with torch.no_grad():
+            for function, given in self._entries:
+                function(*given)
+
+
+_aten = torch.ops.aten
+_TORCH = str(Path(torch.__file__).parent)
+_EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+
+
+def _call(name: str, function: Callable[..., int], given: Sequence[Any]) -> None:
+    if status := function(*given):
+        check(name, status)
+
+
+def _again(func: Any, args: Any, kwargs: Any) -> None:
+    func(*args, **kwargs)
+
+
+def _copied(func: Any, args: Any, kwargs: Any, kept: Sequence[Tensor]) -> None:
+    """Run an operation whose results are new tensors, and put them where they were recorded."""
+    for place, new in zip(kept, tree_leaves(func(*args, **kwargs)), strict=True):
+        place.copy_(new)
+
+
+def _into(func: Any, args: Any, kwargs: Any, kept: list[Tensor]) -> Entry:
+    """The entry of an operation that makes tensors: into their memory where torch has it write there."""
+    into = _out_variant(func)
+    if into is None or len(kept) != len(into[1]):
+        return _copied, (func, args, kwargs, kept)
+    return _again, (into[0], args, {**kwargs, **dict(zip(into[1], kept, strict=True))})
+
+
+def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
+    """The overload of an operation that writes into tensors which it is given, and the names of these."""
+    wanted = [(each.name, str(each.type)) for each in func._schema.arguments]
+    for name in func._overloadpacket.overloads():
+        other = getattr(func._overloadpacket, name)
+        plain = [(each.name, str(each.type)) for each in other._schema.arguments if not each.is_out]
+        outs = [each.name for each in other._schema.arguments if each.is_out]
+        if outs and plain == wanted:
+            return other, outs
+    return None
+
+
+def _here() -> str:
+    """The file and line of what is being recorded."""
+    frames = [f for f in extract_stack() if f.filename != __file__ and not f.filename.startswith(_TORCH)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def _by_memory(value: Any) -> Any:
+    """The same tensors as others of the same memory: the memory of a parameter may be replaced, and what autograd hands
+    on has no other name."""
+    return tree_map_only(Tensor, lambda tensor: tensor.data, value)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for k, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[k] if k < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _has_boolean_index(args: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also where they are no numbers."""
+    return one.shape == other.shape and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (one, other)))

@@ -1,0 +1,287 @@
+"""Mode graph on a CPU: forward and backward from recordings are those of the step, to the bit, or are refused."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+import comera
+from comera.errors import IdError
+from comera.kernels.cpp import compiler
+from comera.nn.embedding import TTMEmbedding
+from comera.nn.linear import TTLinear
+from comera.ops.cross_entropy import low_rank_cross_entropy
+from comera.optim import AdamW
+from comera.optim.param_groups import param_groups
+from comera.rank.controller import RankController
+from comera.rank.objective import LateStage
+from comera.recompute.blocks import recompute_
+from comera.trainer.cpu_graph import _Tape
+from comera.trainer.step import StepResult, TrainStep
+from comera.tt.spec import TTMSpec, TTSpec
+
+pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
+
+VOCABULARY = 30
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Small(nn.Module):
+    """A table as TT-matrix, batch norm, dropout, and a compressed layer before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = TTMEmbedding(TTMSpec(VOCABULARY, 48, (5, 6), (6, 8), (1, 6, 1)))
+        self.norm = nn.BatchNorm1d(48)
+        self.layer = TTLinear(TTSpec(48, 48, (6, 8), (8, 6), (1, 6, 20, 6, 1)))
+        self.head = nn.Linear(48, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.norm(self.table(ids).flatten(0, 1))
+        out: Tensor = self.head(F.dropout(self.layer(hidden), 0.2, self.training))
+        return out
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids[:, :-1]), ids[:, 1:].flatten())
+
+
+def ids_of(step: int, lengths: tuple[int, ...] = (9, 12)) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (4, lengths[step % len(lengths)]), generator=generator)
+
+
+def make(
+    mode: str, build: Callable[[], nn.Module] = Small, loss: Loss = loss_of, **options: Any
+) -> tuple[TrainStep, RankController | None]:
+    torch.manual_seed(1)
+    model = build()
+    optimizer = AdamW(param_groups(model, lr=1e-2), fused=True)
+    late = options.pop("late", None)
+    controller = None if late is None else RankController(model, late=late).attach(optimizer)
+    torch.manual_seed(2)
+    step = TrainStep(model, loss, optimizer, max_grad_norm=1.0, mode=mode, controller=controller, **options)  # type: ignore[arg-type]
+    return step, controller
+
+
+def run(
+    step: TrainStep, count: int = 12, each: Callable[[int], object] = lambda k: None, **kind: Any
+) -> list[StepResult]:
+    results = []
+    for k in range(count):
+        results.append(step([ids_of(k, **kind)]))
+        each(k)
+    return results
+
+
+def state(step: TrainStep) -> dict[str, Tensor]:
+    moments = {f"{k} {name}": v for k, s in enumerate(step.optimizer.state.values()) for name, v in s.items()}
+    return {**step.model.state_dict(), **moments, "random": torch.get_rng_state()}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    model = BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, **sizes)).train()
+    comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=8), None))
+    comera.fuse_(model)
+    return model
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, attn_implementation="sdpa", **sizes)).train()
+    comera.tensorize_(model, comera.TensorizeConfig(comera.BTT(rank=2), None))
+    comera.fuse_(model)
+    return model
+
+
+def recomputed() -> nn.Module:
+    model = bert()
+    recompute_(model)
+    return model
+
+
+def of_class(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids[:, 0] % 2).loss
+    return loss
+
+
+def of_next(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+MODELS = {"bert": (bert, of_class), "recompute": (recomputed, of_class), "llama": (llama, of_next)}
+
+
+@pytest.mark.parametrize("kernels", ["all", "none"])
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_steps_are_the_steps(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two lengths in turns, with dropout, in float32 and with tensors that are large for the pool of memory."""
+    monkeypatch.setenv("COMERA_KERNELS", kernels)
+    monkeypatch.setattr("comera.kernels.cpp.memory.LARGE", 2**10)
+    (eager, _), (graph, _) = (make(mode, *MODELS[name]) for mode in ("eager", "graph"))
+    ours = run(eager), state(eager)
+    torch.manual_seed(2)
+    theirs = run(graph), state(graph)
+    assert (graph.mode, graph.built) == ("graph", 2)
+    assert ours[0] == theirs[0]
+    assert_equal(ours[1], theirs[1])
+
+
+def test_half_precision_and_accumulation() -> None:
+    def both(step: TrainStep) -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        for k in range(8):
+            step([ids_of(k, (9,)), ids_of(k + 100, (9,))], torch.tensor([1.0, 3.0 + k], dtype=torch.float64))
+        return state(step)
+
+    steps = [make(mode, bert, of_class, precision="bf16")[0] for mode in ("eager", "graph")]
+    assert_equal(*map(both, steps))
+    assert steps[1].mode == "graph"
+
+
+def test_tables_batch_norm_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose memory changes is recorded anew, and one without recordings (`WARM_UPS`) is the same to the bit."""
+    late = LateStage(target_size=0.5, start_step=10, steps=10)
+    found = []
+    for warm_ups in (2, 1000):
+        monkeypatch.setattr("comera.trainer.cuda_graph.WARM_UPS", warm_ups)
+        step, controller = make("graph", late=late)
+        assert controller is not None
+        run(step, 40, lambda k, ranks=controller: k % 15 == 14 and ranks.prune_())
+        found.append((step.built, state(step), controller.state_dict()))
+    (built, ours, ranks), (none, theirs, expected) = found
+    assert (built >= 4, none, ranks) == (True, 0, expected)
+    assert_equal(ours, theirs)
+    assert ours["norm.num_batches_tracked"] == 40
+
+
+def test_eager_steps_of_tables_are_the_same_but_for_rounding() -> None:
+    """They look up each different id once, which depends on values."""
+    (eager, _), (graph, _) = make("eager"), make("graph")
+    ours = [float(result.loss) for result in run(eager)]
+    torch.manual_seed(2)
+    assert [float(result.loss) for result in run(graph)] == pytest.approx(ours, rel=1e-3)
+
+
+def test_a_wrong_id_raises_what_the_step_raises() -> None:
+    step, _ = make("graph")
+    run(step, 8, lengths=(9,))
+    assert step.built == 1
+    wrong = ids_of(0, (9,))
+    wrong[2, 3] = VOCABULARY
+    with pytest.raises((IdError, RuntimeError), match="expected"):
+        step([wrong])
+    wrong[2, 3] = -5
+    with pytest.raises((IdError, RuntimeError), match="expected"):
+        step([wrong])
+
+
+@pytest.mark.parametrize("label", [VOCABULARY, -7])
+def test_a_wrong_label_never_reaches_the_kernel(label: int) -> None:
+    def of_logits(model: nn.Module, ids: Tensor) -> Tensor:
+        p_BR = model(ids[:, :-1] % VOCABULARY)[:, :8]
+        return low_rank_cross_entropy(p_BR, weight, ids[:, 1:].flatten())
+
+    weight = torch.randn(8, VOCABULARY)
+
+    step, _ = make("graph", loss=of_logits)
+    run(step, 6, lengths=(9,))
+    assert step.built == 1
+    wrong = ids_of(0, (9,))
+    wrong[1, 5] = label
+    with pytest.raises(RuntimeError, match="labels"):
+        step([wrong])
+
+
+def read(how: Callable[[Tensor], object]) -> Loss:
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        found = of_class(model, ids)
+        how(found.detach())
+        return found
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (Tensor.item, "reads values of a tensor, by aten._local_scalar_dense"),
+        (Tensor.tolist, "reads values of a tensor, by tolist()"),
+        (lambda x: x.numpy(), "reads values of a tensor, by numpy()"),
+        (lambda x: bool(x > 0), "reads values of a tensor, by aten."),
+        (lambda x: x.reshape(1).nonzero(), "reads values of a tensor, by aten.nonzero"),
+        (lambda x: x.reshape(1)[x.reshape(1) > 0], "reads values of a tensor, by aten.index"),
+        (lambda x: random.random(), "the step draws random numbers by Python's generator"),
+    ],
+)
+def test_what_reads_values_or_draws_by_python_runs_eager_and_says_so(
+    how: Callable[[Tensor], object], reason: str
+) -> None:
+    found = []
+    for mode in ("eager", "graph"):
+        step, _ = make(mode, bert, read(how) if mode == "graph" else of_class)
+        run(step, 5, lengths=(9,))
+        found.append(state(step))
+    assert step.mode.startswith("eager (")
+    assert reason in step.mode
+    assert Path(__file__).name in step.mode or "draws" in reason
+    assert_equal(*found)
+
+
+def test_what_a_recording_cannot_see_is_found_by_comparison() -> None:
+    """A number of Python that changes: the step goes on eager, with the same random numbers as if nothing had been."""
+
+    def by_time(model: nn.Module, ids: Tensor) -> Tensor:
+        ticks.append(None)
+        return of_class(model, ids) * (1.0 + 0.1 * (len(ticks) >= 4))
+
+    ticks: list[None] = []
+    step, _ = make("graph", bert, by_time)
+    run(step, 6, lengths=(9,))
+    assert "what is recorded is not the step" in step.mode
+
+
+def test_memory_of_large_tensors_is_used_again() -> None:
+    tape, made = _Tape(), []
+
+    def take(elements: int) -> Tensor:
+        made.append(torch.zeros(elements))
+        return made[-1]
+
+    one, other = tape.large(100, take), tape.large(100, take)
+    address = one.data_ptr()
+    view = one.view(10, 10)
+    del one
+    assert tape.large(100, take).data_ptr() != address
+    assert len(made) == 3
+    del view
+    again = tape.large(100, take)
+    assert again.data_ptr() == address
+    assert len(made) == 3
+    assert other.data_ptr() != again.data_ptr()
+
+
+def test_a_frozen_parameter_is_recorded_anew() -> None:
+    (eager, _), (graph, _) = make("eager", bert, of_class), make("graph", bert, of_class)
+    states = []
+    for step in (eager, graph):
+        torch.manual_seed(2)
+        first = next(step.model.parameters())
+        run(step, 12, lambda k, p=first: p.requires_grad_(k < 5), lengths=(9,))
+        states.append(state(step))
+        assert first.grad is None
+    assert_equal(*states)
+    assert (graph.mode, graph.built) == ("graph", 2)
