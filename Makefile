@@ -91,7 +91,6 @@ bench: install
 	@$(BIN)/python benchmarks/block_product.py --repeats 6
 	@$(BIN)/python benchmarks/heads.py
 	@$(BIN)/python benchmarks/decoder.py --repeats 12
-	@$(BIN)/python benchmarks/compiled_operations.py
 	@$(BIN)/python benchmarks/optimizer.py
 	@$(BIN)/python benchmarks/projections.py times
 	@$(BIN)/python benchmarks/peers.py

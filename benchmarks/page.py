@@ -35,7 +35,8 @@ _COMMANDS = {
 _SECTIONS = {
     "step": (
         "One training step, six-encoder transformer",
-        "`times_dense`: dense time over this side's; medians of alternating steps.",
+        "`times_dense`: the time of the fastest dense side over this one's; medians of alternating steps. Compressed "
+        "sides adapt their ranks. `graph`: forward and backward recorded once and replayed, mode graph of the trainer.",
     ),
     "families": (
         "One training step by family of models",

@@ -10,6 +10,9 @@ which leaves fused blocks out (minutes of compilation on a CPU). Without bf16 ar
 minute with one sample, so its first step is the one timed, and none is timed with 32; "fused, bf16" compares with dense
 in float32 there.
 
+"graph": forward and backward are recorded once and replayed without their Python (mode graph of the trainer), dense's,
+too: its gradients then keep their memory, which each eager step maps anew. Ratios are to the fastest dense side.
+
     python benchmarks/step.py [--cases NAME ...] [--repeats 5] [--compile]      5 minutes
 """
 
@@ -51,7 +54,9 @@ CASES = {
 }
 LLAMA = "Llama-style, 4 × 256"
 SIDES = ("dense", "compressed", "fused")
+RECORDED = ("dense, graph", "fused, graph")
 COMPILED = ("dense, compiled", "compressed, compiled")
+FIRST = 5  # steps before a recording that is only replayed
 
 
 def make_batch(name: str) -> ExampleBatch | Batch:
@@ -86,11 +91,16 @@ def make_step(side: str, batch: ExampleBatch | Batch, dropout: float, precision:
         recompute_(model)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
     ranks = RankController(model).attach(optimizer) if method == "comera" else None
-    mode: Literal["eager", "compile"] = "compile" if "compiled" in ways else "eager"
+    modes: dict[str, Literal["compile", "graph"]] = {"compiled": "compile", "graph": "graph"}
+    mode: Literal["eager", "compile", "graph"] = next((modes[way] for way in ways if way in modes), "eager")
     precision = "bf16" if "bf16" in ways else precision
     step = TrainStep(
         model.train(), loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode, controller=ranks
     )
+    for _ in range(FIRST if mode == "graph" else 0):
+        step([batch])
+    if mode == "graph" and step.mode != "graph":
+        raise RuntimeError(f"{side} does not run from a recording: {step.mode}")
     return lambda: step([batch])
 
 
@@ -108,7 +118,9 @@ def main() -> None:
     (name,) = options.cases
     batch_size, _, dropout, precision, goal = CASES[name]
     batch = make_batch(name)
-    sides: tuple[str, ...] = (*SIDES, *COMPILED) if options.compile else SIDES
+    sides: tuple[str, ...] = (*SIDES, *RECORDED, *(COMPILED if options.compile else ()))
+    if precision == "bf16":
+        sides = tuple(side for side in sides if side != "dense, graph")
     if name == "batch 32":
         sides += ("fused, bf16",)
     steps = {side: make_step(side, batch, dropout, precision) for side in sides}
@@ -128,7 +140,7 @@ def main() -> None:
             "p50_ms": f"{statistics.median(times) * 1e3:.1f}",
             "p80_ms": f"{p80 * 1e3:.1f}",
             "times_dense": f"{dense / statistics.median(times):.2f}",
-            "goal": goal if side == "fused" and goal else "",
+            "goal": goal if side == "fused, graph" and goal else "",
         }
         rows.append({**row, **about()})
         print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)

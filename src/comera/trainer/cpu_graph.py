@@ -12,8 +12,7 @@ the moment, to the bit: loss, gradients, buffers and the state of the random gen
 """
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_float
 from functools import partial
 from operator import attrgetter
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from comera.kernels.cpp.library import check
+from comera.kernels.cpp.memory import LARGE, empty
 from comera.kernels.recording import values_unread
 from comera.trainer.cuda_graph import GraphedStep
 from comera.trainer.task import Batch
@@ -104,6 +104,7 @@ class CpuRecorder:
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers = buffers
+        self._pool: Callable[[], _Pool | None] = lambda: None
 
     def warm_up(self, step: Callable[[], T], *, watch: bool) -> tuple[T, str]:
         """Run a step; watch: detect random draws by Python."""
@@ -114,7 +115,9 @@ class CpuRecorder:
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Record a step; what it writes to memory of others, and draws, is undone."""
-        tape, left, restore = _Tape(), CHECKED, self._saved()
+        pool = self._pool() or _Pool()
+        self._pool = ref(pool)
+        tape, left, restore = _Tape(pool), CHECKED, self._saved()
         try:
             with values_unread(tape), _ReadsRefused(), tape:
                 result: Passes = step()
@@ -163,16 +166,54 @@ class _ReadsRefused(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Pool:
+    """Memory of large tensors while steps are recorded. What is freed goes to the next one, in the order of the
+    recording, which is that of every replay; and to other recordings, which never run at the same time."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._free: list[tuple[int, int]] = []  # elements and address
+        self._lent: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}  # tensors that are alive, and their addresses
+
+    def lend(self, elements: int, take: Callable[[int], Tensor]) -> Tensor:
+        """A vector in the smallest free block that holds it, or in one from `take`."""
+        fits = [block for block in self._free if block[0] >= elements]
+        if fits:
+            block = min(fits)
+            self._free.remove(block)
+        else:
+            self._blocks.append(take(elements))
+            block = elements, self._blocks[-1].data_ptr()
+        vector = _vector(block[1], elements)
+        storage = vector.untyped_storage()
+        key = storage._cdata
+
+        def freed(_: object) -> None:
+            del self._lent[key]
+            self._free.append(block)
+
+        self._lent[key] = ref(storage, freed), block[1]
+        return vector
+
+    def address(self, tensor: Tensor) -> int | None:
+        """Where the memory of a tensor begins, if it is of this pool."""
+        lent = self._lent.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        return None if lent is None else lent[1]
+
+
+def _vector(at: int, elements: int) -> Tensor:
+    """Memory as float32 numbers, which the tensor does not hold."""
+    return torch.frombuffer((c_float * elements).from_address(at), dtype=torch.float32)
+
+
 class _Tape(TorchDispatchMode):
     """Records what runs inside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: _Pool) -> None:
         super().__init__()
+        self._pool = pool
         self._entries: list[Entry] = []
         self._memory: dict[int, torch.UntypedStorage] = {}  # made while recording, or read by a kernel
-        self._blocks: list[Tensor] = []  # memory of large tensors
-        self._lent: dict[int, ref[torch.UntypedStorage]] = {}  # those that are alive
-        self._free: dict[int, list[int]] = defaultdict(list)  # by their elements: addresses of those that are not
 
     def kernel(self, name: str, function: Callable[..., int], given: Sequence[object]) -> None:
         """Record a call of a kernel."""
@@ -184,44 +225,47 @@ class _Tape(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided:
                     raise RuntimeError(f"recordings support dense tensors, the step makes one of layout {leaf.layout}")
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._lent:
+                if self._pool.address(leaf) is None:
+                    storage = leaf.untyped_storage()
                     self._memory[storage._cdata] = storage
 
     def large(self, elements: int, take: Callable[[int], Tensor]) -> Tensor:
-        """A vector whose memory goes to the next one of its size when it is freed, in the order of the recording, which
-        is that of every replay."""
-        if not self._free[elements]:
-            self._blocks.append(take(elements))
-            self._free[elements].append(self._blocks[-1].data_ptr())
-        at = self._free[elements].pop()
-        vector = torch.frombuffer((c_float * elements).from_address(at), dtype=torch.float32)
-        storage = vector.untyped_storage()
-        key = storage._cdata
-
-        def freed(_: object) -> None:
-            del self._lent[key]
-            self._free[elements].append(at)
-
-        self._lent[key] = ref(storage, freed)
-        return vector
+        """A vector of the pool."""
+        return self._pool.lend(elements, take)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = _READS.intersection(func.tags) and func._overloadpacket not in _BY_INDEX
         if reads or (func._overloadpacket in _BY_INDEX and _has_boolean_index(args)):
             raise RuntimeError(f"{_here()} reads values of a tensor, by {func}")
-        args, kwargs = _by_memory(args), _by_memory(kwargs or {})
-        written = list(_written(func, args, kwargs))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         fresh = [t for t in made if t.layout is not torch.strided or t.untyped_storage()._cdata not in given]
-        self.keep(*fresh)
-        if written or not made:
+        args, kwargs = self._by_memory(args), self._by_memory(kwargs or {})
+        if func._schema.is_mutable or not made:
             self._entries.append((_again, (func, args, kwargs)))
         elif fresh and func._overloadpacket not in _EMPTY:
-            self._entries.append(_into(func, args, kwargs, [_by_memory(t) for t in made]))
+            into = _out_variant(func)
+            if into is not None and isinstance(result, Tensor) and _is_large(result):
+                result = empty(*result.shape).copy_(result)
+                made = fresh = [result]
+            self._entries.append(_into(func, args, kwargs, self._by_memory(made), into))
+        self.keep(*fresh)
         return result
+
+    def _by_memory(self, value: Any) -> Any:
+        """The same tensors as others of the same memory, because the memory of a parameter may be replaced, and what
+        autograd hands on has no other name; and as ones that do not hold it, if it is of the pool."""
+
+        def alias(tensor: Tensor) -> Tensor:
+            at = self._pool.address(tensor)
+            if at is None:
+                return tensor.data
+            elements = tensor.untyped_storage().nbytes() // 4
+            flat = _vector(at, elements).view(tensor.dtype)
+            return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+        return tree_map_only(Tensor, alias, value)
 
     def replay(self) -> None:
         """Run it all again."""
@@ -250,9 +294,8 @@ def _copied(func: Any, args: Any, kwargs: Any, kept: Sequence[Tensor]) -> None:
         place.copy_(new)
 
 
-def _into(func: Any, args: Any, kwargs: Any, kept: list[Tensor]) -> Entry:
-    """The entry of an operation that makes tensors: into their memory where torch has it write there."""
-    into = _out_variant(func)
+def _into(func: Any, args: Any, kwargs: Any, kept: list[Tensor], into: tuple[Any, list[str]] | None) -> Entry:
+    """The entry of an operation that makes tensors: into their memory where its variant `into` writes there."""
     if into is None or len(kept) != len(into[1]):
         return _copied, (func, args, kwargs, kept)
     return _again, (into[0], args, {**kwargs, **dict(zip(into[1], kept, strict=True))})
@@ -276,17 +319,8 @@ def _here() -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
-def _by_memory(value: Any) -> Any:
-    """The same tensors as others of the same memory: the memory of a parameter may be replaced, and what autograd hands
-    on has no other name."""
-    return tree_map_only(Tensor, lambda tensor: tensor.data, value)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[k] if k < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.nbytes >= LARGE and tensor.is_contiguous()
 
 
 def _has_boolean_index(args: Any) -> bool:

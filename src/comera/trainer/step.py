@@ -95,9 +95,10 @@ class TrainStep:
         average: mean of a flat tensor over all processes, which each step calls in all of them; None for one process.
         mode: "eager"; "compile": the whole step as one function under torch.compile, or, where the optimizer is not
             AdamW or the step cannot be traced, forward and loss with their backward; "graph": the whole step as a CUDA
-            graph, one for each shape of the batches, with learning rates in float32 tensors on the device. Steps that
-            are compiled or captured whole leave no gradients behind. A mode that is not possible, or known to be
-            slower, falls back to eager. The property `mode` says what runs, and why.
+            graph, one for each shape of the batches, with learning rates in float32 tensors on the device; on a CPU
+            forward and backward from recordings (cpu_graph.py). Steps that are compiled or captured whole leave no
+            gradients behind. A mode that is not possible, or known to be slower, falls back to eager. The property
+            `mode` says what runs, and why.
         recorder: captures the graphs. Default: CUDA.
         backend: of torch.compile.
 

@@ -22,7 +22,7 @@ from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import LateStage
 from comera.recompute.blocks import recompute_
-from comera.trainer.cpu_graph import _Tape
+from comera.trainer.cpu_graph import _Pool
 from comera.trainer.step import StepResult, TrainStep
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -130,7 +130,8 @@ MODELS = {"bert": (bert, of_class), "recompute": (recomputed, of_class), "llama"
 def test_recorded_steps_are_the_steps(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two lengths in turns, with dropout, in float32 and with tensors that are large for the pool of memory."""
     monkeypatch.setenv("COMERA_KERNELS", kernels)
-    monkeypatch.setattr("comera.kernels.cpp.memory.LARGE", 2**10)
+    for module in ("kernels.cpp.memory", "trainer.cpu_graph"):
+        monkeypatch.setattr(f"comera.{module}.LARGE", 2**10)
     (eager, _), (graph, _) = (make(mode, *MODELS[name]) for mode in ("eager", "graph"))
     ours = run(eager), state(eager)
     torch.manual_seed(2)
@@ -255,23 +256,45 @@ def test_what_a_recording_cannot_see_is_found_by_comparison() -> None:
 
 
 def test_memory_of_large_tensors_is_used_again() -> None:
-    tape, made = _Tape(), []
+    pool, made = _Pool(), []
 
     def take(elements: int) -> Tensor:
         made.append(torch.zeros(elements))
         return made[-1]
 
-    one, other = tape.large(100, take), tape.large(100, take)
+    one, other = pool.lend(100, take), pool.lend(100, take)
     address = one.data_ptr()
     view = one.view(10, 10)
     del one
-    assert tape.large(100, take).data_ptr() != address
-    assert len(made) == 3
+    third = pool.lend(100, take)
+    assert pool.address(view) == address
+    assert len({address, other.data_ptr(), third.data_ptr()}) == len(made) == 3
     del view
-    again = tape.large(100, take)
-    assert again.data_ptr() == address
+    smaller = pool.lend(90, take)
+    assert smaller.data_ptr() == address
     assert len(made) == 3
-    assert other.data_ptr() != again.data_ptr()
+    assert pool.address(torch.zeros(100)) is None
+
+
+def test_recordings_of_several_lengths_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[_Pool] = []
+
+    class Seen(_Pool):
+        def __init__(self) -> None:
+            super().__init__()
+            pools.append(self)
+
+    monkeypatch.setattr("comera.trainer.cpu_graph._Pool", Seen)
+    for module in ("kernels.cpp.memory", "trainer.cpu_graph"):
+        monkeypatch.setattr(f"comera.{module}.LARGE", 2**10)
+    step, _ = make("graph", bert, of_class)
+    run(step, 8, lengths=(12,))
+    (pool,) = pools
+    alone = sum(block.numel() for block in pool._blocks)
+    run(step, 12, lengths=(9, 11, 12))
+    assert (step.mode, step.built) == ("graph", 3)
+    assert pools == [pool]
+    assert sum(block.numel() for block in pool._blocks) < 2 * alone  # of three lengths
 
 
 def test_a_frozen_parameter_is_recorded_anew() -> None:
