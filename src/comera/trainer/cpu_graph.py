@@ -39,7 +39,6 @@ Entry = tuple[Callable[..., object], tuple[Any, ...]]
 
 CHECKED = 2  # replays that are compared with the step: on the batch that was recorded, and on the next one
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_BY_INDEX = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)  # dynamic for boolean indices
 _shape, _requires_grad = map(attrgetter, ("shape", "requires_grad"))
 _TO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which read without an operation
 
@@ -234,13 +233,12 @@ class _Tape(TorchDispatchMode):
         return self._pool.lend(elements, take)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = _READS.intersection(func.tags) and func._overloadpacket not in _BY_INDEX
-        if reads or (func._overloadpacket in _BY_INDEX and _has_boolean_index(args)):
+        if _reads(func, args, kwargs or {}):
             raise RuntimeError(f"{_here()} reads values of a tensor, by {func}")
         result = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        fresh = [t for t in made if t.layout is not torch.strided or t.untyped_storage()._cdata not in given]
+        given = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        fresh = [t for t in made if _place(t) not in given]
         args, kwargs = self._by_memory(args), self._by_memory(kwargs or {})
         if func._schema.is_mutable or not made:
             self._entries.append((_again, (func, args, kwargs)))
@@ -323,8 +321,18 @@ def _is_large(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.nbytes >= LARGE and tensor.is_contiguous()
 
 
-def _has_boolean_index(args: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]))
+def _reads(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the result, or its shape, is for Python to choose by."""
+    if func._overloadpacket is _aten.index:  # as many rows as there are indices, unless they are a mask
+        return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]))
+    if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return False
+    return bool(_READS.intersection(func.tags))
+
+
+def _place(tensor: Tensor) -> int:
+    """Which memory a tensor has; its own, if it is sparse."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

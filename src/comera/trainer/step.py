@@ -85,7 +85,7 @@ class TrainStep:
 
     Args:
         model: the model to train, on its device.
-        loss: (model, micro-batch) -> mean loss, a scalar.
+        loss: (model, micro-batch) -> mean loss, a scalar; in mode "graph" it depends on nothing else.
         optimizer: over the model's parameters.
         controller: observes the loss; its hook on `optimizer` scales the gradients and adds those of the size. In
             mode "graph", both are captured, `advance` and `between_steps` do the host's work around each replay, and a

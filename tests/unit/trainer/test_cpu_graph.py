@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 import comera
 from comera.errors import IdError
 from comera.kernels.cpp import compiler
-from comera.nn.embedding import TTMEmbedding
+from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.ops.cross_entropy import low_rank_cross_entropy
 from comera.optim import AdamW
@@ -205,6 +205,46 @@ def test_a_wrong_label_never_reaches_the_kernel(label: int) -> None:
     wrong[1, 5] = label
     with pytest.raises(RuntimeError, match="labels"):
         step([wrong])
+
+
+class Bags(nn.Module):
+    """Sums of rows of a table over bags whose sizes are values, and a sparse gradient if asked for."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = TTMEmbeddingBag(TTMSpec(VOCABULARY, 48, (5, 6), (6, 8), (1, 6, 1)))
+        self.plain = nn.EmbeddingBag(VOCABULARY, 48, sparse=sparse)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        flat = ids.flatten()
+        offsets = torch.arange(4) * (flat.numel() // 4) - (flat[:4] % 2) * torch.tensor([0, 1, 1, 1])
+        out: Tensor = self.table(flat, offsets) + self.plain(flat, offsets)
+        return out
+
+
+def of_bags(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(ids).square().mean()
+    return loss
+
+
+def test_bags_whose_sizes_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for warm_ups in (2, 1000):
+        monkeypatch.setattr("comera.trainer.cuda_graph.WARM_UPS", warm_ups)
+        step, _ = make("graph", Bags, of_bags)
+        run(step)
+        found.append(state(step))
+        assert step.mode == "graph"
+        assert step.built == (2 if warm_ups == 2 else 0)
+    assert_equal(*found)
+
+
+def test_sparse_gradients_run_eager_and_say_so() -> None:
+    step, _ = make("graph", lambda: Bags(sparse=True).requires_grad_(True), of_bags)
+    step.optimizer = torch.optim.SGD(step.model.parameters(), lr=0.1)
+    step.max_grad_norm = 0.0
+    run(step, 5, lengths=(9,))
+    assert "dense tensors" in step.mode
 
 
 def read(how: Callable[[Tensor], object]) -> Loss:
