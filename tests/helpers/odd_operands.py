@@ -202,7 +202,7 @@ def call_all():
     lots = [held.group([p.clone() for p in params], [lr] * len(params), [0.1] * len(params)) for lr in (0.1, 0.2)]
     gates, cores = params[::2], params[1::2]
     means = [(p, torch.zeros_like(p), 0.05) for p in gates]
-    terms = adamw.Terms(0.5, [(p, torch.ones_like(p)) for p in gates], cores, 0.1, means)
+    terms = adamw.Terms.fitting(0.5, [(p, torch.ones_like(p)) for p in gates], cores, 0.1, means)
     adamw.step(lots, betas=(0.9, 0.99), eps=1e-8)
     adamw.step(lots[:1], betas=(0.9, 0.99), eps=1e-8, terms=terms)
 

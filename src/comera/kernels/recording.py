@@ -1,7 +1,7 @@
 """Recordings of what runs on a CPU, to be run again on other values without its Python (trainer/cpu_graph.py).
 
-While one is made, no shape and no choice may depend on the values of tensors: `fixed` says so. The tape of this thread
-is told of every call of a C++ kernel and of the operands of our operations, and hands out the memory of large tensors;
+While one is made, no shape and no choice may depend on the values of tensors: then `fixed` is true. The tape of this
+thread takes every call of a C++ kernel and the operands of our operations, and hands out the memory of large tensors;
 torch's own operations it sees itself.
 """
 

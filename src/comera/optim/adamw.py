@@ -152,8 +152,8 @@ class AdamW(torch.optim.AdamW):
         """What the kernel applies of a rule: all of it, or nothing, and it is written into the gradients now."""
         if all_ready:
             means = running_means(self, [d for d in rule.measured if d.grad is not None])
-            terms = Terms(float(rule.c_loss), rule.slopes, rule.cores, 2 * rule.ridge, means)
-            if terms.fit:
+            terms = Terms.fitting(float(rule.c_loss), rule.slopes, rule.cores, 2 * rule.ridge, means)
+            if terms is not None:
                 rule.applied = True
                 return {"terms": terms}
         rule.adjust_(gradients_of(self))

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_float
 from functools import partial
+from itertools import starmap
 from operator import attrgetter
 from pathlib import Path
 from traceback import extract_stack
@@ -38,22 +39,20 @@ T = TypeVar("T")
 Entry = tuple[Callable[..., object], tuple[Any, ...]]
 
 CHECKED = 2  # replays that are compared with the step: on the batch that was recorded, and on the next one
+_TORCH = str(Path(torch.__file__).parent)
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _shape, _requires_grad = map(attrgetter, ("shape", "requires_grad"))
 _TO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which read without an operation
 
 
 class Passes:
-    """What forward and backward make: the loss, and the gradient of each parameter that has one."""
+    """What forward and backward make: the loss, and the gradient of each parameter, None for one that has none."""
 
     def __init__(self, loss: Tensor, parameters: Iterable[Tensor]) -> None:
         self.loss = loss
-        self.gradients = {p: p.grad for p in parameters if p.grad is not None}
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of it."""
-        return [self.loss, *self.gradients.values()]
+        self.gradients = [p.grad for p in parameters]
 
 
 class RecordedPasses:
@@ -73,8 +72,8 @@ class RecordedPasses:
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
         """The loss; gradients are in `.grad`, until the next call."""
         made: Passes = self.graphs(batches)
-        for p in self._parameters:
-            p.grad = made.gradients.get(p)
+        for p, gradient in zip(self._parameters, made.gradients, strict=True):
+            p.grad = gradient
         return made.loss.clone()
 
     def _run(self, batches: Sequence[Batch]) -> Passes:
@@ -132,16 +131,17 @@ class CpuRecorder:
             expected = self._state(step())
             restore()
             tape.replay()
-            if not all(map(_same_bits, expected, self._state(result))):
+            if not all(starmap(_same_bits, zip(expected, self._state(result), strict=True))):
                 restore()
                 raise RuntimeError("what is recorded is not the step: something in it depends on what was not recorded")
             return result
 
         return replay
 
-    def _state(self, made: Passes) -> list[Tensor]:
+    def _state(self, made: Passes) -> list[Tensor | None]:
         """Copies of all that a step makes and changes."""
-        return [*(tensor.detach().clone() for tensor in (*made.tensors, *self._buffers)), torch.get_rng_state()]
+        found = (made.loss, *made.gradients, *self._buffers)
+        return [*(None if tensor is None else tensor.detach().clone() for tensor in found), torch.get_rng_state()]
 
     def _saved(self) -> Callable[[], None]:
         """What gives buffers and the random generator what they have now."""
@@ -272,11 +272,6 @@ class _Tape(TorchDispatchMode):
                 function(*given)
 
 
-_aten = torch.ops.aten
-_TORCH = str(Path(torch.__file__).parent)
-_EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
-
-
 def _call(name: str, function: Callable[..., int], given: Sequence[Any]) -> None:
     if status := function(*given):
         check(name, status)
@@ -335,6 +330,8 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     """Also where they are no numbers."""
+    if one is None or other is None:
+        return one is other
     return one.shape == other.shape and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (one, other)))

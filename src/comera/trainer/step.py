@@ -161,7 +161,7 @@ class TrainStep:
     @property
     def mode(self) -> str:
         """How steps run: "eager", "compile", "graph", or "eager (why nothing else)"."""
-        graphs = self._graphs or (self._recorded and self._recorded.graphs)
+        graphs = self._any_graphs
         working = graphs or self.loss
         refused = self._refused or getattr(working, "reason", "")
         if refused:
@@ -173,10 +173,15 @@ class TrainStep:
     @property
     def built(self) -> int:
         """Number of graphs captured or compiled so far."""
-        if graphs := self._graphs or (self._recorded and self._recorded.graphs):
+        if graphs := self._any_graphs:
             return graphs.captures
         in_part = self.loss.compilations if isinstance(self.loss, CompiledLoss) else 0
         return in_part + (self._whole.compilations if self._whole else 0)
+
+    @property
+    def _any_graphs(self) -> GraphedStep | None:
+        """Those of whole steps, or of forward and backward."""
+        return self._graphs if self._recorded is None else self._recorded.graphs
 
     def set_rates(self, rates: Sequence[float]) -> None:
         """Set the learning rate of each parameter group. Does not synchronize."""

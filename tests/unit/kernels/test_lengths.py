@@ -281,13 +281,11 @@ def test_wrong_moments_and_gradients_are_refused_by_adamw():
     for grads in ([torch.ones(2), torch.ones(2, 2)], params[:1], [p.double() for p in params]):
         assert held.group(grads, [0.1, 0.2], [0.0, 0.0]) is None
     assert held.group(params, [0.1], [0.0]) is None
-    group, d = held.group(params, [0.1, 0.2], [0.0, 0.0]), params[0]
+    d = params[0]
     for wrong in (torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(6)[::2]):
-        for terms in (adamw.Terms(added=[(d, wrong)]), adamw.Terms(means=[(d, wrong, 1.0)])):
-            assert not terms.fit
-            with pytest.raises(RuntimeError, match="terms on the CPU"):
-                adamw.step([group], betas=(0.9, 0.99), eps=1e-8, terms=terms)
-    assert adamw.Terms(added=[(d, torch.ones(3))], means=[(d, torch.ones(3), 1.0)]).fit
+        assert adamw.Terms.fitting(1.0, [(d, wrong)]) is None
+        assert adamw.Terms.fitting(1.0, [], [], 0.0, [(d, wrong, 1.0)]) is None
+    assert adamw.Terms.fitting(1.0, [(d, torch.ones(3))], [], 0.0, [(d, torch.ones(3), 1.0)]) is not None
 
 
 def negative(*shape):

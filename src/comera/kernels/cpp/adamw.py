@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import chain
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -59,7 +59,8 @@ class Group(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a step adds to gradients as it reads them, and the running means that it updates (adamw.cpp)."""
+    """What a step adds to gradients as it reads them, and the running means that it updates (adamw.cpp): made by
+    `fitting` alone."""
 
     scale: float = 1.0
     """Of all gradients, before anything is added."""
@@ -71,24 +72,20 @@ class Terms(NamedTuple):
     means: Sequence[tuple[Tensor, Tensor, float]] = ()
     """Gates, the running mean of the squares of x g of each, and the weight of the next square."""
 
-    @property
-    def fit(self) -> bool:
-        """Whether the kernel supports them: plain tensors of their parameters' sizes."""
-        pairs = [*self.added, *((d, mean) for d, mean, _ in self.means)]
-        tensors = [tensor for _, tensor in pairs]
-        return are_plain(tensors) and all(d.numel() == tensor.numel() for d, tensor in pairs)
+    @classmethod
+    def fitting(cls, *fields: Any) -> "Terms | None":
+        """These terms; None if the kernel does not support them: they are plain tensors of their parameters' sizes."""
+        made = cls(*fields)
+        pairs = [*made.added, *((d, mean) for d, mean, _ in made.means)]
+        fits = are_plain([tensor for _, tensor in pairs]) and all(d.numel() == t.numel() for d, t in pairs)
+        return made if fits else None
 
 
 _NONE = Terms()
 
 
 def step(groups: Sequence[Group], *, betas: tuple[float, float], eps: float, terms: Terms = _NONE) -> None:
-    """Take a step of AdamW in place, as one call for all groups. Terms of parameters in no group count nothing.
-
-    Raises RuntimeError for terms that do not `fit`.
-    """
-    if not terms.fit:
-        raise RuntimeError("expected contiguous float32 terms on the CPU, of their parameters' sizes")
+    """Take a step of AdamW in place, as one call for all groups. Terms of parameters in no group count nothing."""
     gradients = words(g.data_ptr() for group in groups for g in group.gradients)
     params, states, sizes = (b"".join(parts) for parts in zip(*(group.held.memory for group in groups), strict=True))
     count = sum(len(group.gradients) for group in groups)

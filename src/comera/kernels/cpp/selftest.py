@@ -254,6 +254,7 @@ def _optimizer(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
     states = [t for p in params for t in (torch.zeros_like(p), torch.zeros_like(p), torch.tensor(0.0))]
     group = adamw.Held(params, states).group(came, [0.1] * len(params), [0.2] * len(params))
     assert group is not None
-    terms = adamw.Terms(0.5, [(gates, slope)], [core], 0.3, [(gates, mean, 0.05)])
+    terms = adamw.Terms.fitting(0.5, [(gates, slope)], [core], 0.3, [(gates, mean, 0.05)])
+    assert terms is not None
     adamw.step([group], betas=(0.9, 0.99), eps=1e-8, terms=terms)
     yield "adamw", [*params, mean], [*stepped, squares]
