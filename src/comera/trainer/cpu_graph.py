@@ -4,7 +4,7 @@
     replay  the same again, on the same memory: no Python, no autograd, no allocation between kernels
 
 With one sample, half of a compressed step is Python and autograd. Calls of kernels know their operands by address, so a
-tape holds the memory that was made while it recorded; large tensors take each other's, as in an eager step.
+tape holds the memory that was made while it recorded (recorded_memory.py).
 
 A recording is wrong if it has missed something: a value that Python read, a random number that Python drew. What reads
 values is refused where torch knows of it. And the first replays are compared with the step itself, on the batches of
@@ -13,8 +13,6 @@ the moment, to the bit: loss, gradients, buffers and the state of the random gen
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import c_float
-from functools import partial
 from itertools import starmap
 from operator import attrgetter
 from pathlib import Path
@@ -30,9 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from comera.kernels.cpp.library import check
-from comera.kernels.cpp.memory import LARGE, empty
+from comera.kernels.cpp.memory import block
 from comera.kernels.recording import values_unread
 from comera.trainer.cuda_graph import GraphedStep
+from comera.trainer.recorded_memory import Pool, vector
 from comera.trainer.task import Batch
 
 T = TypeVar("T")
@@ -42,6 +41,7 @@ CHECKED = 2  # replays that are compared with the step: on the batch that was re
 _TORCH = str(Path(torch.__file__).parent)
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+_OPTIONS = ("dtype", "layout", "device", "pin_memory")  # of a new tensor; one that is given has them
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _shape, _requires_grad = map(attrgetter, ("shape", "requires_grad"))
 _TO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which read without an operation
@@ -67,7 +67,8 @@ class RecordedPasses:
     ) -> None:
         self._passes, self._model, self._parameters = passes, model, parameters
         self._held = list(dict.fromkeys([*model.parameters(), *parameters, *model.buffers()]))
-        self.graphs = GraphedStep(self._run, CpuRecorder(list(model.buffers())), self._foundation, self._before_capture)
+        recorder = CpuRecorder(list(model.buffers()), self._forget)
+        self.graphs = GraphedStep(self._run, recorder, self._foundation, self._before_capture)
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
         """The loss; gradients are in `.grad`, until the next call."""
@@ -89,20 +90,22 @@ class RecordedPasses:
 
     def _before_capture(self) -> Callable[[], object]:
         """Nothing that was cached from these parameters may be used while recording, nor what is cached then later."""
-        mark = partial(increment_version, self._held)
-        mark()
-        return mark
+        self._forget()
+        return self._forget
+
+    def _forget(self) -> None:
+        increment_version(self._held)
 
 
 class CpuRecorder:
     """Records forward and backward; a `comera.trainer.cuda_graph.Recorder`.
 
-    buffers: of the model, which a step may write.
+    buffers: of the model, which a step may write. forget: makes what was computed from parameters and cached invalid.
     """
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._buffers = buffers
-        self._pool: Callable[[], _Pool | None] = lambda: None
+    def __init__(self, buffers: Sequence[Tensor], forget: Callable[[], object]) -> None:
+        self._buffers, self._forget = buffers, forget
+        self._pool: Callable[[], Pool | None] = lambda: None
 
     def warm_up(self, step: Callable[[], T], *, watch: bool) -> tuple[T, str]:
         """Run a step; watch: detect random draws by Python."""
@@ -113,11 +116,11 @@ class CpuRecorder:
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Record a step; what it writes to memory of others, and draws, is undone."""
-        pool = self._pool() or _Pool()
+        pool = self._pool() or Pool(block)
         self._pool = ref(pool)
         tape, left, restore = _Tape(pool), CHECKED, self._saved()
         try:
-            with values_unread(tape), _ReadsRefused(), tape:
+            with values_unread(tape, pool), _ReadsRefused(), tape:
                 result: Passes = step()
         finally:
             restore()
@@ -128,7 +131,9 @@ class CpuRecorder:
                 tape.replay()
                 return result
             left, restore = left - 1, self._saved()
-            expected = self._state(step())
+            with values_unread(memory=pool):  # what it makes is gone when the replay writes there
+                expected = self._state(step())
+            self._forget()
             restore()
             tape.replay()
             if not all(starmap(_same_bits, zip(expected, self._state(result), strict=True))):
@@ -165,50 +170,10 @@ class _ReadsRefused(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Pool:
-    """Memory of large tensors while steps are recorded. What is freed goes to the next one, in the order of the
-    recording, which is that of every replay; and to other recordings, which never run at the same time."""
-
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._free: list[tuple[int, int]] = []  # elements and address
-        self._lent: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}  # tensors that are alive, and their addresses
-
-    def lend(self, elements: int, take: Callable[[int], Tensor]) -> Tensor:
-        """A vector in the smallest free block that holds it, or in one from `take`."""
-        fits = [block for block in self._free if block[0] >= elements]
-        if fits:
-            block = min(fits)
-            self._free.remove(block)
-        else:
-            self._blocks.append(take(elements))
-            block = elements, self._blocks[-1].data_ptr()
-        vector = _vector(block[1], elements)
-        storage = vector.untyped_storage()
-        key = storage._cdata
-
-        def freed(_: object) -> None:
-            del self._lent[key]
-            self._free.append(block)
-
-        self._lent[key] = ref(storage, freed), block[1]
-        return vector
-
-    def address(self, tensor: Tensor) -> int | None:
-        """Where the memory of a tensor begins, if it is of this pool."""
-        lent = self._lent.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        return None if lent is None else lent[1]
-
-
-def _vector(at: int, elements: int) -> Tensor:
-    """Memory as float32 numbers, which the tensor does not hold."""
-    return torch.frombuffer((c_float * elements).from_address(at), dtype=torch.float32)
-
-
 class _Tape(TorchDispatchMode):
     """Records what runs inside it."""
 
-    def __init__(self, pool: _Pool) -> None:
+    def __init__(self, pool: Pool) -> None:
         super().__init__()
         self._pool = pool
         self._entries: list[Entry] = []
@@ -228,10 +193,6 @@ class _Tape(TorchDispatchMode):
                     storage = leaf.untyped_storage()
                     self._memory[storage._cdata] = storage
 
-    def large(self, elements: int, take: Callable[[int], Tensor]) -> Tensor:
-        """A vector of the pool."""
-        return self._pool.lend(elements, take)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads(func, args, kwargs or {}):
             raise RuntimeError(f"{_here()} reads values of a tensor, by {func}")
@@ -242,10 +203,14 @@ class _Tape(TorchDispatchMode):
         args, kwargs = self._by_memory(args), self._by_memory(kwargs or {})
         if func._schema.is_mutable or not made:
             self._entries.append((_again, (func, args, kwargs)))
-        elif fresh and func._overloadpacket not in _EMPTY:
+        elif fresh and func._overloadpacket in _EMPTY:
+            if _fits_pool(result):
+                result = self._pool.empty(*result.shape)
+                fresh = [result]
+        elif fresh:
             into = _out_variant(func)
-            if into is not None and isinstance(result, Tensor) and _is_large(result):
-                result = empty(*result.shape).copy_(result)
+            if into is not None and _fits_pool(result):
+                result = self._pool.empty(*result.shape).copy_(result)
                 made = fresh = [result]
             self._entries.append(_into(func, args, kwargs, self._by_memory(made), into))
         self.keep(*fresh)
@@ -260,7 +225,7 @@ class _Tape(TorchDispatchMode):
             if at is None:
                 return tensor.data
             elements = tensor.untyped_storage().nbytes() // 4
-            flat = _vector(at, elements).view(tensor.dtype)
+            flat = vector(at, elements).view(tensor.dtype)
             return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
         return tree_map_only(Tensor, alias, value)
@@ -291,19 +256,26 @@ def _into(func: Any, args: Any, kwargs: Any, kept: list[Tensor], into: tuple[Any
     """The entry of an operation that makes tensors: into their memory where its variant `into` writes there."""
     if into is None or len(kept) != len(into[1]):
         return _copied, (func, args, kwargs, kept)
-    return _again, (into[0], args, {**kwargs, **dict(zip(into[1], kept, strict=True))})
+    given = {name: value for name, value in kwargs.items() if name in _plain(into[0])}
+    return _again, (into[0], args, {**given, **dict(zip(into[1], kept, strict=True))})
 
 
 def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
     """The overload of an operation that writes into tensors which it is given, and the names of these."""
-    wanted = [(each.name, str(each.type)) for each in func._schema.arguments]
+    wanted = _plain(func)
     for name in func._overloadpacket.overloads():
         other = getattr(func._overloadpacket, name)
-        plain = [(each.name, str(each.type)) for each in other._schema.arguments if not each.is_out]
         outs = [each.name for each in other._schema.arguments if each.is_out]
-        if outs and plain == wanted:
+        plain = _plain(other)
+        made_by_out = {name for name in _OPTIONS if name not in plain}
+        if outs and list(plain.items()) == [each for each in wanted.items() if each[0] not in made_by_out]:
             return other, outs
     return None
+
+
+def _plain(func: Any) -> dict[str, str]:
+    """The types of an operation's arguments by name, but for those which it writes its results to."""
+    return {each.name: str(each.type) for each in func._schema.arguments if not each.is_out}
 
 
 def _here() -> str:
@@ -312,8 +284,10 @@ def _here() -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.nbytes >= LARGE and tensor.is_contiguous()
+def _fits_pool(made: Any) -> bool:
+    if not isinstance(made, Tensor) or made.device.type != "cpu":
+        return False
+    return made.dtype is torch.float32 and made.numel() > 0 and made.is_contiguous()
 
 
 def _reads(func: Any, args: Any, kwargs: Any) -> bool:

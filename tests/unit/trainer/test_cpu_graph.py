@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 import comera
 from comera.errors import IdError
-from comera.kernels.cpp import compiler
+from comera.kernels.cpp import compiler, memory
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.ops.cross_entropy import low_rank_cross_entropy
@@ -22,7 +22,8 @@ from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import LateStage
 from comera.recompute.blocks import recompute_
-from comera.trainer.cpu_graph import _Pool
+from comera.trainer.cuda_graph import WARM_UPS
+from comera.trainer.recorded_memory import Pool
 from comera.trainer.step import StepResult, TrainStep
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -130,8 +131,7 @@ MODELS = {"bert": (bert, of_class), "recompute": (recomputed, of_class), "llama"
 def test_recorded_steps_are_the_steps(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two lengths in turns, with dropout, in float32 and with tensors that are large for the pool of memory."""
     monkeypatch.setenv("COMERA_KERNELS", kernels)
-    for module in ("kernels.cpp.memory", "trainer.cpu_graph"):
-        monkeypatch.setattr(f"comera.{module}.LARGE", 2**10)
+    monkeypatch.setattr("comera.trainer.recorded_memory.LEAST", 2**10)
     (eager, _), (graph, _) = (make(mode, *MODELS[name]) for mode in ("eager", "graph"))
     ours = run(eager), state(eager)
     torch.manual_seed(2)
@@ -295,46 +295,49 @@ def test_what_a_recording_cannot_see_is_found_by_comparison() -> None:
     assert "what is recorded is not the step" in step.mode
 
 
-def test_memory_of_large_tensors_is_used_again() -> None:
-    pool, made = _Pool(), []
-
-    def take(elements: int) -> Tensor:
-        made.append(torch.zeros(elements))
-        return made[-1]
-
-    one, other = pool.lend(100, take), pool.lend(100, take)
-    address = one.data_ptr()
-    view = one.view(10, 10)
-    del one
-    third = pool.lend(100, take)
-    assert pool.address(view) == address
-    assert len({address, other.data_ptr(), third.data_ptr()}) == len(made) == 3
-    del view
-    smaller = pool.lend(90, take)
-    assert smaller.data_ptr() == address
-    assert len(made) == 3
-    assert pool.address(torch.zeros(100)) is None
-
-
 def test_recordings_of_several_lengths_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: list[_Pool] = []
+    pools: list[Pool] = []
 
-    class Seen(_Pool):
-        def __init__(self) -> None:
-            super().__init__()
+    class Seen(Pool):
+        def __init__(self, block: Callable[[int], torch.UntypedStorage]) -> None:
+            super().__init__(block)
             pools.append(self)
 
-    monkeypatch.setattr("comera.trainer.cpu_graph._Pool", Seen)
-    for module in ("kernels.cpp.memory", "trainer.cpu_graph"):
-        monkeypatch.setattr(f"comera.{module}.LARGE", 2**10)
+    monkeypatch.setattr("comera.trainer.cpu_graph.Pool", Seen)
+    for size in ("LEAST", "MOST"):
+        monkeypatch.setattr(f"comera.trainer.recorded_memory.{size}", 2**12)
     step, _ = make("graph", bert, of_class)
     run(step, 8, lengths=(12,))
     (pool,) = pools
-    alone = sum(block.numel() for block in pool._blocks)
+    alone = sum(block.nbytes() for block in pool._blocks)
     run(step, 12, lengths=(9, 11, 12))
     assert (step.mode, step.built) == ("graph", 3)
     assert pools == [pool]
-    assert sum(block.numel() for block in pool._blocks) < 2 * alone  # of three lengths
+    assert sum(block.nbytes() for block in pool._blocks) < 2 * alone  # of three lengths
+
+
+def test_comparing_a_replay_with_the_step_takes_the_memory_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, blocks = [], []
+    take, make_block = memory._taken, memory.block
+
+    def taken(*shape: int) -> Tensor:
+        made.append(shape)
+        return take(*shape)
+
+    def block(size: int) -> torch.UntypedStorage:
+        blocks.append(size)
+        return make_block(size)
+
+    monkeypatch.setattr("comera.kernels.cpp.memory.LARGE", 2**10)
+    monkeypatch.setattr("comera.kernels.cpp.memory._taken", taken)
+    monkeypatch.setattr("comera.trainer.cpu_graph.block", block)
+    step, _ = make("graph", bert, of_class)
+    run(step, WARM_UPS, lengths=(9,))
+    warm_ups = len(made)
+    run(step, 6, lengths=(9,))
+    assert step.built == 1
+    assert warm_ups > 0
+    assert len(made) - warm_ups == len(blocks) > 0
 
 
 def test_a_frozen_parameter_is_recorded_anew() -> None:

@@ -1,5 +1,6 @@
 """Memory for large tensors on a CPU: memory.cpp keeps it when they are freed and hands it whole to the next ones."""
 
+from contextlib import suppress
 from ctypes import byref, c_char_p, c_int64, c_void_p, py_object, pythonapi
 from math import prod
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from comera.kernels.cpp.library import call, dry_running, unavailable_reason, words
-from comera.kernels.recording import tape
+from comera.kernels.recording import memory
 from comera.kernels.select import asked
 
 LARGE = 2**20
@@ -33,18 +34,25 @@ def empty(*shape: int) -> Tensor:
     """An uninitialized float32 tensor; a large one in memory that goes to the next one when it is freed."""
     if dry_running():
         return torch.empty(shape, dtype=torch.float32, device="meta")
-    if (
-        LARGE <= 4 * prod(shape) < _MOST
-        and len(shape) <= _DIMENSIONS
-        and asked("memory") is not False
-        and unavailable_reason() is None
-    ):
-        try:
-            recorded_by = tape()
-            return _taken(*shape) if recorded_by is None else recorded_by.large(prod(shape), _taken).view(shape)
-        except MemoryError:
-            pass  # torch has the error for it
+    elements = prod(shape)
+    if elements > 0 and (own := memory()) is not None:
+        return own.empty(*shape)
+    if LARGE <= 4 * elements < _MOST and len(shape) <= _DIMENSIONS and _available():
+        with suppress(MemoryError):  # torch has the error for it
+            return _taken(*shape)
     return _FLOATS.new_empty(*shape) if shape else _FLOATS.new_empty(())  # as integers: faster than as a tuple
+
+
+def block(size: int) -> torch.UntypedStorage:
+    """Uninitialized memory of at least `size` bytes, for many tensors."""
+    if _available():
+        with suppress(MemoryError):
+            return _taken(-(-size // 4)).untyped_storage()
+    return torch.UntypedStorage(size)
+
+
+def _available() -> bool:
+    return asked("memory") is not False and unavailable_reason() is None
 
 
 def _taken(*shape: int) -> Tensor:
