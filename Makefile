@@ -89,8 +89,8 @@ bench: install
 	@$(BIN)/python benchmarks/lookup.py --seconds 0.3
 	@$(BIN)/python benchmarks/layer.py --seconds 0.5
 	@$(BIN)/python benchmarks/block_product.py --repeats 6
-	@$(BIN)/python benchmarks/heads.py
-	@$(BIN)/python benchmarks/decoder.py --repeats 12
+	@$(BIN)/python benchmarks/heads.py --repeats 8
+	@$(BIN)/python benchmarks/decoder.py --repeats 8
 	@$(BIN)/python benchmarks/optimizer.py
 	@$(BIN)/python benchmarks/projections.py times
 	@$(BIN)/python benchmarks/peers.py

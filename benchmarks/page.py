@@ -68,7 +68,8 @@ _SECTIONS = {
     ),
     "peers": (
         "Against what one would pick instead",
-        "`times_comera`: a side's step time or memory over CoMERA's in the same case.",
+        "`times_comera`: a side's step time or memory over CoMERA's in the same case and mode. `graph`: recorded once "
+        "and replayed, mode graph of the trainer, for any method.",
     ),
     "layer": ("One encoder layer by width", "`ratio`: forward and backward; `step_ratio`: with the optimizer."),
     "block_product": (
@@ -98,7 +99,10 @@ _SECTIONS = {
         "Projected gradients: the longest step",
         "Steps of the optimizer alone; `first_ms`: the one that makes the state, in no other column.",
     ),
-    "shrunk_step": ("The step after all ranks are cut to 0.2 of the size", "`speed`: compared with before."),
+    "shrunk_step": (
+        "The step after all ranks are cut to 0.2 of the size",
+        "`speed`: compared with before; both from recordings.",
+    ),
     "codebert": (
         "CodeBERT at full size",
         "A step of a few sequences of 512 tokens; `added_mb`: beyond an interpreter with its libraries.",

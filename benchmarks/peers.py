@@ -9,16 +9,20 @@ which serves what surrounds the layers of any method: attention, dropout, residu
 
 tensorly multiplies with one torch.einsum, which finds a good order through opt_einsum; "tensorly, plain" runs without.
 
+"graph": forward and backward recorded once and replayed without their Python (mode graph of the trainer), which serves
+every method. With 32 samples all run eager: recording LTE and tensorly takes minutes, and ratios of recorded steps are
+about the same (docs/log.md).
+
 Time: all sides of a case alternate in one process; medians. With one sample, where steps are short, each visit is three
 steps, and the first is not counted. What a method does only every n steps (GaLore's singular value decompositions every
 200, LTE's merge every 10) is timed in a step of its own and counted by its share: ((n - 1) · plain + with) / n.
 
 Memory: one process per side. Base: its resident memory after the libraries are imported and a tiny model has been
 trained with them. Then the model is made, and freed memory is returned. The result is the peak of three steps (two at
-batch 32) above the base: weights, gradients, optimizer state, activations, buffers. glibc is told to return freed
-memory at once, for every side: otherwise what it keeps depends on its thresholds more than on the method. "comera,
-recompute" is comera with `recompute_`; tensorly's steps take too long to measure. Ratios are a side's figure over
-comera's.
+batch 32, six from recordings) above the base: weights, gradients, optimizer state, activations, buffers. glibc is told
+to return freed memory at once, for every side: otherwise what it keeps depends on its thresholds more than on the
+method. "comera, recompute" is comera with `recompute_`; tensorly's steps take too long to measure. Ratios are a side's
+figure over that of comera in the same mode.
 
     python benchmarks/peers.py [--case "batch 1" ...] [--side galore ...] [--fast]      4 minutes
 """
@@ -34,8 +38,10 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch._dynamo  # optimizers import it at first use: counted as part of the libraries
@@ -55,10 +61,23 @@ from comera.trainer.step import TrainStep
 LENGTH, VOCABULARY = 128, 30_522
 Goals = dict[str, tuple[float | None, float | None]]
 OURS: Goals = {"comera": (None, None), "comera, recompute": (None, None)}
+UNMEASURED = ("tensorly", "galore, graph")  # whose memory takes too long to measure, or needs no figure
+FIRST = 6  # steps before a recording that is only replayed
 SLOW = ("lte", "tensorly", "tensorly, plain")  # at batch 32 they warm up on two samples
 # case: samples, timed steps, sides with their goals: their step time and their memory, over ours
 CASES: dict[str, tuple[int, int, Goals]] = {
-    "batch 1": (1, 8, {**OURS, "dense": (5, None), "cola": (None, None), "galore": (10, 20)}),
+    "batch 1": (
+        1,
+        6,
+        {
+            **OURS,
+            "comera, graph": (None, None),
+            "dense": (5, None),
+            "cola": (None, None),
+            "galore": (None, 20),
+            "galore, graph": (10, None),
+        },
+    ),
     "batch 32": (
         32,
         5,
@@ -77,7 +96,7 @@ class Side:
 
     def __init__(self, name: str, samples: int, *, tiny: bool = False) -> None:
         torch.manual_seed(0)
-        method, _, variant = name.partition(", ")
+        method, *variants = name.split(", ")
         config = preset(method, "tuned")  # type: ignore[arg-type]
         if tiny:
             config = replace(config, model=replace(config.model, hidden=96, layers=1, ffn=192))
@@ -86,15 +105,16 @@ class Side:
         mask = torch.ones(ids.shape, dtype=torch.bool)
         self.batch = ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)
         fuse_(model)
-        if variant == "recompute":
+        if "recompute" in variants:
             recompute_(model)
         self.applied = applied if isinstance(applied, Applied) else None
         if self.applied:
             self.optimizer = self.applied.optimizer(replace(config.train, lr=1e-4))
         else:
             self.optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        self.step = TrainStep(model.train(), example_loss, self.optimizer, max_grad_norm=1.0)
-        self.einsum = variant != "plain"
+        mode: Literal["eager", "graph"] = "graph" if "graph" in variants else "eager"
+        self.step = TrainStep(model.train(), example_loss, self.optimizer, max_grad_norm=1.0, mode=mode)
+        self.einsum = "plain" not in variants
         settings = config.baselines
         self.period = {"galore": settings.galore.update_proj_gap, "lte": settings.lte.merge_every}.get(method, 1)
 
@@ -128,10 +148,11 @@ def main() -> None:
         return
     for case in options.case:
         samples, repeats, goals = CASES[case]
-        wanted = ("comera", *(options.side or goals))
+        wanted = (*(side for side in ("comera", "comera, graph") if side in goals), *(options.side or goals))
         chosen = {side: goals.get(side, (None, None)) for side in dict.fromkeys(wanted)}
-        measured = [side for side in chosen if not options.fast and not side.startswith("tensorly")]
-        memory = {side: in_own_process(side, samples) for side in measured}
+        measured = [side for side in chosen if not options.fast and not side.startswith(UNMEASURED)]
+        with ThreadPoolExecutor(2) as two:  # nothing is timed meanwhile
+            memory = dict(zip(measured, two.map(partial(in_own_process, samples=samples), measured), strict=True))
         for row in compare(case, samples, chosen, memory, repeats=1 if options.fast else repeats):
             print(" ".join(f"{value!s:>12}" for value in row.values()), flush=True)
             if not options.fast:
@@ -150,7 +171,7 @@ def in_own_process(side: str, samples: int) -> int:
 def measure_memory(name: str, samples: int) -> int:
     """Peak bytes of the first steps above the base of interpreter and libraries."""
     tiny = Side(name, 1, tiny=True)
-    for _ in range(2):
+    for _ in range(FIRST if "graph" in name else 2):
         tiny.take()
     del tiny
     give_back()
@@ -158,7 +179,7 @@ def measure_memory(name: str, samples: int) -> int:
     side = Side(name, samples)
     give_back()
     reset_peak()
-    for _ in range(3 if samples == 1 else 2):  # from the second on, all of the optimizer's state exists
+    for _ in range(FIRST if "graph" in name else 3 if samples == 1 else 2):
         side.take()
     return meter.added
 
@@ -175,26 +196,35 @@ def compare(case: str, samples: int, goals: Goals, memory: dict[str, int], repea
     for name, side in sides.items():
         if name in SLOW and samples > 1:
             side.warm_up()
-        else:
+            continue
+        for _ in range(FIRST if "graph" in name else 1):
             side.take()
+        if "graph" in name and side.step.mode != "graph":
+            raise RuntimeError(f"{name} does not run from a recording: {side.step.mode}")
     runs: dict[str, Callable[[], object]] = {name: side.take for name, side in sides.items()}
     visit = 3 if samples == 1 else 1
     seconds = {
         name: statistics.median(times) for name, times in in_turns(runs, repeats, warm_ups=0, visit=visit).items()
     }
+    extra: dict[
+        str, float
+    ] = {}  # seconds a step of what a method does only every `period` steps, the same in all modes
     for name, side in sides.items():
-        if side.period > 1:
+        method = name.partition(", ")[0]
+        if side.period > 1 and method not in extra:
             (times,) = in_turns({name: side.work}, 1, warm_ups=0).values()
-            seconds[name] += (times[0] - seconds[name]) / side.period
+            extra[method] = (times[0] - seconds[name]) / side.period
+        seconds[name] += extra.get(method, 0.0)
     for name, (time_goal, memory_goal) in goals.items():
+        ours = "comera, graph" if "graph" in name else "comera"
         yield {
             "case": case,
             "side": name,
             "step_ms": f"{seconds[name] * 1e3:.1f}",
-            "times_comera": f"{seconds[name] / seconds['comera']:.2f}",
+            "times_comera": f"{seconds[name] / seconds[ours]:.2f}",
             "time_goal": time_goal or "",
             "memory_mb": f"{memory[name] / MB:.1f}" if name in memory else "",
-            "memory_times_comera": f"{memory[name] / memory['comera']:.2f}" if name in memory else "",
+            "memory_times_comera": f"{memory[name] / memory[ours]:.2f}" if name in memory else "",
             "memory_goal": memory_goal or "",
             "repeats": repeats,
         }

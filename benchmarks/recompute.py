@@ -19,15 +19,16 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 import torch._dynamo  # optimizers and modes import it at first use: counted as part of the libraries
-from common import about, write
+from common import about, in_turns, write
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -132,6 +133,15 @@ def measure_memory(options: argparse.Namespace) -> None:
     print(json.dumps({"peak": meter.peak, "added": meter.added}))
 
 
+def in_own_process(options: argparse.Namespace, side: str) -> dict[str, int]:
+    """`measure_memory` in a fresh process."""
+    command = [sys.executable, __file__, "--memory", side, "--batch", str(options.batch)]
+    command += ["--length", str(options.length), "--threads", str(options.threads)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, int] = json.loads(printed.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
@@ -149,21 +159,11 @@ def main() -> None:
 def compare(options: argparse.Namespace) -> None:
     """Measure all sides and write the rows."""
     torch.set_num_threads(options.threads)
-    memory = {}
-    for side in SIDES:
-        command = [sys.executable, __file__, "--memory", side, "--batch", str(options.batch)]
-        command += ["--length", str(options.length), "--threads", str(options.threads)]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        memory[side] = json.loads(printed.splitlines()[-1])
+    with ThreadPoolExecutor(2) as two:  # nothing is timed meanwhile
+        memory = dict(zip(SIDES, two.map(partial(in_own_process, options), SIDES), strict=True))
     least = {side: count_least(side, options) for side in SIDES}
     steps = {side: make_step(side, options.batch, options.length) for side in SIDES}
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    for repeat in range(options.repeats + 2):
-        for side, step in steps.items():
-            started = time.perf_counter()
-            step()
-            if repeat >= 2:  # the first steps make plans, state and memory
-                seconds[side].append(time.perf_counter() - started)
+    seconds = in_turns(steps, options.repeats)
     rows = []
     for side, times in seconds.items():
         p20, _, _, p80 = statistics.quantiles(times, n=5)

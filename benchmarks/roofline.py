@@ -180,7 +180,7 @@ def main() -> None:
         found, parts = measure(name, steps, options.repeats, visit=4 if batch_size == 1 else 1)
         rows, operations = rows + found, operations + parts
         del steps
-    rows += measure(CUT, make_steps(CUT_SHAPE, TARGET, multiple=1, dropout=0.1)[0], options.repeats, visit=2)[0]
+    rows += measure(CUT, make_steps(CUT_SHAPE, TARGET, 1, 0.1, "eager")[0], options.repeats, visit=2)[0]
     write("roofline", rows)
     write("roofline_operations", operations)
 

@@ -1,7 +1,8 @@
 """What a cut does to a step: the six-encoder MNLI transformer before and after rounding to a fraction of its size.
 
-The same batch (32 pairs of 48 tokens, about the length of MNLI's pairs) and optimizer, float32; steps of the two models
-alternate in one process, and the ratio is that of the medians.
+The same batch (32 pairs of 48 tokens, about the length of MNLI's pairs) and optimizer, float32, forward and backward
+from recordings (mode graph of the trainer). Steps of the two models alternate in one process, and the ratio is that of
+the medians.
 
     python benchmarks/shrunk_step.py [--target 0.2] [--batch 32] [--length 48] [--repeats 15]      2 minutes
 """
@@ -11,13 +12,13 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
-from common import about, write
+from common import about, in_turns, write
 from torch import nn
 
 import comera
@@ -30,6 +31,7 @@ from comera.recipes.mnli.recipe import build_model, preset
 from comera.trainer.step import TrainStep
 
 SETTINGS = ((1, 0.1), (8, 0.1), (1, 0.0))  # multiple of the ranks, dropout
+FIRST = 6  # steps before a recording that is only replayed
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def make_steps(
-    shape: tuple[int, int], target: float, multiple: int, dropout: float
+    shape: tuple[int, int], target: float, multiple: int, dropout: float, mode: Literal["eager", "graph"]
 ) -> tuple[dict[str, Callable[[], object]], dict[str, nn.Module]]:
     """A step of each model on one batch of this shape, before and after the cut, and the models."""
     torch.manual_seed(0)
@@ -62,20 +64,19 @@ def make_steps(
     for name, model in models.items():
         fuse_(model)
         optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-        steps[name] = partial(TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0), [batch])
+        step = TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0, mode=mode)
+        steps[name] = partial(step, [batch])
+        for _ in range(FIRST if mode == "graph" else 0):
+            step([batch])
+        if step.mode != mode:
+            raise RuntimeError(f"the step {name} the cut runs in mode {step.mode}")
     return steps, models
 
 
 def measure(options: argparse.Namespace, multiple: int, dropout: float) -> list[dict[str, object]]:
     """Time both models in turns."""
-    steps, models = make_steps((options.batch, options.length), options.target, multiple, dropout)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(options.repeats + 2):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            if repeat >= 2:  # the first steps make plans, state and memory
-                seconds[name].append(time.perf_counter() - started)
+    steps, models = make_steps((options.batch, options.length), options.target, multiple, dropout, "graph")
+    seconds = in_turns(steps, options.repeats)
     rows = []
     for name, values in seconds.items():
         p20, _, _, p80 = statistics.quantiles(values, n=5)

@@ -128,7 +128,7 @@ def main() -> None:
     if precision == "bf16":
         seconds = in_turns({side: steps.pop(side) for side in sides if side.startswith("dense")}, 1, warm_ups=0)
     visit = 4 if batch_size == 1 else 1
-    seconds |= in_turns(steps, options.repeats * visit, visit=visit)
+    seconds |= in_turns(steps, options.repeats * (2 if visit > 1 else 1), warm_ups=1, visit=visit)
     rows = []
     dense = min(statistics.median(times) for side, times in seconds.items() if side.startswith("dense"))
     for side, times in seconds.items():

@@ -132,21 +132,24 @@ class CpuRecorder:
                 return result
             left, restore = left - 1, self._saved()
             with values_unread(memory=pool):  # what it makes is gone when the replay writes there
-                expected = self._state(step())
+                made: Passes = step()
+                expected = [
+                    *(t.clone() if t is not None and pool.address(t) else t for t in _tensors(made)),
+                    *self._changed(),
+                ]
             self._forget()
             restore()
             tape.replay()
-            if not all(starmap(_same_bits, zip(expected, self._state(result), strict=True))):
+            if not all(starmap(_same_bits, zip(expected, [*_tensors(result), *self._changed()], strict=True))):
                 restore()
                 raise RuntimeError("what is recorded is not the step: something in it depends on what was not recorded")
             return result
 
         return replay
 
-    def _state(self, made: Passes) -> list[Tensor | None]:
-        """Copies of all that a step makes and changes."""
-        found = (made.loss, *made.gradients, *self._buffers)
-        return [*(None if tensor is None else tensor.detach().clone() for tensor in found), torch.get_rng_state()]
+    def _changed(self) -> list[Tensor]:
+        """Copies of what a step changes."""
+        return [*(buffer.clone() for buffer in self._buffers), torch.get_rng_state()]
 
     def _saved(self) -> Callable[[], None]:
         """What gives buffers and the random generator what they have now."""
@@ -302,6 +305,10 @@ def _reads(func: Any, args: Any, kwargs: Any) -> bool:
 def _place(tensor: Tensor) -> int:
     """Which memory a tensor has; its own, if it is sparse."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _tensors(made: Passes) -> list[Tensor | None]:
+    return [made.loss.detach(), *made.gradients]
 
 
 def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
