@@ -17,6 +17,7 @@ import torch
 from comera.kernels import float32_products
 
 RESULTS = Path(__file__).parent / "results"
+FIRST = 6  # steps of mode graph: from the fifth on a recording is only replayed
 if not torch.cuda.is_available():
     float32_products.use_fastest("cpu")  # as trainer.fit does, and for all sides: the best that a user can choose
 
@@ -102,6 +103,14 @@ def step_times(cases: Iterable[str], step_time: Callable[[str], float], rounds: 
         name: {"step_ms": f"{min(own) * 1e3:.4g}", "spread": f"{statistics.median(own) / min(own) - 1:.2f}"}
         for name, own in seconds.items()
     }
+
+
+def record(take: Callable[[], object], step: Any) -> None:
+    """Take steps, by a TrainStep, until their recording is only replayed. Raises RuntimeError if they have none."""
+    for _ in range(FIRST):
+        take()
+    if step.mode != "graph":
+        raise RuntimeError(f"expected steps from recordings, got mode {step.mode}")
 
 
 def in_turns(

@@ -11,7 +11,7 @@ tensorly multiplies with one torch.einsum, which finds a good order through opt_
 
 "graph": forward and backward recorded once and replayed without their Python (mode graph of the trainer), which serves
 every method. With 32 samples all run eager: recording LTE and tensorly takes minutes, and ratios of recorded steps are
-about the same (docs/log.md).
+about the same (`--case "batch 32" --side "lte, graph" "tensorly, graph" --fast`).
 
 Time: all sides of a case alternate in one process; medians. With one sample, where steps are short, each visit is three
 steps, and the first is not counted. What a method does only every n steps (GaLore's singular value decompositions every
@@ -45,7 +45,7 @@ from typing import Any, Literal
 
 import torch
 import torch._dynamo  # optimizers import it at first use: counted as part of the libraries
-from common import about, in_turns, update
+from common import FIRST, about, in_turns, record, update
 
 from comera.baselines import Applied
 from comera.fusion import fuse_
@@ -62,7 +62,6 @@ LENGTH, VOCABULARY = 128, 30_522
 Goals = dict[str, tuple[float | None, float | None]]
 OURS: Goals = {"comera": (None, None), "comera, recompute": (None, None)}
 UNMEASURED = ("tensorly", "galore, graph")  # whose memory takes too long to measure, or needs no figure
-FIRST = 6  # steps before a recording that is only replayed
 SLOW = ("lte", "tensorly", "tensorly, plain")  # at batch 32 they warm up on two samples
 # case: samples, timed steps, sides with their goals: their step time and their memory, over ours
 CASES: dict[str, tuple[int, int, Goals]] = {
@@ -139,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     sides = list(dict.fromkeys(side for _, _, goals in CASES.values() for side in (*goals, "tensorly, plain")))
+    sides += [f"{side}, graph" for side in sides if "graph" not in side and f"{side}, graph" not in sides]
     parser.add_argument("--side", nargs="+", choices=sides, help="to compare with comera (default: those of the case)")
     parser.add_argument("--fast", action="store_true", help="one timed step per side, no memory, no file")
     parser.add_argument("--memory", nargs=2, metavar=("SIDE", "SAMPLES"), help=argparse.SUPPRESS)
@@ -148,7 +148,9 @@ def main() -> None:
         return
     for case in options.case:
         samples, repeats, goals = CASES[case]
-        wanted = (*(side for side in ("comera", "comera, graph") if side in goals), *(options.side or goals))
+        others = options.side or list(goals)
+        ours = ("comera", "comera, graph") if any("graph" in side for side in others) else ("comera",)
+        wanted = (*ours, *others)
         chosen = {side: goals.get(side, (None, None)) for side in dict.fromkeys(wanted)}
         measured = [side for side in chosen if not options.fast and not side.startswith(UNMEASURED)]
         with ThreadPoolExecutor(2) as two:  # nothing is timed meanwhile
@@ -197,18 +199,16 @@ def compare(case: str, samples: int, goals: Goals, memory: dict[str, int], repea
         if name in SLOW and samples > 1:
             side.warm_up()
             continue
-        for _ in range(FIRST if "graph" in name else 1):
+        if "graph" in name:
+            record(side.take, side.step)
+        else:
             side.take()
-        if "graph" in name and side.step.mode != "graph":
-            raise RuntimeError(f"{name} does not run from a recording: {side.step.mode}")
     runs: dict[str, Callable[[], object]] = {name: side.take for name, side in sides.items()}
     visit = 3 if samples == 1 else 1
     seconds = {
         name: statistics.median(times) for name, times in in_turns(runs, repeats, warm_ups=0, visit=visit).items()
     }
-    extra: dict[
-        str, float
-    ] = {}  # seconds a step of what a method does only every `period` steps, the same in all modes
+    extra: dict[str, float] = {}  # seconds a step, in all modes, of what a method does only every `period` steps
     for name, side in sides.items():
         method = name.partition(", ")[0]
         if side.period > 1 and method not in extra:

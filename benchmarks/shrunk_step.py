@@ -18,7 +18,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from common import about, in_turns, write
+from common import about, in_turns, record, write
 from torch import nn
 
 import comera
@@ -31,7 +31,6 @@ from comera.recipes.mnli.recipe import build_model, preset
 from comera.trainer.step import TrainStep
 
 SETTINGS = ((1, 0.1), (8, 0.1), (1, 0.0))  # multiple of the ranks, dropout
-FIRST = 6  # steps before a recording that is only replayed
 
 
 def main() -> None:
@@ -66,10 +65,8 @@ def make_steps(
         optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
         step = TrainStep(model.train(), example_loss, optimizer, max_grad_norm=1.0, mode=mode)
         steps[name] = partial(step, [batch])
-        for _ in range(FIRST if mode == "graph" else 0):
-            step([batch])
-        if step.mode != mode:
-            raise RuntimeError(f"the step {name} the cut runs in mode {step.mode}")
+        if mode == "graph":
+            record(steps[name], step)
     return steps, models
 
 

@@ -24,10 +24,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from common import about, in_turns, update
+from common import about, in_turns, record, update
 from torch import nn
 
 from comera.baselines import Method
@@ -56,7 +57,6 @@ LLAMA = "Llama-style, 4 × 256"
 SIDES = ("dense", "compressed", "fused")
 RECORDED = ("dense, graph", "fused, graph")
 COMPILED = ("dense, compiled", "compressed, compiled")
-FIRST = 5  # steps before a recording that is only replayed
 
 
 def make_batch(name: str) -> ExampleBatch | Batch:
@@ -97,11 +97,10 @@ def make_step(side: str, batch: ExampleBatch | Batch, dropout: float, precision:
     step = TrainStep(
         model.train(), loss, optimizer, max_grad_norm=1.0, precision=precision, mode=mode, controller=ranks
     )
-    for _ in range(FIRST if mode == "graph" else 0):
-        step([batch])
-    if mode == "graph" and step.mode != "graph":
-        raise RuntimeError(f"{side} does not run from a recording: {step.mode}")
-    return lambda: step([batch])
+    take = partial(step, [batch])
+    if mode == "graph":
+        record(take, step)
+    return take
 
 
 def main() -> None:

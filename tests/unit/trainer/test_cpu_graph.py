@@ -129,9 +129,10 @@ MODELS = {"bert": (bert, of_class), "recompute": (recomputed, of_class), "llama"
 @pytest.mark.parametrize("kernels", ["all", "none"])
 @pytest.mark.parametrize("name", MODELS)
 def test_recorded_steps_are_the_steps(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two lengths in turns, with dropout, in float32 and with tensors that are large for the pool of memory."""
+    """Of two lengths in turns, with dropout, in float32, with tensors that are large for the pools of memory."""
     monkeypatch.setenv("COMERA_KERNELS", kernels)
-    monkeypatch.setattr("comera.trainer.recorded_memory.LEAST", 2**10)
+    for size in ("kernels.cpp.memory.LARGE", "trainer.recorded_memory.LEAST"):
+        monkeypatch.setattr(f"comera.{size}", 2**10)
     (eager, _), (graph, _) = (make(mode, *MODELS[name]) for mode in ("eager", "graph"))
     ours = run(eager), state(eager)
     torch.manual_seed(2)

@@ -38,7 +38,6 @@ def test_no_two_tensors_share_memory() -> None:
         else:
             elements = choose.choice([1, 3, 16, 100, 5000, LEAST // 4 + 1 if k % 50 == 0 else 2])
             alive.append(pool.empty(elements).fill_(k))
-    tensor = torch.zeros(1)
     values = [float(tensor[0]) for tensor in alive]
     assert len(set(values)) == len(values)
     assert all(bool((tensor == value).all()) for tensor, value in zip(alive, values, strict=True))
