@@ -12,7 +12,7 @@ the moment, to the bit: loss, gradients, buffers and the state of the random gen
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import starmap
 from operator import attrgetter
 from pathlib import Path
@@ -31,7 +31,7 @@ from comera.kernels.cpp.library import check
 from comera.kernels.cpp.memory import block
 from comera.kernels.recording import values_unread
 from comera.trainer.cuda_graph import GraphedStep
-from comera.trainer.recorded_memory import Pool, vector
+from comera.trainer.recorded_memory import Pool
 from comera.trainer.task import Batch
 
 T = TypeVar("T")
@@ -50,9 +50,8 @@ _TO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which read withou
 class Passes:
     """What forward and backward make: the loss, and the gradient of each parameter, None for one that has none."""
 
-    def __init__(self, loss: Tensor, parameters: Iterable[Tensor]) -> None:
-        self.loss = loss
-        self.gradients = [p.grad for p in parameters]
+    def __init__(self, loss: Tensor, gradients: list[Tensor | None]) -> None:
+        self.loss, self.gradients = loss, gradients
 
 
 class RecordedPasses:
@@ -71,7 +70,7 @@ class RecordedPasses:
         self.graphs = GraphedStep(self._run, recorder, self._foundation, self._before_capture)
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
-        """The loss; gradients are in `.grad`, until the next call."""
+        """The loss; gradients are in `.grad`, until the next call, which may write there."""
         made: Passes = self.graphs(batches)
         for p, gradient in zip(self._parameters, made.gradients, strict=True):
             p.grad = gradient
@@ -81,7 +80,7 @@ class RecordedPasses:
         for p in self._parameters:
             p.grad = None
         with values_unread():  # so that a step is the same to the bit, recorded or not, and so is a resumed run
-            return Passes(self._passes(batches), self._parameters)
+            return Passes(self._passes(batches), [p.grad for p in self._parameters])
 
     def _foundation(self) -> object:
         """What a recording depends on."""
@@ -121,7 +120,7 @@ class CpuRecorder:
         tape, left, restore = _Tape(pool), CHECKED, self._saved()
         try:
             with values_unread(tape, pool), _ReadsRefused(), tape:
-                result: Passes = step()
+                result = _handed_on(step(), pool)
         finally:
             restore()
 
@@ -134,7 +133,7 @@ class CpuRecorder:
             with values_unread(memory=pool):  # what it makes is gone when the replay writes there
                 made: Passes = step()
                 expected = [
-                    *(t.clone() if t is not None and pool.address(t) else t for t in _tensors(made)),
+                    *(t.clone() if t is not None and t in pool else t for t in _tensors(made)),
                     *self._changed(),
                 ]
             self._forget()
@@ -192,7 +191,7 @@ class _Tape(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided:
                     raise RuntimeError(f"recordings support dense tensors, the step makes one of layout {leaf.layout}")
-                if self._pool.address(leaf) is None:
+                if leaf not in self._pool:
                     storage = leaf.untyped_storage()
                     self._memory[storage._cdata] = storage
 
@@ -224,12 +223,7 @@ class _Tape(TorchDispatchMode):
         autograd hands on has no other name; and as ones that do not hold it, if it is of the pool."""
 
         def alias(tensor: Tensor) -> Tensor:
-            at = self._pool.address(tensor)
-            if at is None:
-                return tensor.data
-            elements = tensor.untyped_storage().nbytes() // 4
-            flat = vector(at, elements).view(tensor.dtype)
-            return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            return self._pool.alias(tensor) if tensor in self._pool else tensor.data
 
         return tree_map_only(Tensor, alias, value)
 
@@ -309,6 +303,15 @@ def _place(tensor: Tensor) -> int:
 
 def _tensors(made: Passes) -> list[Tensor | None]:
     return [made.loss.detach(), *made.gradients]
+
+
+def _handed_on(made: Passes, pool: Pool) -> Passes:
+    """The same in memory that other recordings take, too: results are read before the next replay."""
+
+    def alias(tensor: Tensor) -> Tensor:
+        return pool.alias(tensor, hold=True) if tensor in pool else tensor
+
+    return Passes(alias(made.loss.detach()), [None if t is None else alias(t) for t in made.gradients])
 
 
 def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:

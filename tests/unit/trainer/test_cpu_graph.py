@@ -1,5 +1,6 @@
 """Mode graph on a CPU: forward and backward from recordings are those of the step, to the bit, or are refused."""
 
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -306,15 +307,29 @@ def test_recordings_of_several_lengths_share_their_memory(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("comera.trainer.cpu_graph.Pool", Seen)
     for size in ("LEAST", "MOST"):
-        monkeypatch.setattr(f"comera.trainer.recorded_memory.{size}", 2**12)
+        monkeypatch.setattr(f"comera.trainer.recorded_memory.{size}", 2**16)
+    held = []
+    for lengths in ((12,), (12, 11, 9)):
+        pools.clear()
+        step, _ = make("graph", bert, of_class)
+        run(step, 12, lengths=lengths)
+        assert (step.mode, step.built) == ("graph", len(lengths))
+        (pool,) = pools
+        held.append(sum(block.nbytes() for block in pool._blocks))
+    assert held[1] == held[0]  # what the longest takes; its gradients, too, are read before the next replay
+
+
+def test_gradients_outlive_their_recording() -> None:
     step, _ = make("graph", bert, of_class)
-    run(step, 8, lengths=(12,))
-    (pool,) = pools
-    alone = sum(block.nbytes() for block in pool._blocks)
-    run(step, 12, lengths=(9, 11, 12))
-    assert (step.mode, step.built) == ("graph", 3)
-    assert pools == [pool]
-    assert sum(block.nbytes() for block in pool._blocks) < 2 * alone  # of three lengths
+    run(step, 6, lengths=(9,))
+    assert step.mode == "graph"
+    gradients = [p.grad for p in step.model.parameters() if p.grad is not None]
+    values = [gradient.clone() for gradient in gradients]
+    del step
+    gc.collect()
+    others = [memory.empty(2**20).fill_(7.0) for _ in range(8)]  # which take what was freed
+    assert len(others) == 8
+    assert all(map(torch.equal, gradients, values))
 
 
 def test_comparing_a_replay_with_the_step_takes_the_memory_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 """Memory of what a recording makes."""
 
 import random
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
 
-from comera.trainer.recorded_memory import LEAST, LINE, Pool
+from comera.trainer.recorded_memory import LEAST, LINE, Pool, vector
 
 
 def test_memory_is_used_again_and_joined() -> None:
@@ -16,8 +17,8 @@ def test_memory_is_used_again_and_joined() -> None:
     assert all(address % LINE == 0 for address in addresses)
     view = one.view(100)
     del one
-    assert pool.address(view) == addresses[0]
-    assert pool.address(torch.zeros(100)) is None
+    assert view in pool
+    assert torch.zeros(100) not in pool
     assert pool.empty(100).data_ptr() not in addresses  # the view is alive
     del view, two
     assert pool.empty(200).data_ptr() == addresses[0]  # of both
@@ -43,7 +44,56 @@ def test_no_two_tensors_share_memory() -> None:
     assert all(bool((tensor == value).all()) for tensor, value in zip(alive, values, strict=True))
     held = sum(block.nbytes() for block in pool._blocks)
     alive.clear()
-    assert held - sum(end - at for at, end in pool._free) <= LINE * len(pool._blocks)
+    assert held - sum(end - at for _, at, end in pool._free) <= LINE * len(pool._blocks)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_where_blocks_lie_changes_nothing(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest block that holds a tensor is taken, whatever the addresses; blocks side by side are not joined."""
+    monkeypatch.setattr("comera.trainer.recorded_memory.MOST", LEAST)
+    size = LEAST  # without the line more that is asked for: these begin at one
+    whole = torch.UntypedStorage(3 * size + LINE)
+    start = -(-whole.data_ptr() // LINE) * LINE
+    places = iter(order)
+
+    def block(asked: int) -> torch.UntypedStorage:
+        assert asked == size + LINE
+        return vector(start + next(places) * size, size // 4).untyped_storage()
+
+    pool = Pool(block)
+    tensors = [pool.empty(LEAST // 4) for _ in order]
+    assert [(t.data_ptr() - start) // size for t in tensors] == list(order)
+    tensors.clear()
+    assert len(pool._free) == len(order)
+    assert (pool.empty(1).data_ptr() - start) // size == order[0]
+
+
+def test_the_memory_of_an_alias_goes_to_the_next_tensor() -> None:
+    pool = Pool(torch.UntypedStorage)
+    tensor = pool.empty(4, 6).fill_(1.0)
+    alias = pool.alias(tensor[1:].T, hold=True)
+    assert (alias.shape, alias.stride()) == ((6, 3), (1, 6))
+    assert alias not in pool
+    del tensor
+    pool.empty(24).fill_(2.0)
+    assert bool((alias == 2.0).all())
+
+
+def test_a_block_lives_as_long_as_a_tensor_of_it() -> None:
+    blocks = []
+
+    def block(size: int) -> torch.UntypedStorage:
+        made = torch.UntypedStorage(size)
+        blocks.append(ref(made))
+        return made
+
+    pool = Pool(block)
+    tensor = pool.empty(5)
+    alias = pool.alias(tensor, hold=True)
+    del pool, tensor
+    assert blocks[0]() is not None
+    del alias
+    assert blocks[0]() is None
 
 
 def test_a_failed_request_leaves_nothing_behind() -> None:
