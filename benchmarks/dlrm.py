@@ -2,11 +2,13 @@
 
 size      parameters of the model and of its tables at each width, counted without allocating them.
 memory    what a model, its gradients, the optimizer and a few steps add to an interpreter with its libraries: the peak
-          of a fresh process per side. Dense at the largest width does not fit and is estimated.
+          of a fresh process per side, ours with recorded steps. Dense at the largest width does not fit; that is an
+          estimate.
 quality   held-out normalized cross-entropy on the last seventh of the rows, validation and test together, after one
           pass over the others; with a late stage, and over several seeds.
-speed     training samples per second; steps of the sides alternate in one process. `without tables`: the dense model
-          with one row in each table, all of whose time but that of the tables our side has, too.
+speed     training samples per second; steps of the sides alternate in one process. Ours run from recordings, as
+          `--train.mode graph` has them, and eager; sparse gradients of dense tables cannot be recorded. `without
+          tables`: the dense model with one row in each table, recorded, all of whose time our side has, too.
 
     python benchmarks/dlrm.py [--part size memory quality speed] [--path train.txt.gz]
 
@@ -24,11 +26,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._dynamo  # optimizers import it at first use: counted as part of the libraries
-from common import about, in_turns, update
+from common import FIRST, about, in_turns, record, update
 
 from comera.baselines import Method
 from comera.nn.size import model_size
@@ -49,7 +51,8 @@ PARTS = ("size", "memory", "quality", "speed")
 DIMS = (16, 128)
 KEY = ("part", "figure", "method", "optimizer", "dim", "seed")
 GB, MB = 10**9, 10**6
-STEPS = 5
+STEPS = FIRST + 2
+MODES: dict[str, Literal["eager", "graph"]] = {"dense": "eager", "comera": "graph", "comera, eager": "eager"}
 WITHOUT = "without tables"
 
 Row = dict[str, Any]
@@ -84,28 +87,33 @@ def size(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def make_step(
-    options: argparse.Namespace, config: DLRMTaskConfig, data: ClickData, sizes: Sequence[int] = KAGGLE_TABLES
-) -> Callable[[], object]:
-    """A training step of one side, on the next batch each time. sizes: rows of the tables."""
+    options: argparse.Namespace,
+    method: Method,
+    dim: int,
+    optimizer: OptimizerName,
+    data: ClickData,
+    mode: Literal["eager", "graph"] = "eager",
+    sizes: Sequence[int] = KAGGLE_TABLES,
+) -> tuple[TrainStep, Callable[[], object]]:
+    """A training step of one side, and what takes it on the next batch each time. sizes: rows of the tables."""
+    config = configuration(options, method, dim, optimizer)
     model, _ = build_model(config, sizes)
-    optimizer = named_optimizer(model, config.train)
-    step = TrainStep(model, click_loss, optimizer)
+    step = TrainStep(model, click_loss, named_optimizer(model, config.train), mode=mode)
     batches = (data.train_batch(index, options.batch, 0) for index in range(10**9))
     if sizes != KAGGLE_TABLES:
         batches = (batch._replace(ids=torch.remainder(batch.ids, torch.tensor(sizes))) for batch in batches)
-    return lambda: step([next(batches)])
+    return step, lambda: step([next(batches)])
 
 
 def added(options: argparse.Namespace) -> None:
     """Print the bytes that one side adds to this process, a fresh one."""
     method, optimizer, dim = options.added
-    config = configuration(options, method, int(dim), optimizer)
-    data = prepare(config.data, quiet=True)
+    data = prepare(configuration(options, method, int(dim), optimizer).data, quiet=True)
     data.train_batch(0, options.batch, 0)  # maps its columns, which are not part of training
     meter = MemoryMeter.start()
-    step = make_step(options, config, data)
+    _, take = make_step(options, method, int(dim), optimizer, data, MODES.get(method, "eager"))
     for _ in range(STEPS):
-        step()
+        take()
     print(json.dumps({"added": meter.added}))
 
 
@@ -179,35 +187,33 @@ def quality(options: argparse.Namespace) -> Iterator[Row]:
 def speed(options: argparse.Namespace) -> Iterator[Row]:
     """Samples per second: dense with Adagrad on sparse gradients, its only fast way, against ours with Adagrad and
     AdamW; then dense with AdamW and its dense gradients."""
-    rounds: tuple[tuple[tuple[Method, OptimizerName], ...], ...] = (
-        (("dense", "adagrad"), ("comera", "adagrad"), ("comera", "adamw")),
-        (("dense", "adamw"), ("comera", "adamw")),
+    rounds: tuple[tuple[OptimizerName, tuple[OptimizerName, ...]], ...] = (
+        ("adagrad", ("adagrad", "adamw")),
+        ("adamw", ("adamw",)),
     )
-    for sides in rounds:
-        configs = {" ".join(side): configuration(options, side[0], 16, side[1]) for side in sides}
-        data = prepare(configs[" ".join(sides[0])].data, quiet=True)
-        steps = {name: make_step(options, config, data) for name, config in configs.items()}
-        steps[WITHOUT] = make_step(options, configs[" ".join(sides[0])], data, [1] * len(KAGGLE_TABLES))
+    for of_dense, optimizers in rounds:
+        data = prepare(configuration(options, "dense", 16, of_dense).data, quiet=True)
+        sides = [("dense", of_dense)] + [(side, each) for each in optimizers for side in MODES if side != "dense"]
+        steps: dict[str, Callable[[], object]] = {}
+        for side, optimizer in sides:
+            method: Method = "dense" if side == "dense" else "comera"
+            step, steps[f"{side} {optimizer}"] = make_step(options, method, 16, optimizer, data, MODES[side])
+            if MODES[side] == "graph":
+                record(steps[f"{side} {optimizer}"], step)
+        step, steps[WITHOUT] = make_step(options, "dense", 16, of_dense, data, "graph", [1] * len(KAGGLE_TABLES))
+        record(steps[WITHOUT], step)
         seconds = {name: statistics.median(times) for name, times in in_turns(steps, options.repeats).items()}
-        against = f"against dense {sides[0][1]}"
-        limit = seconds[" ".join(sides[0])] / seconds.pop(WITHOUT)
-        yield row("speed", f"times faster than dense {sides[0][1]}", limit, WITHOUT, 16, note=against)
-        for name, median in seconds.items():
-            method, optimizer = name.split()
+        del steps, step
+        against, dense = f"against dense {of_dense}", seconds[f"dense {of_dense}"]
+        times_faster = f"times faster than dense {of_dense}"
+        yield row("speed", times_faster, dense / seconds[WITHOUT], WITHOUT, 16, note=against)
+        for side, optimizer in sides:
             given = {"optimizer": optimizer, "note": against}
-            yield row("speed", "samples per second", options.batch / median, method, 16, **given)
-            if method == "comera":
-                ratio = seconds[" ".join(sides[0])] / median
-                yield row(
-                    "speed",
-                    f"times faster than dense {sides[0][1]}",
-                    ratio,
-                    method,
-                    16,
-                    **given,
-                    goal=">= 1.3" if sides[0][1] == "adagrad" else ">= 1",
-                )
-        del steps
+            median = seconds[f"{side} {optimizer}"]
+            yield row("speed", "samples per second", options.batch / median, side, 16, **given)
+            if side != "dense":
+                goal = "" if side != "comera" else ">= 1.3" if of_dense == "adagrad" else ">= 1"
+                yield row("speed", times_faster, dense / median, side, 16, **given, goal=goal)
 
 
 def main() -> None:

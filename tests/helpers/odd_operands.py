@@ -81,9 +81,14 @@ LOOKUP_SIZES = ((5, (3, 4), (2, 3), 7), (6, (4, 3), (3, 2), 5), (5, (5, 2), (2, 
 
 def lookup_operands(tables=LOOKUP_SIZES, threshold=0.1):
     """Lists of the tables' gradients of rows, ids, L, R, gates, limits, paddings and thresholds as pair_rows_backward
-    takes them. tables: ids, rows and columns of L and of R, rank; in turn with a core and gates, a core, and R."""
+    takes them. tables: ids, rows and columns of L and of R, rank; in turn with a core and gates, a core, and R. Of a
+    rank None the table is dense."""
     each = []
     for k, (pairs, (m, n), (x, y), rank) in enumerate(tables):
+        if rank is None:
+            ids, table = torch.randint(max(1, m), (2 * pairs,))[::2], torch.randn(m, x)
+            each.append((torch.randn(pairs, x), ids, table, None, None, m, k - 1, threshold))
+            continue
         ids, left, right = (
             torch.randint(max(1, m * n), (2 * pairs,))[::2],
             torch.randn(m, x, rank),
@@ -100,8 +105,9 @@ def lookup_rows_and_gradients(drows, ids, lefts, rights, gates, *numbers):
     """All rows, then all gradients of L, R or core, and gates, table by table."""
     found = lookup.pair_rows(ids, lefts, rights, gates, *numbers)
     rows, left_over = found[: len(ids)], iter(found[len(ids) :])
-    made = [next(left_over) if right.dim() == 4 else None for right in rights]
-    wanted = [want for each in gates for want in (True, True, each is not None)]
+    made = [next(left_over) if right is not None and right.dim() == 4 else None for right in rights]
+    each = zip(rights, gates, strict=True)
+    wanted = [want for right, gates_R in each for want in (True, right is not None, gates_R is not None)]
     return [*rows, *lookup.pair_rows_backward(drows, ids, lefts, rights, made, gates, *numbers, wanted)]
 
 
@@ -165,6 +171,9 @@ def call_all():
         (9, (2, 2), (0, 3), 5),
         (20, (3, 40), (5, 16), 37),
         (5000, (300, 40), (4, 5), 37),
+        (50, (9, 1), (21, 1), None),
+        (0, (0, 1), (4, 1), None),
+        (7, (2, 1), (0, 1), None),
     )
     for tables in [[each] for each in sizes] + [sizes, sizes[1:], sizes[2:]]:
         lookup_rows_and_gradients(*lookup_operands(tables))

@@ -19,6 +19,7 @@ from torch import nn
 from comera.cli import main as cli
 from comera.cli import options
 from comera.errors import ConfigError
+from comera.kernels.cpp import compiler
 from comera.nn import TTMEmbeddingBag
 from comera.nn.size import model_size
 from comera.pretrained import load_pretrained
@@ -40,6 +41,8 @@ from comera.trainer import memory
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import OptimizerName
 from comera.trainer.metrics import Summary
+from comera.trainer.optimizer import named_optimizer
+from comera.trainer.step import TrainStep
 
 from ..helpers.small_dlrm import BATCH, ROWS, TABLES, records, small_log, small_run
 
@@ -92,9 +95,24 @@ def test_the_tables_keep_to_the_budget_and_small_ones_stay_dense(config: DLRMTas
     assert sum(p.numel() for p in model.tables.parameters()) <= 8 * sum(TABLES) / 6
     for table, rows in zip(model.tables, TABLES, strict=True):
         assert isinstance(table, TTMEmbeddingBag if rows >= 300 else nn.EmbeddingBag)
-        assert rows >= 300 or table.sparse
+        assert rows >= 300 or not table.sparse
     assert all(isinstance(layer, nn.Linear | nn.ReLU) for layer in [*model.bottom, *model.top])
     assert not any(table.sparse for table in dense.tables)  # AdamW takes no sparse gradients
+    dense, _ = build_model(replace(config, method="dense", train=replace(config.train, optimizer="adagrad")), TABLES)
+    assert all(table.sparse for table in dense.tables)
+
+
+@pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("optimizer", ["adagrad", "adamw"])
+def test_steps_are_recorded(config: DLRMTaskConfig, data: ClickData, optimizer: OptimizerName) -> None:
+    config = replace(config, train=replace(config.train, optimizer=optimizer))
+    found = []
+    for mode in ("eager", "graph"):
+        model, _ = build_model(config, TABLES)
+        step = TrainStep(model, click_loss, named_optimizer(model, config.train), mode=mode)  # type: ignore[arg-type]
+        found.append([float(step([data.train_batch(index, BATCH, 0)]).loss) for index in range(8)])
+    assert (step.mode, step.built) == ("graph", 1)
+    assert found[0] == found[1]
 
 
 def test_wide_layers_of_the_mlps_become_tensor_trains_on_request(config: DLRMTaskConfig) -> None:

@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> DLRMTaskConfig:
 @pytest.mark.parametrize("method", TABLE_METHODS)
 def test_other_tables_have_the_budget_and_resume(config: DLRMTaskConfig, method: Any, tmp_path: Path) -> None:
     train = replace(config.train, optimizer="adagrad", save_every=2, steps=4)
-    compress = replace(config.compress, ratio=3.0)
+    compress = replace(config.compress, ratio=3.0, min_rows=100)
     config = replace(config, method=method, compress=compress, train=train, late_targets=())
     model, report = build_model(config, TABLES)
     assert report is not None

@@ -68,7 +68,7 @@ def ttm_lookup(
     Source: [CoMERA] §4, docs/method.md §5.
     """
     rows_ND = _rows([ids], [LookupTable(spec, cores, gates, padding_idx)], plan)[0]
-    return _shaped(rows_ND, ids, cores)
+    return _shaped(rows_ND, ids, cores[0].dtype)
 
 
 class LookupTable(NamedTuple):
@@ -84,8 +84,42 @@ class LookupTable(NamedTuple):
     threshold: float = -inf
     name: str = "a table"
 
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return self.spec.num_embeddings
 
-def ttm_lookups(ids: Sequence[Tensor], tables: Sequence[LookupTable]) -> list[Tensor]:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the cores and of what is looked up."""
+        return self.cores[0].dtype
+
+
+class DenseTable(NamedTuple):
+    """A table of `ttm_lookups` that is not compressed: weight (rows, columns), as the C++ kernel supports it.
+
+    padding_idx: this row is exactly zero and gets no gradient. name: how an IdError calls the table.
+    """
+
+    weight: Tensor
+    padding_idx: int | None = None
+    name: str = "a table"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return self.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight and of what is looked up."""
+        return self.weight.dtype
+
+
+Table = LookupTable | DenseTable
+
+
+def ttm_lookups(ids: Sequence[Tensor], tables: Sequence[Table]) -> list[Tensor]:
     """Rows of many tables: of each what `ttm_lookup` returns, to the bit, in one call of the kernel where it serves.
 
     Args:
@@ -101,7 +135,7 @@ def ttm_lookups(ids: Sequence[Tensor], tables: Sequence[LookupTable]) -> list[Te
     Source: docs/method.md §5.
     """
     made = zip(_rows(ids, tables), ids, tables, strict=True)
-    return [_shaped(rows_ND, each, table.cores) for rows_ND, each, table in made]
+    return [_shaped(rows_ND, each, table.dtype) for rows_ND, each, table in made]
 
 
 def ttm_bag(
@@ -143,6 +177,7 @@ def ttm_bag(
     """
     table = LookupTable(spec, cores, gates, padding_idx)
     ids_N, pad = _checked(ids, table)
+    check_cores(spec, cores)
     check_bags(ids, offsets, mode, per_sample_weights, include_last_offset)
     weights_N = per_sample_weights
     if weights_N is not None:
@@ -185,14 +220,14 @@ class _Uses(NamedTuple):
     pairs: PairTable | None
 
 
-def _rows(ids: Sequence[Tensor], tables: Sequence[LookupTable], plan: ContractionPlan | None = None) -> list[Tensor]:
+def _rows(ids: Sequence[Tensor], tables: Sequence[Table], plan: ContractionPlan | None = None) -> list[Tensor]:
     """Rows (N, D) of each table in its cores' `merge_dtype`, in one call of the kernel for all that it serves."""
     uses = [_uses(each, table, plan) for each, table in zip(ids, tables, strict=True)]
     made = iter(_by_kernel(uses, ids, tables))
     return [_rows_of(use, table, next(made) if use.pairs else None) for use, table in zip(uses, tables, strict=True)]
 
 
-def _by_kernel(uses: Sequence[_Uses], ids: Sequence[Tensor], tables: Sequence[LookupTable]) -> list[Tensor]:
+def _by_kernel(uses: Sequence[_Uses], ids: Sequence[Tensor], tables: Sequence[Table]) -> list[Tensor]:
     """The rows of the tables that have pairs, unless the kernel refuses an id."""
     pairs = [use.pairs for use in uses if use.pairs is not None]
     try:
@@ -204,11 +239,14 @@ def _by_kernel(uses: Sequence[_Uses], ids: Sequence[Tensor], tables: Sequence[Lo
     raise refused
 
 
-def _uses(ids: Tensor, table: LookupTable, plan: ContractionPlan | None) -> _Uses:
+def _uses(ids: Tensor, table: Table, plan: ContractionPlan | None) -> _Uses:
     """Each different row is multiplied once, except narrow ones by the C++ kernel and those of a table of plain low
     rank: these are one product, and a library compiles products anew for numbers of rows that it has not met."""
-    spec, cores = table.spec, table.cores
     ids_N, padding = _checked(ids, table)
+    if isinstance(table, DenseTable):
+        return _Uses(ids_N, padding, ids_N, None, (), PairTable(ids_N, table.weight, None, None, table.rows, padding))
+    spec, cores = table.spec, table.cores
+    check_cores(spec, cores)
     ids_U, place_N = ids_N, None
     groups = _groups(ids_N, spec, cores[0], plan)
     repeats_pay = spec.padded_shape[1] <= REPEATED_COLUMNS and select.supports("lookup", *cores)
@@ -229,8 +267,11 @@ def _uses(ids: Tensor, table: LookupTable, plan: ContractionPlan | None) -> _Use
     return _Uses(ids_N, padding, ids_U, place_N, groups, pairs)
 
 
-def _rows_of(uses: _Uses, table: LookupTable, rows_UD: Tensor | None) -> Tensor:
+def _rows_of(uses: _Uses, table: Table, rows_UD: Tensor | None) -> Tensor:
     """The rows (N, D) of a table; rows_UD: those that the kernel has made."""
+    if isinstance(table, DenseTable):
+        assert rows_UD is not None
+        return rows_UD
     ids_N, padding, ids_U, place_N, groups, _ = uses
     columns = table.spec.embedding_dim
     by_kernel = rows_UD is not None
@@ -252,9 +293,9 @@ def _rows_of(uses: _Uses, table: LookupTable, rows_UD: Tensor | None) -> Tensor:
     return rows_ND.masked_fill((ids_N == padding).unsqueeze(1), 0)
 
 
-def _shaped(rows_ND: Tensor, ids: Tensor, cores: Sequence[Tensor]) -> Tensor:
-    """A row for each id, in the cores' dtype; without a view where they have their shape, which takes a node more."""
-    rows_ND = rows_ND.to(cores[0].dtype)
+def _shaped(rows_ND: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """A row for each id, in this dtype; without a view where they have their shape, which takes a node more."""
+    rows_ND = rows_ND.to(dtype)
     return rows_ND if ids.dim() == 1 else rows_ND.reshape(*ids.shape, rows_ND.shape[1])
 
 
@@ -297,24 +338,23 @@ def _groups(ids_U: Tensor, spec: TTMSpec, core: Tensor, plan: ContractionPlan | 
     return choose(LookupProblem, spec, ids_U.numel(), core.element_size(), ids_U.device.type, plan=plan)[1]
 
 
-def _checked(ids: Tensor, table: LookupTable) -> tuple[Tensor, int | None]:
+def _checked(ids: Tensor, table: Table) -> tuple[Tensor, int | None]:
     """The ids (N,) as int64, and `padding_idx` counted from the start.
 
-    Raises unless the cores fit the spec, and padding and all ids are integers, the padding in the table.
+    Raises unless padding and all ids are integers, the padding in the table.
     """
-    check_cores(table.spec, table.cores)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expected ids of dtype int32 or int64, got {ids.dtype}: convert them with ids.long()")
-    rows, padding_idx = table.spec.num_embeddings, table.padding_idx
+    rows, padding_idx = table.rows, table.padding_idx
     if padding_idx is not None and not -rows <= padding_idx < rows:
         raise SpecError(f"expected a padding_idx in {-rows} ... {rows - 1} for {rows} rows, got {padding_idx}")
     return ids.reshape(ids.numel()).long(), None if padding_idx is None else padding_idx % rows
 
 
-def _check_values(ids: Tensor, table: LookupTable) -> None:
+def _check_values(ids: Tensor, table: Table) -> None:
     """Raise IdError unless all ids are in the table; for ids on an accelerator it is asserted there, without
     synchronizing."""
-    rows = table.spec.num_embeddings
+    rows = table.rows
     if transformed():
         ids = untransformed(ids)
     elif not are_read(ids):

@@ -2,6 +2,8 @@
 
     row(id) = L[i] R[k]ᵀ,   id = i · M_R + k          backward   ∂L[i] += ∂row R[k],   ∂R[k] += ∂rowᵀ L[i]
 
+A dense table has no R: its rows are those of L.
+
 The rows of one table for a batch take some ten microseconds. What was around them in Python, autograd and the threads'
 meeting took several times as long, table by table; so the kernel takes ids, cores and gates as they are.
 
@@ -22,14 +24,15 @@ from comera.ops.dtypes import without_autocast
 class PairTable(NamedTuple):
     """The rows to look up in one table, all operands float32 on the CPU.
 
-    ids: (N,) int64. left: L (M, X, R), or a first core (1, M, X, R). right: R (M, Y, R), or a core (R, M, N, S) with
-    Y = N·S. gates: those between L and a core (R,); one at or below `threshold` counts as 0. limit: the number of rows,
-    M_L · M_R at most. padding: the id whose row is zero and passes no gradient.
+    ids: (N,) int64. left: L (M, X, R), or a first core (1, M, X, R), or a dense table (M, X). right: R (M, Y, R), or a
+    core (R, M, N, S) with Y = N·S, or None of a dense table. gates: those between L and a core (R,); one at or below
+    `threshold` counts as 0. limit: the number of rows, M_L · M_R at most. padding: the id whose row is zero and passes
+    no gradient.
     """
 
     ids: Tensor
     left: Tensor
-    right: Tensor
+    right: Tensor | None
     gates: Tensor | None
     limit: int
     padding: int | None = None
@@ -66,7 +69,8 @@ class _PairRows(torch.autograd.Function):
     def backward(ctx: Any, *drows: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, 4 * len(ctx.numbers)
         tables, left_over = _tables(ctx.numbers, saved[:count]), iter(saved[count:])
-        made = [next(left_over) if table.right.ndim == 4 else None for table in tables]
+        of_core = [table.right is not None and table.right.ndim == 4 for table in tables]
+        made = [next(left_over) if each else None for each in of_core]
         wanted = list(ctx.needs_input_grad[1:])
         for k, drows_ND in enumerate(drows):
             wanted[4 * k : 4 * k + 4] = [want and drows_ND is not None for want in wanted[4 * k : 4 * k + 4]]
@@ -104,12 +108,14 @@ def _differentiable(
 
 def _torch_rows(table: PairTable) -> Tensor:
     """The rows by operations of torch."""
-    ids_N, left_MXR, right_MYR, gates_R = table[:4]
-    left_MXR = left_MXR.reshape(left_MXR.shape[-3:])
-    if right_MYR.ndim == 4:
-        if gates_R is not None:
-            right_MYR = right_MYR * masked(gates_R, table.threshold).view(-1, 1, 1, 1)
-        right_MYR = right_MYR.flatten(2).permute(1, 2, 0)
-    rows = right_MYR.shape[0]
-    rows_ND = torch.bmm(left_MXR[ids_N // rows], right_MYR[ids_N % rows].mT).flatten(1)
+    ids_N, left, right_MYR, gates_R = table[:4]
+    if right_MYR is None:
+        rows_ND = left.index_select(0, ids_N)
+    else:
+        if right_MYR.ndim == 4:
+            if gates_R is not None:
+                right_MYR = right_MYR * masked(gates_R, table.threshold).view(-1, 1, 1, 1)
+            right_MYR = right_MYR.flatten(2).permute(1, 2, 0)
+        left_MXR, rows = left.reshape(left.shape[-3:]), right_MYR.shape[0]
+        rows_ND = torch.bmm(left_MXR[ids_N // rows], right_MYR[ids_N % rows].mT).flatten(1)
     return rows_ND if table.padding is None else rows_ND.masked_fill((ids_N == table.padding).unsqueeze(1), 0)

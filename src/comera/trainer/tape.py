@@ -81,7 +81,7 @@ class Tape(TorchDispatchMode):
         given = {_place(t) for t in _tensors((args, kwargs))}
         fresh = [t for t in made if _place(t) not in given]
         args, kwargs = self._by_memory(args), self._by_memory(kwargs or {})
-        if func._schema.is_mutable or not made:
+        if func._schema.is_mutable or (not made and given):  # an assertion, not a question about types
             self._entries.append((_again, (func, args, kwargs)))
         elif fresh and func._overloadpacket in _EMPTY:
             if _fits_pool(result):

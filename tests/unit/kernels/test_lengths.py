@@ -225,6 +225,33 @@ def test_wrong_numbers_of_lookups_are_refused():
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
+def test_wrong_operands_of_a_dense_table_are_refused(change):
+    drows, ids, tables, rights, gates, *numbers = lookup_operands([(5, (7, 1), (3, 1), None)])
+
+    def backward(drows, ids, tables=tables):
+        return lookup.pair_rows_backward(drows, ids, tables, rights, [None], gates, *numbers, [True, False, False])
+
+    assert_all_refused(backward, [drows, ids], change)
+    if change is not longer:  # a table may have more rows
+        assert_all_refused(lambda tables: backward(drows, ids, tables), [tables], change)
+
+
+def test_wrong_numbers_of_a_dense_table_are_refused():
+    drows, ids, tables, rights, gates, limits, paddings, thresholds = lookup_operands([(5, (7, 1), (3, 1), None)])
+    for wrong in ([tables, [torch.randn(3)], limits], [[torch.randn(7, 3, 1)], gates, limits], [tables, gates, [8]]):
+        given = ids, wrong[0], rights, wrong[1], wrong[2], paddings, thresholds
+        with pytest.raises(RuntimeError, match="expected"):
+            lookup.pair_rows(*given)
+    for made, wanted in (([None], [True, True, False]), ([None], [True, False, True]), (drows, [True, False, False])):
+        with pytest.raises(RuntimeError, match="expected"):
+            lookup.pair_rows_backward(drows, ids, tables, rights, made, gates, limits, paddings, thresholds, wanted)
+    for wrong in (-1, 7, 2**40):
+        ids[0][2] = wrong
+        with pytest.raises(ValueError, match="expected numbers that fit each other"):
+            lookup.pair_rows(ids, tables, rights, gates, limits, paddings, thresholds)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)
 def test_wrong_operands_of_residual_norm_are_refused(change):
     z, x, weight, bias = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6), torch.randn(6)
     if change not in (CHANGES[0], CHANGES[1], CHANGES[3]):  # a z of another shape only fits another x

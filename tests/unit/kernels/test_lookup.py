@@ -27,6 +27,11 @@ SIZES = [
     (4, (3, 3), (2, 2), 0),
     (0, (3, 4), (2, 3), 2),
     (6, (2, 2), (0, 3), 5),
+    (50, (9, 1), (21, 1), None),
+    (3, (1, 1), (1, 1), None),
+    (700, (2000, 1), (16, 1), None),
+    (4, (3, 1), (0, 1), None),
+    (0, (0, 1), (8, 1), None),
 ]
 
 
@@ -42,6 +47,11 @@ def exact_results(drows, ids, lefts, rights, gates, limits, paddings, thresholds
     rows, grads = [], []
     for k, n in enumerate(ids):
         leaves = [each.double().requires_grad_() for each in (lefts[k], rights[k], gates[k]) if each is not None]
+        if rights[k] is None:
+            made = leaves[0][n] * (n != paddings[k]).unsqueeze(1)
+            rows.append(made.detach())
+            grads += torch.autograd.grad(made, leaves, drows[k].double())
+            continue
         left, right = leaves[0].reshape(leaves[0].shape[-3:]), leaves[1]
         if right.dim() == 4:
             kept = [gates_R * (gates_R > thresholds[k]) for gates_R in leaves[2:]]
@@ -72,6 +82,20 @@ def test_cores_of_many_runs(rank, rows, columns, gated):
     found = lookup_rows_and_gradients(*operands)
     for one, other in zip(found, exact_results(*operands), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-3)
+
+
+def test_gradients_of_rows_that_lie_apart():
+    torch.manual_seed(0)
+    drows, *operands = lookup_operands([*SIZES[2:5], SIZES[10], (1, (3, 4), (2, 3), 7)])
+    expected = lookup_rows_and_gradients(drows, *operands)
+    apart = [
+        torch.randn(n, columns + 5)[:, 2 : columns + 2].copy_(each) for each in drows for n, columns in [each.shape]
+    ]
+    assert not any(each.is_contiguous() for each in apart[:4])
+    assert all(map(torch.equal, lookup_rows_and_gradients(apart, *operands), expected))
+    same = [each[:1].expand(len(each), -1) for each in drows]
+    expected = lookup_rows_and_gradients([each.contiguous() for each in same], *operands)
+    assert all(map(torch.equal, lookup_rows_and_gradients(same, *operands), expected))
 
 
 def test_sums_do_not_depend_on_the_number_of_threads_nor_on_other_tables(threads):

@@ -6,10 +6,9 @@ Shapes: B batch, H heads, G heads of keys and values, T queries, S keys, D width
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from comera.kernels.cpp.library import call, check_shape, floats, operation, words
+from comera.kernels.cpp.library import call, operation, strided, words
 from comera.kernels.cpp.memory import empty
 from comera.kernels.cpp.residual_norm import drop
 
@@ -93,13 +92,6 @@ def _checked(
         mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
         mask = strided("mask", mask, *mask.shape).expand(batch, heads, queries, keys)
     return (batch, heads, groups, queries, keys, width, value_width), [q_BHTD, k_BGSD, v_BGSE, mask]
-
-
-def strided(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """`tensor` with a contiguous last dimension, otherwise as `library.checked` gives it."""
-    check_shape(name, tensor, shape)
-    plain = tensor.dtype is torch.float32 and tensor.is_cpu and not tensor.is_neg()
-    return tensor if plain and tensor.stride(-1) == 1 else floats(name, tensor)
 
 
 def sizes_and_views(sizes: tuple[int, ...], tensors: Sequence[Tensor | None]) -> tuple[bytes, bytes]:

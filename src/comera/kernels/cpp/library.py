@@ -46,8 +46,8 @@ SIGNATURES = {
     "merge_backward": "l p p f t",
     "mlp": "i l l p l w9 l l t",
     "mlp_backward": "i l l p l w9 l l p t",
-    "pair_rows": "l w18 p t",
-    "pair_rows_backward": "l w18 p t",
+    "pair_rows": "l w20 p t",
+    "pair_rows_backward": "l w20 p t",
     "random_words": "l l p",
     "residual_norm": "i l l p p p l p f p p i f f p p p p t",
     "residual_norm_backward": "i l l p p p p p p f p i f p p p p t",
@@ -185,6 +185,13 @@ def checked(name: str, tensor: T, *shape: int) -> T:
         return tensor
     check_shape(name, tensor, shape)
     return floats(name, tensor)
+
+
+def strided(name: str, tensor: Tensor, *shape: int) -> Tensor:
+    """`tensor` with a contiguous last dimension, otherwise as `checked` gives it."""
+    check_shape(name, tensor, shape)
+    plain = tensor.dtype is torch.float32 and on_cpu(tensor) and not tensor.is_neg()
+    return tensor if plain and tensor.stride(-1) == 1 else floats(name, tensor)
 
 
 def operation(flops: Callable[..., int] | None = None) -> Callable[[Callable[..., Result]], Callable[..., Result]]:

@@ -1,4 +1,4 @@
-"""The operations of lookup.cpp: rows of tables, each the product of two parts L and R, and the gradients of these.
+"""The operations of lookup.cpp: rows of tables, each dense or the product of two parts L and R, and their gradients.
 
 Shapes: N ids, M rows of a part, X and Y columns of L and R, R the rank between them, K = M·Y.
 """
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from comera.kernels.cpp.library import address, call, checked, floats, on_cpu, operation, words
+from comera.kernels.cpp.library import address, call, checked, floats, on_cpu, operation, strided, words
 from comera.kernels.cpp.memory import empty
 
 
@@ -20,14 +20,15 @@ class _Sizes(NamedTuple):
     x: int
     y: int
     rank: int
+    dense: int = 0
 
 
 class _Table(NamedTuple):
-    """The operands of a table as the kernels read them. right: R, or the core that it is made of."""
+    """The operands of a table as the kernels read them. right: R, or the core that it is made of, or None."""
 
     ids: Tensor
     left: Tensor
-    right: Tensor
+    right: Tensor | None
     gates: Tensor | None
     limit: int
     padding: int
@@ -41,20 +42,25 @@ class _Table(NamedTuple):
     @property
     def of_core(self) -> bool:
         """Whether R is made of a core."""
-        return self.right.ndim == 4
+        return self.right is not None and self.right.ndim == 4
 
-    def words(self, right: Tensor, rows: Tensor, grads: Sequence[Tensor | None] = (None,) * 3) -> list[int]:
+    def words(self, right: Tensor | None, rows: Tensor, grads: Sequence[Tensor | None] = (None,) * 3) -> list[int]:
         """The table as lookup.cpp has it. grads: of L, of R or its core, and of the gates."""
         ids, core = self.ids, self.right if self.of_core else None
         numbers = ids.data_ptr(), ids.stride(0), ids.shape[0], self.limit, self.padding, *self.sizes
-        return [*numbers, *map(address, (self.left, core, self.gates, right, rows, *grads))]
+        return [*numbers, rows.stride(0), *map(address, (self.left, core, self.gates, right, rows, *grads))]
 
 
-def _sizes(left: Sequence[int], right: Sequence[int]) -> _Sizes:
-    """Sizes of L (M, X, R) or (1, M, X, R), and of R (M, Y, R) or a core (R, M, N, S) with Y = N·S.
+def _sizes(left: Sequence[int], right: Sequence[int] | None) -> _Sizes:
+    """Sizes of L (M, X, R) or (1, M, X, R), and of R (M, Y, R) or a core (R, M, N, S) with Y = N·S; of a dense table
+    (M, X), which has no R.
 
     Raises RuntimeError unless they fit each other.
     """
+    if right is None:
+        if len(left) != 2:
+            raise RuntimeError(f"expected a dense table (M, X) where there is no R, got {list(left)}")
+        return _Sizes(left[0], 1, left[1], 1, 1, dense=1)
     if len(left) == 3 or (len(left) == 4 and left[0] == 1):
         m, x, rank = left[-3:]
         if len(right) == 3 and right[2] == rank:
@@ -68,7 +74,7 @@ def _sizes(left: Sequence[int], right: Sequence[int]) -> _Sizes:
 def _tables(
     ids: Sequence[Tensor],
     lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
+    rights: Sequence[Tensor | None],
     gates: Sequence[Tensor | None],
     limits: Sequence[int],
     paddings: Sequence[int],
@@ -77,17 +83,19 @@ def _tables(
     tables = []
     each = zip(ids, lefts, rights, gates, limits, paddings, strict=True)
     for ids_N, left, right, gates_R, limit, padding in each:
-        sizes = _sizes(left.shape, right.shape)
+        sizes = _sizes(left.shape, None if right is None else right.shape)
         if ids_N.ndim != 1 or ids_N.dtype is not torch.int64 or not on_cpu(ids_N):
             came = f"{list(ids_N.shape)} of {ids_N.dtype} on {ids_N.device}"
             raise RuntimeError(f"expected ids of one dimension and of dtype int64 on the CPU, got {came}")
         if not 0 <= limit <= sizes.left_rows * sizes.right_rows:
             most = sizes.left_rows * sizes.right_rows
             raise RuntimeError(f"expected at most {most} rows, as many as L and R have together, got {limit}")
-        if gates_R is not None and right.ndim != 4:
-            raise RuntimeError(f"expected gates with a core (R, M, N, S) only, got {list(right.shape)}")
+        if gates_R is not None and (right is None or right.ndim != 4):
+            other = "a dense table" if right is None else list(right.shape)
+            raise RuntimeError(f"expected gates with a core (R, M, N, S) only, got {other}")
         gates_R = checked("gates", gates_R, sizes.rank)
-        tables.append(_Table(ids_N, floats("L", left), floats("R", right), gates_R, limit, padding, sizes))
+        right = None if right is None else floats("R", right)
+        tables.append(_Table(ids_N, floats("L", left), right, gates_R, limit, padding, sizes))
     return tables
 
 
@@ -98,7 +106,8 @@ def _call(name: str, flat: Sequence[int], count: int, thresholds: Sequence[float
 
 
 def _flops(ids: Any, lefts: Any, rights: Any, *rest: Any) -> int:
-    every = [(n, _sizes(left, right)) for (n,), left, right in zip(ids, lefts, rights, strict=True)]
+    tables = zip(ids, lefts, rights, strict=True)
+    every = [(n, _sizes(left, right)) for (n,), left, right in tables if right is not None]
     return sum(2 * n * sizes.x * sizes.y * sizes.rank for n, sizes in every)
 
 
@@ -106,7 +115,7 @@ def _flops(ids: Any, lefts: Any, rights: Any, *rest: Any) -> int:
 def pair_rows(
     ids: Sequence[Tensor],
     lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
+    rights: Sequence[Tensor | None],
     gates: Sequence[Tensor | None],
     limits: Sequence[int],
     paddings: Sequence[int],
@@ -114,9 +123,10 @@ def pair_rows(
 ) -> list[Tensor]:
     """Rows L[i] R[k]ᵀ (N, X·Y) of the ids i · M_R + k of each table, then R (M, Y, R) of each that has a core.
 
-    ids: (N,) int64. lefts: L (M, X, R), or a first core (1, M, X, R). rights: R (M, Y, R), or a core (R, M, N, S) with
-    Y = N·S, and its gates (R,) or None; a gate at or below the table's threshold counts as 0. limits: rows of each
-    table, M_L · M_R at most. paddings: the id whose row is zero and passes no gradient, or -1.
+    ids: (N,) int64. lefts: L (M, X, R), or a first core (1, M, X, R), or a dense table (M, X). rights: R (M, Y, R), or
+    a core (R, M, N, S) with Y = N·S, or None of a dense table. gates: of a core (R,), or None; one at or below the
+    table's threshold counts as 0. limits: rows of each table, M_L · M_R at most. paddings: the id whose row is zero and
+    passes no gradient, or -1.
     Raises RuntimeError for operands that do not fit each other, or are not float32 on the CPU; ValueError for an id
     outside of its table.
     """
@@ -141,7 +151,7 @@ def pair_rows_backward(
     drows: Sequence[Tensor],
     ids: Sequence[Tensor],
     lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
+    rights: Sequence[Tensor | None],
     made: Sequence[Tensor | None],
     gates: Sequence[Tensor | None],
     limits: Sequence[int],
@@ -163,15 +173,18 @@ def pair_rows_backward(
     for k, (table, right, drows_ND) in enumerate(zip(tables, made, drows, strict=True)):
         wants_left, wants_right, wants_gates = wanted[3 * k : 3 * k + 3]
         sizes = table.sizes
-        if (right is not None) is not table.of_core or (wants_gates and table.gates is None):
-            raise RuntimeError("expected R beside a core only, and no gradient of gates that a table does not have")
-        drows_ND = checked("gradients of rows", drows_ND, *table.row)
+        missing = (wants_gates and table.gates is None) or (wants_right and table.right is None)
+        if (right is not None) is not table.of_core or missing:
+            raise RuntimeError(
+                "expected R beside a core only, and no gradient of gates or R that a table does not have"
+            )
+        drows_ND = strided("gradients of rows", drows_ND, *table.row)  # as those of stacked tables are
         right = table.right if right is None else checked("R", right, sizes.right_rows, sizes.y, sizes.rank)
         dleft = empty(*table.left.shape) if wants_left else None
-        dright = empty(*table.right.shape) if wants_right or wants_gates else None
+        dright = empty(*table.right.shape) if table.right is not None and (wants_right or wants_gates) else None
         dgates = empty(sizes.rank) if wants_gates else None
         flat += table.words(right, drows_ND, (dleft, dright, dgates))
-        alive += (right, drows_ND, *([] if dright is None else [dright]))
+        alive += [each for each in (right, drows_ND, dright) if each is not None]
         found += [each for each in (dleft, dright if wants_right else None, dgates) if each is not None]
     _call("pair_rows_backward", flat, len(tables), thresholds)
     return found

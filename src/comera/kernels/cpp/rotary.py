@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from comera.kernels.cpp.attention import sizes_and_views, strided, with_contiguous_heads
-from comera.kernels.cpp.library import call, operation
+from comera.kernels.cpp.attention import sizes_and_views, with_contiguous_heads
+from comera.kernels.cpp.library import call, operation, strided
 
 
 @operation()

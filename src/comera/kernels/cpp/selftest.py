@@ -221,21 +221,23 @@ def _lookup(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
         rights.append(torch.randn(rank, outputs, 1, y) if y == 2 else torch.randn(outputs, y, rank))
         ids.append(torch.randint(inputs * outputs, (batch,)))
         drows.append(torch.randn(batch, x * y))
-    gates = torch.randn(rank)
-    values, grads = _reference(partial(_pairs, ids), [*lefts, *rights, gates], drows)
-    given, numbers = [ids, lefts, rights], [[inputs * outputs] * 2, [-1] * 2, [-9.0] * 2]
-    *rows, made = lookup.pair_rows(*given, [gates, None], *numbers)
+    gates, table = torch.randn(rank), torch.randn(inputs, outputs)
+    ids.append(torch.randint(inputs, (batch,)))
+    drows.append(torch.randn(batch, outputs))
+    values, grads = _reference(partial(_pairs, ids), [*lefts, *rights, gates, table], drows)
+    given, numbers = [ids, [*lefts, table], [*rights, None]], [[inputs * outputs] * 2 + [inputs], [-1] * 3, [-9.0] * 3]
+    *rows, made = lookup.pair_rows(*given, [gates, None, None], *numbers)
     yield "pair_rows", rows, values
-    wanted = [True, True, True, True, True, False]
-    found = lookup.pair_rows_backward(drows, *given, [made, None], [gates, None], *numbers, wanted)
-    yield "pair_rows_backward", [found[k] for k in (0, 3, 1, 4, 2)], grads
+    wanted = [True, True, True, True, True, False, True, False, False]
+    found = lookup.pair_rows_backward(drows, *given, [made, None, None], [gates, None, None], *numbers, wanted)
+    yield "pair_rows_backward", [found[k] for k in (0, 3, 1, 4, 2, 5)], grads
 
 
 def _pairs(ids: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
-    left, other, core, right, gates = tensors
+    left, other, core, right, gates, table = tensors
     rights = [torch.einsum("rmny,r->myr", core, gates), right]
-    parts = zip(ids, (left, other), rights, strict=True)
-    return [(left[n // len(right)] @ right[n % len(right)].mT).flatten(1) for n, left, right in parts]
+    parts = zip(ids, (left, other), rights, strict=False)
+    return [*((left[n // len(right)] @ right[n % len(right)].mT).flatten(1) for n, left, right in parts), table[ids[2]]]
 
 
 def _optimizer(batch: int, inputs: int, outputs: int, rank: int) -> _Found:

@@ -35,7 +35,7 @@ Preset = Literal["sample", "kaggle"]
 PRESETS: tuple[Preset, ...] = ("sample", "kaggle")
 METHODS: tuple[Method, ...] = ("dense", "comera", *TABLE_METHODS)
 # Optimizers that support sparse gradients, so that a step touches only the rows of its batch. Large dense tables need
-# that; for small ones, AdamW with dense gradients is as fast.
+# that; where all are small, dense gradients are faster: one lookup serves all tables, and a step can be recorded.
 _SPARSE = ("adagrad", "sgd")
 _LARGE = 2**15  # elements of a layer worth a tensor train
 _EXAMPLE_ROWS = 1024  # of an example batch
@@ -50,7 +50,7 @@ class CompressConfig:
     proportion to the square root of their rows; within its share, a table takes the fewest cores that allow rank 8,
     then the largest rank. The late stage shrinks them further, by importance to the loss."""
     min_rows: int = 10_000
-    """Tables with fewer rows stay dense."""
+    """Tables with fewer rows stay dense. A model whose dense tables all have fewer gets dense gradients."""
     order: int | None = None
     """Cores in the TT-matrix of each table, 2 to 4; default: chosen for each table."""
     mlp_rank: int = 0
@@ -167,8 +167,10 @@ def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLR
                 report = smaller_tables_(model, config.method, config.compress.ratio)
         if device.type != "meta":
             model.to_empty(device=device).reset_parameters()
-    for table in _dense_tables(model):
-        table.sparse = config.train.optimizer in _SPARSE
+    dense = _dense_tables(model)
+    large = any(table.num_embeddings >= config.compress.min_rows for table in dense)
+    for table in dense:
+        table.sparse = large and config.train.optimizer in _SPARSE
     return model, report
 
 

@@ -13,6 +13,8 @@
 //
 //     R[k, q] = core[q, k] g[q]                backward   ∂core[q, k] = ∂R[k, q] g[q],   ∂g[q] = Σ_k ∂R[k, q] core[q, k]
 //
+// A table without R is dense: its rows are those of L (M_L, X).
+//
 // Threads share the forward in chunks of ids of one table, the backward in parts: ∂L or ∂R of a table, or every so many
 // runs of its rows where one table is a large part of all work. A part goes over all ids of its table and adds to its own
 // rows alone, in the order of the ids; ∂g is summed run by run. So sums do not depend on the number of threads. The largest
@@ -35,11 +37,12 @@ constexpr long LEAST_RUN = 16;  // consecutive rows of one owner: two threads se
 constexpr long COLUMNS = 256;   // of a core that are transposed at a time
 constexpr long RUNS = 32;       // of a table at least, where its rows allow it: they are shared evenly
 
-// Eighteen words from Python. Of L (left_rows, x, rank) and R (right_rows, y, rank).
+// Twenty words from Python. Of L (left_rows, x, rank) and R (right_rows, y, rank).
 struct Table {
     const int64_t* ids;  // `pairs` of them, `stride` apart, each below `limit`; the row of `padding` is zero
     long stride, pairs, limit, padding;
-    long left_rows, right_rows, x, y, rank;
+    long left_rows, right_rows, x, y, rank, dense;  // dense: there is no R; x is the width, y, rank and right_rows are 1
+    long apart;                                     // elements from one of `rows` to the next
     const float *left, *core, *gates;  // no core: R is given; no gates: they are one
     float *right, *rows;               // R: made of the core in the forward; rows: their gradients in the backward
     float *dleft, *dright, *dgates;    // null where they are not wanted; ∂R is in the layout of the core, where there is one
@@ -184,13 +187,14 @@ void transpose_core(const Lookup& t, long first, long count) {
 // Rows of the ids from `first` to `end`. transposed: room for R[k]ᵀ (rank, y) where rows are wide.
 void write_rows(const Lookup& t, long first, long end, float* transposed, bool& wrong) {
     for (long n = first, i, k; n < end; ++n) {
-        float* const row = t.rows + n * t.row();
+        float* const row = t.rows + n * t.apart;
         if (!t.find(n, i, k, wrong)) {
             std::fill_n(row, t.row(), 0.0f);
             continue;
         }
         const float *const l = t.left + i * t.x * t.rank, *const r = t.right + k * t.y * t.rank;
-        if (t.wide()) write_wide_row(t, l, r, transposed, row);
+        if (t.dense) std::copy_n(l, t.x, row);
+        else if (t.wide()) write_wide_row(t, l, r, transposed, row);
         else write_row(t, l, r, row);
     }
 }
@@ -243,8 +247,9 @@ void add_gradients(const Part& part, float* gradient, bool& wrong) {
         if (!t.find(n, i, k, wrong)) continue;
         const long own = part.left ? i : k;
         if (part.shares > 1 && own / run % part.shares != part.share) continue;
-        const float* const d = t.rows + n * t.row();
-        if (part.left) add_product(t.x, t.y, t.rank, d, t.y, 1, t.right + k * t.y * t.rank, gradient + own * row);
+        const float* const d = t.rows + n * t.apart;
+        if (t.dense) for (long c = 0; c < t.x; ++c) gradient[own * row + c] += d[c];
+        else if (part.left) add_product(t.x, t.y, t.rank, d, t.y, 1, t.right + k * t.y * t.rank, gradient + own * row);
         else add_product(t.y, t.x, t.rank, d, 1, t.y, t.left + i * t.x * t.rank, gradient + own * row);
     }
 }
