@@ -1,14 +1,16 @@
 """One training step of families of models that `fuse_` knows, in small: dense, compressed, compressed and fused.
 
 Stock models of transformers from a configuration: 4 blocks, 512 wide, 8 heads, feed-forward layers 2,048 wide, 8,192
-tokens, 8 texts of 128 tokens (T5: two blocks and a text on each side; ViT: 8 images of 64 × 64 in patches of 8 × 8).
+tokens, 8 texts of 128 tokens with the mask that a tokenizer gives (T5: two blocks and a text on each side; ViT: 8
+images of 64 × 64 in patches of 8 × 8).
 ALBERT's blocks are one. Dropout is that of each family's configuration (T5's: none and a gated feed-forward layer, as
 version 1.1 was pre-trained). A step is forward, backward, clipping and `comera.optim.adamw.AdamW`; compression is
-`tensorize_` at ratio 10 (ViT: 8, since its patches and positions stay as they are). Dense is fused, too. The sides of a
-family alternate in one process, and `times_dense` is the ratio of their medians; each family has its own process,
-because memory left behind by others slows short steps down.
+`tensorize_` at ratio 10 (ViT: 8, since its patches and positions stay as they are). Dense is fused, too; `recorded`
+sides run in mode graph. The sides of a family alternate in one process, and `times_dense` is the ratio of their medians
+to that of the faster dense side; each family has its own process, because memory left behind by others slows short
+steps down.
 
-    python benchmarks/families.py [--families NAME ...] [--repeats 3]      5 minutes
+    python benchmarks/families.py [--families NAME ...] [--repeats 5]      8 minutes
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
-from common import about, in_turns, update
+from common import about, in_turns, record, update
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -75,8 +77,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ViT": ("vit", "ImageClassification", {**ENCODER, "image_size": IMAGE, "patch_size": 8, "num_labels": 10}),
 }
 RATIOS = {"ViT": 8}  # 9.95 is the most
-# side: compressed, fused
-SIDES = {"dense": (False, True), "compressed": (True, False), "fused": (True, True)}
+# side: compressed, fused, mode
+SIDES: dict[str, tuple[bool, bool, Literal["eager", "graph"]]] = {
+    "dense": (False, True, "eager"),
+    "dense, recorded": (False, True, "graph"),
+    "compressed": (True, False, "eager"),
+    "fused": (True, True, "eager"),
+    "fused, recorded": (True, True, "graph"),
+}
 
 Batch = dict[str, Tensor]
 
@@ -88,16 +96,17 @@ def make_batch(head: str) -> Batch:
         images = torch.randn(BATCH, 3, IMAGE, IMAGE, generator=generator)
         return {"pixel_values": images, "labels": torch.arange(BATCH)}
     ids = torch.randint(3, WORDS, (BATCH, LENGTH), generator=generator)
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     if head == "MaskedLM":
         masked = torch.rand(ids.shape, generator=generator) < 0.15
-        return {"input_ids": ids.masked_fill(masked, 3), "labels": ids.masked_fill(~masked, -100)}
-    return {"input_ids": ids, "labels": ids}
+        text |= {"input_ids": ids.masked_fill(masked, 3), "labels": ids.masked_fill(~masked, -100)}
+    return text
 
 
 def make_step(family: str, side: str) -> tuple[Callable[[], object], nn.Module, str]:
     """A step of one side, its model, and what is fused in it."""
     kind, head, sizes = FAMILIES[family]
-    compressed, fused = SIDES[side]
+    compressed, fused, mode = SIDES[side]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **sizes)
     model: nn.Module = getattr(transformers, f"AutoModelFor{head}").from_config(config)
@@ -107,9 +116,15 @@ def make_step(family: str, side: str) -> tuple[Callable[[], object], nn.Module, 
     if fused:
         parts.update(row.kind for row in fuse_(model, keep_logits=False).rows if not row.reason)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-    step = TrainStep(model.train(), _loss, optimizer, max_grad_norm=1.0)
+    step = TrainStep(model.train(), _loss, optimizer, max_grad_norm=1.0, mode=mode)
     batch = make_batch(head)
-    return lambda: step([batch]), model, ", ".join(f"{count} {part}" for part, count in parts.items())
+
+    def take() -> object:
+        return step([batch])
+
+    if mode == "graph":
+        record(take, step)
+    return take, model, ", ".join(f"{count} {part}" for part, count in parts.items())
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -121,7 +136,7 @@ def measure(family: str, repeats: int) -> list[dict[str, str]]:
     """Rows of one family."""
     made = {side: make_step(family, side) for side in SIDES}
     seconds = in_turns({side: step for side, (step, _, _) in made.items()}, repeats, warm_ups=1)
-    dense = statistics.median(seconds["dense"])
+    dense = min(statistics.median(times) for side, times in seconds.items() if side.startswith("dense"))
     rows = []
     for side, times in seconds.items():
         _, model, parts = made[side]
@@ -144,7 +159,7 @@ def measure(family: str, repeats: int) -> list[dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     if len(options.families) > 1:
         for family in options.families:
