@@ -177,11 +177,12 @@ def quality(options: argparse.Namespace) -> Iterator[Row]:
                         given: dict[str, Any] = {"optimizer": config.train.optimizer, "seed": seed}
                         given["note"] = f"{parameters:,} parameters"
                         yield row("quality", figure, value, name, 16, **given)
-    dense = statistics.mean(scores["dense"])
     for name, values in scores.items():
-        change = 100 * (statistics.mean(values) / dense - 1)
-        goal = "<= 0.5" if "late" in name else ""
-        yield row("quality", "nce above dense, %", change, name, 16, seed="mean", goal=goal)
+        changes = [100 * (nce / dense - 1) for nce, dense in zip(values, scores["dense"], strict=True)]
+        error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else float("nan")
+        goal, note = "<= 0.5" if "late" in name else "", f"{len(changes)} seeds, standard error {error:.2g}"
+        mean = statistics.mean(changes)
+        yield row("quality", "nce above dense, %", mean, name, 16, seed="mean", goal=goal, note=note)
 
 
 def speed(options: argparse.Namespace) -> Iterator[Row]:
@@ -223,7 +224,7 @@ def main() -> None:
     parser.add_argument("--cache", help="folder for prepared data")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seeds", type=int, default=3, help="seeds for the part quality")
+    parser.add_argument("--seeds", type=int, default=10, help="seeds for the part quality")
     parser.add_argument("--repeats", type=int, default=9, help="steps per side for the part speed")
     parser.add_argument("--added", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
