@@ -27,7 +27,7 @@ help:
 	@echo "make dist    build the wheel and the sdist, try them in an empty environment"
 	@echo "make check   check lint, format and types"
 	@echo "make bench   measure steps, memory and lookups on this CPU, write docs/benchmarks.md (15 minutes)"
-	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, quality and speed at the full table sizes (40 minutes)"
+	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, speed and quality at the full table sizes (5 minutes)"
 	@echo "make frontier BUDGET=600s   train language models of every format and width for the same time, write docs/frontier.md (hours; continues where it was stopped)"
 	@echo "make gpu     run the tests and benchmarks that need a GPU with the PyTorch of PYTHON (9 minutes)"
 	@echo "make format  apply lint fixes and the formatter"
