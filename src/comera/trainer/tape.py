@@ -31,7 +31,7 @@ _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _TO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which read without an operation
 
 
-class ChoiceError(Exception):
+class ChoiceError(RuntimeError):
     """A replay came to another answer than the recording: where it is read, and by what."""
 
 

@@ -112,6 +112,22 @@ def test_too_many_ways_run_eager_and_say_so(tapes: list[Tape]) -> None:
     assert len(tapes) == cpu_graph.WAYS
 
 
+def test_a_step_that_changes_what_it_asks_runs_eager_and_says_so() -> None:
+    """Its own batch: the recording that was just made comes to another answer."""
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        found = of_itself(model, ids)
+        if ids[0, 0] % 3 == 0:
+            found = 2 * found
+        ids += 1
+        return found
+
+    step, _ = make("graph", lambda: Counting(bits=0), loss)
+    run(step, 30, lengths=(9,))
+    assert step.mode.startswith("eager (")
+    assert Path(__file__).name in step.mode
+
+
 def test_a_way_that_is_not_its_step_is_found() -> None:
     """Each recording is compared with the step, not the first alone."""
 
