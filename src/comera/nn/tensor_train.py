@@ -201,8 +201,8 @@ class TensorTrain(nn.Module):
         return _entries(self.cores), _entries(self.rank_params)
 
     def unpruned(self) -> list[Tensor]:
-        """For each vector of gates a boolean one: which are above the threshold."""
-        return [d.detach() > self.threshold for d in _entries(self.rank_params)]
+        """For each vector of gates a boolean one: which are not pruned. A NaN is not: it stays, to be seen."""
+        return [~(d.detach() <= self.threshold) for d in _entries(self.rank_params)]
 
     def gates(self) -> list[Tensor]:
         """The gates, pruned ones exactly zero."""

@@ -111,15 +111,15 @@ def right_gradients(cores: Sequence[Tensor], products_RN: Sequence[Tensor], grad
 
 
 class _Stacked:
-    """The trains core by core: cores_KRNS, gates d_KS (pruned ones zero) and kept_KS, which d are not pruned."""
+    """The trains core by core: cores_KRNS, gates d_KS, pruned ones zero, and which are pruned_KS."""
 
     def __init__(self, specs: Sequence[TTSpec], flat: Sequence[Tensor], threshold: float) -> None:
         order = specs[0].order
         width = 2 * order - 1
         parts = [_stack(flat[k : width * len(specs) : width]) for k in range(width)]
         self.cores_KRNS, gates = parts[:order], parts[order:]
-        self.kept_KS = [d_KS > threshold for d_KS in gates]
-        self.d_KS = [d_KS * kept for d_KS, kept in zip(gates, self.kept_KS, strict=True)]
+        self.pruned_KS = [d_KS <= threshold for d_KS in gates]  # a NaN is not
+        self.d_KS = [d_KS.masked_fill(pruned, 0.0) for d_KS, pruned in zip(gates, self.pruned_KS, strict=True)]
 
     def absorbed(self) -> list[Tensor]:
         """G_k D_k as they are merged; made again in the backward, which is cheaper than saving them."""
@@ -184,8 +184,8 @@ def _torch_backward(ctx: Any, dfactors: Sequence[Tensor | None]) -> list[Tensor 
     db_KRO = _stack_gradients(dbs, merging[0].new_empty(count, rank, prod(spec.out_modes)))
     dabsorbed = left_gradients(merging[:split], ctx.left, da_KIR)
     dabsorbed += right_gradients(merging[split:], ctx.right, db_KRO)
-    each = zip(dabsorbed, stacked.cores_KRNS, stacked.kept_KS, strict=False)
-    dd_KS = [(grad * core).sum((1, 2)) * kept for grad, core, kept in each]
+    each = zip(dabsorbed, stacked.cores_KRNS, stacked.pruned_KS, strict=False)
+    dd_KS = [(grad * core).sum((1, 2)).masked_fill(pruned, 0.0) for grad, core, pruned in each]
     dcores = [grad * d[:, None, None] for grad, d in zip(dabsorbed, stacked.d_KS, strict=False)]
     dcores = [grad.to(stacked.cores_KRNS[0].dtype) for grad in (*dcores, dabsorbed[-1])]
     by_train = zip(*(grad.unbind() for grad in (*dcores, *dd_KS)), strict=True)

@@ -110,7 +110,7 @@ class SizeTable:
     def _gates(self) -> Tensor:
         """All gates concatenated, pruned ones zero (by the comparison that the layers make), then a zero: (E + 1,)."""
         flat = torch.cat([*self.rank_params, self._end])
-        return torch.where(flat > self.trains[0].threshold, flat, 0.0).to(self._one.dtype)
+        return flat.masked_fill(flat <= self.trains[0].threshold, 0.0).to(self._one.dtype)
 
     def _norms(self, gates_E: Tensor) -> Tensor:
         """‖d‖_1 of every gate vector, then the 1 of the boundary ranks: (K + 1,)."""

@@ -53,6 +53,14 @@ def test_gates_far_from_0_let_through_all_or_nothing(activation: str) -> None:
         torch.testing.assert_close(one.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
+def test_nan_stays_nan_and_its_gradients_are_torchs(activation: str) -> None:
+    g, u, dh = torch.tensor([torch.nan, 1.0, -1.0, 0.0]), torch.tensor([2.0, torch.nan, 3.0, 4.0]), torch.ones(4)
+    found = gated(g, u, activation), *gated_backward(dh, g, u, activation)
+    for one, exact in zip(found, reference(dh, g, u, activation), strict=True):
+        torch.testing.assert_close(one.double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_other_layouts() -> None:
     dh, g, u = (torch.randn(40, 30, 20).transpose(0, 2) for _ in range(3))
     plain = [t.contiguous() for t in (dh, g, u)]

@@ -57,6 +57,15 @@ def test_pruned_gates_get_exactly_zero_gradient_and_others_never() -> None:
         assert torch.equal(grad != 0, unpruned)
 
 
+def test_a_nan_gate_is_not_pruned_and_shows() -> None:
+    train = gated(TT)
+    before = int(SizeTable([train]).unpruned_gates())
+    with torch.no_grad():
+        train.rank_params[1][1] = torch.nan  # one at the threshold before
+    assert int(SizeTable([train]).unpruned_gates()) == before + 1 == sum(int(kept.sum()) for kept in train.unpruned())
+    assert SizeTable([train]).surrogate().isnan()
+
+
 def test_sign_matters_below_a_negative_threshold() -> None:
     train = gated(TT, threshold=-2.0)
     torch.testing.assert_close(SizeTable([train]).surrogate(), looped_surrogate(train))

@@ -34,7 +34,7 @@ struct Relu {
     static Vec value(Vec y) { return larger(y, splat(0.0f)); }
     static void slope(Vec y, Vec& h, Vec& dh) {
         h = value(y);
-        dh = y > splat(0.0f) ? splat(1.0f) : splat(0.0f);
+        dh = y <= splat(0.0f) ? splat(0.0f) : splat(1.0f);
     }
 };
 

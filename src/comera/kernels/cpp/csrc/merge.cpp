@@ -3,7 +3,7 @@
 //     G'_k = G_k D_k for k < order, D_k = diag(d_k), gates d at or below the threshold counted as 0
 //     L_1 = G'_1, L_k = L_{k-1} G'_k, A = L_splitᵀ;       R_order = G_order, R_k = G'_k R_{k+1}, B = R_{split+1}
 //     ∂G'_k = L_{k-1}ᵀ ∂L_k, ∂L_{k-1} = ∂L_k G'_kᵀ;       ∂G'_k = ∂R_k R_{k+1}ᵀ, ∂R_{k+1} = G'_kᵀ ∂R_k
-//     ∂G_k = ∂G'_k D_k,  ∂d_k = Σ ∂G'_k G_k where d_k is above the threshold
+//     ∂G_k = ∂G'_k D_k,  ∂d_k = Σ ∂G'_k G_k where d_k is not pruned
 //
 // Each factor is a task, a few products in the caches of one core; threads share the tasks. The backward recomputes the
 // partial products, all but the last and largest, so nothing is kept but the parameters. The largest tensors, A and B and
@@ -37,7 +37,8 @@ struct Side {
 
     bool absorbs(long k) const { return left || k < order - 1; }  // but not the train's last core
     long width(long k) const { return modes[k] * ranks[k + 1]; }
-    float gate(long k, long s) const { return !absorbs(k) ? 1.0f : gates[k][s] > threshold ? gates[k][s] : 0.0f; }
+    bool pruned(long k, long s) const { return gates[k][s] <= threshold; }  // not a NaN, which has to be seen
+    float gate(long k, long s) const { return !absorbs(k) ? 1.0f : pruned(k, s) ? 0.0f : gates[k][s]; }
     // Row stride of G'_k (rank[k], width): whole vectors where it is the b of products, dense where it is the a.
     long stride(long k) const { return left || k == order - 1 ? padded(width(k), W) : width(k); }
     long features() const { return std::accumulate(modes, modes + order, 1l, std::multiplies<long>()); }
@@ -142,7 +143,7 @@ void release(const Side& side, long k, const float* grad, long stride, Room& roo
     for (long s = 0; s < right; ++s) {
         float sum = 0.0f;
         for (long at = s; at < n; at += right) sum += sums[at];
-        side.dgates[k][s] = side.gates[k][s] > side.threshold ? sum : 0.0f;
+        side.dgates[k][s] = side.pruned(k, s) ? 0.0f : sum;
     }
 }
 
