@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import local
 from typing import Any, ClassVar
 
 import torch
@@ -186,6 +187,15 @@ class Holder(nn.Module):
         return _blank, (self.plain_type, self.leaves), *reduced[2:]
 
 
+class _Running(local):
+    """What belongs to a forward, of which several threads may run one each: a recurrent layer and its weights."""
+
+    made: tuple[nn.Module | None, list[Tensor]] = None, []
+
+
+_running = _Running()
+
+
 class RecurrentHolder(Holder):
     """A recurrent layer of torch, which hands all of its weights to one kernel: that gets plain tensors, made once in
     each forward, and no Python between the steps of a sequence."""
@@ -194,11 +204,11 @@ class RecurrentHolder(Holder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the plain type."""
-        vars(self)[_MADE] = [self._plain(name) for name in self._flat_weights_names]
+        outer, _running.made = _running.made, (self, [self._plain(name) for name in self._flat_weights_names])
         try:
             return super().forward(*args, **kwargs)
         finally:
-            del vars(self)[_MADE]
+            _running.made = outer
 
     def _plain(self, name: str) -> Tensor:
         if name not in self.leaves:
@@ -211,8 +221,8 @@ class RecurrentHolder(Holder):
 
     @property
     def _flat_weights(self) -> list[Tensor]:
-        made: list[Tensor] | None = vars(self).get(_MADE)
-        return [getattr(self, name) for name in self._flat_weights_names] if made is None else made
+        of, made = _running.made
+        return made if of is self else [getattr(self, name) for name in self._flat_weights_names]
 
     @_flat_weights.setter
     def _flat_weights(self, value: object) -> None:
@@ -226,9 +236,6 @@ class RecurrentHolder(Holder):
 
     def flatten_parameters(self) -> None:
         """Dense weights are made in each forward: there are none to lay out."""
-
-
-_MADE = "_weights_of_this_forward"
 
 
 def _reader(leaf: str) -> property:

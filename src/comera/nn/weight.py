@@ -52,12 +52,13 @@ class _Source:
         self.make, self.tensors, self.made = make, tensors, made
 
     def values(self) -> Tensor:
-        if self.made is None:
+        made = self.made  # which another thread may give back meanwhile
+        if made is None:
             with torch.no_grad(), without_autocast(self.tensors[0]):
-                self.made = self.make([tensor.detach() for tensor in self.tensors])
+                self.made = made = self.make([tensor.detach() for tensor in self.tensors])
             if getattr(_scope, "made", None) is not None:
                 _scope.made.append(self)
-        return self.made
+        return made
 
     def view(self, out: Tensor) -> _Source:
         """The source of a view of the values."""

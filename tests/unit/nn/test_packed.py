@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import comera
 from comera.errors import SpecError, WeightError
@@ -226,3 +230,47 @@ def test_compiled(kind: str) -> None:
     tensors = list(module.parameters())
     grads = [torch.autograd.grad(f(x, chosen, "whole").sum(), tensors) for f in (compiled, module)]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+class OthersMeanwhile(TorchFunctionMode):
+    """Runs a whole other forward, in a thread of its own, before every call that this thread makes of torch."""
+
+    def __init__(self, other: Callable[[], Any]) -> None:
+        self.other = other
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.other).result()
+        return func(*args, **(kwargs or {}))
+
+
+def experts() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    return pair("BTT")[0], lambda module: module(*inputs(), "whole")
+
+
+def attention() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    x = torch.randn(5, 2, 16)
+    return nn.MultiheadAttention(16, 2), lambda module: module(x, x, x)[0]
+
+
+def recurrent(kind: type[nn.RNNBase]) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    x = torch.randn(5, 2, 16)
+    return kind(16, 16, num_layers=2), lambda module: module(x)[0]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [experts, attention, *(partial(recurrent, kind) for kind in (nn.LSTM, nn.GRU, nn.RNN))],
+    ids=["experts", "attention", "LSTM", "GRU", "RNN"],
+)
+def test_forwards_in_several_threads(made: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]) -> None:
+    torch.manual_seed(0)
+    module, run = made()
+    if made is not experts:
+        comera.tensorize_(module, comera.TensorizeConfig(comera.TT(order=4, rank=3)))
+    exact = run(module)
+    with OthersMeanwhile(lambda: run(module)):
+        found = run(module)
+    assert torch.equal(found, exact)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(each, exact) for each in pool.map(run, [module] * 40))
