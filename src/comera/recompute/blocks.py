@@ -29,10 +29,13 @@ from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
 from comera.recompute.replay import Kept, contexts, marked, only_marked, policy
+from comera.recompute.state import BlockState
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _Shapes = tuple[tuple[object, ...], ...]
-_MOST_SHAPES = 64  # that a block remembers
+_Call = tuple[tuple[bool, ...], _Shapes]
+"""What decides how a block computes: modes of its modules, and shapes of what it is given."""
+_MOST_CALLS = 64  # that a block remembers
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
     Blocks recompute in training mode with gradients enabled and run as before otherwise. Gradients are those without
     recomputation, to the bit wherever the operations repeat to the bit. Gradients of gradients are not supported. A
     key-value cache is not filled by a block that recomputes, and a block that gets a filled one does not recompute.
+    What a block writes besides (running statistics, counters, recurrent states) is written once: `recompute/state.py`.
     Parameter names, the state_dict, copies and pickles stay as they are. A second call replaces the first.
 
     Args:
@@ -176,7 +180,7 @@ class _Recompute:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.own = vars(block).get("forward")
-        self.marked: dict[_Shapes, bool] = {}  # by what the block was given: whether the code marks all that is kept
+        self.marked: dict[_Call, bool] = {}  # whether the code marks all that is kept, and the block writes nothing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
@@ -193,14 +197,16 @@ class _Recompute:
         # Random draws are kept, or follow from states that `marked` restores: torch's own way to restore them would not
         # do in a CUDA graph.
         run = partial(checkpoint, forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        shapes = _shapes((*args, *kwargs.values()))
-        if self.marked.get(shapes):
-            return run(context_fn=marked)
+        state = BlockState(block, args)
+        call = state.modes, _shapes((*args, *kwargs.values()))
+        if self.marked.get(call):
+            return run(context_fn=partial(marked, state))
         kept: list[Kept] = []
-        out = run(context_fn=partial(contexts, kept))
-        if len(self.marked) >= _MOST_SHAPES:
+        out = run(context_fn=partial(contexts, state, kept))
+        if len(self.marked) >= _MOST_CALLS:
             self.marked.clear()
-        self.marked[shapes] = only_marked(kept) and all(p.device.type == "cpu" for p in self.block.parameters())
+        on_cpu = all(p.device.type == "cpu" for p in block.parameters())
+        self.marked[call] = on_cpu and only_marked(kept) and not state.wrote
         return out
 
 

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from comera.errors import TrainingError
 from comera.ops.once import Tape, exchange, made_once
+from comera.recompute.state import BlockState, makes, written
 
 T = TypeVar("T")
 Kept = tuple[Any, Any]
@@ -51,13 +52,15 @@ _PRODUCTS = {
 }
 
 
-def contexts(kept: list[Kept] | None = None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def contexts(
+    state: BlockState | None = None, kept: list[Kept] | None = None
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """The modes under which a block runs forward and is replayed, as `torch.utils.checkpoint` wants them.
 
-    kept: an empty list, for who wants to see what the forward keeps.
+    state: of the block. kept: an empty list, for who wants to see what the forward keeps.
     """
-    kept = [] if kept is None else kept
-    return _Keep(kept), _Replay(kept)
+    given = state or BlockState(), [] if kept is None else kept
+    return _Keep(*given), _Replay(*given)
 
 
 def only_marked(kept: Sequence[Kept]) -> bool:
@@ -65,9 +68,9 @@ def only_marked(kept: Sequence[Kept]) -> bool:
     return all(operation is made_once for operation, _ in kept)
 
 
-def marked() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+def marked(state: BlockState) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Contexts as those of `contexts` for blocks on the CPU, which keep what the code marks and see no operation."""
-    record = _Record([])
+    record = _Record(state, [])
     return _KeepMarked(record), _ReplayMarked(record)
 
 
@@ -107,13 +110,6 @@ def _elements(tensor: Tensor) -> int:
     return prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
-    schema = func._schema.arguments
-    by_name = {**dict(zip((argument.name for argument in schema), args, strict=False)), **kwargs}
-    return [by_name[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
-
-
 def _drops(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether it is dropout in one operation, whose output follows from its input and mask."""
     return func is _aten.native_dropout.default and args[2] is not False
@@ -133,10 +129,10 @@ def _to_keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return _aliases(out)
     if _drops(func, args):
         return out[1].detach()
-    written = _written(func, args, kwargs)
+    places = written(func, args, kwargs)
     if _draws_bits(func):
-        return (written[0] if written else out).bool()
-    return [tensor.clone() for tensor in written], None if _returns_written(func) else _copies(out)
+        return (places[0] if places else out).bool()
+    return [tensor.clone() for tensor in places], None if _returns_written(func) else _copies(out)
 
 
 def _restore(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> Any:
@@ -146,13 +142,13 @@ def _restore(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any
     if _drops(func, args):
         scale = 0.0 if args[1] == 1 else 1 / (1 - args[1])
         return args[0] * kept * scale, kept.detach()
-    written = _written(func, args, kwargs)
+    places = written(func, args, kwargs)
     if _draws_bits(func):
-        return (written[0] if written else torch.empty_like(args[0])).copy_(kept)
+        return (places[0] if places else torch.empty_like(args[0])).copy_(kept)
     values, out = kept
-    for tensor, value in zip(written, values, strict=True):
+    for tensor, value in zip(places, values, strict=True):
         tensor.copy_(value)
-    return written[0] if _returns_written(func) else _copies(out)
+    return places[0] if _returns_written(func) else _copies(out)
 
 
 def _copies(values: Any) -> Any:
@@ -167,9 +163,9 @@ def _aliases(values: Any) -> Any:
 class _Keep(TorchDispatchMode, Tape):
     """Runs every operation, and keeps the results that the replay does not compute."""
 
-    def __init__(self, kept: list[Kept]) -> None:
+    def __init__(self, state: BlockState, kept: list[Kept]) -> None:
         super().__init__()
-        self.kept = kept
+        self.state, self.kept = state, kept
         self.suspended = False
 
     @classmethod
@@ -178,6 +174,7 @@ class _Keep(TorchDispatchMode, Tape):
         return True
 
     def __enter__(self) -> _Keep:
+        self.begin()
         self.before = exchange(self)
         super().__enter__()
         return self
@@ -185,11 +182,25 @@ class _Keep(TorchDispatchMode, Tape):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         exchange(self.before)
+        self.end()
+
+    def begin(self) -> None:
+        """Before the first operation."""
+        self.state.begin()
+
+    def end(self) -> None:
+        """After the last one."""
+        self.state.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.suspended:
+            return func(*args, **kwargs)
+        self.state.before(func, args, kwargs)
         out = func(*args, **kwargs)
-        if not self.suspended and _is_kept(func, args):
+        if makes(func):
+            self.state.made(out)
+        if _is_kept(func, args):
             self.kept.append((func, _to_keep(func, args, kwargs, out)))
         return out
 
@@ -197,6 +208,7 @@ class _Keep(TorchDispatchMode, Tape):
         """make(), whose result is kept; operations inside are not."""
         with self.paused():
             out = make()
+        self.state.made(out)
         self.kept.append((made_once, _aliases(out)))
         return out
 
@@ -220,9 +232,14 @@ class _Keep(TorchDispatchMode, Tape):
 class _Replay(_Keep):
     """Runs every operation but those with a kept result. Each backward through the block enters it anew."""
 
-    def __enter__(self) -> _Keep:
-        self.remaining = iter(self.kept)
-        return super().__enter__()
+    def begin(self) -> None:
+        """Go back to where the forward began."""
+        self.remaining, self.start = iter(self.kept), self.state.restored()
+        self.start.__enter__()
+
+    def end(self) -> None:
+        """And to what is now."""
+        self.start.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -252,9 +269,13 @@ def _changed(expected: object, came: object) -> TrainingError:
 
 @dataclass
 class _Record:
-    """What a forward made once. states: those of the generator at its start and after each result, 5 kB each; None
-    where nothing was drawn but what is in the results."""
+    """What a forward made once, and what its block held.
 
+    states: those of the generator at its start and after each result, 5 kB each; None where nothing was drawn but what
+    is in the results.
+    """
+
+    held: BlockState
     made: list[Any]
     states: list[Tensor] | None = None
 
@@ -271,12 +292,14 @@ class _KeepMarked(Tape):
         self.record = record
 
     def __enter__(self) -> Tape:
+        self.record.held.begin()
         self.states, self.drawn = [torch.get_rng_state()], False  # whether anything was, besides the results
         self.before = exchange(self)
         return self
 
     def __exit__(self, *raised: Any) -> None:
         exchange(self.before)
+        self.record.held.end()
         self._compare()
         if self.drawn:
             self.record.states = self.states
@@ -308,7 +331,8 @@ class _ReplayMarked(_KeepMarked):
     """Gives back what was kept, and the generator the states it had. Each backward enters it anew."""
 
     def __enter__(self) -> Tape:
-        self.used = 0
+        self.used, self.start = 0, self.record.held.restored()
+        self.start.__enter__()
         if self.record.states is not None:
             self.outside = torch.get_rng_state()
             torch.set_rng_state(self.record.states[0])
@@ -320,6 +344,7 @@ class _ReplayMarked(_KeepMarked):
         if self.record.states is not None:
             torch.set_rng_state(self.outside)
             del self.outside
+        self.start.__exit__(None, None, None)
 
     def made_once(self, make: Callable[[], T]) -> T:
         """The kept result, without a call of `make`."""
