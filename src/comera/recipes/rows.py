@@ -10,7 +10,8 @@ import gzip
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +19,7 @@ from comera.errors import DataError
 
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
+FIRST_ROWS = 1000
 
 
 class Row(NamedTuple):
@@ -44,7 +46,7 @@ def read_rows(file: Path, bad: Bad = refuse) -> Iterator[Row]:
 def parse_rows(file: Path, lines: Iterable[str], bad: Bad = refuse) -> Iterator[Row]:
     """The rows in the lines of a file, each with its end; by the suffix of the file. bad: is handed a DataError, with
     file and line, for a line that is no JSON object and a row with more or fewer fields than the header; by default it
-    raises. Raises one for a table without a header, and for quotes that are opened and not closed in their line."""
+    raises. Raises one for a table without a header or with a column named twice, and for quotes that are opened and not closed in their line."""
     name = file.name.removesuffix(".gz")
     if _is_table(name):
         return _table(file, lines, "\t" if name.endswith(".tsv") else ",", bad)
@@ -61,7 +63,7 @@ def _json(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[Row]:
             continue
         where, shown = f"{file}, line {number}", line.rstrip("\r\n")[:80]
         try:
-            values = json.loads(line)
+            values = json.loads(line, object_pairs_hook=lambda pairs: _object(pairs, where))
             if not isinstance(values, dict):
                 raise DataError(f'{where}: expected a JSON object, such as {{"text": "..."}}, got {shown!r}')
         except DataError as error:
@@ -72,11 +74,41 @@ def _json(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[Row]:
             yield Row(number, values)
 
 
+def _object(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        check_names([name for name, _ in pairs], "fields", where)
+    return values
+
+
+def check_names(names: Sequence[str], what: str, where: str) -> None:
+    """Raise DataError for a name that occurs twice, but for an empty one, by which nobody can choose. what: has these
+    names. where: for the message."""
+    for name, count in Counter(names).items():
+        if name and count > 1:
+            raise DataError(
+                f"{where}: expected {what} of different names, got {name!r} {count} times: rename or remove one"
+            )
+
+
+def column_names(file: Path, wanted: Iterable[str]) -> list[str]:
+    """The columns of a table; the fields of JSON lines, each of which may lack some: those of the first FIRST_ROWS, and
+    of further ones until all that are wanted have occurred."""
+    found, wanted, table = dict[str, None](), set(wanted), _is_table(file.name)
+    for number, row in enumerate(read_rows(file, lambda error: None), 1):
+        found |= dict.fromkeys(row.values)
+        if table or (number >= FIRST_ROWS and wanted <= found.keys()):
+            break
+    if not found:
+        raise DataError(f"{file}: expected rows, got none: check data.path")
+    return list(found)
+
+
 def _table(file: Path, lines: Iterable[str], delimiter: str, bad: Bad) -> Iterator[Row]:
     header: list[str] | None = None
     for number, fields in _tabs(lines) if delimiter == "\t" else _commas(file, lines, bad):
         if header is None:
-            header = fields
+            check_names(header := fields, "columns", str(file))
         elif len(fields) == len(header):
             yield Row(number, dict(zip(header, fields, strict=True)))
         else:

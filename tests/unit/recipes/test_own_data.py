@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from comera.errors import ConfigError, DataError
+from comera.recipes.classify import data as classify
 from comera.recipes.classify.prepared import PreparedExamples
 from comera.recipes.code_lm import data as code
+from comera.recipes.dlrm import criteo
 from comera.recipes.lm import data as lm
 from comera.recipes.mnli.data import MNLIDataConfig
 from comera.recipes.mnli.data import prepare as prepare_pairs
@@ -69,6 +71,82 @@ def test_rows_are_read_with_their_lines(write: Write, tmp_path: Path) -> None:
 def test_fields_between_tabs_keep_their_quotes_and_commas(tmp_path: Path) -> None:
     rows = [{"a": '"x', "b": 'y, "z'}, {"a": "'", "b": "\u2028"}]
     assert [dict(row.values) for row in read_rows(write_tsv(tmp_path, rows))] == rows
+
+
+def read_table(recipe: str, file: Path, tmp_path: Path, **fields: Any) -> Any:
+    """What the recipe prepares of a table with the columns text, other and label."""
+    fields = {"path": str(file), "cache": str(tmp_path / "cache"), **fields}
+    if recipe == "lm":
+        return lm.prepare(lm.LMDataConfig(**fields, vocab_size=256, block_size=16), quiet=True)
+    if recipe == "classify":
+        return classify.prepare(classify.ClassifyDataConfig(**fields, vocab_size=300), quiet=True)
+    if recipe == "mnli":
+        fields |= {"premise_field": "text", "hypothesis_field": "other"}
+        vocab = write_vocabulary(tmp_path / "words" / "vocab.txt")
+        return prepare_pairs(MNLIDataConfig(**fields, vocab=str(vocab)), quiet=True)
+    if recipe == "dlrm":
+        return criteo.prepare(criteo.CriteoConfig(**fields, numbers=("other",), categories=("text",)), quiet=True)
+    named = {"code_field": "text"} if recipe == "functions" else {"block_size": 16}
+    return code.prepare(code.CodeDataConfig(**fields, **named, form=recipe), quiet=True)
+
+
+RECIPES = pytest.mark.parametrize("recipe", ["lm", "files", "functions", "classify", "mnli", "dlrm"])
+
+
+@RECIPES
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])
+def test_a_column_that_is_named_twice_is_refused(recipe: str, suffix: str, tmp_path: Path) -> None:
+    between = "\t" if suffix == ".tsv" else ","
+    rows = [("text", "other", "label", "label"), *((f"def f{k}", k, k % 2, k % 3) for k in range(60))]
+    content = "".join(between.join(map(str, row)) + "\n" for row in rows).encode()
+    file = tmp_path / f"rows{suffix}"
+    file.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    with pytest.raises(DataError, match=rf"rows\{suffix}: expected columns of different names, got 'label' 2 times"):
+        read_table(recipe, file, tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["lm", "files", "functions", "classify", "mnli"])
+def test_a_field_that_is_named_twice_in_a_line_is_refused_with_the_line(recipe: str, tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"def f{k}", "other": "a", "label": k % 2}) for k in range(60)]
+    rows[3] = '{"text": "def a", "other": "a", "text": "def b", "label": 1}'
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    said = "line 4: expected fields of different names, got 'text' 2 times"
+    if recipe == "classify":  # where a row that cannot be used is counted
+        data = read_table(recipe, tmp_path / "rows.jsonl", tmp_path)
+        assert data.skipped == {"unreadable row": 1}
+        assert said in data.manifest["train"]["first"]["unreadable row"]
+    else:
+        with pytest.raises(DataError, match=said):
+            read_table(recipe, tmp_path / "rows.jsonl", tmp_path)
+
+
+@RECIPES
+def test_columns_without_a_name_may_be_several(recipe: str, tmp_path: Path) -> None:
+    """A spreadsheet writes them for cells that are empty or were once filled."""
+    rows = ["text,other,label,,", *(f"def a{k}(x): pass,{k},{k % 2},," for k in range(200))]
+    if recipe == "functions":
+        rows = [rows[0], *(f'"def a{k}(x):\n  y = x\n  return y",{k},{k % 2},,' for k in range(200))]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    assert read_table(recipe, tmp_path / "rows.csv", tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["classify", "mnli"])
+@pytest.mark.parametrize("named", [True, False])
+def test_first_rows_without_a_label_are_counted_as_others_are(recipe: str, named: bool, tmp_path: Path) -> None:
+    rows = [{"text": f"a bed {k}", "other": "a cab"} for k in range(3)]
+    rows += [{"text": f"a cab {k}", "other": f"he had {k}", "label": str(k % 2)} for k in range(300)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"text": "text", "label": "label"} if named and recipe == "classify" else {}
+    data = read_table(recipe, tmp_path / "rows.jsonl", tmp_path, **columns)
+    assert data.skipped["no label"] == 3
+    assert data.train_size + data.dev_size == 300
+    assert data.label_names == ("0", "1")
+
+
+def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "a {k}", "label": {k % 2}}}\n' for k in range(300)))
+    with pytest.raises(DataError, match=r"data\.label: expected one of the columns text, label of .*, got 'kind'"):
+        read_table("classify", tmp_path / "rows.jsonl", tmp_path, label="kind")
 
 
 @pytest.mark.parametrize(

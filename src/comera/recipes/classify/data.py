@@ -32,7 +32,7 @@ from comera.recipes.classify.files import (
 )
 from comera.recipes.classify.prepared import PreparedExamples, read_manifest, write_manifest, write_part
 from comera.recipes.paths import typed_path
-from comera.recipes.rows import ROW_SUFFIXES, Bad, read_rows
+from comera.recipes.rows import ROW_SUFFIXES, Bad, column_names
 from comera.recipes.sources import HUB_NAME, is_dataset
 from comera.recipes.tokenizer_files import FILE
 from comera.recipes.tokenizers import (
@@ -144,19 +144,16 @@ def _files(path: Path, config: ClassifyDataConfig) -> Rows:
             raise DataError(f"{option}: expected a file of rows ({' '.join(ROW_SUFFIXES)}), got {file}, which {what}")
 
     def columns() -> tuple[list[str], str]:
-        first = next(read_rows(path, lambda error: None), None)
-        if first is None:
-            raise DataError(f"{path}: expected rows, got none: check data.path")
-        return list(first.values), str(path)
+        return column_names(path, filter(None, (config.text, config.pair, config.label))), str(path)
 
     def parts(chosen: Columns) -> dict[str, Part]:
         found = {part: Part(str(file), partial(file_rows, file, chosen)) for part, file in files.items()}
-        for part, file in files.items():
-            other = next(read_rows(file, lambda error: None), None)
-            if other is not None and any(name not in other.values for name in chosen.all):
+        for part in (each for each in others if each in found):
+            names = column_names(files[part], chosen.all)
+            if any(name not in names for name in chosen.all):
                 raise DataError(
-                    f"{file}: expected the columns {', '.join(chosen.all)} as in {path}, got "
-                    f"{', '.join(other.values)}: check {others[part][0] if part in others else chosen.options}"
+                    f"{files[part]}: expected the columns {', '.join(chosen.all)} as in {path}, got "
+                    f"{', '.join(names)}: check {others[part][0]}"
                 )
         return _with_held_out(found, config)
 

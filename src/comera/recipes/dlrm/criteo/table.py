@@ -21,6 +21,7 @@ from comera.recipes.dlrm.criteo.config import CriteoConfig
 from comera.recipes.dlrm.criteo.files import GZIP_ERRORS, Place, first_line
 from comera.recipes.dlrm.criteo.ids import MISSING
 from comera.recipes.dlrm.criteo.parse import ALL_KINDS, LABEL, NUMBER, TOO_FEW, TOO_MANY, UNREADABLE, Rows, quote
+from comera.recipes.rows import check_names
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def open_table(file: Path, config: CriteoConfig, *, labeled: bool | None = True)
             f"({config.label!r})"
         )
     header, start = _header(file)
+    check_names(header, "columns", str(file))
     named = [*config.numbers, *config.categories, *([config.label] if labeled else [])]
     missing = [name for name in named if name not in header]
     if missing:
@@ -120,8 +122,6 @@ def open_table(file: Path, config: CriteoConfig, *, labeled: bool | None = True)
             f"{file}: expected the columns {', '.join(map(repr, missing))}, got {', '.join(map(repr, header))}: set "
             "data.label, data.numbers and data.categories to names of columns"
         )
-    if len(set(header)) < len(header):
-        raise DataError(f"{file}: expected columns of different names, got {', '.join(map(repr, header))}: rename some")
 
     def places(names: Sequence[str]) -> tuple[int, ...]:
         return tuple(map(header.index, names))
