@@ -82,11 +82,6 @@ _SECTIONS = {
         "Logits and all gradients: `dense`, and a table of plain low rank by the C++ kernel and by torch's products; "
         "`times_dense`, `times_torch`: their time over the kernel's.",
     ),
-    "compiled_operations": (
-        "Operations of a compiled step",
-        "Six encoders in small: `nodes` of the one graph that forward, gradients, rank rule and AdamW are, and matrix "
-        "`products` among them, which are launched by themselves. A low-rank layer needs six, a dense one three.",
-    ),
     "optimizer": (
         "The optimizer's part of a step",
         "`part`: of forward, backward and the optimizer's step; models of about as many parameters in pairs.",

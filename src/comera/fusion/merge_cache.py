@@ -13,8 +13,7 @@ Factors are reused only while they are certain to be current:
 - without gradients they are reused within one call of the model only.
 
 One write escapes this: a change through `.data` between two calls of *parts* of a model, with gradients enabled and no
-backward in between. Under `torch.compile` layers merge their own cores, which the compiler can see through, unless it
-traces a whole step (`tracing`).
+backward in between. Under `torch.compile` layers merge their own cores, which the compiler can see through.
 """
 
 import threading
@@ -36,8 +35,6 @@ from comera.ops.once import unrecorded
 from comera.ops.planner.plan import choose
 from comera.ops.planner.problem import LinearProblem
 from comera.tt.spec import TTSpec
-
-_Traced = dict[tuple[TensorTrain, torch.dtype], LowRankFactors]
 
 
 class _Merged(NamedTuple):
@@ -85,7 +82,6 @@ class MergeCache:
     def _reset(self) -> None:
         self._merged: dict[tuple[Any, ...], dict[TensorTrain, _Merged]] = {}
         self._leaves: list[tuple[Tensor, Tensor]] | None = None  # while accumulating: factors and what stands for them
-        self._traced: _Traced | None = None  # in this forward of a trace
         self._thread = threading.local()
 
     @property
@@ -97,7 +93,7 @@ class MergeCache:
         """Factors, with their biases, of layers that compute on this input or on what follows from it row by row.
 
         None where every layer had better do something else with so many rows, and where layers must merge their own
-        cores: in a trace of less than a step, without gradients outside a call of the model, for a copy of a layer that
+        cores: in a trace, without gradients outside a call of the model, for a copy of a layer that
         is not the model's, and for an input that does not fit, which the layer reports.
         """
         recording = torch.is_grad_enabled()
@@ -111,8 +107,6 @@ class MergeCache:
         if not self._prefers_factors(layers, input):
             return None
         dtype = kernel_dtype(input, "low_rank", max(map(_rank, trains)))
-        if self._traced is not None:
-            return self._in_trace(layers, dtype, self._traced)
         merged = self._merged.setdefault((dtype, input.device, recording, torch.is_inference_mode_enabled()), {})
         found = []
         for layer, train in zip(layers, trains, strict=True):
@@ -125,19 +119,8 @@ class MergeCache:
 
     @property
     def passes_down(self) -> bool:
-        """Whether layers may be passed factors here: not in a trace, except of a whole step."""
-        return not traced() or self._traced is not None
-
-    def _in_trace(self, layers: Sequence[TTLinear], dtype: torch.dtype, merged: _Traced) -> list[LowRankFactors]:
-        """`factors` within `tracing`: the compiler sees one batched merge where each layer would have its own."""
-        found = []
-        for layer in layers:
-            if (layer.tt, dtype) not in merged:
-                trains = self._alike(layer.tt)
-                made = self._merge_now(trains, dtype)
-                merged.update({(train, dtype): factors for train, factors in zip(trains, made, strict=True)})
-            found.append(self._with_bias(merged[layer.tt, dtype], layer))
-        return found
+        """Whether layers may be passed factors here: not in a trace."""
+        return not traced()
 
     def _prefers_factors(self, layers: Sequence[TTLinear], input: Tensor) -> bool:
         """Whether the trains may meet the dtype of the input, and for one of them the product of A and B is wanted, or
@@ -145,7 +128,7 @@ class MergeCache:
         autocast, cores = autocast_dtype(input), [layer.tt.cores[0] for layer in layers]
         if autocast is None and any(input.dtype != core.dtype for core in cores):
             return False
-        if not traced() and any(core.is_inference() for core in cores):  # writes to them are not counted
+        if any(core.is_inference() for core in cores):  # writes to them are not counted
             return False
         size = input.shape[:-1].numel(), (autocast or input.dtype).itemsize, input.device.type
         for layer, core in zip(layers, cores, strict=True):
@@ -215,8 +198,6 @@ class MergeCache:
         self._thread.inside = True
         if self._leaves is None:
             self._merged = {}
-        if self._traced is not None:
-            self._traced = {}
 
     def _end(self, *_: Any) -> None:
         """After it."""
@@ -284,19 +265,6 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         for cache in caches(model):
             stack.enter_context(cache.one_step())
         yield
-
-
-@contextmanager
-def tracing(caches: Sequence[MergeCache]) -> Iterator[None]:
-    """A context for the forwards and backwards of a step that a compiler traces whole: their caches serve them, too.
-
-    Each forward has a merge of its own, as autograd goes through it once. The compiler computes equal ones once.
-    """
-    for cache in caches:
-        cache._traced = {}
-    yield
-    for cache in caches:
-        cache._traced = None
 
 
 def _flat(train: TensorTrain) -> list[Tensor]:

@@ -48,7 +48,6 @@ from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_si
 from comera.rank.state import RankState
 from comera.rank.step_rule import (
     SIZE_GRADIENTS,
-    Gradients,
     HookArgs,
     StepRule,
     gradients_of,
@@ -198,11 +197,7 @@ class RankController:
             raise RankError(f"expected the loss as a scalar, got shape {tuple(loss.shape)}: reduce it first")
         self._losses.add(loss)
 
-    def adjust_(self, gradients: Gradients) -> None:
-        """Apply the rule of a step to gradients, in place. Does not synchronize, and traces under torch.compile."""
-        self._rule().adjust_(gradients)
-
-    def _rule(self, grad_scale: Tensor | None = None) -> StepRule:
+    def _rule(self, grad_scale: Tensor | None) -> StepRule:
         """The rule of the step whose losses have been observed. grad_scale: as for `StepRule`."""
         self._losses.end_step(sum_ if self.late.weighs_losses else None)
         loss, tables = self._losses.mean, self._current_tables()
@@ -210,19 +205,7 @@ class RankController:
             raise RankError(f"expected a finite loss for shrink={self.late.shrink!r}, but {self._no_loss()}")
         scales = stage_scales(self.early, self.late, self._state, loss, tables)
         gradient = SIZE_GRADIENTS[self.late.shrink]
-        return step_rule(scales, tables, gradient, self._cores, self.early.ridge, self.measured, grad_scale)
-
-    @property
-    def measured(self) -> list[Tensor]:
-        """The gates whose gradients `stepped` reads: by sensitivity in the late stage all, otherwise none."""
-        return [d for train in self._trains for d in train.rank_params] if self._by_sensitivity() else []
-
-    def stepped(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        """After a step of `optimizer` on these gradients: measure. The optimizer attached last ends the step."""
-        update_importance_(optimizer, self.measured, gradients)
-        if not self.replayed and optimizer is next(reversed(self._hooks)):
-            self.advance()
-            self.between_steps()
+        return step_rule(scales, tables, gradient, self._cores, self.early.ridge, self._measured(), grad_scale)
 
     def advance(self) -> None:
         """Count an optimizer step. Does not synchronize."""
@@ -360,6 +343,10 @@ class RankController:
         """Whether this is a late stage that measures importances."""
         return self.stage == "late" and self.late.shrink == "sensitivity"
 
+    def _measured(self) -> list[Tensor]:
+        """The gates whose importance a step updates: by sensitivity in the late stage all, otherwise none."""
+        return [d for train in self._trains for d in train.rank_params] if self._by_sensitivity() else []
+
     def _mean_loss(self) -> float | None:
         return self._losses.host()[0]
 
@@ -382,8 +369,11 @@ class RankController:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rule = self._given.pop(optimizer, None)
-        done = not self.measured or (rule is not None and rule.applied)
-        self.stepped(optimizer, {} if done else gradients_of(optimizer))
+        if (measured := self._measured()) and (rule is None or not rule.applied):
+            update_importance_(optimizer, measured, gradients_of(optimizer))
+        if not self.replayed and optimizer is next(reversed(self._hooks)):  # that attached last ends the step
+            self.advance()
+            self.between_steps()
 
     def _zero_gates(self, passed: int) -> None:
         """Zero the gates that exceed the present budget, `passed` steps into the late stage."""

@@ -54,7 +54,7 @@ class StepRule:
         """Apply it to gradients, in place; parameters without one are left alone. Does not synchronize."""
         pairs = [(gradients[d], slope) for d, slope in self.slopes if d in gradients]
         decayed = [core for core in self.cores if core in gradients] if self.ridge else []
-        with torch.no_grad():  # as a decorator, torch.compile refuses it
+        with torch.no_grad():
             if gradients and not _is(self.c_loss, 1):
                 torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], self.c_loss)
             if pairs:

@@ -1,16 +1,16 @@
-"""Functions of a step under torch.compile: the whole step, or forward and loss with their backward.
+"""Forward and loss of a step under torch.compile, as one graph, with their backward.
 
 The first shape of the batches is compiled as it is, the next one with dynamic sizes, so buckets of lengths share their
-compilations. Weights keep their sizes as constants: when pruning changes them, everything is compiled anew. Torch falls
-back to eager, with no more than a log message, once it has recompiled a function too often. Here that is detected, and
-the run logs it.
+compilations. Weights keep their sizes as constants: when pruning changes them, everything is compiled anew. What breaks
+the graph, or has too many shapes, runs eager, and the run logs why: torch itself would only write a log message.
+Rejected: the whole step as one function, optimizer and rank rule included. It gained nothing on a CPU.
 
 The exceptions and the config of torch._dynamo have no public counterpart; only this file uses them.
 """
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,51 +19,45 @@ from comera.trainer.task import Batch
 
 VERSIONS = 32  # torch's recompile limit: compilations of one function between two prunings
 
-T = TypeVar("T")
 Backend = str | Callable[..., Any]
 """Of torch.compile: a name, or a function of a graph and example inputs."""
 
 
-class Compiled(Generic[T]):
-    """A function under torch.compile, as long as that succeeds.
+class CompiledLoss:
+    """`loss` under torch.compile, as long as that succeeds; eager from then on.
 
-    backend: of torch.compile. whole: compile the function as one graph or not at all, with the gradients that it takes.
-    reason: why it is not compiled from now on; "" while it is. too_many: whether that is because of too many shapes.
-    compilations: graphs compiled so far.
+    loss: (model, batch) -> scalar. backend: of torch.compile.
+    reason: why it is not compiled from now on; "" while it is. compilations: graphs compiled so far.
     """
 
-    def __init__(self, function: Callable[..., T], *, backend: Backend, whole: bool = False) -> None:
-        self.reason, self.too_many, self.compilations = "", False, 0
-        self._function, self._backend, self._whole = function, backend, whole
+    def __init__(self, loss: Callable[[nn.Module, Batch], Tensor], *, backend: Backend = "inductor") -> None:
+        self.reason, self.compilations = "", 0
+        self._loss, self._backend = loss, backend
+        self._parameters: list[nn.Parameter] = []
         self._sizes: list[torch.Size] = []
         self._compiled = self._compile()
 
-    def __call__(self, sizes: list[torch.Size], *args: Any) -> T | None:
-        """The function's result, or None, with nothing done, where it cannot be compiled: `reason` says why.
-
-        sizes: of the weights.
-        """
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a batch."""
         if self.reason:
-            return None
+            return self._loss(model, batch)
+        self._parameters = self._parameters or list(model.parameters())
+        sizes = [parameter.shape for parameter in self._parameters]
         if self._sizes and sizes != self._sizes:
             torch.compiler.reset()
             self._compiled = self._compile()
         self._sizes = sizes
-        options: dict[str, Any] = {"recompile_limit": VERSIONS, "fail_on_recompile_limit_hit": True}
-        if self._whole:
-            options["trace_autograd_ops"] = True
         try:
-            with torch._dynamo.config.patch(options):
-                return self._compiled(*args)
+            with torch._dynamo.config.patch(recompile_limit=VERSIONS, fail_on_recompile_limit_hit=True):
+                return self._compiled(model, batch)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             self.reason = f"compiled {VERSIONS} times for as many shapes of batches: use fewer lengths"
-            self.too_many = True
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)  # the error of the backend
             self.reason = f"torch.compile failed: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-        return None
+        return self._loss(model, batch)
 
-    def _compile(self) -> Callable[..., T]:
+    def _compile(self) -> Callable[[nn.Module, Batch], Tensor]:
         backend = torch._dynamo.lookup_backend(self._backend)
 
         @wraps(backend)
@@ -71,38 +65,5 @@ class Compiled(Generic[T]):
             self.compilations += 1
             return backend(graph, inputs)
 
-        compiled: Any = torch.compile(self._function, backend=counting, fullgraph=self._whole)
+        compiled: Any = torch.compile(self._loss, backend=counting, fullgraph=True)
         return compiled  # type: ignore[no-any-return]
-
-
-class CompiledLoss:
-    """`loss`, compiled, or eager if that fails.
-
-    loss: (model, batch) -> scalar. backend: of torch.compile.
-    """
-
-    def __init__(self, loss: Callable[[nn.Module, Batch], Tensor], *, backend: Backend = "inductor") -> None:
-        self._loss = loss
-        self._compiled = Compiled(loss, backend=backend)
-        self._parameters: list[nn.Parameter] = []
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of a batch."""
-        self._parameters = self._parameters or list(model.parameters())
-        loss = self._compiled([parameter.shape for parameter in self._parameters], model, batch)
-        return self._loss(model, batch) if loss is None else loss
-
-    @property
-    def reason(self) -> str:
-        """Why it runs eager from now on; "" while it does not."""
-        return self._compiled.reason
-
-    @property
-    def compilations(self) -> int:
-        """Graphs compiled so far."""
-        return self._compiled.compilations
-
-
-def traces_gradients() -> bool:
-    """Whether this torch can compile functions that take gradients."""
-    return hasattr(torch._dynamo.config, "trace_autograd_ops")

@@ -129,9 +129,9 @@ class TrainConfig:
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto uses the accelerator if there is one."""
     mode: Literal["eager", "compile", "graph"] = "eager"
-    """How a step runs: eager; compile: whole steps under torch.compile, or forward and loss alone where that is not
-    possible; graph: whole steps as CUDA graphs, or on a CPU forward and backward from recordings, one for each shape of
-    batches. A mode that is not possible, or known to be slower, falls back to eager, and the run logs why."""
+    """How a step runs: eager; compile: forward and loss under torch.compile; graph: whole steps as CUDA graphs, or on a
+    CPU forward and backward from recordings, one for each shape of batches. A mode that is not possible, or known to be
+    slower, falls back to eager, and the run logs why."""
 
     fuse: bool = True
     """Fuse the blocks around compressed layers (comera.fuse_): MLPs, attention, residuals with dropout and norm."""

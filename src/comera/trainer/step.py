@@ -11,7 +11,7 @@ backward gains little on the small gradients of a compressed model.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
@@ -23,25 +23,15 @@ from torch.optim import Optimizer
 
 from comera.fp8 import FP8Report, fp8_
 from comera.fusion.fuse import is_fused
-from comera.fusion.merge_cache import MergeCache, caches
+from comera.fusion.merge_cache import accumulating
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
 from comera.rank.controller import RankController
-from comera.rank.step_rule import Gradients
-from comera.trainer.compiled import Backend, Compiled, CompiledLoss
+from comera.rank.step_rule import gradients_of
+from comera.trainer.compiled import Backend, CompiledLoss
 from comera.trainer.cpu_graph import RecordedPasses
 from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder, make_capturable, not_captured
 from comera.trainer.task import Batch
-from comera.trainer.update import (
-    AdamWGroup,
-    ByOptimizer,
-    ByValue,
-    Update,
-    adamw_groups,
-    lacking,
-    rates_of,
-    untraced_reason,
-)
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 
@@ -93,12 +83,10 @@ class TrainStep:
         max_grad_norm: largest global norm of the task's gradient; 0 turns clipping off.
         precision: "fp32", or "bf16" or "fp8" for autocast in the forward; FP8 is set by `set_precision_`.
         average: mean of a flat tensor over all processes, which each step calls in all of them; None for one process.
-        mode: "eager"; "compile": the whole step as one function under torch.compile, or, where the optimizer is not
-            AdamW or the step cannot be traced, forward and loss with their backward; "graph": the whole step as a CUDA
-            graph, one for each shape of the batches, with learning rates in float32 tensors on the device; on a CPU
-            forward and backward from recordings (cpu_graph.py). Steps that are compiled or captured whole leave no
-            gradients behind. A mode that is not possible, or known to be slower, falls back to eager. The property
-            `mode` says what runs, and why.
+        mode: "eager"; "compile": forward and loss under torch.compile; "graph": the whole step as a CUDA graph, one for
+            each shape of the batches, with learning rates in float32 tensors on the device, which leaves no gradients
+            behind; on a CPU forward and backward from recordings (cpu_graph.py). A mode that is not possible, or known
+            to be slower, falls back to eager. The property `mode` says what runs, and why.
         recorder: captures the graphs. Default: CUDA.
         backend: of torch.compile.
 
@@ -134,19 +122,14 @@ class TrainStep:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device: torch.device = self.parameters[0].device
         self._held = [*dict.fromkeys([*model.parameters(), *self.parameters, *model.buffers()])]
-        self._wanted = mode
-        self._refused = ""
-        self._backend = backend
+        self._wanted, self._refused = mode, ""
         self._graphs: GraphedStep | None = None
         self._recorded: RecordedPasses | None = None
-        self._whole: Compiled[tuple[StepResult, list[Tensor | None]] | None] | None = None
-        self._in_part = ""  # why forward and loss are compiled alone
-        self._unused: set[Tensor] | None = None  # parameters without a gradient in the last eager step
         self._relative: dict[int, Tensor] = {}  # weights of batches, by their count: memory that captured steps read
         if mode == "compile":
             self._refused = _slower_compiled(model, self.device)
             if not self._refused:
-                self._whole = Compiled(self._traced, backend=backend, whole=True)
+                self.loss = CompiledLoss(loss, backend=backend)
         elif mode == "graph" and recorder is None and self.device.type == "cpu":
             self._recorded = RecordedPasses(self._passes, model, self.parameters)
         elif mode == "graph":
@@ -162,21 +145,18 @@ class TrainStep:
     def mode(self) -> str:
         """How steps run: "eager", "compile", "graph", or "eager (why nothing else)"."""
         graphs = self._any_graphs
-        working = graphs or self.loss
-        refused = self._refused or getattr(working, "reason", "")
-        if refused:
+        if refused := self._refused or getattr(graphs or self.loss, "reason", ""):
             return f"eager ({refused})"
         if graphs and graphs.crowded:
             return "graph (too many shapes of batches for all to be captured: use fewer lengths)"
-        return f"compile (forward and loss: {self._in_part})" if self._in_part else self._wanted
+        return self._wanted
 
     @property
     def built(self) -> int:
         """Number of graphs captured or compiled so far."""
         if graphs := self._any_graphs:
             return graphs.captures
-        in_part = self.loss.compilations if isinstance(self.loss, CompiledLoss) else 0
-        return in_part + (self._whole.compilations if self._whole else 0)
+        return self.loss.compilations if isinstance(self.loss, CompiledLoss) else 0
 
     @property
     def _any_graphs(self) -> GraphedStep | None:
@@ -200,7 +180,7 @@ class TrainStep:
         """
         self._weigh(len(batches), weights)
         if self._graphs is None:
-            return self._take_compiled(batches) or self._take(batches)
+            return self._take(batches)
         key = self._graphs.key(batches)
         if self.controller is not None:
             self.controller.advance()
@@ -224,97 +204,37 @@ class TrainStep:
         self._relative[count].copy_(weights / mean)
 
     def _take(self, batches: Sequence[Batch]) -> StepResult:
-        update = self._update()
         if self._recorded is None:
             # Set to None, so that gradients and activations never share the peak, and pruning may change the shapes.
             self.optimizer.zero_grad(set_to_none=True)
-            loss = self._backward(batches, update)
+            loss = self._passes(batches)
         else:
             loss = self._recorded(batches)
-        result = self._apply(loss, update)
-        if self._whole is not None:
-            self._unused = {p for p in self.parameters if p.grad is None}
-        return result
-
-    def _update(self) -> ByOptimizer:
-        return ByOptimizer(self.model, self.optimizer)
+        if self.average is not None:
+            loss = self._average(self.average, loss)
+        gradients = gradients_of(self.optimizer)
+        for p, gradient in gradients.items():
+            if gradient.is_sparse:  # norms and optimizers want the sums of duplicate rows
+                p.grad = gradients[p] = gradient.coalesce()
+        grad_norm = self._clip([g.values() if g.is_sparse else g for g in gradients.values()])
+        if self.controller is not None:
+            self.controller.observe(loss)
+        self.optimizer.step()  # the rank rule is a hook of it
+        increment_version(list(gradients))  # torch's fused optimizers do not
+        return StepResult(loss, grad_norm)
 
     def _passes(self, batches: Sequence[Batch]) -> Tensor:
-        return self._backward(batches, self._update())
-
-    def _backward(self, batches: Sequence[Batch], update: Update) -> Tensor:
-        """The gradients of the mean loss of all batches, into `update`; returns that loss."""
+        """Forward and backward: the gradients of the mean loss of all batches, into `.grad`; returns that loss."""
         weights = self._relative.get(len(batches))
         shares = None if weights is None else (weights / len(batches)).unbind()
         losses = []
-        with update.micro_batches(len(batches)):
+        with accumulating(self.model) if len(batches) > 1 else nullcontext():  # cores are merged once for all of them
             for k, batch in enumerate(batches):
                 with autocast(self.device, self.precision):
                     loss = self.loss(self.model, batch)
-                update.backward(loss * shares[k].to(loss.dtype) if shares else loss)
+                (loss * shares[k].to(loss.dtype) if shares else loss).backward()
                 losses.append(loss.detach().float())
         return (torch.stack(losses) * weights.float() if weights is not None else losses[0]).mean()
-
-    def _apply(self, loss: Tensor, update: Update) -> StepResult:
-        """What follows the gradients of a step, in either way: average → clip → rank rule → optimizer."""
-        if self.average is not None:
-            loss = self._average(self.average, loss)
-        gradients = update.gradients()
-        grad_norm = self._clip(gradients)
-        if self.controller is not None:
-            self.controller.observe(loss)
-        update.step(gradients)
-        return StepResult(loss, grad_norm)
-
-    def _take_compiled(self, batches: Sequence[Batch]) -> StepResult | None:
-        """A step as one compiled function; None, and nothing is done, where this step is not compiled whole.
-
-        The first step is eager, and so is that after state was dropped: it creates what compiled ones update in place.
-        """
-        if self._whole is None or self._refused or self._in_part:
-            return None
-        several = "gradients are averaged over several processes" if self.average is not None else ""
-        reason = several or untraced_reason(self.optimizer, self.controller, len(batches))
-        if reason:
-            self._compile_loss(reason)
-            return None
-        groups = adamw_groups(self.optimizer)
-        if self._unused is None or not lacking(groups) <= self._unused:
-            return None
-        self.optimizer.zero_grad(set_to_none=True)
-        sizes = [parameter.shape for parameter in self._held]
-        rates = rates_of(self.optimizer, self.device)
-        taken = self._whole(sizes, batches, groups, rates, caches(self.model))
-        if self._whole.too_many:
-            self._refused = self._whole.reason
-        elif self._whole.reason:
-            self._compile_loss(self._whole.reason)
-        if taken is None:
-            return None
-        self._mark_written()
-        result, gradients = taken
-        if self.controller is not None:
-            of_gates = zip(self.controller.measured, gradients, strict=True)
-            self.controller.stepped(self.optimizer, {d: gradient for d, gradient in of_gates if gradient is not None})
-        return result
-
-    def _traced(
-        self, batches: Sequence[Batch], groups: list[AdamWGroup], rates: Tensor, merge_caches: list[MergeCache]
-    ) -> tuple[StepResult, list[Tensor | None]] | None:
-        """The step that is compiled: its results, and the gradients of the gates whose importance is measured.
-
-        None, and nothing is done, if it has a gradient for a parameter without state.
-        """
-        update = ByValue(groups, rates, self.controller, merge_caches)
-        loss = self._backward(batches, update)
-        if update.lacks_state:
-            return None
-        result, gradients = self._apply(loss, update), update.gradients()
-        return result, [gradients.get(d) for d in self.controller.measured] if self.controller is not None else []
-
-    def _compile_loss(self, reason: str) -> None:
-        """Compile forward and loss alone from now on."""
-        self._in_part, self.loss = reason, CompiledLoss(self.loss, backend=self._backend)
 
     def _take_and_clear(self, batches: Sequence[Batch]) -> StepResult:
         """A step that leaves no gradients: those of a captured one are in memory that the next graph reuses."""
@@ -337,9 +257,8 @@ class TrainStep:
             grad.copy_(value.view_as(grad))
         return mean.reshape(())
 
-    def _clip(self, gradients: Gradients) -> Tensor:
+    def _clip(self, grads: list[Tensor]) -> Tensor:
         """Scale a gradient of a norm above `max_grad_norm` down to it; returns the norm before."""
-        grads = [g.values() if g.is_sparse else g for g in gradients.values()]
         # A compressed model has hundreds of small gradients: one call for all of them, which a graph cannot capture.
         if self._graphs is None and select.supports("gradients", *grads[:1]):
             norm = clip_(grads, self.max_grad_norm)
