@@ -1,6 +1,6 @@
 """Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.packed import packed_leaves
 from comera.convert.registry import converters
 from comera.convert.vocabulary import guard_resizing_
+from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.packed import Holder, give_back_, hold_
@@ -26,19 +27,6 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-
-_WHEN_CHANGED: list[Callable[[nn.Module], object]] = []
-
-
-def when_changed(act: Callable[[nn.Module], object]) -> None:
-    """Call `act` from now on with every model in which other layers are compressed, or whose late stage begins."""
-    _WHEN_CHANGED.append(act)
-
-
-def tell_changed(model: nn.Module) -> None:
-    """Tell whoever keeps notes on a model's tensor trains outside of them."""
-    for act in _WHEN_CHANGED:
-        act(model)
 
 
 def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], TensorTrain]) -> None:
@@ -130,4 +118,4 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
                 setattr(parent, name, swaps[child])
     rewrite_ties(model, ties)
     guard_resizing_(model)
-    tell_changed(model)
+    notify_conversion(model)

@@ -27,8 +27,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from comera._version import __version__
 from comera.convert.registry import dense_place, refusal
-from comera.convert.swap import compress_layers_, materialize_layers_, when_changed
+from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import CheckpointError
+from comera.nn.changes import when_converted
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.pretrained.folder import SavedTrain, with_stored_blocks
 from comera.pretrained.transformers_folder import QUANT_METHOD, entries_of, read_entries, with_stored_ranks
@@ -282,4 +283,4 @@ def _fitting_place(modules: Mapping[str, nn.Module], name: str, spec: Spec, wher
     return layer, leaf
 
 
-when_changed(note_formats_)
+when_converted(note_formats_)

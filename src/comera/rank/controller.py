@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from comera.convert.swap import tell_changed
 from comera.distributed import check_whole, follow_state_, several, shapes_changed, sum_
 from comera.errors import RankError
+from comera.nn.changes import notify_conversion
 from comera.rank.budget import canonicalize_, round_
 from comera.rank.copies import trains_of_copies
 from comera.rank.importance import update_importance_, zero_gates_
@@ -332,7 +332,7 @@ class RankController:
         for train, size in zip(self._trains, sizes, strict=True):
             for each in (train, *copies[train]):
                 each.late_from = size if each.late_from is None else each.late_from
-        tell_changed(self.model)
+        notify_conversion(self.model)
 
     def _no_loss(self) -> str:
         skipped = self.losses_left_out
