@@ -15,7 +15,7 @@ CRITEO ?=
 BUDGET ?= 600s
 SEEDS ?= 3
 
-.PHONY: help install demo docs test test-versions zoo faults dist check bench bench-dlrm frontier gpu format clean
+.PHONY: help install demo docs test test-versions zoo faults dist check bench bench-dlrm frontier gpu gpu-dry format clean
 
 help:
 	@echo "make demo    train a language model of code dense, narrow and compressed for the same time and compare them (8 minutes)"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, speed and quality at the full table sizes (5 minutes)"
 	@echo "make frontier BUDGET=600s   train language models of every format and width for the same time, write docs/frontier.md (hours; continues where it was stopped)"
 	@echo "make gpu     run the tests and benchmarks that need a GPU with the PyTorch of PYTHON (9 minutes)"
+	@echo "make gpu-dry compile the Triton kernels for GPUs that are not here: registers, spills, matrix instructions (5 minutes)"
 	@echo "make format  apply lint fixes and the formatter"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -111,6 +112,9 @@ gpu:
 	@REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_kernels.py
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_step.py
+
+gpu-dry: install
+	@$(BIN)/python benchmarks/gpu_dry.py
 
 format: install
 	@$(BIN)/ruff check --fix src tests benchmarks examples hatch_build.py

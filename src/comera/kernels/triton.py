@@ -41,11 +41,13 @@ def low_rank(x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None = Non
     y_BO, p_BR = x_BI.new_empty(batch, out_features), x_BI.new_empty(batch, rank)
     if batch == 0:
         return y_BO, p_BR
-    half_precision = x_BI.element_size() == 2
-    block_b, block_i, block_o = (64, 64, 128) if half_precision else (64, 32, 64)
+    tf32 = x_BI.device.type != "cpu" and torch.backends.cuda.matmul.allow_tf32
+    # With 8 warps none of these spills registers, on sm_80, sm_90 and sm_100, up to rank 128; with 4 warps, tiles of 64
+    # x 64 spilled up to 8.6 kB where float32 has no matrix units (benchmarks/gpu_dry.py).
+    in_float32 = (64, 32, 64) if tf32 else (32, 32, 32)
+    block_b, block_i, block_o = (64, 64, 128) if x_BI.element_size() == 2 else in_float32
     row_tiles, column_tiles = -(-batch // block_b), -(-out_features // block_o)
     shares = max(1, min(column_tiles, 2 * _processors(x_BI.device) // row_tiles))
-    tf32 = x_BI.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     low_rank_kernel[(row_tiles, shares)](
         *(x_BI, a_RI.contiguous(), b_RO.contiguous(), b_RO if bias is None else bias.contiguous(), y_BO, p_BR),
         *(batch, features, out_features, rank, *x_BI.stride()),
@@ -56,6 +58,7 @@ def low_rank(x_BI: Tensor, a_RI: Tensor, b_RO: Tensor, bias: Tensor | None = Non
         BLOCK_O=block_o,
         BLOCK_R=max(16, power_of_two(rank)),
         WIDEN=x_BI.device.type == "cpu" and x_BI.dtype == torch.bfloat16,
+        num_warps=8,
     )
     return y_BO, p_BR
 

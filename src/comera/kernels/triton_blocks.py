@@ -17,7 +17,7 @@ Shapes: B batch, F features and K components of a block, I/O those that are summ
 # triton compiles the jitted functions and has its own kinds of arguments, so mypy checks no annotations of theirs
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -72,22 +72,24 @@ def _product(
 ) -> None:
     """features: whether y has them, and not the components."""
     if y.numel():
-        columns = side.size if features else side.most
-        grid = triton.cdiv(y.shape[0], ROWS), len(side.start) - 1, triton.cdiv(columns, BLOCK)
+        columns, settings = side.size if features else side.most, _settings(x)
+        grid = triton.cdiv(y.shape[0], settings["BLOCK_B"]), len(side.start) - 1, triton.cdiv(columns, BLOCK)
         product_kernel[grid](
             *(x.contiguous(), weight, y if bias is None else bias.contiguous(), y, side.component, side.start),
             *(y.shape[0], side.features, side.size, len(side.component), *strides),
             TO_FEATURES=features,
             HAS_BIAS=bias is not None,
-            **_settings(x),
+            **settings,
         )
 
 
-def _settings(x: Tensor) -> dict[str, object]:
+def _settings(x: Tensor) -> dict[str, Any]:
     on_cpu = x.device.type == "cpu"
     tf32 = not on_cpu and torch.backends.cuda.matmul.allow_tf32
     widen = on_cpu and x.dtype == torch.bfloat16
-    return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": widen, "BLOCK_B": ROWS, "BLOCK": BLOCK}
+    # exact float32 has no matrix units: 64 rows of odd sizes spill registers there (benchmarks/gpu_dry.py)
+    rows = ROWS if tf32 or x.element_size() == 2 else ROWS // 2
+    return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": widen, "BLOCK_B": rows, "BLOCK": BLOCK}
 
 
 @triton.jit
