@@ -187,6 +187,20 @@ def saving(family: Family) -> None:
     assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in model.parameters())
 
 
+def from_pretrained(family: Family) -> None:
+    """The library's own `save_pretrained` and `from_pretrained` give a model whose ranks were cut back, to the bit."""
+    model: Any = built(family)
+    if not hasattr(type(model), "from_pretrained"):
+        pytest.skip("Nothing to check: its library has no `from_pretrained`.")
+    round_(model, 0.7)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        other = type(model).from_pretrained(folder).eval()
+    found, expected = ([*floats(each(**fed(family, each)))] for each in (other, model))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in model.parameters())
+
+
 def ties(family: Family) -> None:
     """Table and head share one tensor train, after `tie_weights` and a copy too."""
     if not family.tied:
@@ -299,6 +313,7 @@ CHECKS: dict[str, Callable[[Family], str | None]] = {
     "float64": agreement,
     "training": training,
     "saving": saving,
+    "from_pretrained": from_pretrained,
     "ties": ties,
     "generate": generate,
     "checkpointing": checkpointing,
