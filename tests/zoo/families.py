@@ -5,9 +5,10 @@ To add a family, add a line. A shortfall that is written here must occur, with t
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,13 +31,15 @@ class Shortfall:
 class Family:
     """build: -> a model of random weights without dropout. inputs: -> the keywords of a forward, for two samples.
 
-    tied: whether table and head share a weight. generates: whether it has `generate` with a cache. shortfalls: by the
+    double: whether its own code computes in float64; else what is checked so is in float32. tied: whether table and
+    head share a weight. generates: whether it has `generate` with a cache. shortfalls: by the
     name of the check. blocks: whether linear layers become block tensor trains. needs: packages that may be missing.
     """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Tensor]]
+    double: bool = True
     tied: bool = False
     blocks: bool = False
     generates: bool = False
@@ -90,6 +93,37 @@ def text_and_image() -> dict[str, Tensor]:
     return {**text(), **image()}
 
 
+def captioned() -> dict[str, Tensor]:
+    """Sixteen places of an image, id 5, before the text."""
+    return {"input_ids": torch.cat([torch.full((2, 16), 5), _ids().clamp(min=6)], 1), **image()}
+
+
+def speech_and_text() -> dict[str, Tensor]:
+    return {"input_features": _random(2, 32, 16), "decoder_input_ids": _ids(2)}
+
+
+def series() -> dict[str, Tensor]:
+    return {"past_values": _random(2, 32, 2)}
+
+
+def trajectory() -> dict[str, Tensor]:
+    made = {"states": _random(2, 6, 8), "actions": _random(2, 6, 4), "rewards": _random(2, 6, 1)}
+    times = {"timesteps": torch.arange(6).repeat(2, 1), "attention_mask": torch.ones(2, 6)}
+    return {**made, **times, "returns_to_go": _random(2, 6, 1)}
+
+
+def noisy_latents() -> dict[str, Tensor]:
+    return {
+        "hidden_states": _random(2, 4, 8, 8),
+        "timestep": torch.tensor([3, 7]),
+        "class_labels": torch.tensor([1, 2]),
+    }
+
+
+def noisy_images() -> dict[str, Tensor]:
+    return {"sample": _random(2, 3, 16, 16), "timestep": torch.tensor([3, 7])}
+
+
 def vectors() -> dict[str, Tensor]:
     return {"src": _random(2, LENGTH, 64), "tgt": _random(2, LENGTH, 64)}
 
@@ -134,7 +168,7 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             without_dropout(value)
-        elif isinstance(value, float) and any(word in name for word in ("drop", "pdrop", "mask_time", "mask_feature")):
+        elif isinstance(value, float) and any(word in name for word in ("drop", "jitter", "mask_time", "mask_feature")):
             setattr(config, name, 0.0)
     return config
 
@@ -184,20 +218,25 @@ class Recurrent(nn.Module):
         return self.head
 
 
-def timm_vit() -> nn.Module:
-    import timm
+def class_of(where: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Builder of a class, "package.module.Class", that takes its sizes as arguments."""
 
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
-    model: nn.Module = timm.models.vision_transformer.VisionTransformer(**sizes)
-    return model
+    def build() -> nn.Module:
+        module, _, name = where.rpartition(".")
+        model: nn.Module = getattr(importlib.import_module(module), name)(**sizes)
+        return model
+
+    return build
 
 
-def torchvision_vit() -> nn.Module:
-    import torchvision
+def configured(name: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Builder of a class of transformers that no AutoModel has, and the name of its configuration."""
 
-    sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
-    model: nn.Module = torchvision.models.VisionTransformer(**sizes)
-    return model
+    def build() -> nn.Module:
+        model: nn.Module = getattr(transformers, name)(without_dropout(getattr(transformers, config)(**sizes)))
+        return model
+
+    return build
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -225,8 +264,51 @@ def vision(kind: str, shortfalls: Mapping[str, Shortfall] | None = None, **sizes
     return Family(kind, hugging_face(kind, "ForImageClassification", **sizes), image, shortfalls=shortfalls or {})
 
 
+def detection(kind: str) -> Family:
+    """A detector with a small ResNet of transformers as its backbone."""
+    backbone = {
+        "model_type": "resnet",
+        "embedding_size": 16,
+        "hidden_sizes": [16, 32, 32, 64],
+        "depths": [1, 1, 1, 1],
+        "out_features": ["stage4"],
+        "layer_type": "basic",
+    }
+    sizes = {key: value for key, value in BOTH.items() if "token_id" not in key and key != "vocab_size"}
+    build = hugging_face(kind, "ForObjectDetection", **sizes, backbone_config=backbone, num_queries=5, num_labels=4)
+    return Family(kind, build, lambda: {"pixel_values": _random(2, 3, 64, 64)})
+
+
 VISION: dict[str, Any] = {**ENCODER, "image_size": 32, "patch_size": 8, "num_labels": 10}
+PYRAMID: dict[str, Any] = {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1], "num_labels": 10}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 4,
+    "mamba_n_groups": 1,
+}
+T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+SOUND: dict[str, Any] = {
+    **ENCODER,
+    "conv_dim": (32, 32),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 4),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "num_feat_extract_layers": 2,
+    "apply_spec_augment": False,
+}
 
 FAMILIES: tuple[Family, ...] = (
     masked("bert"),
@@ -284,9 +366,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     causal("mamba", tied=True, state_size=8),
     causal("mamba2", tied=True, state_size=8, num_heads=8, head_dim=16, n_groups=2, chunk_size=4),
-    seq2seq(
-        "t5", vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
-    ),
+    seq2seq("t5", **T5),
     seq2seq("bart", **BOTH, scale_embedding=True),
     seq2seq("mbart", **BOTH, scale_embedding=True),
     seq2seq("pegasus", **BOTH, scale_embedding=True),
@@ -314,19 +394,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "wav2vec2",
-        hugging_face(
-            "wav2vec2",
-            "ForCTC",
-            **ENCODER,
-            vocab_size=VOCABULARY,
-            conv_dim=(32, 32),
-            conv_stride=(5, 4),
-            conv_kernel=(10, 4),
-            num_conv_pos_embeddings=16,
-            num_conv_pos_embedding_groups=4,
-            num_feat_extract_layers=2,
-            apply_spec_augment=False,
-        ),
+        hugging_face("wav2vec2", "ForCTC", **SOUND, vocab_size=VOCABULARY),
         sound,
     ),
     Family(
@@ -340,8 +408,324 @@ FAMILIES: tuple[Family, ...] = (
         ),
         text_and_image,
     ),
+    # encoders of text
+    Family("electra, pretraining", hugging_face("electra", "ForPreTraining", **TEXT, embedding_size=64), text),
+    masked("esm", pad_token_id=0, mask_token_id=1, position_embedding_type="rotary"),
+    masked("ibert"),
+    masked("nomic_bert"),
+    masked("roberta-prelayernorm"),
+    masked("roformer", embedding_size=64),
+    masked("big_bird", attention_type="original_full"),
+    masked("convbert", embedding_size=64, conv_kernel_size=3),
+    masked("fnet"),
+    masked("deberta"),
+    masked("megatron-bert"),
+    replace(masked("rembert", input_embedding_size=64, output_embedding_size=64), tied=False),
+    masked("nystromformer"),
+    masked("xmod", languages=["en_XX"], default_language="en_XX"),
+    masked("layoutlm"),
+    # decoders
+    causal("gemma", tied=True, **HEADS),
+    causal("glm4", **HEADS),
+    causal("olmo2"),
+    causal("cohere", tied=True),
+    causal("stablelm"),
+    causal("nemotron"),
+    causal("bitnet"),
+    causal("apertus"),
+    causal("biogpt", tied=True),
+    causal("gptj", n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64),
+    causal("codegen", n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64),
+    causal("gpt_bigcode", tied=True, n_embd=64, n_layer=2, n_head=4, n_positions=64),
+    causal("ctrl", tied=True, n_embd=64, n_layer=2, n_head=4, n_positions=64, dff=128),
+    causal("mpt", tied=True, d_model=64, n_layers=2, n_heads=4, max_seq_len=64),
+    replace(causal("xglm", tied=True, d_model=64, num_layers=2, attention_heads=4, ffn_dim=128), double=False),
+    # experts
+    causal("qwen2_moe", **ROUTED, num_experts=4, shared_expert_intermediate_size=64),
+    causal("olmoe", num_experts=4, num_experts_per_tok=2),
+    causal("phimoe", num_local_experts=4),
+    causal("granitemoe", tied=True, num_local_experts=4, num_experts_per_tok=2),
+    causal("glm4_moe", **HEADS, **ROUTED, n_routed_experts=4, n_group=1, topk_group=1),
+    causal("llama4_text", **HEADS, num_local_experts=2, intermediate_size_mlp=128, attention_chunk_size=8),
+    causal("minimax", **HEADS, num_local_experts=4, block_size=4),
+    # recurrences, alone and beside attention
+    causal("rwkv", attention_hidden_size=64, context_length=64),
+    causal("falcon_mamba", tied=True, state_size=8),
+    causal("recurrent_gemma", tied=True, lru_width=64, block_types=("recurrent", "attention"), attention_window_size=8),
+    causal("bamba", **MAMBA, attn_layer_indices=[1]),
+    causal("falcon_h1", **HEADS, **{**MAMBA, "mamba_n_heads": 4}, mamba_d_ssm=64),
+    causal(
+        "jamba",
+        num_experts=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_d_state=8,
+        use_mamba_kernels=False,
+    ),
+    causal(
+        "zamba2",
+        tied=True,
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        mamba_d_state=8,
+        n_mamba_heads=8,
+        mamba_headdim=16,
+        mamba_ngroups=1,
+        chunk_size=4,
+        num_mem_blocks=1,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        hybrid_layer_ids=[1, 3],
+    ),
+    causal("lfm2", tied=True, layer_types=["conv", "full_attention"], block_ff_dim=128),
+    # encoders with decoders
+    seq2seq("marian", **BOTH, pad_token_id=0),
+    seq2seq("m2m_100", **BOTH),
+    replace(seq2seq("nllb-moe", **BOTH, num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2), double=False),
+    seq2seq(
+        "led", **BOTH, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64, attention_window=[4, 4]
+    ),
+    seq2seq("longt5", **T5, local_radius=4),
+    replace(seq2seq("switch_transformers", **T5, num_decoder_layers=2, num_experts=4), double=False),
+    seq2seq("umt5", **T5),
+    # images, video
+    vision("beit", **VISION),
+    vision("siglip", vision_config={**ENCODER, "image_size": 32, "patch_size": 8}, num_labels=10),
+    vision("swinv2", image_size=32, patch_size=4, embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4),
+    vision("segformer", **PYRAMID, num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=32),
+    vision("pvt_v2", **PYRAMID, num_attention_heads=[1, 1, 2, 2]),
+    vision("poolformer", **PYRAMID),
+    vision("resnet", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=10),
+    Family(
+        "glpn",
+        hugging_face("glpn", "ForDepthEstimation", **PYRAMID, num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16),
+        image,
+    ),
+    detection("detr"),
+    detection("deformable_detr"),
+    Family(
+        "yolos",
+        hugging_face("yolos", "ForObjectDetection", **{**VISION, "image_size": [32, 32]}, num_detection_tokens=4),
+        image,
+    ),
+    Family(
+        "videomae",
+        hugging_face("videomae", "ForVideoClassification", **VISION, num_frames=4, tubelet_size=2),
+        lambda: {"pixel_values": _random(2, 4, 3, 32, 32)},
+    ),
+    Family(
+        "timesformer",
+        hugging_face("timesformer", "ForVideoClassification", **VISION, num_frames=2),
+        lambda: {"pixel_values": _random(2, 2, 3, 32, 32)},
+    ),
+    # sound
+    Family("hubert", hugging_face("hubert", "ForAudioClassification", **SOUND), sound),
+    Family("wavlm", hugging_face("wavlm", "ForAudioClassification", **SOUND), sound),
+    Family(
+        "wav2vec2, pretraining",
+        configured(
+            "Wav2Vec2ForPreTraining",
+            "Wav2Vec2Config",
+            **SOUND,
+            codevector_dim=32,
+            proj_codevector_dim=32,
+            num_codevectors_per_group=8,
+        ),
+        sound,
+        shortfalls={
+            "recompute_": Shortfall(
+                "Of the gradient of its first convolution, whose scale a norm removes, all is rounding.",
+                "conv_layers.0.conv.tt.cores",
+            )
+        },
+    ),
+    Family(
+        "speech_to_text",
+        hugging_face(
+            "speech_to_text",
+            "ForSpeechSeq2Seq",
+            **{**BOTH, "max_source_positions": 64, "max_target_positions": 64},
+            input_feat_per_channel=16,
+            conv_channels=32,
+        ),
+        speech_and_text,
+        tied=True,
+        generates=True,
+    ),
+    Family(
+        "moonshine",
+        hugging_face(
+            "moonshine",
+            "ForSpeechSeq2Seq",
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            encoder_num_hidden_layers=2,
+            decoder_num_hidden_layers=2,
+            encoder_num_attention_heads=4,
+            decoder_num_attention_heads=4,
+            max_position_embeddings=64,
+            decoder_start_token_id=0,
+            eos_token_id=None,
+        ),
+        lambda: {"input_values": _random(2, 2000), "decoder_input_ids": _ids(2)},
+        tied=True,
+        generates=True,
+    ),
+    # text and images
+    Family(
+        "blip",
+        hugging_face(
+            "blip",
+            "",
+            text_config={**TEXT, "projection_dim": 32, "encoder_hidden_size": 64},
+            vision_config={**ENCODER, "image_size": 32, "patch_size": 8, "projection_dim": 32},
+            projection_dim=32,
+            image_text_hidden_size=32,
+        ),
+        text_and_image,
+    ),
+    Family(
+        "llava",
+        hugging_face(
+            "llava",
+            "ForImageTextToText",
+            text_config={"model_type": "llama", **DECODER},
+            vision_config={"model_type": "clip_vision_model", **ENCODER, "image_size": 32, "patch_size": 8},
+            image_token_id=5,
+            image_seq_length=16,
+        ),
+        captioned,
+    ),
+    Family(
+        "qwen2_vl",
+        hugging_face(
+            "qwen2_vl",
+            "ForImageTextToText",
+            text_config={**DECODER, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+            vision_config={"depth": 2, "embed_dim": 64, "num_heads": 4, "patch_size": 8, "hidden_size": 64},
+        ),
+        text,
+    ),
+    # series, trajectories
+    Family(
+        "patchtst",
+        configured(
+            "PatchTSTForPrediction",
+            "PatchTSTConfig",
+            num_input_channels=2,
+            context_length=32,
+            patch_length=4,
+            patch_stride=4,
+            prediction_length=8,
+            d_model=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_dim=128,
+            scaling=None,
+        ),
+        series,
+    ),
+    Family(
+        "decision transformer",
+        configured(
+            "DecisionTransformerModel",
+            "DecisionTransformerConfig",
+            state_dim=8,
+            act_dim=4,
+            hidden_size=64,
+            n_layer=2,
+            n_head=4,
+            n_inner=128,
+            max_ep_len=32,
+        ),
+        trajectory,
+    ),
+    # other libraries
+    Family(
+        "diffusers' DiT",
+        class_of(
+            "diffusers.DiTTransformer2DModel",
+            num_attention_heads=4,
+            attention_head_dim=16,
+            in_channels=4,
+            num_layers=2,
+            sample_size=8,
+            num_embeds_ada_norm=10,
+        ),
+        noisy_latents,
+        needs=("diffusers",),
+    ),
+    Family(
+        "diffusers' UNet",
+        class_of(
+            "diffusers.UNet2DModel",
+            sample_size=16,
+            block_out_channels=(32, 64),
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            layers_per_block=1,
+            norm_num_groups=8,
+        ),
+        noisy_images,
+        needs=("diffusers",),
+    ),
+    Family(
+        "neuraloperator's FNO",
+        class_of("neuralop.models.FNO", n_modes=(4, 4), in_channels=3, out_channels=1, hidden_channels=32, n_layers=2),
+        images,
+        needs=("neuralop",),
+    ),
     Family("nn.Transformer", Seq2Seq, vectors),
     Family("nn.LSTM", Recurrent, sequence, tied=True, shortfalls=NO_BLOCKS),
-    Family("timm's ViT", timm_vit, images, needs=("timm", "torchvision")),
-    Family("torchvision's ViT", torchvision_vit, images, needs=("torchvision",)),
+    Family(
+        "timm's ViT",
+        class_of(
+            "timm.models.vision_transformer.VisionTransformer",
+            img_size=32,
+            patch_size=8,
+            embed_dim=64,
+            depth=2,
+            num_heads=4,
+            num_classes=10,
+        ),
+        images,
+        needs=("timm", "torchvision"),
+    ),
+    Family(
+        "timm's MLP-Mixer",
+        class_of(
+            "timm.models.mlp_mixer.MlpMixer", img_size=32, patch_size=8, embed_dim=64, num_blocks=2, num_classes=10
+        ),
+        images,
+        needs=("timm", "torchvision"),
+    ),
+    Family(
+        "torchvision's ViT",
+        class_of(
+            "torchvision.models.VisionTransformer",
+            image_size=32,
+            patch_size=8,
+            num_layers=2,
+            num_heads=4,
+            hidden_dim=64,
+            mlp_dim=128,
+        ),
+        images,
+        needs=("torchvision",),
+    ),
+    Family(
+        "torchvision's Swin",
+        class_of(
+            "torchvision.models.SwinTransformer",
+            patch_size=[4, 4],
+            embed_dim=32,
+            depths=[1, 1],
+            num_heads=[2, 4],
+            window_size=[4, 4],
+        ),
+        images,
+        needs=("torchvision",),
+    ),
 )
