@@ -4,7 +4,7 @@
 leaves the model as it was.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from comera.convert.config import TT, TTM, TensorizeConfig
+from comera.convert.meta import Drawn, draw_on_, undrawn
 from comera.convert.ratio import check_size, fit_groups
 from comera.convert.registry import converters
 from comera.convert.report import TensorizeReport
@@ -36,6 +37,7 @@ def tensorize_(
     ratio: float | None = None,
     init: Literal["random", "decompose"] | None = None,
     generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
 ) -> TensorizeReport:
     """Compress a model's linear and embedding layers, and if so configured its convolutions, in place.
 
@@ -57,6 +59,9 @@ def tensorize_(
             have no ranks of their own.
         init: that of the config by default: "random" cores, or "decompose" the present weights.
         generator: source of the random cores.
+        device: for a model that was made on the meta device: where it gets memory and values, layers compressed, so
+            that no dense weight of theirs ever exists. Cores are drawn for the standard deviation that the model's own
+            code gives each dense weight, and that code draws the rest. A meta model without it stays on meta.
 
     Returns:
         What became of each layer, why others stay dense, and the parameters before and now; every parameter of the
@@ -65,7 +70,8 @@ def tensorize_(
     Raises:
         ConversionError: no size (neither a ratio nor ranks) or both, a ratio of 1 or less or above what the formats
             reach, an override without a match or of the wrong format, a model in which nothing gets smaller, or one
-            with adapters. The model is unchanged, as it is after the next error.
+            with adapters; with `device`, a model that is not on the meta device, or a part of it that its own code
+            does not draw. The model is unchanged, as it is after the next error.
         SpecError: a format that does not fit its layer, or without a rank.
 
     Example:
@@ -83,6 +89,14 @@ def tensorize_(
         [('0', 'Embedding', 'TTMEmbedding', '55.3x'), ('1', 'Linear', 'TTLinear', '13.7x')]
         >>> report.dense_total, report.total
         (706048, 16880)
+
+        A model too large to hold, from the meta device:
+
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(30_000, 30_000), torch.nn.LayerNorm(30_000))
+        >>> report = comera.tensorize_(model, ratio=500, device="cpu")
+        >>> f"{report.dense_total:,}, now {report.total:,}", model[0].tt.cores[0].device.type
+        ('900,090,000, now 1,799,250', 'cpu')
     """
     check_size(config, ratio)
     if config is None:
@@ -108,16 +122,48 @@ def tensorize_(
     if ratio is not None:
         groups = fit_groups(model, names, groups, config, ratio)
 
+    drawn = None
+    if device is not None:
+        drawn = _draw_but(model, [group.leader.dense for group in groups], config, torch.device(device))
     trains: dict[tuple[nn.Module, str], TensorTrain] = {}
     errors: dict[TensorTrain, float] = {}
     for group in groups:
-        tt, error = _make_train(group, config, generator, fitted=ratio is not None)
+        tt, error = _make_train(group, config, generator, drawn, device, fitted=ratio is not None)
         trains |= dict.fromkeys([site.place for site in group.sites], tt)
         if error is not None:
             errors[tt] = error
     compress_layers_(model, trains)
     _count_once(model, {trains[site.place]: site.dense for site in sites if site.place in trains})
     return TensorizeReport(tuple(rows_of(model, names, sites, errors, config)), model_size(model))
+
+
+def _draw_but(
+    model: nn.Module, compressed: Sequence[nn.Parameter], config: TensorizeConfig, device: torch.device
+) -> Drawn:
+    """Give a model on the meta device memory and values, but for weights that will be compressed; how these would have
+    been drawn."""
+    if config.init != "random":
+        raise ConversionError("init='decompose' needs weights, but the meta device has none: use init='random'")
+    elsewhere = {weight for weight in compressed if not weight.is_meta}
+    if elsewhere:
+        held = next(name for name, p in model.named_parameters() if p in elsewhere)
+        raise ConversionError(
+            f"expected a model on the meta device, got {held} on another: make it under torch.device('meta'), or leave "
+            "device out to compress it where it is"
+        )
+    if any(isinstance(module, CompressedLayer) for module in model.modules()):
+        raise ConversionError(
+            "expected a dense model on the meta device, got one with compressed layers: make it anew, and give the "
+            "device when you compress it"
+        )
+    drawn = Drawn(model)
+    if drawn.missing:
+        raise undrawn(drawn.missing)
+    if config.init_std is None:
+        for weight in compressed:
+            drawn.std(weight)  # which may raise, before anything has changed
+    draw_on_(model, device, drawn, compressed)
+    return drawn
 
 
 def _count_once(model: nn.Module, weights: Mapping[TensorTrain, nn.Parameter]) -> None:
@@ -176,14 +222,22 @@ def _wrap(model: nn.Module) -> str:
 
 
 def _make_train(
-    group: Group, config: TensorizeConfig, generator: torch.Generator | None, *, fitted: bool
+    group: Group,
+    config: TensorizeConfig,
+    generator: torch.Generator | None,
+    drawn: Drawn | None,
+    device: torch.device | str | None,
+    *,
+    fitted: bool,
 ) -> tuple[TensorTrain, float | None]:
     """The tensor train of one group, and the relative error of its decomposition (None for random cores).
 
-    fitted: the ranks follow from a ratio, so that a block tensor train may give its blocks the ranks they need.
+    drawn, device: how the weight would have been drawn and where, for a model from the meta device. fitted: the ranks
+    follow from a ratio, so that a block tensor train may give its blocks the ranks they need.
     """
     site, weight = group.leader, group.leader.dense.detach()
-    std, threshold, dtype, device = config.init_std or _std(site), config.threshold, weight.dtype, weight.device
+    std = config.init_std or (drawn and drawn.std(group.leader.dense)) or _std(site)
+    threshold, dtype, device = config.threshold, weight.dtype, device or weight.device
     if config.init == "random":
         tt = TensorTrain(group.spec, init_std=std, threshold=threshold, dtype=dtype, device=device, generator=generator)
         return tt, None

@@ -122,6 +122,15 @@ class TensorTrain(nn.Module):
         for d in self.rank_params:
             d.fill_(1.0)
         self._note_blocks(device)  # `to_empty` has emptied them
+        self._undrawn = False
+
+    _undrawn = False  # whether `to_empty` has given it memory without values, and nothing has given it any since
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TensorTrain:
+        was_meta = self.cores[0].is_meta
+        super()._apply(fn, recurse)
+        self._undrawn = self._undrawn or (was_meta and not self.cores[0].is_meta)
+        return self
 
     @torch.no_grad()
     def set_(self, spec: Spec, cores: Sequence[Tensor], rank_params: Sequence[Tensor] | None = None) -> None:
@@ -137,7 +146,7 @@ class TensorTrain(nn.Module):
         want = spec.core_shapes, tuple((r,) for r in spec.inner_ranks)
         if came != want or len(cores) != len(self.cores):
             raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
-        self.spec = spec
+        self.spec, self._undrawn = spec, False
         self._note_blocks(self.cores[0].device)
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
             parameter.grad = None
@@ -184,6 +193,7 @@ class TensorTrain(nn.Module):
         if spec is not None:
             self.resize_(spec)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._undrawn = self._undrawn and not all(name in shapes for name in names.values())
         ranks = state_dict.get(f"{prefix}block_ranks")
         if spec is None and isinstance(self.spec, BTTSpec) and ranks is not None and ranks.shape == self.spec.blocks:
             *_, errors = args
@@ -197,7 +207,13 @@ class TensorTrain(nn.Module):
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Cores and gates, as they are stored."""
+        """Cores and gates, as they are stored. Raises WeightError where they have memory but no values."""
+        if self._undrawn:
+            raise WeightError(
+                f"expected cores and gates with values, got a tensor train ({self.spec}) that `to_empty` has left "
+                "without: give tensorize_ the model on the meta device and device=..., in place of to_empty, or load a "
+                "state, or call reset_parameters() of each compressed layer"
+            )
         return _entries(self.cores), _entries(self.rank_params)
 
     def unpruned(self) -> list[Tensor]:
