@@ -55,3 +55,5 @@ def __dir__() -> list[str]:
 
 
 import_after("transformers.quantizers.auto", "comera.integrations.transformers_formats")
+for _library in ("huggingface_hub.hub_mixin", "diffusers.models.modeling_utils"):
+    import_after(_library, "comera.integrations.other_savers", "refuse_compressed_everywhere_")

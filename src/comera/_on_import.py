@@ -1,8 +1,9 @@
 """Acts once the program has imported a library, without importing the library.
 
-`import comera` needs it twice: when a program imports the quantizers of transformers, as every `from_pretrained` does,
-`comera.integrations.transformers_formats` tells them how to load compressed models; and when it imports torch's counter
-of FLOPs, the kernels tell it theirs (`kernels/cpp/library.py`).
+`import comera` needs it three times. When a program imports the quantizers of transformers, as every
+`from_pretrained` does, `comera.integrations.transformers_formats` tells them how to load compressed models. When it
+imports libraries that could not load them, `comera.integrations.other_savers` lets these refuse to save them. And
+when it imports torch's counter of FLOPs, the kernels tell it theirs (`kernels/cpp/library.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ def when_imported(library: str, act: Callable[[], object]) -> None:
         sys.meta_path.insert(0, _Watch(library, act))
 
 
-def import_after(library: str, module: str) -> None:
-    """Import `module` once `library` has been imported.
+def import_after(library: str, module: str, call: str = "") -> None:
+    """Import `module` once `library` has been imported, and call its function of the name `call`, if one is given.
 
     A version of the library that lacks what `module` needs goes on without it; a warning says so.
     """
 
     def act() -> None:
         try:
-            import_module(module)
+            imported = import_module(module)
         except ImportError as error:
             warnings.warn(f"{module} cannot be used ({error}): update the library that it is for", stacklevel=2)
+        else:
+            if call:
+                getattr(imported, call)()
 
     when_imported(library, act)
 

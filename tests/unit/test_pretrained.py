@@ -313,3 +313,27 @@ def test_tensors_with_the_negative_bit_keep_their_sign(tmp_path: Path) -> None:
     model.running_mean = torch._neg_view(torch.arange(4.0))
     save_pretrained(model, tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["running_mean"], -torch.arange(4.0))
+
+
+def test_what_a_state_says_about_itself_is_no_tensor_and_not_saved(tmp_path: Path) -> None:
+    class Noting(nn.Linear):
+        def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:  # as neuraloperator's models do
+            return {**super().state_dict(*args, **kwargs), "_metadata": {"_name": "Noting"}}
+
+    model = Noting(64, 64)
+    save_pretrained(model, tmp_path)
+    other = Noting(64, 64)
+    load_pretrained(other, tmp_path)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_a_folder_of_transformers_need_not_hold_what_its_class_computes(tmp_path: Path) -> None:
+    from transformers import MarianConfig, MarianMTModel  # sinusoidal positions
+
+    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 99, "pad_token_id": 0}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 0}
+    config = MarianConfig(**sizes, **heads, encoder_ffn_dim=128, decoder_ffn_dim=128)
+    model = MarianMTModel(config)
+    tensorize_(model, ratio=1.4)
+    model.save_pretrained(tmp_path)
+    assert_same_state(load_pretrained(MarianMTModel(config), tmp_path), state(model))

@@ -116,6 +116,13 @@ def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, T
         there = next((key for key in tied if key in stored), None)
         if there is not None:
             stored |= {key: stored[there] for key in tied if key not in stored}
+    for key, value in model.state_dict(keep_vars=True).items():  # what its class computes, it does not store
+        if (
+            key not in stored
+            and not value.is_meta
+            and key in set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        ):
+            stored[key] = value.detach()
     return trains, stored, set()
 
 
@@ -294,7 +301,7 @@ class _Plan:
 
     def _load(self, tensors: Mapping[str, Tensor], *, assign: bool = False) -> None:
         state = OrderedDict(tensors)
-        state._metadata = self.model.state_dict()._metadata  # type: ignore[attr-defined]  # versions of the modules
+        state._metadata = getattr(self.model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]  # versions
         self.model.load_state_dict(state, strict=False, assign=assign)
 
     def _claim(self, prefix: str) -> None:

@@ -88,10 +88,11 @@ def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
     memory: set[int] = set()
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
-    for name, value in {**model.state_dict(keep_vars=True), **transient}.items():
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if name != "_metadata"}
+    for name, value in {**state, **transient}.items():  # neuraloperator notes there how a model was made
         if not isinstance(value, Tensor) or value.is_meta:
-            state = "is on the meta device" if isinstance(value, Tensor) else f"is a {type(value).__name__}, no tensor"
-            raise CheckpointError(f"{name} of this {type(model).__name__} {state}: only tensors with data can be saved")
+            found = "is on the meta device" if isinstance(value, Tensor) else f"is a {type(value).__name__}, no tensor"
+            raise CheckpointError(f"{name} of this {type(model).__name__} {found}: only tensors with data can be saved")
         if id(value) in first:
             tied[name] = first[id(value)]
             continue
