@@ -26,7 +26,7 @@ from comera.ops.linear import Contraction
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.optim.smmf import SMMF
-from comera.recompute.blocks import find_blocks, recompute_
+from comera.recompute.blocks import elements, find_blocks, recompute_, saves
 from comera.recompute.budget import balanced, batch_size, batch_tensors, megabytes, parse_bytes, parts
 from comera.recompute.trial import Loss, MakeOptimizer, StepMemory, measure_step
 
@@ -186,7 +186,8 @@ class _Search:
         choices: list[Contraction] = ["planned"]
         if any(isinstance(module, TTLinear) for module in self.model.modules()):
             choices.append("low_rank")
-        self.ways = list(product([False, True] if find_blocks(self.model) else [False], choices))
+        smaller = any(saves(elements([block])) for block in find_blocks(self.model).values())
+        self.ways = list(product([False, True] if smaller else [False], choices))
         self.tried: dict[tuple[int, bool, Contraction], MemoryPlan | None] = {}
         self.refused = ""
         normed = any(isinstance(module, _BATCH_NORMS) for module in self.model.modules())
