@@ -155,18 +155,31 @@ class RankController:
             )
         if self._state.surrogate_0 is None:
             self._state.surrogate_0 = sum(float(table.surrogate().detach()) for table in self._current_tables())
+        self._listen_to(optimizer)
+        return self
+
+    def _listen_to(self, optimizer: Optimizer) -> None:
         self._hooks[optimizer] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        return self
 
     def detach(self) -> None:
         """Release all optimizers; from now on they step without rank adaptation."""
-        for hooks in self._hooks.values():
+        for optimizer, hooks in self._hooks.items():
+            self._withdraw_rule(optimizer)
             for hook in hooks:
                 hook.remove()
         self._hooks.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_hooks": list(self._hooks), "_given": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or what was pickled, is attached to the copies of its optimizers: torch copies them without hooks."""
+        vars(self).update(state, _hooks={})
+        for optimizer in state["_hooks"]:
+            self._listen_to(optimizer)
 
     @property
     def stage(self) -> Literal["early", "late"]:
@@ -375,10 +388,16 @@ class RankController:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
         def adjust() -> None:
+            self._withdraw_rule(optimizer)
             self._given[optimizer] = rule = self._rule(getattr(optimizer, "grad_scale", None))
             rule.give_to(optimizer)
 
         return run_before_step(adjust, args, kwargs)
+
+    def _withdraw_rule(self, optimizer: Optimizer) -> None:
+        """Take back the rule of a step that was refused after it was given."""
+        if (rule := self._given.pop(optimizer, None)) is not None:
+            rule.withdrawn = True
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rule = self._given.pop(optimizer, None)

@@ -28,7 +28,8 @@ class StepRule:
     slopes: gates, and what is added to the gradient of each. ridge: β; 0: nothing is added to those of cores. measured:
         gates whose importance the step updates. grad_scale: what gradients are multiplied by where an optimizer divides
         by it again, in its own kernel (a fused one under a GradScaler): what is added matches.
-    applied: set by an optimizer that has applied all of it, importances included.
+    applied: set by an optimizer that has applied all of it, importances included. withdrawn: set by whoever made it,
+        when its step was refused before it could be applied: it is not one for the next step.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class StepRule:
     ) -> None:
         self.c_loss, self.slopes, self.cores, self.ridge = c_loss, slopes, cores, ridge
         self.measured, self.grad_scale = measured, grad_scale
-        self.applied = False
+        self.applied = self.withdrawn = False
 
     def give_to(self, optimizer: Optimizer) -> None:
         """Have it applied in the step of `optimizer` that has begun and has its gradients."""
