@@ -69,6 +69,8 @@ class AdamW(torch.optim.AdamW):
         True
     """
 
+    captured = True
+    """Whether a CUDA graph may capture its step."""
     _updated: Set[int] = frozenset()  # ids of the groups that the kernel has updated in this step
     _rule: StepRule | None = None  # of the step that has begun, to apply
 

@@ -86,6 +86,8 @@ class Muon(AdamW):
         >>> optimizer.step()
     """
 
+    captured = False
+
     def __init__(
         self,
         model: nn.Module,

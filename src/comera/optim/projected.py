@@ -43,6 +43,8 @@ class ProjectedAdamW(AdamW):
     Use it by one of its names, which say how parameters are projected.
     """
 
+    captured = False
+
     def __init__(
         self,
         params: Iterable[Any],

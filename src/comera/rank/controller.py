@@ -46,17 +46,7 @@ from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.state import RankState
-from comera.rank.step_rule import (
-    SIZE_GRADIENTS,
-    Gradients,
-    HookArgs,
-    StepRule,
-    gradients_of,
-    parameters_of,
-    run_before_step,
-    stage_scales,
-    step_rule,
-)
+from comera.rank.step_rule import GivenRules, Gradients, HookArgs, StepRule, parameters_of, stage_scales, step_rule
 from comera.rank.target import late_target
 from comera.rank.trains import adaptable_trains
 
@@ -134,7 +124,7 @@ class RankController:
         trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
-        self._given: dict[Optimizer, StepRule] = {}  # the rules of present steps
+        self._given = GivenRules()
         self._state, self._losses = RankState(), LossMean()
 
     def attach(self, optimizer: Optimizer) -> RankController:
@@ -155,31 +145,27 @@ class RankController:
             )
         if self._state.surrogate_0 is None:
             self._state.surrogate_0 = sum(float(table.surrogate().detach()) for table in self._current_tables())
-        self._listen_to(optimizer)
-        return self
-
-    def _listen_to(self, optimizer: Optimizer) -> None:
         self._hooks[optimizer] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        return self
 
     def detach(self) -> None:
         """Release all optimizers; from now on they step without rank adaptation."""
         for optimizer, hooks in self._hooks.items():
-            self._withdraw_rule(optimizer)
+            self._given.withdraw(optimizer)
             for hook in hooks:
                 hook.remove()
         self._hooks.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_hooks": list(self._hooks), "_given": {}}
+        return {**vars(self), "_hooks": list(self._hooks), "_given": GivenRules()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or what was pickled, is attached to the copies of its optimizers: torch copies them without hooks."""
+    def __setstate__(self, state: dict[str, Any]) -> None:  # torch copies optimizers without their hooks
         vars(self).update(state, _hooks={})
         for optimizer in state["_hooks"]:
-            self._listen_to(optimizer)
+            self.attach(optimizer)
 
     @property
     def stage(self) -> Literal["early", "late"]:
@@ -222,8 +208,7 @@ class RankController:
         if self.stage == "late" and not self._by_sensitivity() and (loss is None or self._state.target_loss is None):
             raise RankError(f"expected a finite loss for shrink={self.late.shrink!r}, but {self._no_loss()}")
         scales = stage_scales(self.early, self.late, self._state, loss, tables)
-        gradient = SIZE_GRADIENTS[self.late.shrink]
-        return step_rule(scales, tables, gradient, self._cores, self.early.ridge, self.measured, grad_scale)
+        return step_rule(scales, tables, self.late.shrink, self._cores, self.early.ridge, self.measured, grad_scale)
 
     @property
     def measured(self) -> list[Tensor]:
@@ -387,22 +372,10 @@ class RankController:
         return self._tables
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
-        def adjust() -> None:
-            self._withdraw_rule(optimizer)
-            self._given[optimizer] = rule = self._rule(getattr(optimizer, "grad_scale", None))
-            rule.give_to(optimizer)
-
-        return run_before_step(adjust, args, kwargs)
-
-    def _withdraw_rule(self, optimizer: Optimizer) -> None:
-        """Take back the rule of a step that was refused after it was given."""
-        if (rule := self._given.pop(optimizer, None)) is not None:
-            rule.withdrawn = True
+        return self._given.begin(self._rule, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rule = self._given.pop(optimizer, None)
-        done = not self.measured or (rule is not None and rule.applied)
-        self.stepped(optimizer, {} if done else gradients_of(optimizer))
+        self.stepped(optimizer, self._given.end(optimizer, bool(self.measured)))
 
     def _zero_gates(self, passed: int) -> None:
         """Zero the gates that exceed the present budget, `passed` steps into the late stage."""
