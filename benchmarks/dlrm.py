@@ -33,6 +33,7 @@ from common import FIRST, about, in_turns, record, update
 
 from comera.baselines import Method
 from comera.nn.size import model_size
+from comera.optim.names import OptimizerName
 from comera.pretrained import load_pretrained
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.click_metrics import click_metrics
@@ -41,7 +42,6 @@ from comera.recipes.dlrm.model import DLRMConfig
 from comera.recipes.dlrm.recipe import DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.recipes.stages import runs
 from comera.trainer.checkpoint import find_checkpoint
-from comera.trainer.config import OptimizerName
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.step import TrainStep

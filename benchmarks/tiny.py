@@ -32,10 +32,11 @@ from transformers import BertForSequenceClassification
 
 from comera import TT, TTM, TensorizeConfig, fuse_, model_size, tensorize_
 from comera.errors import ConfigError
+from comera.optim.names import OPTIMIZERS, Rates
 from comera.recipes.bert import ModelConfig
 from comera.recompute.budget import parse_bytes
 from comera.recompute.live_memory import LiveMemory
-from comera.recompute.plan import OPTIMIZERS, MemoryPlan, plan_memory
+from comera.recompute.plan import MemoryPlan, plan_memory
 
 WORDS, LENGTH, INTENTS, STEPS = 1000, 32, 26, 4
 DENSE = ("bert.embeddings.position_embeddings", "bert.embeddings.token_type_embeddings", "classifier")
@@ -78,7 +79,7 @@ def train(
     model: BertForSequenceClassification, batch: dict[str, Tensor], plan: MemoryPlan, optimizer: str
 ) -> list[float]:
     """Steps as planned; the loss of each."""
-    moving, losses = OPTIMIZERS[optimizer](model.train()), []
+    moving, losses = OPTIMIZERS[optimizer].make(model.train(), Rates()), []
     for _ in range(STEPS):
         total = 0.0
         for part, share in plan.micro_batches(batch):

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 
+from comera.errors import ConfigError
 from comera.kernels.cpp.adamw import Group, Held, Terms, step
 from comera.kernels.select import supports
 from comera.rank.importance import running_means
@@ -26,6 +28,16 @@ _Kind = tuple[float, float, float]
 def _idle(group: dict[str, Any]) -> bool:
     """Whether no parameter of a group has a gradient."""
     return all(p.grad is None for p in group["params"])
+
+
+def check_dense(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Raise ConfigError, before anything is changed, if a parameter of these groups has a sparse gradient."""
+    grads = (p.grad for group in groups for p in group["params"] if p.grad is not None)
+    if sparse := [tuple(grad.shape) for grad in grads if grad.is_sparse]:
+        raise ConfigError(
+            f"{type(optimizer).__name__}: expected dense gradients, got sparse ones for {len(sparse)} parameters, such "
+            f"as one of shape {sparse[0]} (nothing was changed): use Adagrad or SGD for these tables, or sparse=False"
+        )
 
 
 class AdamW(torch.optim.AdamW):
@@ -57,6 +69,8 @@ class AdamW(torch.optim.AdamW):
         True
     """
 
+    captured = True
+    """Whether a CUDA graph may capture its step."""
     _updated: Set[int] = frozenset()  # ids of the groups that the kernel has updated in this step
     _rule: StepRule | None = None  # of the step that has begun, to apply
 
@@ -72,7 +86,8 @@ class AdamW(torch.optim.AdamW):
 
     def take_rule(self, rule: StepRule) -> bool:
         """Apply a rule of rank adaptation in the step that has begun; False, and nothing is done, if it cannot."""
-        if type(self) is not AdamW or self._rule is not None:  # other classes read gradients elsewhere, too
+        pending = self._rule is not None and not self._rule.withdrawn
+        if type(self) is not AdamW or pending:  # other classes read gradients elsewhere, too
             return False
         self._rule = rule
         return True
@@ -106,8 +121,10 @@ class AdamW(torch.optim.AdamW):
                     alike[beta1, beta2, float(group["eps"])].append(group)
         ready = {kind: self._ready(kind, each) for kind, each in alike.items()}
         updated = {id(group) for by_kernel in ready.values() for part in by_kernel for group in part[0]}
+        others = [group for group in groups if id(group) not in updated and not _idle(group)]
+        check_dense(self, others)
         rule, self._rule = self._rule, None
-        terms = {} if rule is None else self._terms(rule, all_ready=all(id(g) in updated or _idle(g) for g in groups))
+        terms = {} if rule is None or rule.withdrawn else self._terms(rule, all_ready=not others)
         for (beta1, beta2, eps), parts in ready.items():
             if parts:
                 step([part for _, part in parts], betas=(beta1, beta2), eps=eps, **terms)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from comera.errors import ConfigError
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.optim.adamw import AdamW
+from comera.optim.adamw import AdamW, check_dense
 from comera.optim.core_matrices import as_matrices, from_matrices
 from comera.optim.core_rates import ADAM, MUON, Reach
 from comera.optim.param_groups import groups_for
@@ -86,6 +86,8 @@ class Muon(AdamW):
         >>> optimizer.step()
     """
 
+    captured = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -117,12 +119,16 @@ class Muon(AdamW):
             if (params := [p for p in group["params"] if (p in matrices) == orthogonal])
         ]
         super().__init__(split, lr=lr, betas=betas, eps=eps, fused=True)
-        self._step_supports_amp_scaling = (
-            False  # a GradScaler unscales before the step: only fused AdamW does it inside
-        )
+        # a GradScaler unscales before the step: only fused AdamW does it inside
+        self._step_supports_amp_scaling = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_cores": self._cores}  # copies and pickles of torch's own have three parts
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """The first orthogonal group updates all of them, since matrices of one shape are orthogonalized together."""
+        if group is self.param_groups[0]:
+            check_dense(self, self.param_groups)
         if not group["orthogonal"]:
             return super()._init_group(group, *lists)
         groups = [each for each in self.param_groups if each["orthogonal"]]

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from comera.errors import ConfigError, check_fields
-from comera.optim.adamw import AdamW
+from comera.optim.adamw import AdamW, check_dense
 from comera.optim.subspaces import Bases, Projection, carried, plan, project, refined, restore, restore_squares
 
 _WHOLE = ("cores", "tables", "ranks", "dense_no_decay")  # groups of `comera.param_groups` that are left to AdamW
@@ -42,6 +42,8 @@ class ProjectedAdamW(AdamW):
 
     Use it by one of its names, which say how parameters are projected.
     """
+
+    captured = False
 
     def __init__(
         self,
@@ -140,6 +142,8 @@ class ProjectedAdamW(AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Move the projected parameters of a group, and leave the others to AdamW."""
+        if group is self.param_groups[0]:
+            check_dense(self, self.param_groups)
         for p in group["params"]:
             if p in self._places and p.grad is not None and p.numel():
                 self._move(group, p, p.grad)
@@ -154,10 +158,6 @@ class ProjectedAdamW(AdamW):
         return self._others
 
     def _move(self, group: dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
-        if grad.is_sparse:
-            raise ConfigError(
-                f"{type(self).__name__} projects dense gradients, got sparse ones: use Adagrad for these tables"
-            )
         state, (beta1, beta2), planned = self.state[parameter], group["betas"], _planned(group, parameter)
         grad = grad.reshape(planned.shape).to(_dtype(parameter))
         decayed = 1 - float(group["lr"]) * group["weight_decay"]

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comera.errors import ConfigError, check_fields
+from comera.errors import check_fields
+from comera.optim.adamw import check_dense
 
 _FACTORS = ("rows", "columns", "square_rows", "square_columns")  # r_M, c_M, r_V, c_V
 _STATE = ("signs", *_FACTORS)
@@ -92,12 +93,11 @@ class SMMF(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_dense(self, self.param_groups)
         for group in self.param_groups:
             alike: dict[tuple[object, ...], list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None and p.numel():
-                    if p.grad.is_sparse:
-                        raise ConfigError("SMMF factors dense gradients, got sparse ones: use Adagrad for these tables")
                     place = (p.numel(), p.dtype, p.device, self._step_of(p))
                     alike.setdefault(place, []).append(p)
             for params in alike.values():

@@ -46,16 +46,7 @@ from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.state import RankState
-from comera.rank.step_rule import (
-    SIZE_GRADIENTS,
-    HookArgs,
-    StepRule,
-    gradients_of,
-    parameters_of,
-    run_before_step,
-    stage_scales,
-    step_rule,
-)
+from comera.rank.step_rule import GivenRules, HookArgs, StepRule, parameters_of, stage_scales, step_rule
 from comera.rank.target import late_target
 from comera.rank.trains import adaptable_trains
 
@@ -133,7 +124,7 @@ class RankController:
         trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
-        self._given: dict[Optimizer, StepRule] = {}  # the rules of present steps
+        self._given = GivenRules()
         self._state, self._losses = RankState(), LossMean()
 
     def attach(self, optimizer: Optimizer) -> RankController:
@@ -162,10 +153,19 @@ class RankController:
 
     def detach(self) -> None:
         """Release all optimizers; from now on they step without rank adaptation."""
-        for hooks in self._hooks.values():
+        for optimizer, hooks in self._hooks.items():
+            self._given.withdraw(optimizer)
             for hook in hooks:
                 hook.remove()
         self._hooks.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_hooks": list(self._hooks), "_given": GivenRules()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # torch copies optimizers without their hooks
+        vars(self).update(state, _hooks={})
+        for optimizer in state["_hooks"]:
+            self.attach(optimizer)
 
     @property
     def stage(self) -> Literal["early", "late"]:
@@ -204,8 +204,7 @@ class RankController:
         if self.stage == "late" and not self._by_sensitivity() and (loss is None or self._state.target_loss is None):
             raise RankError(f"expected a finite loss for shrink={self.late.shrink!r}, but {self._no_loss()}")
         scales = stage_scales(self.early, self.late, self._state, loss, tables)
-        gradient = SIZE_GRADIENTS[self.late.shrink]
-        return step_rule(scales, tables, gradient, self._cores, self.early.ridge, self._measured(), grad_scale)
+        return step_rule(scales, tables, self.late.shrink, self._cores, self.early.ridge, self._measured(), grad_scale)
 
     def advance(self) -> None:
         """Count an optimizer step. Does not synchronize."""
@@ -361,16 +360,11 @@ class RankController:
         return self._tables
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
-        def adjust() -> None:
-            self._given[optimizer] = rule = self._rule(getattr(optimizer, "grad_scale", None))
-            rule.give_to(optimizer)
-
-        return run_before_step(adjust, args, kwargs)
+        return self._given.begin(self._rule, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rule = self._given.pop(optimizer, None)
-        if (measured := self._measured()) and (rule is None or not rule.applied):
-            update_importance_(optimizer, measured, gradients_of(optimizer))
+        measured = self._measured()
+        update_importance_(optimizer, measured, self._given.end(optimizer, bool(measured)))
         if not self.replayed and optimizer is next(reversed(self._hooks)):  # that attached last ends the step
             self.advance()
             self.between_steps()

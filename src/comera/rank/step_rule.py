@@ -15,9 +15,6 @@ HookArgs = tuple[tuple[Any, ...], dict[str, Any]]
 Gradients = Mapping[Tensor, Tensor]
 """Parameter -> its gradient, of those that have one in the present step."""
 
-SizeGradient = Callable[[Sequence[SizeTable], float | Tensor], list[list[Tensor]]]
-"""From size tables and c_S to c_S times the gradient of the size by each of their gates."""
-
 
 class StepRule:
     """What a step does to gradients, as values: g ← c_L g, plus c_S ∂Ŝ/∂d for gates and 2β G for cores.
@@ -28,7 +25,8 @@ class StepRule:
     slopes: gates, and what is added to the gradient of each. ridge: β; 0: nothing is added to those of cores. measured:
         gates whose importance the step updates. grad_scale: what gradients are multiplied by where an optimizer divides
         by it again, in its own kernel (a fused one under a GradScaler): what is added matches.
-    applied: set by an optimizer that has applied all of it, importances included.
+    applied: set by an optimizer that has applied all of it, importances included. withdrawn: set by whoever made it,
+        when its step was refused before it could be applied: it is not one for the next step.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class StepRule:
     ) -> None:
         self.c_loss, self.slopes, self.cores, self.ridge = c_loss, slopes, cores, ridge
         self.measured, self.grad_scale = measured, grad_scale
-        self.applied = False
+        self.applied = self.withdrawn = False
 
     def give_to(self, optimizer: Optimizer) -> None:
         """Have it applied in the step of `optimizer` that has begun and has its gradients."""
@@ -64,22 +62,51 @@ class StepRule:
                 torch._foreach_add_([gradients[core] for core in decayed], scaled, alpha=2 * self.ridge)
 
 
+class GivenRules:
+    """The rules of steps that have begun, by optimizer."""
+
+    def __init__(self) -> None:
+        self._rules: dict[Optimizer, StepRule] = {}
+
+    def begin(self, make: Callable[[Any], StepRule], args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
+        """Before a step: give its optimizer, the first of `args`, the rule that `make` makes of its `grad_scale`."""
+        optimizer = args[0]
+
+        def give() -> None:
+            self.withdraw(optimizer)
+            self._rules[optimizer] = rule = make(getattr(optimizer, "grad_scale", None))
+            rule.give_to(optimizer)
+
+        return run_before_step(give, args, kwargs)
+
+    def end(self, optimizer: Optimizer, measured: bool) -> Gradients:
+        """After a step: the gradients that are still to be measured."""
+        rule = self._rules.pop(optimizer, None)
+        return gradients_of(optimizer) if measured and (rule is None or not rule.applied) else {}
+
+    def withdraw(self, optimizer: Optimizer) -> None:
+        """Take back the rule of a step that was refused after it was given."""
+        if (rule := self._rules.pop(optimizer, None)) is not None:
+            rule.withdrawn = True
+
+
 def step_rule(
     scales: Scales,
     tables: Sequence[SizeTable],
-    size_gradient: SizeGradient,
+    shrink: Shrink,
     cores: Sequence[Tensor],
     ridge: float,
     measured: Sequence[Tensor] = (),
     grad_scale: Tensor | None = None,
 ) -> StepRule:
-    """The rule of a step from (c_L, c_S), the tables of all gates and the gradient of their size."""
+    """The rule of a step from (c_L, c_S), the tables of all gates and the way in which their size falls."""
     c_loss, c_size = scales
     if grad_scale is not None:
         c_size = c_size * grad_scale
     slopes: list[tuple[Tensor, Tensor]] = []
     if not _is(c_size, 0):
-        for table, each in zip(tables, size_gradient(tables, c_size), strict=True):
+        gradient = gate_mean_gradient if shrink == "gate_mean" else surrogate_gradient
+        for table, each in zip(tables, gradient(tables, c_size), strict=True):
             slopes += zip(table.rank_params, each, strict=True)
     return StepRule(c_loss, slopes, cores, ridge, measured, grad_scale)
 
@@ -117,13 +144,6 @@ def gate_mean_gradient(tables: Sequence[SizeTable], scale: float | Tensor) -> li
     counts = [table.unpruned_gates() for table in tables]
     share = scale / torch.stack([count.to(counts[0].device) for count in counts]).sum().clamp_min(1)
     return [table.gate_grads(share.to(table.rank_params[0].device)) for table in tables]
-
-
-SIZE_GRADIENTS: dict[Shrink, SizeGradient] = {
-    "sensitivity": surrogate_gradient,  # in the early stage
-    "surrogate": surrogate_gradient,
-    "gate_mean": gate_mean_gradient,
-}
 
 
 def _local(grad: Any) -> Tensor:

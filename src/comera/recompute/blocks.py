@@ -12,11 +12,12 @@ PyTorch's non-reentrant checkpoint.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from comera.nn.adapted import Adapted
 from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
-from comera.recompute.replay import Kept, contexts, marked, only_marked, policy
+from comera.recompute.replay import SMALLER, Kept, contexts, marked, only_marked, policy
 from comera.recompute.state import BlockState
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -38,13 +39,23 @@ _Call = tuple[tuple[bool, ...], _Shapes]
 _MOST_CALLS = 64  # that a block remembers
 
 
+class Elements(NamedTuple):
+    """Elements per token (or output position) of a block's compressed layers.
+
+    hidden: their outputs, which a block that recomputes no longer keeps (nor what lies between them: activations,
+    norms, attention). low_rank: what these layers keep for the replay.
+    """
+
+    hidden: int = 0
+    low_rank: int = 0
+
+
 @dataclass(frozen=True)
 class RecomputeReport:
     """Which blocks recompute, by name, and the number of compressed layers in them.
 
-    hidden: elements per token (or output position) of the outputs of their linear layers and convolutions, which are no
-    longer kept (nor is what lies between them: activations, norms, attention). low_rank: elements per token that these
-    layers keep instead.
+    hidden, low_rank: the `Elements` of these blocks. declined: those of blocks that would keep as much as they save, or
+    more, and so run as before.
 
     See `recompute_`.
     """
@@ -54,16 +65,25 @@ class RecomputeReport:
     hidden: int
     low_rank: int
     enabled: bool = True
+    declined: Mapping[str, Elements] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        names = ", ".join(self.blocks if len(self.blocks) <= 3 else (self.blocks[0], "...", self.blocks[-1]))
-        what = f"{len(self.blocks)} blocks ({names})" if self.blocks else "no block"
         if not self.enabled:
-            return f"recomputation removed from {what}"
-        return (
-            f"recomputation in {what}: their {self.layers} compressed layers keep {self.low_rank:,} elements per token "
-            f"instead of {self.hidden:,}"
-        )
+            return f"recomputation removed from {_named(self.blocks)}"
+        kept = f"their {self.layers} compressed layers keep {self.low_rank:,} elements per token instead of "
+        lines = [f"recomputation in {_named(self.blocks)}" + (f": {kept}{self.hidden:,}" if self.blocks else "")]
+        if self.declined:
+            hidden, low_rank = (sum(each) for each in zip(*self.declined.values(), strict=True))
+            lines.append(
+                f"declined in {_named(tuple(self.declined))}: their compressed layers would keep {low_rank:,} elements "
+                f"per token instead of {hidden:,}; lower ranks would save some"
+            )
+        return "\n".join(lines)
+
+
+def _named(blocks: tuple[str, ...]) -> str:
+    names = ", ".join(blocks if len(blocks) <= 3 else (blocks[0], "...", blocks[-1]))
+    return f"{len(blocks)} block{'s' if len(blocks) > 1 else ''} ({names})" if blocks else "no block"
 
 
 def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence[str] | None = None) -> RecomputeReport:
@@ -75,6 +95,8 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
     What a block writes besides (running statistics, counters, recurrent states) is written once: `recompute/state.py`.
     Parameter names, the state_dict, copies and pickles stay as they are. A second call replaces the first.
 
+    A block whose layers would keep no fewer elements than it saves is left as it is, with a warning.
+
     Args:
         model: a module with compressed layers.
         enabled: False removes recomputation from the whole model.
@@ -82,7 +104,7 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
             `find_blocks`.
 
     Returns:
-        Which blocks recompute, and what they keep.
+        Which blocks recompute, what they keep, and which ones were declined.
 
     Raises:
         ConversionError: there is no block; the model is unchanged.
@@ -113,14 +135,41 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
     for module in recomputing.values():
         if (own := vars(module).pop("forward").own) is not None:
             module.forward = own
-    for module in found.values():
-        module.forward = _Recompute(module)
-    changed = found if enabled else recomputing
-    layers = _layers(changed.values())
-    counted = [layer for layer in layers if isinstance(layer, TTLinear | BTTLinear | TTConv)]
-    hidden = sum(layer.spec.out_features for layer in counted)
-    low_rank = sum(layer.spec.ranks[layer.spec.split] * getattr(layer, "groups", 1) for layer in counted)
-    return RecomputeReport(tuple(changed), len(layers), hidden, low_rank, enabled)
+    counts = {name: elements([module]) for name, module in found.items()}
+    declined = {name: count for name, count in counts.items() if not saves(count)}
+    for name in found.keys() - declined.keys():
+        found[name].forward = _Recompute(found[name])
+    changed = {name: module for name, module in found.items() if name not in declined} if enabled else recomputing
+    layers, count = _layers(changed.values()), elements(changed.values())
+    report = RecomputeReport(tuple(changed), len(layers), *count, enabled, declined)
+    if declined:
+        warnings.warn(str(report), stacklevel=2)
+    return report
+
+
+def saves(count: Elements) -> bool:
+    """Whether to recompute keeps less than it saves."""
+    return count.low_rank < count.hidden
+
+
+def elements(blocks: Iterable[nn.Module]) -> Elements:
+    """What the compressed layers in these blocks have for a token."""
+    layers = _layers(blocks)
+    hidden = sum(layer.spec.out_features for layer in layers if isinstance(layer, TTLinear | BTTLinear | TTConv))
+    return Elements(hidden, sum(map(_kept, layers)))
+
+
+def _kept(layer: CompressedLayer) -> int:
+    """Elements per token that a layer keeps: P, unless that is made again because it is not small (replay.py)."""
+    if isinstance(layer, TTLinear):
+        return layer.spec.ranks[layer.spec.split]
+    if isinstance(layer, TTConv):
+        made = layer.groups * layer.spec.ranks[layer.spec.split]
+        return made if SMALLER * made <= layer.in_channels else 0
+    if isinstance(layer, BTTLinear):
+        made = layer.spec.ranks[1]
+        return made if SMALLER * made <= layer.in_features else 0
+    return 0
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -17,26 +17,15 @@ from functools import partial
 from itertools import islice, product
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from comera.errors import ConfigError
 from comera.nn.linear import TTLinear
 from comera.ops.linear import Contraction
-from comera.optim.adamw import AdamW
-from comera.optim.param_groups import param_groups
-from comera.optim.smmf import SMMF
-from comera.recompute.blocks import find_blocks, recompute_
+from comera.optim.names import Rates, optimizer_named
+from comera.recompute.blocks import elements, find_blocks, recompute_, saves
 from comera.recompute.budget import balanced, batch_size, batch_tensors, megabytes, parse_bytes, parts
 from comera.recompute.trial import Loss, MakeOptimizer, StepMemory, measure_step
-
-OPTIMIZERS: Mapping[str, MakeOptimizer] = {
-    "adamw": lambda model: AdamW(param_groups(model, lr=1e-3)),
-    "smmf": lambda model: SMMF(param_groups(model, lr=1e-3)),
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
-}
-"""Optimizers of `plan_memory` by name: what makes one for a model."""
 
 # Micro-batches of a step that is tried. From the second on they differ only where memory depends on values, as that of
 # distinct ids does; on the meta device there are none.
@@ -127,7 +116,7 @@ def plan_memory(
         model: on its device, converted and fused as it is to be trained.
         batch: a tensor, or tuple, list or mapping of tensors (samples, ...), as large as those of training.
         budget: bytes, or "28.5MB" (millions) or "24MiB" (2^20).
-        optimizer: "adamw", "smmf", "sgd" or "momentum"; or a function from a model to its optimizer.
+        optimizer: a name of `comera.optim.OPTIMIZERS`, or a function from a model to its optimizer.
         loss: (model, batch) -> mean loss. Default: `model(**batch)`, `model(*batch)` or `model(batch)`, if that is a
             number or has one as its `loss`.
 
@@ -158,17 +147,18 @@ def plan_memory(
     Source: docs/method.md §8; arXiv:2501.06663 for the budget and the order from both ends.
     """
     nbytes, samples = parse_bytes(budget), batch_size(batch)
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"expected an optimizer out of {', '.join(OPTIMIZERS)}, or a function from a model to one, got "
-            f"{optimizer!r}"
-        )
-    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    search = _Search(model, batch, samples, nbytes, loss or _own_loss, make)
+    search = _Search(model, batch, samples, nbytes, loss or _own_loss, _maker(optimizer))
     found = search.first_that_fits()
     if found is None:
         raise search.too_small()
     return found
+
+
+def _maker(optimizer: str | MakeOptimizer) -> MakeOptimizer:
+    if not isinstance(optimizer, str):
+        return optimizer
+    named = optimizer_named(optimizer)
+    return lambda model: named.make(model, Rates())
 
 
 @dataclass
@@ -186,7 +176,8 @@ class _Search:
         choices: list[Contraction] = ["planned"]
         if any(isinstance(module, TTLinear) for module in self.model.modules()):
             choices.append("low_rank")
-        self.ways = list(product([False, True] if find_blocks(self.model) else [False], choices))
+        smaller = any(saves(elements([block])) for block in find_blocks(self.model).values())
+        self.ways = list(product([False, True] if smaller else [False], choices))
         self.tried: dict[tuple[int, bool, Contraction], MemoryPlan | None] = {}
         self.refused = ""
         normed = any(isinstance(module, _BATCH_NORMS) for module in self.model.modules())

@@ -39,8 +39,8 @@ T = TypeVar("T")
 Kept = tuple[Any, Any]
 """An operation, and what is kept of its result."""
 
-# A product is low-rank if it has at most 1/_SMALLER of the elements of an operand.
-_SMALLER = 4
+# A product is low-rank if it has at most 1/SMALLER of the elements of an operand.
+SMALLER = 4
 _aten = torch.ops.aten
 # Products, with the position of the first of their two operands among the arguments.
 _PRODUCTS = {
@@ -96,13 +96,13 @@ def _kind(func: Any) -> Literal["attention", "random"] | None:
 def _is_low_rank(func: Any, args: tuple[Any, ...]) -> bool:
     if func is _aten.convolution.default:
         input, kernel, transposed = args[0], args[1], args[6]
-        return not transposed and bool(_SMALLER * kernel.shape[0] <= input.shape[1])
+        return not transposed and bool(SMALLER * kernel.shape[0] <= input.shape[1])
     first = _PRODUCTS.get(func)
     if first is None:
         return False
     left, right = args[first : first + 2]
     elements = prod(left.shape[:-1]) * right.shape[-1]
-    return bool(_SMALLER * elements <= max(_elements(left), _elements(right)))
+    return bool(SMALLER * elements <= max(_elements(left), _elements(right)))
 
 
 def _elements(tensor: Tensor) -> int:

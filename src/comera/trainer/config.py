@@ -7,6 +7,7 @@ from math import ceil
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from comera.errors import ConfigError, check_fields
+from comera.optim.names import OptimizerName
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.energy import EnergyConfig
 from comera.trainer.trackers import TrackerName
@@ -18,7 +19,6 @@ _FREE = {
     *("trackers", "progress", "threads", "device", "mode", "recompute", "energy"),
 }
 
-OptimizerName = Literal["adamw", "muon", "smmf", "adarankgrad", "tensor_galore", "adagrad", "sgd"]
 
 _EVAL_STEPS = 100  # between evaluations, without eval_every and epochs
 
@@ -96,7 +96,7 @@ class TrainConfig:
     """muon: orthogonalized momentum for linear layers, dense or compressed, and AdamW for the rest. smmf: Adam with
     factored moments, a sixtieth of its state. adarankgrad, tensor_galore: AdamW on projected gradients of dense
     weights, at ranks that adapt or by all modes of convolutions. adagrad and sgd update only those rows of dense tables
-    that are in the batch (dlrm)."""
+    that are in the batch (dlrm). momentum: SGD with a momentum of 0.9."""
     lr: float = 1e-3
     """Peak learning rate of the dense parameters."""
     rates: Literal["flat", "spectral"] = "spectral"

@@ -26,8 +26,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from comera.errors import DataError
-from comera.optim.muon import Muon
-from comera.optim.projected import ProjectedAdamW
 from comera.trainer.task import Batch
 
 T = TypeVar("T")
@@ -268,7 +266,7 @@ def not_captured(optimizer: Optimizer, device: torch.device, averaged: bool, rec
         return "gradients are averaged over several processes, which is not captured"
     if not all("capturable" in group for group in optimizer.param_groups):
         return f"{type(optimizer).__name__} has no capturable form"
-    if isinstance(optimizer, Muon | ProjectedAdamW):
+    if not getattr(optimizer, "captured", True):
         kind = type(optimizer).__name__
         return f"{kind}'s step over matrices is not captured: use mode eager or compile, or train.optimizer adamw"
     return ""

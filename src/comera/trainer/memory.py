@@ -16,22 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from comera.errors import ConfigError
 from comera.kernels.cpp.library import dry_run
-from comera.optim.muon import orthogonal_parameters
-from comera.optim.param_groups import param_groups
-from comera.optim.smmf import state_bytes
+from comera.optim.names import optimizer_named
 from comera.recompute.live_memory import FusedAttention, LiveMemory, run_backward
-from comera.trainer.optimizer import PROJECTED
 
-# Tensors of a parameter's size that each kind of optimizer keeps, and whether it counts steps per parameter.
-_STATE = {
-    "adamw": (2, True),
-    "muon": (2, True),
-    "smmf": (0, True),
-    **dict.fromkeys(PROJECTED, (0, True)),
-    "sgd": (0, False),
-    "momentum": (1, False),
-    "adagrad": (1, True),
-}
 _PROCESS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -154,22 +141,13 @@ def estimate(
     those of the device that it stands for, with the kernels that this machine has, fused as the model is.
 
     loss: closure over model and batch that returns the scalar loss. No `.grad` changes.
-    optimizer: "adamw", "muon", "smmf", "adarankgrad" (at its largest ranks), "tensor_galore", "sgd", "momentum" (SGD
-        with momentum) or "adagrad"; ConfigError for any other.
+    optimizer: a name of `comera.optim.OPTIMIZERS`, for adarankgrad at its largest ranks; ConfigError for any other.
     device: what the meta device stands for: "auto", "cpu" or "cuda", as in TrainConfig.
     """
-    if optimizer not in _STATE:
-        raise ConfigError(f"expected an optimizer out of {', '.join(_STATE)}, got {optimizer!r}")
-    slots, counts_steps = _STATE[optimizer]
+    moments, counts = optimizer_named(optimizer).state_of(model)
     stored = [*model.parameters(), *model.buffers()]
     trained = _trained(model)
     gradients = sum(p.nbytes for p in trained)
-    matrices = orthogonal_parameters(model) if optimizer == "muon" else set()  # with one moment
-    moments = [p.nbytes for p in trained for _ in range(1 if p in matrices else slots)]
-    moments += [state_bytes(p.numel()) for p in trained] if optimizer == "smmf" else []
-    if optimizer in PROJECTED:
-        made = PROJECTED[optimizer](param_groups(model, lr=0.0, rates="flat"))
-        moments += [made.moment_bytes(p) for p in trained]
     for_cpu = _for_cpu(model, device)
     with _step_aside(trained, for_cpu), LiveMemory(stored) as live:
         with FlopCounterMode(display=False) as counter:
@@ -182,7 +160,7 @@ def estimate(
     return MemoryEstimate(
         weights=sum(tensor.nbytes for tensor in stored),
         gradients=gradients,
-        optimizer=kept + (4 * len(trained) if counts_steps else 0),
+        optimizer=kept + counts,
         activations=max(0, live.peak - gradients - kept),
         fragmentation=live.resident - live.peak if for_cpu else 0,
         flops=int(counter.get_total_flops()),

@@ -229,7 +229,7 @@ def test_gradients_of_another_form(taken):
     assert taken == []
     torch.testing.assert_close(*both)
     p.grad = torch.eye(4, 6).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
+    with pytest.raises(ConfigError, match="expected dense gradients, got sparse ones"):
         optimizer.step()
 
 

@@ -346,7 +346,7 @@ def test_a_group_may_have_its_own_rank_and_others_may_come_later() -> None:
 def test_sparse_gradients_and_sharded_parameters_are_refused() -> None:
     table = nn.Embedding(100, 32, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ConfigError, match="dense gradients, got sparse ones"):
+    with pytest.raises(ConfigError, match="expected dense gradients, got sparse ones for 1 parameters"):
         AdaRankGrad(table.parameters()).step()
     sharded = nn.Parameter(drawn(20, 32))
     sharded.full_tensor = sharded.detach  # type: ignore[attr-defined]

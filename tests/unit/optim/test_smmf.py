@@ -164,5 +164,5 @@ def test_values_out_of_range_are_refused(field: str, value: float) -> None:
 def test_sparse_gradients_are_refused() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ConfigError, match="dense gradients, got sparse ones"):
+    with pytest.raises(ConfigError, match="expected dense gradients, got sparse ones for 1 parameters"):
         SMMF(table.parameters()).step()

@@ -17,9 +17,9 @@ from comera.fusion import merge_cache
 from comera.fusion.fuse import fuse_
 from comera.nn.linear import TTLinear
 from comera.ops import linear as ops_linear
+from comera.optim.names import OPTIMIZERS, Rates
 from comera.recompute import MemoryPlan, plan_memory
 from comera.recompute.budget import batch_tensors, parse_bytes
-from comera.recompute.plan import OPTIMIZERS
 from comera.recompute.trial import Loss
 from comera.tt.spec import TTSpec
 
@@ -109,7 +109,7 @@ CASES: dict[str, Case] = {
 
 def train(model: nn.Module, batch: Any, loss: Loss | None, plan: MemoryPlan, optimizer: str, steps: int) -> None:
     loss = loss or (lambda model, part: model(**part).loss if isinstance(part, dict) else model(part))
-    moving = OPTIMIZERS[optimizer](model.train())
+    moving = OPTIMIZERS[optimizer].make(model.train(), Rates())
     for _ in range(steps):
         for part, share in plan.micro_batches(batch):
             (share * loss(model, part)).backward()
@@ -370,7 +370,7 @@ def test_a_step_that_fails_is_reported_with_its_cause() -> None:
     other = mlp()
     with pytest.raises(ConfigError, match="to use the model that it is given"):
         plan_memory(mlp(), torch.randn(4, WIDTH), HUGE, loss=lambda model, x: other(x).sum())
-    with pytest.raises(ConfigError, match=r"expected an optimizer out of adamw, smmf, sgd, momentum, .* got 'lion'"):
+    with pytest.raises(ConfigError, match=r"expected an optimizer out of adamw, .*, momentum, got 'lion'"):
         plan_memory(mlp(), torch.randn(4, WIDTH), HUGE, optimizer="lion", loss=autoencoding)
 
 

@@ -345,6 +345,45 @@ def test_the_report_names_blocks_and_counts_numbers_a_token() -> None:
     assert str(recompute_(model, enabled=False)) == "recomputation removed from no block"
 
 
+def full_rank() -> nn.Sequential:
+    """Two layers whose x A has as many elements as their outputs, or more: the second one pads its outputs."""
+    return nn.Sequential(*(TTLinear(TTSpec(16, out, (4, 4), (4, 4), (1, 4, 16, 4, 1))) for out in (16, 14)))
+
+
+def test_a_block_that_would_keep_more_than_it_saves_is_declined_with_the_figure() -> None:
+    model = nn.ModuleList([full_rank(), block(), full_rank()])
+    with pytest.warns(UserWarning, match="declined in 2 blocks") as warned:
+        report = recompute_(model)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["1"]
+    assert (report.blocks, report.layers, report.hidden, report.low_rank) == (("1",), 2, 32, 6)
+    assert report.declined == {"0": (30, 32), "2": (30, 32)}
+    assert (
+        str(report)
+        == str(warned[0].message)
+        == (
+            "recomputation in 1 block (1): their 2 compressed layers keep 6 elements per token instead of 32\n"
+            "declined in 2 blocks (0, 2): their compressed layers would keep 64 elements per token instead of 60; "
+            "lower ranks would save some"
+        )
+    )
+    with pytest.warns(UserWarning, match=r"^recomputation in no block\ndeclined in 1 block \(0\)"):
+        assert not recompute_(model, blocks="0").blocks
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_what_block_tensor_trains_keep_is_their_blocks_inputs() -> None:
+    """Their components, as many as inputs or more, are made again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(2)))
+    tensorize_(model, TensorizeConfig(BTT(rank=2), None))
+    report = recompute_(model)
+    assert (report.hidden, report.low_rank) == (384, 0)
+    model(torch.ones(100, 64))  # makes indices of the blocks, which stay
+    with Live(model) as live:
+        loss = model(torch.ones(200, 64)).sum()
+        assert live.nbytes == 4 * 200 * 2 * 64 + loss.nbytes
+
+
 def test_blocks_can_be_named_and_a_second_call_replaces_the_first() -> None:
     model = nn.ModuleDict({"a": block(), "b": nn.ModuleList([block()]), "c": nn.LayerNorm(16)})
     assert recompute_(model, blocks=["a*", "c"]).blocks == ("a",)

@@ -17,6 +17,7 @@ from comera.baselines import TABLE_METHODS, Conversion, Method, check_method, sm
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.files import replace_file
+from comera.optim.names import OPTIMIZERS
 from comera.rank.objective import EarlyStage
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, prepare
@@ -34,9 +35,6 @@ NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
 PRESETS: tuple[Preset, ...] = ("sample", "kaggle")
 METHODS: tuple[Method, ...] = ("dense", "comera", *TABLE_METHODS)
-# Optimizers that support sparse gradients, so that a step touches only the rows of its batch. Large dense tables need
-# that; where all are small, dense gradients are faster: one lookup serves all tables, and a step can be recorded.
-_SPARSE = ("adagrad", "sgd")
 _LARGE = 2**15  # elements of a layer worth a tensor train
 _EXAMPLE_ROWS = 1024  # of an example batch
 
@@ -168,9 +166,11 @@ def build_model(config: DLRMTaskConfig, table_sizes: Sequence[int]) -> tuple[DLR
         if device.type != "meta":
             model.to_empty(device=device).reset_parameters()
     dense = _dense_tables(model)
+    # A sparse gradient touches only the rows of its batch, which large tables need. Where all are small, dense ones are
+    # faster: one lookup serves all tables, and a step can be recorded.
     large = any(table.num_embeddings >= config.compress.min_rows for table in dense)
     for table in dense:
-        table.sparse = large and config.train.optimizer in _SPARSE
+        table.sparse = large and OPTIMIZERS[config.train.optimizer].sparse
     return model, report
 
 
