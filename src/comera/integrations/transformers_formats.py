@@ -30,9 +30,9 @@ from comera.convert.registry import dense_place, refusal
 from comera.convert.swap import compress_layers_, materialize_layers_, when_changed
 from comera.errors import CheckpointError
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.pretrained.folder import SavedTrain, with_stored_blocks
+from comera.pretrained.folder import SavedTrain, with_stored_layout
 from comera.pretrained.transformers_folder import QUANT_METHOD, entries_of, read_entries, with_stored_ranks
-from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
+from comera.tt.spec import Spec, TTMSpec, TTSpec
 
 __all__ = ["ComeraConfig", "ComeraQuantizer", "note_formats_"]
 
@@ -185,8 +185,8 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 "and accelerate cannot fetch their cores: they are small, so give them a device"
             )
         for name, tt in named_trains(model):
-            if isinstance(tt.spec, BTTSpec):
-                tt.spec = with_stored_blocks(tt.spec, tt.get_buffer("block_ranks"), name, model.config.name_or_path)
+            if layout := tt.spec.layout_name:
+                tt.spec = with_stored_layout(tt.spec, tt.get_buffer(layout), name, model.config.name_or_path)
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             vars(model).pop(name, None)
         for module in model.modules():

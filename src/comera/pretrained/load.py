@@ -185,8 +185,8 @@ class _Plan:
                 if value is None or value.shape != shape:
                     got = "nothing" if value is None else str(tuple(value.shape))
                     self.problems.append(f"{key}: expected {shape} as the manifest says, got {got}")
-                elif key.endswith(".block_ranks") and value.tolist() != saved.block_ranks:
-                    self.problems.append(f"{key}: expected the ranks that the manifest says, got others")
+                elif key == f"{name}.{saved.spec.layout_name}" and value.tolist() != saved.spec.layout:
+                    self.problems.append(f"{key}: expected what the manifest says, got others")
             there = dense_place(self._modules, path)
             if module is None and there is None:
                 self.unmatched.append(f"{path} ({kind}) is in the file only")
@@ -263,7 +263,7 @@ class _Plan:
             saved, held = placement.saved, placement.in_place
             tensors = [self.stored[key].clone() for key in saved.shapes(placement.names[0])]
             order = saved.spec.order
-            cores, gates = tensors[:order], tensors[order : 2 * order - 1]
+            cores, gates = tensors[:order], tensors[order : order + len(saved.spec.inner_ranks)]
             if held is not None:
                 held.set_(saved.spec, cores, gates)  # the same Parameters, so that optimizers keep theirs
                 held.init_std, held.threshold = saved.init_std, saved.threshold
