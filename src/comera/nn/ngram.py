@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,12 +68,16 @@ class NGramTable(CompressedLayer):
         self.tt = tt
         like = tt.cores[0]
         self.scale = nn.Parameter(torch.empty(tt.spec.embedding_dim, dtype=like.dtype, device=like.device))
-        self.reset_parameters()
+        self._reset_scale()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new tables and set the scale to half the std of the rows beside it."""
         self.tt.reset_parameters()
+        self._reset_scale()
+
+    @torch.no_grad()
+    def _reset_scale(self) -> None:
         self.scale.fill_(SCALE * self.tt.init_std)
 
     @property
@@ -107,6 +111,15 @@ class NGramTable(CompressedLayer):
         return str(self.spec)
 
 
+class _Reading(NamedTuple):
+    """Who reads which embedding in which context, and a note of theirs."""
+
+    reader: object
+    embedding: nn.Module
+    context: NGramIds
+    note: Any
+
+
 class NGramEmbedding(nn.Module):
     """An embedding with a table of n-grams beside it.
 
@@ -136,7 +149,7 @@ class NGramEmbedding(nn.Module):
 
 
 _CLASSES: dict[type[nn.Module], type[NGramEmbedding]] = {}
-_READING: ContextVar[tuple[tuple[nn.Module, NGramIds], ...]] = ContextVar("reading", default=())
+_READING: ContextVar[tuple[_Reading, ...]] = ContextVar("reading", default=())
 
 
 def _class_of(plain: type[nn.Module]) -> type[NGramEmbedding]:
@@ -152,6 +165,11 @@ def _blank(plain: type[nn.Module]) -> NGramEmbedding:
     """An embedding to be filled, for copies and pickles."""
     kind = _class_of(plain)
     return kind.__new__(kind)
+
+
+def plain_type(layer: nn.Module) -> type[nn.Module]:
+    """The type of a layer, of an embedding with n-grams that without them."""
+    return layer.plain_type if isinstance(layer, NGramEmbedding) else type(layer)
 
 
 def attach_ngrams_(embedding: nn.Module, table: nn.Module) -> None:
@@ -181,21 +199,25 @@ def detach_ngrams_(embedding: NGramEmbedding) -> None:
 @contextmanager
 def reading(embedding: nn.Module, context: NGramIds) -> Iterator[None]:
     """Within this context, calls of `embedding` for the ids of `context` know those before them."""
-    begin_reading(embedding, context)
+    begin_reading(embedding, embedding, context)
     try:
         yield
     finally:
-        end_reading()
+        end_reading(embedding)
 
 
-def begin_reading(embedding: nn.Module, context: NGramIds) -> None:
-    """As `reading`, until `end_reading`."""
-    _READING.set((*_READING.get(), (embedding, context)))
+def begin_reading(reader: object, embedding: nn.Module, context: NGramIds, note: Any = None) -> None:
+    """As `reading`, until `end_reading` for this reader, which returns the note."""
+    _READING.set((*_READING.get(), _Reading(reader, embedding, context, note)))
 
 
-def end_reading() -> None:
-    """Undo the last `begin_reading`."""
-    _READING.set(_READING.get()[:-1])
+def end_reading(reader: object) -> Any:
+    """Undo the last `begin_reading`, if this reader did it; None if not."""
+    *before, last = _READING.get() or (None,)
+    if last is None or last.reader is not reader:
+        return None
+    _READING.set(tuple(each for each in before if each is not None))
+    return last.note
 
 
 def longest_of(embedding: NGramEmbedding) -> int:
@@ -207,7 +229,7 @@ def longest_of(embedding: NGramEmbedding) -> int:
 def _context_of(embedding: NGramEmbedding, input: Tensor, given: NGramIds | None) -> NGramIds:
     longest = longest_of(embedding)
     if given is None:
-        given = next((context for of, context in reversed(_READING.get()) if of is embedding), None)
+        given = next((each.context for each in reversed(_READING.get()) if each.embedding is embedding), None)
     if given is None:
         if input.dim() != 2:
             raise DataError(f"expected ids as (batch, positions) for n-grams, got shape {tuple(input.shape)}")
