@@ -21,6 +21,7 @@ from comera.nn.weight import Make, is_weight_of, lazy_weight
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
+from comera.tt.ngram import NGramSpec
 from comera.tt.spec import Spec
 
 
@@ -212,7 +213,10 @@ class TensorTrain(nn.Module):
 
     def effective_cores(self) -> list[Tensor]:
         """Cores with the gates absorbed and pruned slices exactly zero; writes nothing."""
-        return absorb(_entries(self.cores), self.gates())
+        cores, gates = _entries(self.cores), self.gates()
+        if isinstance(self.spec, NGramSpec):  # whose gates multiply what P reads
+            return [*cores[:-1], (cores[-1] * torch.cat(gates)).to(cores[-1].dtype)]
+        return absorb(cores, gates)
 
     def dense(
         self,
