@@ -126,7 +126,8 @@ def groups_for(
         multiples = core_rates(train, reach, logits=train in heads) if asked else None
         for k, (core, name) in enumerate(zip(train.cores, kinds, strict=True)):
             rate = given[name]
-            own = (names[-2:][0], train.spec.padded_shape, k, reach)
+            place = 0 if name == "tables" and isinstance(train.spec, NGramSpec) else k  # all of one rate
+            own = (names[-2:][0], train.spec.padded_shape, place, reach)
             role = _Role(name, share, () if rate is not None else own)
             roles[core] = role
             if rate is not None:
