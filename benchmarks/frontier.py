@@ -25,7 +25,7 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -33,7 +33,8 @@ from typing import Any, NamedTuple, cast
 from children import run_children
 from common import about, measured, step_times, update
 
-from comera.baselines import Method
+from comera.baselines import BaselineConfig, HashedNGrams, Method, SummedTables
+from comera.baselines.short_conv import add_short_convs_
 from comera.recipes.lm.data import Batch, LMDataConfig, prepare
 from comera.recipes.lm.model import CompressConfig, ModelConfig
 from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, step_flops
@@ -52,12 +53,15 @@ STEPS = 20  # of each run of `speed`
 
 
 class Case(NamedTuple):
-    """A model: its method and width, and the formats of its layers."""
+    """A model: its method and width, the formats of its layers or the settings of its method, and the taps of short
+    convolutions that it has besides."""
 
     method: Method
     hidden: int
     layers: int = LAYERS
     compress: CompressConfig | None = None
+    baselines: BaselineConfig = BaselineConfig()
+    taps: int = 0
 
 
 CASES = [f"dense-{hidden}" for hidden in (64, 96, 128, 192, 256, 384, 512)]
@@ -66,9 +70,12 @@ CASES += [f"btt8b4-{hidden}" for hidden in (192, 256, 384, 512, 768)]
 CASES += [f"btt{rank}b{blocks}-256" for rank, blocks in ((4, 8), (16, 2), (32, 1))]  # about as many parameters as 8, 4
 CASES += ["btt2-256", "btt2-384", "tt2r64-384", "tt4r64-384", "tt6r30-384", "tt6r64-384"]
 CASES += [f"{method}-{hidden}" for method in ("cola", "galore", "lte") for hidden in (192, 384)]
+CASES += ["densen6r160-128", "densen6r160c4-128", "hashed6r2840d24-128", "summed6-128", "densec4-128"]
 NAME = re.compile(
-    r"(?:(?P<method>dense|cola|galore|lte)|btt(?P<btt>\d+)(?:b(?P<blocks>\d+))?|tt(?P<order>\d+)r(?P<tt>\d+))"
+    r"(?:(?P<method>dense|cola|galore|lte)|btt(?P<btt>\d+)(?:b(?P<blocks>\d+))?|tt(?P<order>\d+)r(?P<tt>\d+)"
+    r"|hashed(?P<hashed>\d+)r(?P<rows>\d+)d(?P<dim>\d+)(?:x(?P<hashes>\d+))?|summed(?P<summed>\d+))"
     r"(?:v(?P<vocabulary>\d+))?(?:e(?P<embedding>\d+))?(?:h(?P<head>\d+)(?:b(?P<head_blocks>\d+))?)?"
+    r"(?:n(?P<ngrams>\d+)r(?P<ngram_rank>\d+)(?:t(?P<ngram_heads>\d+))?)?(?:c(?P<taps>\d+))?"
     r"-(?P<hidden>\d+)(?:-(?P<layers>\d+))?"
 )
 
@@ -79,15 +86,25 @@ def parse(name: str) -> Case:
     dense-256-8, cola-384; btt2-384: rank 2 in blocks of about the square root of the features; btt8b4-384: rank 8 in
     4 x 4 blocks; tt6r30-384: order 6, rank 30; btt4b4e8h1-256: the ranks of the token embedding and of the head, too;
     btt8b4h8b4-256: a head of rank 8 in 4 x 4 blocks; btt8b4v32-192: token embedding and head are one table of plain low
-    rank, 32; densev32-128: that table, and layers that stay dense.
+    rank, 32; densev32-128: that table, and layers that stay dense. densen6r160-128: dense layers and a table of n-grams
+    to 6 of rank 160, a CP, densen6r32t4-128: a tensor train of 4 heads; hashed6r2840d24-128: hashed tables of n-grams
+    to 6, 2,840 rows of 24 features an order, x2: two an order; summed6-128: tables of the 5 ids before, summed. c4
+    after any of these: short causal convolutions of 4 taps, densec4-128: these alone.
     """
     found = NAME.fullmatch(name)
     if found is None:
         raise SystemExit(f"unknown case {name!r}: expected a name such as {', '.join(CASES[::5])}")
     part = {key: int(value) for key, value in found.groupdict().items() if value and key != "method"}
-    hidden, layers = part["hidden"], part.get("layers", LAYERS)
-    if found["method"] and "vocabulary" not in part:
-        return Case(cast(Method, found["method"]), hidden, layers)
+    hidden, layers, taps = part["hidden"], part.get("layers", LAYERS), part.get("taps", 0)
+    if "hashed" in part:
+        sizes = {"order": part["hashed"], "rows": part["rows"], "dim": part["dim"], "hashes": part.get("hashes", 1)}
+        hashed = BaselineConfig(hashed_ngrams=HashedNGrams(hidden=hidden, **sizes))
+        return Case("hashed_ngrams", hidden, layers, None, hashed, taps)
+    if "summed" in part:
+        summed = BaselineConfig(summed_tables=SummedTables(hidden=hidden, order=part["summed"]))
+        return Case("summed_tables", hidden, layers, None, summed, taps)
+    if found["method"] and not {"vocabulary", "ngrams"} & set(part):
+        return Case(cast(Method, found["method"]), hidden, layers, taps=taps)
     ranks: dict[str, Any] = {"embedding": "ttm", "head": "untie", "embedding_rank": part.get("embedding", 32)}
     if "vocabulary" in part:
         ranks = {"embedding": "low_rank", "head": "share", "embedding_rank": part["vocabulary"]}
@@ -100,13 +117,30 @@ def parse(name: str) -> Case:
         ranks |= {"format": "btt", "rank": rank, "blocks": blocks and (blocks, blocks)}
         ranks |= {"head_rank": part.get("head", 2 if blocks else rank)}
         ranks |= {"head_blocks": (part["head_blocks"],) * 2} if "head_blocks" in part else {}
-    return Case("comera", hidden, layers, CompressConfig(**ranks))
+    ranks |= {name: part.get(name) for name in ("ngrams", "ngram_rank", "ngram_heads")}
+    if found["method"] and "vocabulary" not in part:
+        ranks |= {"embedding": "dense", "head": "dense"}
+    return Case("comera", hidden, layers, CompressConfig(**ranks), taps=taps)
 
 
 class Half(LMTask):
-    """The recipe, evaluated on every other held-out batch. half: 0 to choose by, 1 to read figures from."""
+    """The recipe, evaluated on every other held-out batch. half: 0 to choose by, 1 to read figures from. taps: of short
+    convolutions besides. before_step: called before each step of training."""
 
     half = 0
+    before_step: Callable[[], object]
+
+    def __init__(self, config: LMConfig, data: Any, taps: int = 0) -> None:
+        super().__init__(config, data)
+        self.before_step = lambda: None
+        if taps:
+            add_short_convs_(self.model, taps)
+            self.identity["taps"] = taps  # type: ignore[index]
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
+        self.before_step()
+        batch: Batch = super().train_batch(step, micro, rank, world)
+        return batch
 
     def eval_batches(self) -> Iterator[Batch]:
         return (batch for k, batch in enumerate(super().eval_batches()) if k % 2 == self.half)
@@ -134,14 +168,18 @@ def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int,
         progress=False,
         device="cpu",
     )
-    return LMConfig(method=case.method, data=data, model=model, compress=compress, train=train)
+    return LMConfig(
+        method=case.method, data=data, model=model, compress=compress, baselines=case.baselines, train=train
+    )
 
 
-def run(config: LMConfig, half: int, folder: Path) -> dict[str, float]:
+def run(
+    config: LMConfig, half: int, folder: Path, taps: int = 0, before_step: Callable[[], object] = lambda: None
+) -> dict[str, float]:
     """Train in this process, a fresh one, from the last checkpoint in the folder if it has one; the run's figures."""
     data = prepare(config.data, quiet=True)
-    task = Half(config, data)
-    task.half = half
+    task = Half(config, data, taps)
+    task.half, task.before_step = half, before_step
     summary = fit(task, config.train, folder, resume=True)
     if summary.stopped == "interrupted":
         raise SystemExit(f"stopped after {summary.steps} of {config.train.steps} steps; the same command goes on")
@@ -188,9 +226,10 @@ def main() -> None:
     if options.part == "one":
         wanted = json.loads(options.run)
         settings = (wanted[name] for name in ("lr", "seed", "steps"))
-        config = configuration(options, parse(wanted["case"]), *settings)
+        case = parse(wanted["case"])
+        config = configuration(options, case, *settings)
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(run(config, wanted["half"], Path(wanted["folder"] or folder))))
+            print(json.dumps(run(config, wanted["half"], Path(wanted["folder"] or folder), case.taps)))
     elif options.part == "costs":
         costs(options, known)
     elif options.part == "speed":
@@ -207,6 +246,8 @@ def costs(options: argparse.Namespace, known: dict[str, Case]) -> None:
     for name in options.cases:
         config = configuration(options, known[name], 1e-3, 0, 1)
         model, _ = build_model(config, options.vocab)
+        if known[name].taps:
+            add_short_convs_(model, known[name].taps)
         parameters = sum(p.numel() for p in model.parameters())
         flops = step_flops(config, options.vocab) / (ROWS * BLOCK)
         row = {"vocab": options.vocab, "case": name, "parameters": parameters, "mflops_token": f"{flops / 1e6:.3g}"}
@@ -223,7 +264,7 @@ def speed(options: argparse.Namespace, known: dict[str, Case]) -> None:
         config = configuration(options, known[name], 1e-3, 0, STEPS)
         config = replace(config, train=replace(config.train, eval_batches=1))
         with tempfile.TemporaryDirectory() as folder:
-            return fit(Half(config, data), config.train, Path(folder)).step_time
+            return fit(Half(config, data, known[name].taps), config.train, Path(folder)).step_time
 
     place = {"vocab": options.vocab, "optimizer": options.optimizer}
     rows = [{**place, "case": name, **row, **about()} for name, row in step_times(options.cases, step_time).items()]

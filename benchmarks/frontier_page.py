@@ -349,7 +349,9 @@ def _fits(row: Row, goal: Goal) -> bool:
 
 
 def _best(means: dict[str, float], method: str) -> tuple[float, str] | None:
-    return min(((mean, name) for name, mean in means.items() if parse(name).method == method), default=None)
+    cases = {name: parse(name) for name in means}
+    own = [name for name, case in cases.items() if case.method == method and not case.taps]
+    return min(((means[name], name) for name in own), default=None)
 
 
 def _means(rows: Iterable[Row]) -> dict[str, float]:

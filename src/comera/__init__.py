@@ -23,6 +23,7 @@ _HOMES = {
     "fuse_": "fusion",
     "load_pretrained": "pretrained",
     "materialize_": "convert",
+    "ngrams_": "convert",
     "model_size": "nn",
     "param_groups": "optim.param_groups",
     "recompute_": "recompute.blocks",

@@ -15,6 +15,7 @@ from comera.convert import TT as TT
 from comera.convert import TTM as TTM
 from comera.convert import TensorizeConfig as TensorizeConfig
 from comera.convert import materialize_ as materialize_
+from comera.convert import ngrams_ as ngrams_
 from comera.convert import tensorize_ as tensorize_
 from comera.errors import ComeraError as ComeraError
 from comera.fp8 import fp8_ as fp8_

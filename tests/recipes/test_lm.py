@@ -14,12 +14,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from comera.baselines import LINEAR_METHODS, TABLE_METHODS, BaselineConfig, CoLA, GaLore, Method, Narrow, installed
+from comera.baselines import TABLE_METHODS, TOKEN_METHODS, BaselineConfig, CoLA, GaLore, Method, Narrow, installed
 from comera.cli.options import saved_config
-from comera.errors import ConfigError, DataError
+from comera.convert import NGrams
+from comera.errors import ConfigError, ConversionError, DataError
 from comera.export.runs import export_run
+from comera.kernels import select
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.rank import LateStage
 from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.generate import Sampling, open_writer
@@ -93,13 +96,15 @@ def test_loss_is_that_of_the_stock_model_with_its_mask(
     torch.testing.assert_close(model(changed).logits[:, :20], logits[:, :20], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", [method for method in LINEAR_METHODS if installed(method)])
+@pytest.mark.parametrize("method", [method for method in lm.METHODS if installed(method)])
 def test_a_run_leaves_its_folder_exports_and_resumes_to_its_summary(config: LMConfig, method: Method) -> None:
     config = replace(config, method=method)
     summary = lm.run(config)
     assert (summary.method, summary.recipe, summary.steps, summary.tokens) == (method, "lm", 2, 2 * 4 * 32)
     assert set(summary.metrics) == {METRIC}
-    assert bool(json.loads((config.folder / "layers.json").read_text())) == (method not in ("dense", "narrow"))
+    assert bool(json.loads((config.folder / "layers.json").read_text())) == (
+        method not in ("dense", "narrow", *TOKEN_METHODS)
+    )
     assert lm.run(config, resume=True) == summary
     trained = open_trained(config.folder, saved_config)
     out = config.folder.parent / "export"
@@ -156,6 +161,54 @@ def test_two_steps_with_every_option(config: LMConfig, choice: str) -> None:
     assert again == pieces
 
 
+NGRAMS: dict[str, dict[str, Any]] = {
+    "beside compressed layers": {"compress": replace(RANKS, ngrams=3, ngram_rank=8)},
+    "alone": {"compress": CompressConfig(format="dense", embedding="dense", ngrams=4, ngram_rank=8)},
+    "own tables": {
+        "compress": replace(RANKS, embedding="dense", ngrams=3, ngram_rank=8, head="dense"),
+        "model": replace(TINY, tie=False),
+    },
+    "tensor train": {"compress": replace(RANKS, ngrams=3, ngram_rank=8, ngram_heads=2), "train": {"optimizer": "muon"}},
+    "shared with a head": {"compress": replace(RANKS, ngrams=3, ngram_rank=8, head="share", embedding="low_rank")},
+    "gpt2": {"compress": replace(RANKS, ngrams=3, ngram_rank=8), "model": replace(TINY, family="gpt2")},
+    "recompute": {"compress": replace(RANKS, ngrams=3, ngram_rank=8), "train": {"recompute": True}},
+    "graph": {"compress": replace(RANKS, ngrams=3, ngram_rank=8), "train": {"mode": "graph", "steps": 4}},
+    "target": {
+        "compress": replace(RANKS, ngrams=3, ngram_rank=8),
+        "train": {"late": LateStage(target_size=0.5, start_step=1, steps=1), "steps": 4, "prune_every": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("choice", NGRAMS)
+def test_ngrams_train_write_and_export(config: LMConfig, choice: str) -> None:
+    changes = dict(NGRAMS[choice])
+    changes["train"] = replace(config.train, **changes.get("train", {}))
+    config = replace(config, **changes)
+    summary = lm.run(config)
+    assert summary.stopped == "steps"
+    if choice == "graph":
+        assert (summary.mode, select.unavailable_reason() is None) in (("graph", True), ("eager", False))
+    assert lm.run(config, resume=True) == summary
+    trained = open_trained(config.folder, saved_config)
+    table: Any = trained.model.get_submodule(
+        "transformer.wte.ngrams" if config.model.family == "gpt2" else "model.embed_tokens.ngrams"
+    )
+    if choice == "target":
+        assert table.spec.numel < NGrams(order=3, rank=8).spec(400, 64).numel
+    pieces: list[str] = []
+    open_writer(config.folder, saved_config).write("def ", Sampling(max_new_tokens=4), pieces.append)
+    out = config.folder.parent / "export"
+    assert export_run(trained, "safetensors", out).difference < 1e-4
+    again: list[str] = []
+    open_writer(out, saved_config).write("def ", Sampling(max_new_tokens=4), again.append)
+    assert again == pieces
+    with pytest.raises(ConversionError, match=r"n-grams to .* stands for .* rows: it has no dense weight"):
+        export_run(trained, "safetensors", config.folder.parent / "dense", dense=True)
+    with pytest.raises(ConversionError, match=r"n-grams to .* it has no form for a program"):
+        export_run(trained, "program", config.folder.parent / "program")
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_compiled_steps_are_those_of_eager_mode(
@@ -176,7 +229,7 @@ def test_the_help_offers_what_these_tests_run() -> None:
     assert {f.name for f in fields(ModelConfig)} == {
         *("family", "hidden", "layers", "heads", "kv_heads", "ffn", "dropout", "max_positions", "tie")
     }
-    assert set(get_args(Method)) == {*LINEAR_METHODS, *TABLE_METHODS}  # the latter are refused, see below
+    assert set(get_args(Method)) == {*lm.METHODS, *TABLE_METHODS}  # the latter are refused, see below
 
 
 @pytest.mark.parametrize(
@@ -327,17 +380,18 @@ def test_a_run_does_not_resume_on_other_data_or_another_model(config: LMConfig) 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_estimate_shows_all_methods_without_computing(config: LMConfig, family: Any) -> None:
     estimates = lm.estimate(replace(config, model=replace(TINY, family=family)))
-    every = ["comera", "dense", *(["galore", "lte", "cola", "tensorly"] if family == "llama" else []), "narrow"]
+    others = ["galore", "lte", "cola", "tensorly"] if family == "llama" else []
+    every = ["comera", "dense", *others, "narrow", *TOKEN_METHODS]
     assert list(estimates) == [method for method in every if installed(method)]  # type: ignore[arg-type]
     assert estimates["narrow"].flops <= estimates["comera"].flops < estimates["dense"].flops
 
 
 @pytest.mark.parametrize("preset", lm.PRESETS)
 def test_presets_differ_by_method_in_optimizers_and_rates_alone(preset: lm.Preset) -> None:
-    trains = {method: lm.preset(method, preset).train for method in LINEAR_METHODS if installed(method)}
+    trains = {method: lm.preset(method, preset).train for method in lm.METHODS if installed(method)}
     muon = {method for method, train in trains.items() if train.optimizer == "muon"}
-    assert muon == {"comera", "dense", "narrow"}
-    assert trains["comera"] == trains["dense"] == trains["narrow"]
+    assert muon == {"comera", "dense", "narrow", *TOKEN_METHODS}
+    assert all(trains[method] == trains["comera"] for method in muon)
     same = {"optimizer": "adamw", "lr": 1.0, "core_lr": None}
     assert len({replace(train, **same) for train in trains.values()}) == 1  # type: ignore[arg-type]
 

@@ -237,7 +237,7 @@ def _head_misfits(name: str, module: nn.Module, stored: Mapping[str, Tensor]) ->
     for at, train in ((at, m) for at, m in module.named_modules() if isinstance(m, TensorTrain)):
         start = f"{at}." if at else ""
         shapes = {key: stored[start + key].shape for key in train.state_dict() if start + key in stored}
-        if train.spec_for(shapes, stored.get(f"{start}block_ranks")) is not None:
+        if train.spec_for(shapes, stored.get(f"{start}{train.spec.layout_name}")) is not None:
             ranked |= {start + key for key in shapes}
     for key in sorted(own.keys() | stored.keys()):
         here = tuple(own[key].shape) if key in own else None

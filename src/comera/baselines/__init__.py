@@ -10,12 +10,14 @@ from comera.baselines.embedding_tables import smaller_tables_
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE, lte_, merge_
 from comera.baselines.narrow import Narrow, widest
+from comera.baselines.ngrams import HashedNGrams, SummedTables
 from comera.baselines.registry import (
     BASELINES,
     COMMON_METHODS,
     LINEAR_METHODS,
     METHODS,
     TABLE_METHODS,
+    TOKEN_METHODS,
     BaselineConfig,
     Conversion,
     Method,
@@ -25,6 +27,7 @@ from comera.baselines.registry import (
     installed,
     rates_by_method,
 )
+from comera.baselines.short_conv import NarrowConv
 from comera.baselines.tensorly import Tensorly, tensorly_
 
 __all__ = [
@@ -34,15 +37,19 @@ __all__ = [
     "LTE",
     "METHODS",
     "TABLE_METHODS",
+    "TOKEN_METHODS",
     "Applied",
     "Baseline",
     "BaselineConfig",
     "CoLA",
     "Conversion",
     "GaLore",
+    "HashedNGrams",
     "Method",
     "Narrow",
+    "NarrowConv",
     "Replaced",
+    "SummedTables",
     "Tensorly",
     "apply_method_",
     "check_method",

@@ -15,25 +15,44 @@ from comera.baselines.embedding_tables import TABLES
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE
 from comera.baselines.narrow import Narrow
+from comera.baselines.ngrams import HashedNGrams, SummedTables
+from comera.baselines.short_conv import NarrowConv
 from comera.baselines.tensorly import Tensorly
 from comera.convert import TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError
 from comera.trainer.config import TrainConfig
 
 Method = Literal[
-    "comera", "dense", "galore", "lte", "cola", "tensorly", "narrow", "hashing", "quotient_remainder", "narrow_tables"
+    "comera",
+    "dense",
+    "galore",
+    "lte",
+    "cola",
+    "tensorly",
+    "narrow",
+    "hashed_ngrams",
+    "summed_tables",
+    "narrow_conv",
+    "hashing",
+    "quotient_remainder",
+    "narrow_tables",
 ]
 """Name of a method, as `--method` takes it."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """All of them."""
 TABLE_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method in TABLES)
 """Those that replace embedding tables, see `smaller_tables_`; the recipe dlrm alone has them."""
-LINEAR_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method not in TABLES)
+TOKEN_METHODS: tuple[Method, ...] = ("hashed_ngrams", "summed_tables", "narrow_conv")
+"""Those that let a narrow dense model read more than one token at a position; the recipe lm alone has them."""
+LINEAR_METHODS: tuple[Method, ...] = tuple(method for method in METHODS if method not in (*TABLES, *TOKEN_METHODS))
 """The others: they compress linear layers, or train the dense ones; CoMERA compresses tables, too."""
 COMMON_METHODS: tuple[Method, ...] = tuple(method for method in LINEAR_METHODS if method != "narrow")
 """Those that any model with linear layers can have; narrow needs one that is built in any width, and what a step of it
 costs."""
-BASELINES: tuple[Method, ...] = tuple(method for method in LINEAR_METHODS if method not in ("comera", "dense"))
+BASELINES: tuple[Method, ...] = (
+    *(method for method in LINEAR_METHODS if method not in ("comera", "dense")),
+    *TOKEN_METHODS,
+)
 """Those that have settings of their own, in `BaselineConfig`."""
 
 Conversion = TensorizeReport | Replaced | None
@@ -64,6 +83,12 @@ class BaselineConfig:
     narrow: Narrow = field(default_factory=Narrow)
     """A dense model of fewer channels that costs as much as the compressed one; recipes lm and classify
     only."""
+    hashed_ngrams: HashedNGrams = field(default_factory=HashedNGrams)
+    """Narrow, and hashed tables of n-grams beside the token embedding (arXiv:2501.16975); recipe lm only."""
+    summed_tables: SummedTables = field(default_factory=SummedTables)
+    """Narrow, and the sum of a row for each id before, from a table of its position; recipe lm only."""
+    narrow_conv: NarrowConv = field(default_factory=NarrowConv)
+    """Narrow, and short causal convolutions before attention and MLP (arXiv:2109.08668); recipe lm only."""
 
     def __getitem__(self, method: str) -> Baseline:
         """The settings of a baseline."""
@@ -116,7 +141,7 @@ def has_own_layers(method: str) -> bool:
     Example:
         >>> from comera.baselines import METHODS, has_own_layers
         >>> [method for method in METHODS if has_own_layers(method)]
-        ['lte', 'cola', 'tensorly', 'hashing', 'quotient_remainder', 'narrow_tables']
+        ['lte', 'cola', 'tensorly', 'hashed_ngrams', 'summed_tables', 'narrow_conv', 'hashing', ...]
     """
     return method in TABLE_METHODS or (method in BASELINES and not BaselineConfig()[method].dense_layers)
 
@@ -148,9 +173,9 @@ def apply_method_(
 
 
 def rates_by_method(comera: TrainConfig, dense: TrainConfig) -> dict[Method, TrainConfig]:
-    """Training settings of LINEAR_METHODS from those of comera and dense, for presets. `core_lr` is the rate of
-    whatever replaces the linear weights. Its ratio to the dense rate was measured on short runs of a small model, for
-    none at full size.
+    """Training settings of LINEAR_METHODS and TOKEN_METHODS from those of comera and dense, for presets. `core_lr` is
+    the rate of whatever replaces the linear weights. Its ratio to the dense rate was measured on short runs of a small
+    model, for none at full size.
 
     Example:
         >>> from comera.baselines import rates_by_method

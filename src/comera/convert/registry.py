@@ -14,6 +14,7 @@ from comera.convert.converter import CONVOLUTION, EMBEDDING, EMBEDDING_BAG, LINE
 from comera.convert.packed import PackedConverter, packed_leaves, register_packed
 from comera.convert.transformers import CONVERTERS as FOREIGN
 from comera.errors import ConversionError
+from comera.nn.ngram import NGramEmbedding, plain_type
 from comera.nn.packed import HELD, Holder
 
 _CONVERTERS: dict[type[nn.Module], Converter] = {
@@ -72,7 +73,8 @@ def dense_place(modules: Mapping[str, nn.Module], path: str) -> tuple[nn.Module,
     """
     layer = modules.get(path)
     if layer is not None:
-        return (layer, "weight", converters()[type(layer)]) if type(layer) in converters() else None
+        kind = plain_type(layer)
+        return (layer, "weight", converters()[kind]) if kind in converters() else None
     above, _, leaf = path.rpartition(".")
     holder = modules.get(above.removesuffix(HELD).removesuffix("."))
     known = packed_leaves(holder) if holder is not None and f".{above}".endswith(f".{HELD}") else {}
@@ -94,7 +96,8 @@ def refusal(layer: nn.Module, converter: Converter, leaf: str = "weight") -> str
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
         return "its weight has gradient hooks"
     if converter.layout is None:
-        extra = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"} - converter.holds
+        extra = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias", *converter.holds}
+        extra -= {"ngrams"} if isinstance(layer, NGramEmbedding) else set()
         if extra:
             return f"it also holds {', '.join(sorted(extra))}"
     elif hasattr(layer, HELD) and not isinstance(layer, Holder):

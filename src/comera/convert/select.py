@@ -18,6 +18,7 @@ from comera.convert.converter import Converter
 from comera.convert.packed import dense_names, packed_converter, packed_leaves
 from comera.convert.registry import converters, refusal
 from comera.errors import ConversionError, SpecError
+from comera.nn.ngram import plain_type
 from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import CompressedLayer
 from comera.tt.spec import Spec
@@ -105,8 +106,8 @@ def _candidates(
     """What may be converted: a layer, the name of its weight, how, and all names, as a `Site` has them."""
     known = open_to(config)
     for layer, own in names.items():
-        if type(layer) in known:
-            yield layer, "weight", known[type(layer)], own
+        if plain_type(layer) in known:
+            yield layer, "weight", known[plain_type(layer)], own
         for leaf, converter in open_leaves(layer, config).items():
             yield layer, leaf, converter, dense_names([f"{name}.{HELD}.{leaf}" for name in own])
 

@@ -12,6 +12,7 @@ from comera.convert.vocabulary import guard_resizing_
 from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.ngram import NGramEmbedding, attach_ngrams_, plain_type
 from comera.nn.packed import Holder, give_back_, hold_
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.spec import BTTSpec, TTMSpec
@@ -41,16 +42,16 @@ def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], Te
     held: list[tuple[nn.Module, str, TensorTrain]] = []
     for (layer, leaf), tt in trains.items():
         tt.requires_grad_(layer.get_parameter(leaf).requires_grad)
-        if type(layer) not in converters():
+        if plain_type(layer) not in converters():
             held.append((layer, leaf, tt))
             continue
         layers[layer] = tt
-        if converters()[type(layer)].table:
+        if converters()[plain_type(layer)].table:
             padding[tt] = layer.padding_idx  # type: ignore[assignment]
 
     swaps: dict[nn.Module, CompressedLayer] = {}
     for layer, tt in layers.items():
-        converter, bias = converters()[type(layer)], layer._parameters.get("bias")
+        converter, bias = converters()[plain_type(layer)], layer._parameters.get("bias")
         if converter.table is not None:
             table = converter.table.like(layer, tt)
             if isinstance(table, TTMEmbedding):
@@ -63,7 +64,7 @@ def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], Te
         else:
             kind = BTTLinear if isinstance(tt.spec, BTTSpec) else TTLinear
             swaps[layer] = kind(tt, False if bias is None else bias)
-        swaps[layer].dense_type = type(layer)
+        swaps[layer].dense_type = plain_type(layer)
     for module, leaf, tt in held:
         layout = packed_leaves(module)[leaf].layout
         assert layout is not None
@@ -109,6 +110,8 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
     """Put the new modules wherever the old ones are registered."""
     ties = read_ties(model, swaps)
     for old, new in swaps.items():
+        if isinstance(old, NGramEmbedding):
+            attach_ngrams_(new, old.ngrams)
         new.train(old.training)
         for hooks in _HOOKS:
             setattr(new, hooks, getattr(old, hooks))

@@ -26,7 +26,7 @@ from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.packed import CompressedParameter
-from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
 from comera.ops.block_product import batched_product, component_places
 from comera.ops.chunking import pad_last
 from comera.ops.conv import tt_conv
@@ -81,6 +81,8 @@ def serving_copy(model: nn.Module) -> nn.Module:
         >>> torch.allclose(served(x), model.eval()(x), atol=1e-6)
         True
     """
+    for _, train in named_trains(model):
+        check_linear(train.spec, "form for a program: export its weights (safetensors)", ConversionError)
     copy = copy_with_own_trains(model).eval()
     fuse_(copy, enabled=False)
     prune_(copy)
@@ -92,7 +94,6 @@ def serving_copy(model: nn.Module) -> nn.Module:
                 f"expected compressed layers of {', '.join(kind.__name__ for kind in _INFERENCE)}, got a "
                 f"{type(layer).__name__}: materialize_ the model first"
             )
-        check_linear(layer.tt.spec, "form for a program: export its weights (safetensors)", ConversionError)
         if layer.tt not in cores:
             cores[layer.tt] = _Cores(layer.tt)
         return _INFERENCE[type(layer)](layer, cores[layer.tt])

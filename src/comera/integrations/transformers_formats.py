@@ -26,14 +26,17 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from comera._version import __version__
+from comera.convert.ngrams import empty_table, finish_ngrams_, ngram_place
 from comera.convert.registry import dense_place, refusal
 from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import CheckpointError
 from comera.nn.changes import when_converted
+from comera.nn.ngram import NGramTable, attach_ngrams_
 from comera.nn.tensor_train import TensorTrain, named_trains
-from comera.pretrained.folder import SavedTrain, with_stored_blocks
+from comera.pretrained.folder import SavedTrain, with_stored_layout
 from comera.pretrained.transformers_folder import QUANT_METHOD, entries_of, read_entries, with_stored_ranks
-from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
+from comera.tt.ngram import NGramSpec
+from comera.tt.spec import Spec, TTMSpec, TTSpec
 
 __all__ = ["ComeraConfig", "ComeraQuantizer", "note_formats_"]
 
@@ -159,12 +162,20 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
         placed = [saved for saved in placed if saved.names]
         shapes = _stored_shapes(model, placed, checkpoint_files)
         trains: dict[tuple[nn.Module, str], TensorTrain] = {}
+        tables: dict[str, NGramTable] = {}
         ties: dict[str, str] = {}
         for found in placed:
             saved = with_stored_ranks(found, shapes, where)
             if saved is None:
                 continue
             paths = list(saved.names)
+            if isinstance(saved.spec, NGramSpec):
+                at = ngram_place(modules, paths[0].rpartition(".")[0])
+                assert at is not None  # `_names_in` found it
+                table = empty_table(saved.spec, saved.init_std, saved.threshold, next(at.parameters()), "meta")
+                table.tt.late_from = saved.late_from
+                tables[paths[0].removesuffix(".ngrams.tt")] = table
+                continue
             paths += [path for path in _tied_to(model, paths, shapes) if path not in paths]
             places = [_fitting_place(modules, name, saved.spec, where) for name in paths]
             dtype = places[0][0].get_parameter(places[0][1]).dtype
@@ -175,6 +186,10 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
             for name in others:
                 ties |= dict(zip(saved.shapes(name), saved.shapes(first), strict=True))
         compress_layers_(model, trains)
+        embeddings = [model.get_submodule(name) for name in tables]
+        for embedding, table in zip(embeddings, tables.values(), strict=True):
+            attach_ngrams_(embedding, table)
+        finish_ngrams_(model, embeddings)
         model.all_tied_weights_keys |= ties  # what the file stores once is not missing under its other names
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
@@ -186,8 +201,8 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 "and accelerate cannot fetch their cores: they are small, so give them a device"
             )
         for name, tt in named_trains(model):
-            if isinstance(tt.spec, BTTSpec):
-                tt.spec = with_stored_blocks(tt.spec, tt.get_buffer("block_ranks"), name, model.config.name_or_path)
+            if layout := tt.spec.layout_name:
+                tt.spec = with_stored_layout(tt.spec, tt.get_buffer(layout), name, model.config.name_or_path)
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             vars(model).pop(name, None)
         for module in model.modules():
@@ -216,10 +231,14 @@ def _names_in(model: Any, modules: Mapping[str, nn.Module], saved: SavedTrain) -
     for name, kind in saved.names.items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
         paths = {at: at.rpartition(".")[0] for at in candidates}
-        at = next((at for at, path in paths.items() if path in modules or dense_place(modules, path)), None)
+        at = next((at for at, path in paths.items() if _has_place(modules, path)), None)
         if at is not None:
             names[at] = kind
     return names
+
+
+def _has_place(modules: Mapping[str, nn.Module], path: str) -> bool:
+    return path in modules or bool(dense_place(modules, path) or ngram_place(modules, path))
 
 
 def _stored_shapes(model: Any, placed: Sequence[SavedTrain], files: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.ngram import NGramEmbedding, NGramTable
 from comera.nn.packed import CompressedParameter
 from comera.nn.size import ModelSize, model_size
 from comera.nn.tables import lookup_tables
@@ -13,6 +14,8 @@ __all__ = [
     "CompressedLayer",
     "CompressedParameter",
     "ModelSize",
+    "NGramEmbedding",
+    "NGramTable",
     "TTConv",
     "TTLinear",
     "TTMEmbedding",

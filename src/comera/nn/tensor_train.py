@@ -21,7 +21,8 @@ from comera.nn.weight import Make, is_weight_of, lazy_weight
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
-from comera.tt.spec import BTTSpec, Spec
+from comera.tt.ngram import NGramSpec
+from comera.tt.spec import Spec
 
 
 class TensorTrain(nn.Module):
@@ -82,11 +83,11 @@ class TensorTrain(nn.Module):
             listed._parameters = _Parameters(listed._parameters)
         self.reset_parameters(generator)
 
-    def _note_blocks(self, device: torch.device) -> None:
-        """Keep the ranks of a BTT's blocks in the state, where the shapes of the parameters do not show them."""
-        if isinstance(self.spec, BTTSpec):
-            ranks = torch.tensor(self.spec.rows_of_ranks, dtype=torch.int32, device=device)
-            self.register_buffer("block_ranks", ranks)
+    def _note_layout(self, device: torch.device) -> None:
+        """Keep in the state what the shapes of the parameters do not show, such as the ranks of a BTT's blocks."""
+        if self.spec.layout_name:
+            layout = torch.tensor(self.spec.layout, dtype=torch.int32, device=device)
+            self.register_buffer(self.spec.layout_name, layout)
 
     @classmethod
     def from_tensors(
@@ -121,7 +122,7 @@ class TensorTrain(nn.Module):
                 self.cores[-1].zero_()
         for d in self.rank_params:
             d.fill_(1.0)
-        self._note_blocks(device)  # `to_empty` has emptied them
+        self._note_layout(device)  # `to_empty` has emptied it
         self._undrawn = False
 
     _undrawn = False  # whether `to_empty` has given it memory without values, and nothing has given it any since
@@ -147,7 +148,7 @@ class TensorTrain(nn.Module):
         if came != want or len(cores) != len(self.cores):
             raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
         self.spec, self._undrawn = spec, False
-        self._note_blocks(self.cores[0].device)
+        self._note_layout(self.cores[0].device)
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
             parameter.grad = None
             if parameter.shape == value.shape:
@@ -161,23 +162,24 @@ class TensorTrain(nn.Module):
             parameter.data = data
         increment_version([*self.cores, *self.rank_params])  # an assignment to .data is not counted by itself
 
-    def spec_for(self, shapes: Mapping[str, Sequence[int]], block_ranks: Tensor | None = None) -> Spec | None:
+    def spec_for(self, shapes: Mapping[str, Sequence[int]], layout: Tensor | None = None) -> Spec | None:
         """The spec of a state with these modes and any ranks; None for any other state.
 
-        shapes: name in `state_dict()` ("cores.0", "rank_params.0") -> shape in that state. block_ranks: those of a BTT,
-        by default spread evenly.
+        shapes: name in `state_dict()` ("cores.0", "rank_params.0") -> shape in that state. layout: what these do not
+        show, `spec.layout`; by default some that fits.
         """
         gates = [shapes.get(f"rank_params.{k}", ()) for k in range(len(self.rank_params))]
+        cores = [shapes.get(f"cores.{k}", ()) for k in range(len(self.cores))]
         try:
-            spec: Spec = self.spec.with_ranks((1, *(rank for (rank,) in gates), 1))
-            if isinstance(spec, BTTSpec) and block_ranks is not None:
-                spec = spec.with_block_ranks(block_ranks.flatten().tolist())
-        except ValueError:  # no vectors, or no ranks (SpecError)
+            spec: Spec = self.spec.with_shapes(cores, [rank for (rank,) in gates])
+            if layout is not None:
+                spec = spec.with_layout(layout.flatten().tolist())
+        except (ValueError, IndexError):  # no vectors or matrices, or no ranks (SpecError)
             return None
         want = {f"cores.{k}": shape for k, shape in enumerate(spec.core_shapes)}
         want |= {f"rank_params.{k}": (rank,) for k, rank in enumerate(spec.inner_ranks)}
-        if isinstance(spec, BTTSpec):
-            want["block_ranks"] = spec.blocks
+        if spec.layout_name:
+            want[spec.layout_name] = tuple(torch.tensor(spec.layout).shape)
         return spec if {name: tuple(shape) for name, shape in shapes.items()} == want else None
 
     def resize_(self, spec: Spec) -> None:
@@ -189,21 +191,22 @@ class TensorTrain(nn.Module):
         """Ranks are state: `load_state_dict` takes those of the state, before it reaches the parameters."""
         names = {f"{prefix}{name}": name for name in self.state_dict()}
         shapes = {names[key]: value.shape for key, value in state_dict.items() if key in names}
-        spec = self.spec_for(shapes, state_dict.get(f"{prefix}block_ranks"))
+        name = self.spec.layout_name
+        layout = state_dict.get(f"{prefix}{name}") if name else None
+        spec = self.spec_for(shapes, layout)
         if spec is not None:
             self.resize_(spec)
+        before = self.get_buffer(name).shape if name else None
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._undrawn = self._undrawn and not all(name in shapes for name in names.values())
-        ranks = state_dict.get(f"{prefix}block_ranks")
-        if spec is None and isinstance(self.spec, BTTSpec) and ranks is not None and ranks.shape == self.spec.blocks:
+        self._undrawn = self._undrawn and not all(each in shapes for each in names.values())
+        if spec is None and layout is not None and layout.shape == before:
             *_, errors = args
-            rows, cols = ranks.shape
             errors.append(
-                f"{prefix}block_ranks: expected {rows} x {cols} ranks from 0 to {self.spec.block_limit} whose sum is "
-                f"that of the cores and gates beside them, got a sum of {int(ranks.sum())}, from {int(ranks.min())} to "
-                f"{int(ranks.max())}: the state is damaged, or of a model with other blocks"
+                f"{prefix}{name}: expected {self.spec.layout_of} the cores and gates beside them, got a sum of "
+                f"{int(layout.sum())}, from {int(layout.min())} to {int(layout.max())}: the state is damaged, or of a "
+                "model with other sizes"
             )
-            self._note_blocks(self.cores[0].device)
+            self._note_layout(self.cores[0].device)
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -226,7 +229,10 @@ class TensorTrain(nn.Module):
 
     def effective_cores(self) -> list[Tensor]:
         """Cores with the gates absorbed and pruned slices exactly zero; writes nothing."""
-        return absorb(_entries(self.cores), self.gates())
+        cores, gates = _entries(self.cores), self.gates()
+        if isinstance(self.spec, NGramSpec):  # whose gates multiply what P reads
+            return [*cores[:-1], (cores[-1] * torch.cat(gates)).to(cores[-1].dtype)]
+        return absorb(cores, gates)
 
     def dense(
         self,

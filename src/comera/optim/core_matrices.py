@@ -10,6 +10,7 @@ Shapes: G cores, X matrices of a core, D rows, E columns; A/C input/output block
 from torch import Tensor
 
 from comera.tt.blocks import in_places, out_of_places
+from comera.tt.ngram import NGramSpec
 from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
 
@@ -24,6 +25,8 @@ def as_matrices(spec: Spec, k: int, cores: Tensor) -> Tensor:
         return l_GACPM.movedim(1, 2).flatten(2, 3)
     if isinstance(spec, TTMSpec):
         return cores.movedim(2, 1).flatten(3)
+    if isinstance(spec, NGramSpec):
+        return cores.unsqueeze(1)
     return (cores.flatten(1, 2) if k < spec.split else cores.flatten(2)).unsqueeze(1)
 
 

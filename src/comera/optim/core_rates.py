@@ -28,6 +28,7 @@ from torch import Tensor
 from comera.nn.tensor_train import TensorTrain
 from comera.optim.core_matrices import as_matrices
 from comera.tt.init import init_cores
+from comera.tt.ngram import NGramSpec
 from comera.tt.spec import TTMSpec
 
 
@@ -59,6 +60,8 @@ def core_rates(train: TensorTrain, reach: Reach = ADAM, *, logits: bool = False)
     None where there is nothing to measure: on the meta device, and for a weight of zeros, as of rank 0.
     """
     spec = train.spec
+    if isinstance(spec, NGramSpec):  # tables are looked up as dense ones are, P multiplies as a dense weight
+        return [1.0] * spec.order
     cores = [_whole(core) for core in train.cores]
     if train.starts_at_zero and not cores[-1].is_meta and not cores[-1].any():
         generator = torch.Generator().manual_seed(0)  # of its own: the user's draws stay as they are

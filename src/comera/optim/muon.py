@@ -27,8 +27,8 @@ from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim.adamw import AdamW, check_dense
 from comera.optim.core_matrices import as_matrices, from_matrices
 from comera.optim.core_rates import ADAM, MUON, Reach
-from comera.optim.param_groups import groups_for
-from comera.tt.spec import Spec, TTMSpec
+from comera.optim.param_groups import groups_for, linear_cores
+from comera.tt.spec import Spec
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _STEPS = 5
@@ -229,11 +229,11 @@ def orthogonal_parameters(model: nn.Module, exclude: Sequence[str] = ()) -> set[
     head = getattr(model, "get_output_embeddings", lambda: None)()
     left: set[Tensor] = set()
     for name, module in model.named_modules():
-        if module is head or isinstance(module, _TABLES) or any(fnmatchcase(name, pattern) for pattern in exclude):
-            left |= set(module.parameters())
+        own = not isinstance(module, _TABLES)  # a table's n-grams are modules of their own
+        if module is head or not own or any(fnmatchcase(name, pattern) for pattern in exclude):
+            left |= set(module.parameters(recurse=own))
     weights = (module._parameters.get("weight") for module in model.modules())
     found: set[Tensor] = {weight for weight in weights if weight is not None and weight.ndim == 2}
     for _, train in named_trains(model):
-        if not isinstance(train.spec, TTMSpec):
-            found |= set(train.cores)
+        found |= set(linear_cores(train))
     return found - left

@@ -5,12 +5,13 @@ from math import isfinite
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from comera.errors import ConfigError
 from comera.nn.embedding import TTMProjection
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim.core_rates import ADAM, Reach, core_rates
+from comera.tt.ngram import NGramSpec
 from comera.tt.spec import TTMSpec
 
 _NAMES = ("cores", "tables", "ranks", "dense", "dense_no_decay")
@@ -42,8 +43,9 @@ def param_groups(
 
     | group            | parameters                                     | rate                       | decayed |
     |------------------|------------------------------------------------|----------------------------|---------|
-    | "cores"          | cores of tensor trains                         | `core_lr`, or by `rates`   | yes     |
-    | "tables"         | cores of TT-matrices, as in embedding tables   | `table_lr`, or by `rates`  | yes     |
+    | "cores"          | cores of tensor trains, P of n-gram tables     | `core_lr`, or by `rates`   | yes     |
+    | "tables"         | cores of TT-matrices, as in embedding tables,  | `table_lr`, or by `rates`  | yes     |
+    |                  | and of n-gram tables                           |                            |         |
     | "ranks"          | gates (`rank_params`)                          | `lr`                       | never   |
     | "dense"          | other parameters with two dimensions or more   | `lr`                       | yes     |
     | "dense_no_decay" | biases and norms                               | `lr`                       | never   |
@@ -116,13 +118,16 @@ def groups_for(
     heads = {module.tt for module in model.modules() if isinstance(module, TTMProjection)}
     for path, train in named_trains(model):
         share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
-        name = "tables" if isinstance(train.spec, TTMSpec) else "cores"
-        rate = given[name]
         reach = reach_of(train)
         names = path.split(".")[: -1 if train.starts_at_zero else None]  # of an adapter: that of its layer
-        multiples = core_rates(train, reach, logits=train in heads) if rate is None else None
-        for k, core in enumerate(train.cores):
-            own = (names[-2:][0], train.spec.padded_shape, k, reach)
+        linear = set(linear_cores(train))
+        kinds = ["cores" if core in linear else "tables" for core in train.cores]
+        asked = any(given[name] is None for name in kinds)
+        multiples = core_rates(train, reach, logits=train in heads) if asked else None
+        for k, (core, name) in enumerate(zip(train.cores, kinds, strict=True)):
+            rate = given[name]
+            place = 0 if name == "tables" and isinstance(train.spec, NGramSpec) else k  # all of one rate
+            own = (names[-2:][0], train.spec.padded_shape, place, reach)
             role = _Role(name, share, () if rate is not None else own)
             roles[core] = role
             if rate is not None:
@@ -152,3 +157,11 @@ def groups_for(
         {"name": role.name, "params": members[role], "lr": lrs.get(role, lr), "weight_decay": decay(role)}
         for role in ordered
     ]
+
+
+def linear_cores(train: TensorTrain) -> list[Tensor]:
+    """The cores that multiply what a layer is given; the others are looked up by ids."""
+    cores, _ = train.tensors
+    if isinstance(train.spec, NGramSpec):
+        return cores[-1:]
+    return [] if isinstance(train.spec, TTMSpec) else cores

@@ -24,6 +24,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from comera.errors import CheckpointError, SpecError
 from comera.nn.adapted import adapted_layers
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.sharded import type_name
-from comera.tt.spec import BTTSpec, Spec, spec_from_dict
+from comera.tt.spec import Spec, spec_from_dict
 
 WEIGHTS = "model.safetensors"
 """Name of the file with the tensors, and with the manifest in its header."""
@@ -73,33 +74,27 @@ class SavedTrain:
         constants = {"init_std": train.init_std, "threshold": train.threshold}
         return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late, **cut}
 
-    @property
-    def block_ranks(self) -> list[list[int]] | None:
-        """The tensor of this name in the file: the rank of each block of a BTT."""
-        return [list(row) for row in self.spec.rows_of_ranks] if isinstance(self.spec, BTTSpec) else None
-
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in the file, for the train registered as `name`: cores, then gates."""
         cores = {f"{name}.cores.{k}": shape for k, shape in enumerate(self.spec.core_shapes)}
         gates = {f"{name}.rank_params.{k}": (rank,) for k, rank in enumerate(self.spec.inner_ranks)}
-        blocks = {f"{name}.block_ranks": self.spec.blocks} if isinstance(self.spec, BTTSpec) else {}
-        return cores | gates | blocks
+        layout = {}
+        if self.spec.layout_name:
+            layout[f"{name}.{self.spec.layout_name}"] = tuple(torch.tensor(self.spec.layout).shape)
+        return cores | gates | layout
 
 
-def with_stored_blocks(spec: BTTSpec, ranks_AC: Tensor, name: str, where: object) -> BTTSpec:
-    """The spec with the stored ranks of its blocks, of which the shapes of cores and gates show the sum alone.
+def with_stored_layout(spec: Spec, layout: Tensor, name: str, where: object) -> Spec:
+    """The spec with what is stored of it beside cores and gates, whose shapes do not show it.
 
-    Raises CheckpointError, naming `where`, for ranks that do not fit the blocks and the cores of `spec`.
+    Raises CheckpointError, naming `where`, for a layout that does not fit them.
     """
-    rows, cols = spec.blocks
     with suppress(SpecError):
-        found = spec.with_block_ranks(ranks_AC.flatten().tolist())
-        if found.ranks == spec.ranks:
-            return found
+        return spec.with_layout(layout.flatten().tolist())
     raise CheckpointError(
-        f"{where}: expected {name}.block_ranks to hold {rows} x {cols} ranks from 0 to {spec.block_limit}, "
-        f"{spec.ranks[1]} in all as the cores have, got {int(ranks_AC.sum())} in all, from {int(ranks_AC.min())} to "
-        f"{int(ranks_AC.max())}: the weights are damaged, take another copy"
+        f"{where}: expected {name}.{spec.layout_name} to hold {spec.layout_of} the cores and gates, got "
+        f"{int(layout.sum())} in all, from {int(layout.min())} to {int(layout.max())}: the weights are damaged, take "
+        "another copy"
     )
 
 

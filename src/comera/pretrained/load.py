@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.convert.converter import Converter
+from comera.convert.ngrams import empty_table, finish_ngrams_, ngram_place
 from comera.convert.registry import dense_place, refusal
 from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError
 from comera.nn.adapted import refuse_adapters
+from comera.nn.ngram import NGramEmbedding, attach_ngrams_, detach_ngrams_
 from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
 from comera.pretrained.sharded import like, type_name
 from comera.pretrained.transformers_folder import read_transformers_folder
 from comera.rank.optimizer_state import reset_state_, unwrap
+from comera.tt.ngram import NGramSpec
 from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
 
@@ -70,26 +73,41 @@ def load_pretrained(
     instead = "load the model first, then its adapters with comera.adapters.load_adapters_"
     refuse_adapters(model, CheckpointError, "load_pretrained", instead)
     trains, stored, transient = _read(folder, model)
-    plan = _Plan(model, stored, transient)
-    for saved in trains:
-        plan.place(saved)
-    plan.match()
-    problems = plan.problems + (plan.unmatched if strict else [])
-    if problems or not plan.found:
-        shown = "; ".join(problems[:8]) or "it has no tensor of that name and shape"
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointError(
-            f"{folder} does not fit this {type(model).__name__}: {shown}{more}. Nothing was loaded: build the model as "
-            "it was when it was saved, dense or converted in the same way"
-            + ("; strict=False loads what fits" if strict and not plan.problems else "")
-        )
-    written, replaced = plan.parameters()
-    _check_optimizers(model, replaced, optimizers)
+    added = _add_tables_(model, trains)
+    try:
+        plan = _Plan(model, stored, transient)
+        for saved in trains:
+            plan.place(saved)
+        plan.match()
+        plan.check(folder, strict=strict)
+        written, replaced = plan.parameters()
+        _check_optimizers(model, replaced, optimizers)
+    except CheckpointError:
+        for embedding in added:
+            detach_ngrams_(embedding)
+        raise
     if plan.unmatched:
         warnings.warn(f"{folder}: ignored what does not match: {'; '.join(plan.unmatched)}", stacklevel=2)
     plan.apply()
+    finish_ngrams_(model, added)
     reset_state_(written, optimizers)
     return model
+
+
+def _add_tables_(model: nn.Module, trains: Iterable[SavedTrain]) -> list[NGramEmbedding]:
+    """Put empty n-gram tables where the file has them and the model has none; the embeddings that got one."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    added: list[NGramEmbedding] = []
+    for saved in trains:
+        places = [ngram_place(modules, name.rpartition(".")[0]) for name in saved.names]
+        for embedding in places:
+            if not isinstance(saved.spec, NGramSpec):
+                break
+            if embedding is not None and not isinstance(embedding, NGramEmbedding):
+                like = next(embedding.parameters())
+                attach_ngrams_(embedding, empty_table(saved.spec, saved.init_std, saved.threshold, like, like.device))
+                added.append(embedding)  # type: ignore[arg-type]  # its class has changed
+    return added
 
 
 def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, Tensor], set[str]]:
@@ -192,8 +210,8 @@ class _Plan:
                 if value is None or value.shape != shape:
                     got = "nothing" if value is None else str(tuple(value.shape))
                     self.problems.append(f"{key}: expected {shape} as the manifest says, got {got}")
-                elif key.endswith(".block_ranks") and value.tolist() != saved.block_ranks:
-                    self.problems.append(f"{key}: expected the ranks that the manifest says, got others")
+                elif key == f"{name}.{saved.spec.layout_name}" and value.tolist() != saved.spec.layout:
+                    self.problems.append(f"{key}: expected what the manifest says, got others")
             there = dense_place(self._modules, path)
             if module is None and there is None:
                 self.unmatched.append(f"{path} ({kind}) is in the file only")
@@ -249,6 +267,18 @@ class _Plan:
             if key not in self._transient or self.stored[key].shape != buffer.shape:
                 self.problems.append(f"buffer {key} is on the meta device and its values are not in the file")
 
+    def check(self, folder: Path, *, strict: bool) -> None:
+        """Raise CheckpointError for a file that does not fit the model."""
+        problems = self.problems + (self.unmatched if strict else [])
+        if problems or not self.found:
+            shown = "; ".join(problems[:8]) or "it has no tensor of that name and shape"
+            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise CheckpointError(
+                f"{folder} does not fit this {type(self.model).__name__}: {shown}{more}. Nothing was loaded: build the "
+                "model as it was when it was saved, dense or converted in the same way"
+                + ("; strict=False loads what fits" if strict and not self.problems else "")
+            )
+
     def parameters(self) -> tuple[set[Tensor], set[Tensor]]:
         """The model's present parameters that `apply` writes in place, and those that it replaces by new ones."""
         written: set[Tensor] = set()
@@ -270,7 +300,7 @@ class _Plan:
             saved, held = placement.saved, placement.in_place
             tensors = [self.stored[key].clone() for key in saved.shapes(placement.names[0])]
             order = saved.spec.order
-            cores, gates = tensors[:order], tensors[order : 2 * order - 1]
+            cores, gates = tensors[:order], tensors[order : order + len(saved.spec.inner_ranks)]
             if held is not None:
                 held.set_(saved.spec, cores, gates)  # the same Parameters, so that optimizers keep theirs
                 held.init_std, held.threshold = saved.init_std, saved.threshold

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.nn.adapted import Adapted
+from comera.nn.ngram import NGramEmbedding
 
 
 def _library() -> Any:
@@ -43,6 +44,6 @@ def leads(tensors: Iterable[Tensor]) -> bool:
 
 
 def type_name(layer: nn.Module) -> str:
-    """Name of the type of a layer, without the types that `fully_shard` and adapters put before it."""
-    kinds = (kind for kind in type(layer).__mro__ if not issubclass(kind, Adapted))
+    """Name of the type of a layer, without the types that `fully_shard`, adapters and n-grams put before it."""
+    kinds = (kind for kind in type(layer).__mro__ if not issubclass(kind, Adapted | NGramEmbedding))
     return next(kind.__name__ for kind in kinds if not kind.__name__.startswith("FSDP"))

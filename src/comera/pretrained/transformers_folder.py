@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError
-from comera.pretrained.folder import WEIGHTS, SavedTrain, train_names, with_stored_blocks
-from comera.tt.spec import BTTSpec
+from comera.pretrained.folder import WEIGHTS, SavedTrain, train_names, with_stored_layout
 
 QUANT_METHOD = "comera"  # quant_method in config.json
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -32,7 +31,7 @@ def entries_of(model: nn.Module) -> list[dict[str, Any]]:
     """ "trains" of a model's config.json: its tensor trains, without their ranks."""
     entries = [SavedTrain.entry(tt, names) for tt, names in train_names(model).items()]
     for entry in entries:
-        for ranks in ("ranks", "block_ranks"):
+        for ranks in ("ranks", "block_ranks", "columns"):
             entry["spec"].pop(ranks, None)
     return entries
 
@@ -56,6 +55,8 @@ def read_entries(entries: Sequence[Mapping[str, Any]], where: object) -> list[Sa
 def _with_unit_ranks(spec: Mapping[str, Any]) -> dict[str, Any]:
     if spec["format"] == "btt":
         return {**spec, "block_ranks": 1}
+    if spec["format"] == "ngram":
+        return {**spec, "columns": None}
     order = len(spec["row_modes"]) if "row_modes" in spec else len(spec["in_modes"]) + len(spec["out_modes"])
     return {**spec, "ranks": [1] * (order + 1)}
 
@@ -70,9 +71,12 @@ def with_stored_ranks(saved: SavedTrain, shapes: Mapping[str, Sequence[int]], wh
     came = ""
     for name in saved.names:
         stored = {key: tuple(shapes[key]) for key in saved.shapes(name) if key in shapes}
-        ranks = [shape for key, shape in stored.items() if key.startswith(f"{name}.rank_params.")]
-        with suppress(ValueError):  # no vectors, or no ranks (SpecError)
-            spec = saved.spec.with_ranks((1, *(rank for (rank,) in ranks), 1))
+        cores, gates = (
+            [shape for key, shape in stored.items() if key.startswith(f"{name}.{part}.")]
+            for part in ("cores", "rank_params")
+        )
+        with suppress(ValueError, IndexError):  # no matrices or vectors, or no ranks (SpecError)
+            spec = saved.spec.with_shapes(cores, [rank for (rank,) in gates])
             if replace(saved, spec=spec).shapes(name) == stored:
                 return replace(saved, spec=spec)
         came = str(stored) if stored else came
@@ -116,8 +120,8 @@ def read_transformers_folder(folder: Path) -> tuple[list[SavedTrain], dict[str, 
     trains = [saved for saved in found if saved is not None]
     for k, saved in enumerate(trains):
         first = next(name for name in saved.names if f"{name}.cores.0" in tensors)
-        if isinstance(saved.spec, BTTSpec):  # whose shapes show the sum of the ranks alone
-            spec = with_stored_blocks(saved.spec, tensors[f"{first}.block_ranks"], first, folder)
+        if layout := saved.spec.layout_name:
+            spec = with_stored_layout(saved.spec, tensors[f"{first}.{layout}"], first, folder)
             trains[k] = replace(saved, spec=spec)
         for name in saved.names:
             for key, same in zip(saved.shapes(name), saved.shapes(first), strict=True):

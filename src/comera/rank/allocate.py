@@ -21,6 +21,7 @@ from math import exp, inf, log
 import torch
 from torch import Tensor
 
+from comera.rank.ngrams import NGramGates
 from comera.tt.format import spec_size
 from comera.tt.spec import Spec
 
@@ -44,6 +45,22 @@ def allocate(
     them leaves rank len − m. multiple: ranks stay at multiples of it, or as they are. rounding: no rank exceeds what
     its neighbors allow, r_k ≤ reach · r_{k±1}, as SVD rounding leaves it.
     """
+    return allocate_all(specs, importances, [], budget, multiple=multiple, rounding=rounding)[0]
+
+
+def allocate_all(
+    specs: Sequence[Spec],
+    importances: Sequence[Sequence[Sequence[float]]],
+    tables: Sequence[NGramGates],
+    budget: int,
+    *,
+    multiple: int = 1,
+    rounding: bool = False,
+) -> tuple[list[tuple[int, ...]], list[list[Tensor]]]:
+    """`allocate` for tensor trains and n-gram tables together; of the tables, the gates of each order that stay.
+
+    A gate of a table costs its importance, as a gate of a train does to first order. All gates of a table may go.
+    """
     costs = [[_costs(gates, multiple) for gates in train] for train in importances]
     by_order: dict[int, list[int]] = {}
     for c, train in enumerate(costs):
@@ -53,20 +70,23 @@ def allocate(
         for members in by_order.values()
     ]
 
-    def choose(price: float) -> list[list[int]]:
+    def choose(price: float) -> tuple[list[list[int]], list[list[Tensor]]]:
         ranks: list[list[int]] = [[] for _ in specs]
         for members, group in groups:
             for c, inner in zip(members, group.choose(price), strict=True):
                 ranks[c] = inner
-        return ranks
+        return ranks, [table.choose(price) for table in tables]
 
-    def size(ranks: Sequence[Sequence[int]]) -> int:
-        return sum(spec_size(spec, inner) for spec, inner in zip(specs, ranks, strict=True))
+    def size(choice: tuple[Sequence[Sequence[int]], Sequence[Sequence[Tensor]]]) -> int:
+        ranks, kept = choice
+        trains = sum(spec_size(spec, inner) for spec, inner in zip(specs, ranks, strict=True))
+        return trains + sum(table.size(own) for table, own in zip(tables, kept, strict=True))
 
     best = choose(0.0)
     if size(best) > budget:
         # Bisect in logarithms, from a price at which everything is kept to one at which nothing is.
         largest = max((cost for train in costs for gates in train for cost in gates.values()), default=0.0)
+        largest = max([largest, *(table.most for table in tables)])
         low, high = log(1e-12 * largest + 1e-300), log(2 * largest + 1e-300)
         best = choose(inf)
         for _ in range(_BISECTIONS):
@@ -76,8 +96,8 @@ def allocate(
                 low = middle
             else:
                 high, best = middle, found
-        _spend(specs, costs, best, budget - size(best), rounding)
-    return [tuple(inner) for inner in best]
+        _spend(specs, costs, best[0], budget - size(best), rounding)
+    return [tuple(inner) for inner in best[0]], best[1]
 
 
 def _costs(gates: Sequence[float], multiple: int) -> dict[int, float]:

@@ -10,6 +10,7 @@ allocate.py then decides which ranks to keep. See docs/method.md §3.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,11 @@ from torch.optim import Optimizer
 from comera.distributed import shapes_changed
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.allocate import allocate
+from comera.rank.allocate import allocate_all
 from comera.rank.copies import trains_of_copies
+from comera.rank.ngrams import NGramGates
 from comera.rank.optimizer_state import reset_state_
+from comera.rank.prune import CutPlan, Cutting
 from comera.rank.report import RankReport, RankRow
 from comera.rank.target import check_multiple, target_of
 from comera.rank.trains import adaptable_trains, check_roundable
@@ -28,6 +31,7 @@ from comera.tt.blocks import component_mask, ranks_of_blocks
 from comera.tt.decompose import Decomposition, round_cores, singular_values
 from comera.tt.dense import absorb
 from comera.tt.format import spec_size
+from comera.tt.ngram import NGramSpec
 from comera.tt.spec import BTTSpec, Spec
 
 
@@ -42,6 +46,8 @@ def round_(
     copies: Sequence[nn.Module] = (),
 ) -> RankReport:
     """Round a model's tensor trains by SVD, in place, until together they fit a target size; it is always met.
+
+    N-gram tables lose the gates that add least to their rows, and keep the moments of the others.
 
     Pruned gates count as zero. A rounded train has cores of equal norm and gates of one, as after TT-SVD. A train that
     keeps its ranks keeps its parameters and moments to the bit. Every inner rank stays at 1 (`multiple`) or above; a
@@ -96,14 +102,20 @@ def round_(
     budget = target_of(model, target, size=before, multiple=multiple, where="target")
     # Compute everything before changing anything, so that an error leaves model and optimizers as they were.
     with _one_thread():
-        rounded = _round(trains, budget, weights, multiple) if before > budget else {}
+        rounded, kept = _round(trains, budget, weights, multiple) if before > budget else ({}, {})
+    plans = {name: CutPlan(name, trains[name], own.kept, copied[trains[name]]) for name, own in kept.items()}
+    cutting = Cutting(list(plans.values()), optimizers)
     rows = []
     for name, train in trains.items():
         ranks, done = train.spec.inner_ranks, rounded.get(name)
+        if name in plans:
+            rows.append(RankRow(name, ranks, plans[name].spec.inner_ranks, kept[name].error))
+            continue
         rows.append(RankRow(name, ranks, done.spec.inner_ranks if done else ranks, done.error if done else 0.0))
         if done:
             for each in (train, *copied[train]):
                 each.set_(done.spec, done.cores)
+    cutting.apply()
     reset_state_([p for name in rounded for p in trains[name].parameters()], optimizers)
     after = sum(spec_size(train.spec) for train in trains.values())
     report = RankReport("rounded", before, after, tuple(rows), target=budget)
@@ -138,7 +150,7 @@ def canonicalize_(
         >>> torch.allclose(train.dense(), before, atol=1e-5), train.rank_params[1].unique().tolist()
         (True, [1.0])
     """
-    trains = list(trains)
+    trains = [train for train in trains if not isinstance(train.spec, NGramSpec)]  # whose gates are as they are
     check_roundable(trains)
     with _one_thread():
         found = [(train, round_cores(train.spec, _effective_cores("a tensor train", train))) for train in trains]
@@ -162,23 +174,56 @@ def _leading(spec: Spec, unpruned: Spec) -> list[Tensor]:
     ]
 
 
+class _Kept(NamedTuple):
+    """The gates of each order of an n-gram table that stay, and the relative error of its rows without the others."""
+
+    kept: list[Tensor]
+    error: float
+
+
 def _round(
     trains: Mapping[str, TensorTrain], budget: int, weights: Mapping[str, float], multiple: int
-) -> dict[str, Decomposition]:
-    """The tensor trains that must change, rounded."""
-    cores = {name: _effective_cores(repr(name), train) for name, train in trains.items()}
+) -> tuple[dict[str, Decomposition], dict[str, _Kept]]:
+    """The tensor trains that must change, rounded, and what stays of the n-gram tables among them."""
+    tables = {name: train for name, train in trains.items() if isinstance(train.spec, NGramSpec)}
+    linear = {name: train for name, train in trains.items() if name not in tables}
+    cores = {name: _effective_cores(repr(name), train) for name, train in linear.items()}
     importances = []
-    for name, train in trains.items():
+    for name, train in linear.items():
         values = singular_values(train.spec, cores[name])
         norm = float(values[0].norm()) if values else 0.0
         weight = weights.get(name, 1.0)
         importances.append([((s / norm).square() * weight).flip(0).tolist() if norm else [] for s in values])
-    ranks = allocate([train.spec for train in trains.values()], importances, budget, multiple=multiple, rounding=True)
-    return {
+    shares = {name: _shares(repr(name), train) for name, train in tables.items()}
+    gates = []
+    for name, train in tables.items():
+        assert isinstance(train.spec, NGramSpec)
+        unpruned = [mask.nonzero().flatten() for mask in train.unpruned()]
+        weight = weights.get(name, 1.0)
+        worth = [(own[indices] * weight).tolist() for own, indices in zip(shares[name], unpruned, strict=True)]
+        gates.append(NGramGates(train.spec, unpruned, worth))
+    specs = [train.spec for train in linear.values()]
+    ranks, kept = allocate_all(specs, importances, gates, budget, multiple=multiple, rounding=True)
+    rounded = {
         name: round_cores(train.spec, cores[name], ranks=(1, *inner, 1))
-        for (name, train), inner in zip(trains.items(), ranks, strict=True)
+        for (name, train), inner in zip(linear.items(), ranks, strict=True)
         if inner != train.spec.inner_ranks
     }
+    return rounded, {
+        name: _Kept(own, max(0.0, 1 - sum(float(s[k].sum()) for s, k in zip(shares[name], own, strict=True))) ** 0.5)
+        for name, own in zip(tables, kept, strict=True)
+    }
+
+
+def _shares(name: str, train: TensorTrain) -> list[Tensor]:
+    """What each gate of an n-gram table adds to the squared norm of its rows, in all 1: the features, which the norm
+    keeps at one, count as uncorrelated, so that it is the gate's square times that of its column of P."""
+    _check_finite(name, train)
+    p_DF = train.cores[-1].detach().cpu().double()
+    columns = p_DF.square().sum(0).split(train.spec.inner_ranks)
+    squares = [d.cpu().double().square() * own for d, own in zip(train.gates(), columns, strict=True)]
+    total = sum(float(own.sum()) for own in squares)
+    return [own / total if total else own for own in squares]
 
 
 @contextmanager
@@ -195,9 +240,13 @@ def _one_thread() -> Iterator[None]:
 
 def _effective_cores(name: str, train: TensorTrain) -> list[Tensor]:
     """Cores with the gates absorbed, in float64 on the CPU, where small decompositions are fastest."""
+    _check_finite(name, train)
+    return absorb([core.cpu().double() for core in train.cores], [d.cpu().double() for d in train.gates()])
+
+
+def _check_finite(name: str, train: TensorTrain) -> None:
     if not all(p.isfinite().all() for p in train.parameters()):
         raise RankError(
             f"{name} holds NaN or infinite values and cannot be rounded: go back to the last good checkpoint "
             "(nothing was rounded)"
         )
-    return absorb([core.cpu().double() for core in train.cores], [d.cpu().double() for d in train.gates()])

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.allocate import allocate
+from comera.rank.allocate import allocate_all
+from comera.rank.ngrams import NGramGates
 from comera.rank.optimizer_state import state_tensors, zero_state_
 from comera.rank.step_rule import Gradients
 from comera.tt.format import spec_size
+from comera.tt.ngram import NGramSpec
 
 STATE = "sensitivity"  # key in the optimizer's state, in checkpoints too
 _DECAY = 0.95  # looks back about twenty steps
@@ -66,28 +68,41 @@ def zero_gates_(
     """Set the least important gates to zero until the unpruned slices of all `trains` take at most `budget` parameters.
 
     Trains with gates that no optimizer has moved yet (frozen, or just rounded) keep their ranks. A gate that is zeroed
-    gets zero moments too, so that no momentum brings it back. Every inner rank keeps a gate. Synchronizes.
+    gets zero moments too, so that no momentum brings it back. Every inner rank of a train keeps a gate. Synchronizes.
     """
     measured: list[tuple[TensorTrain, list[tuple[Tensor, list[float]]]]] = []
+    tables: list[tuple[TensorTrain, NGramGates]] = []
     for train in trains:
         unpruned = [mask.nonzero().flatten() for mask in train.unpruned()]
         means = [mean for d in train.rank_params if (mean := _importance(d, optimizers)) is not None]
-        if len(means) == len(train.rank_params):
+        if isinstance(train.spec, NGramSpec) and len(means) == len(train.rank_params):
+            worth = [mean[indices].tolist() for mean, indices in zip(means, unpruned, strict=True)]
+            tables.append((train, NGramGates(train.spec, unpruned, worth)))
+        elif len(means) == len(train.rank_params):
             measured.append((train, list(map(_ascending, means, unpruned))))
+        elif isinstance(train.spec, NGramSpec):
+            budget -= spec_size(train.spec.keeping(unpruned))
         else:
             budget -= spec_size(train.spec, [len(indices) for indices in unpruned])
-    ranks = allocate(
+    ranks, kept = allocate_all(
         [train.spec.with_ranks((1, *(len(indices) for indices, _ in gates), 1)) for train, gates in measured],
         [[importances for _, importances in gates] for _, gates in measured],
+        [table for _, table in tables],
         budget,
         multiple=multiple,
     )
     for (train, gates), inner in zip(measured, ranks, strict=True):
         for d, (indices, _), rank in zip(train.rank_params, gates, inner, strict=True):
-            zeroed = indices[: len(indices) - rank]
-            if len(zeroed):
-                d[zeroed] = 0
-                zero_state_(d, zeroed, optimizers)
+            _zero(d, indices[: len(indices) - rank], optimizers)
+    for (train, table), own in zip(tables, kept, strict=True):
+        for d, indices, stay in zip(train.rank_params, table.unpruned, own, strict=True):
+            _zero(d, indices[~torch.isin(indices, stay)], optimizers)
+
+
+def _zero(d: Tensor, zeroed: Tensor, optimizers: Sequence[Optimizer]) -> None:
+    if len(zeroed):
+        d[zeroed] = 0
+        zero_state_(d, zeroed, optimizers)
 
 
 def _ascending(importance: Tensor, unpruned: Tensor) -> tuple[Tensor, list[float]]:

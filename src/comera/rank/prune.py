@@ -24,6 +24,8 @@ from comera.rank.report import RankReport, RankRow
 from comera.rank.target import check_multiple
 from comera.rank.trains import adaptable_trains
 from comera.tt.format import spec_size
+from comera.tt.ngram import NGramSpec
+from comera.tt.spec import Spec
 
 
 @torch.no_grad()
@@ -63,55 +65,85 @@ def prune_(
     """
     check_multiple(multiple)
     copied = trains_of_copies(model, copies)
-    plans = [_PrunePlan(name, train, multiple, copied[train]) for name, train in adaptable_trains(model).items()]
-    changed = [plan for plan in plans if plan.spec != plan.train.spec]
-    cuts = {parameter: cut for plan in changed for parameter, cut in plan.cuts.items()}
-    names: dict[Tensor, str] = {p: f"{plan.name}.{key}" for plan in changed for key, p in plan.train.named_parameters()}
-    # Compute everything before changing anything, so that an error leaves model and optimizers as they were.
-    values = {parameter: cut(parameter) for parameter, cut in cuts.items()}
-    grads = {parameter: cut(parameter.grad) for parameter, cut in cuts.items() if parameter.grad is not None}
-    states = cut_state(optimizers, cuts, names)
-
+    plans = [
+        CutPlan(name, train, _unpruned(name, train, multiple), copied[train])
+        for name, train in adaptable_trains(model).items()
+    ]
+    cutting = Cutting(plans, optimizers)
     report = RankReport(
         "pruned",
         before=sum(spec_size(plan.train.spec) for plan in plans),
         after=sum(spec_size(plan.spec) for plan in plans),
         rows=tuple(RankRow(plan.name, plan.train.spec.inner_ranks, plan.spec.inner_ranks) for plan in plans),
     )
-    for plan in changed:
-        for train in (plan.train, *plan.copies):
-            train.set_(plan.spec, [values[core] for core in train.cores], [values[d] for d in train.rank_params])
-    for parameter, grad in grads.items():
-        parameter.grad = grad
-    for state, key, value in states:
-        state[key] = value
-    if changed:
+    cutting.apply()
+    if cutting.changed:
         shapes_changed(model)
     return report
 
 
-class _PrunePlan:
-    """What pruning will make of a tensor train and its copies: the new spec, and how to cut each parameter."""
+class CutPlan:
+    """What a tensor train and its copies become where only the gates of some indices stay: the new spec, and how to cut
+    each parameter. keep: for each vector of gates the indices, ascending."""
 
-    def __init__(self, name: str, train: TensorTrain, multiple: int, copies: Sequence[TensorTrain]) -> None:
-        for k, d in enumerate(train.rank_params, start=1):
-            if not d.isfinite().all():
-                raise RankError(
-                    f"rank parameters {k} of {name!r} hold NaN or infinite values, so it is unknown which of them are "
-                    "pruned: go back to the last good checkpoint (nothing was pruned)"
-                )
-        keep = [_kept(d.detach(), mask, multiple) for d, mask in zip(train.rank_params, train.unpruned(), strict=True)]
-        if any(len(kept) == 0 for kept in keep):
-            keep = [kept[:0] for kept in keep]
+    def __init__(self, name: str, train: TensorTrain, keep: list[Tensor], copies: Sequence[TensorTrain]) -> None:
         self.name = name
         self.train, self.copies = train, copies
-        self.spec = train.spec.keeping(keep)
-        boundary = train.cores[0].new_zeros(1, dtype=torch.long)
+        self.spec: Spec
         self.cuts: dict[Tensor, Cut] = {}
+        if isinstance(train.spec, NGramSpec):
+            self.spec, cuts, keep = train.spec.cut(keep)
+            for each in (train, *copies):
+                self.cuts |= zip(each.cores, cuts, strict=True)
+        else:
+            if any(len(kept) == 0 for kept in keep):
+                keep = [kept[:0] for kept in keep]
+            self.spec = train.spec.keeping(keep)
+            boundary = train.cores[0].new_zeros(1, dtype=torch.long)
+            for each in (train, *copies):
+                sides = pairwise(kept.to(each.cores[0].device) for kept in (boundary, *keep, boundary))
+                self.cuts |= zip(each.cores, starmap(_core_cut, sides), strict=True)
         for each in (train, *copies):
-            sides = pairwise(kept.to(each.cores[0].device) for kept in (boundary, *keep, boundary))
-            self.cuts |= zip(each.cores, starmap(_core_cut, sides), strict=True)
             self.cuts |= {d: itemgetter(kept.to(d.device)) for d, kept in zip(each.rank_params, keep, strict=True)}
+
+
+class Cutting:
+    """Cuts, computed for all plans before anything changes, so that an error leaves model and optimizers as they were.
+
+    changed: the plans under which anything goes.
+    """
+
+    def __init__(self, plans: Sequence[CutPlan], optimizers: Sequence[Optimizer]) -> None:
+        self.changed = [plan for plan in plans if plan.spec != plan.train.spec]
+        cuts = {parameter: cut for plan in self.changed for parameter, cut in plan.cuts.items()}
+        names: dict[Tensor, str] = {
+            p: f"{plan.name}.{key}" for plan in self.changed for key, p in plan.train.named_parameters()
+        }
+        self._values = {parameter: cut(parameter) for parameter, cut in cuts.items()}
+        self._grads = {p: cut(p.grad) for p, cut in cuts.items() if p.grad is not None}
+        self._states = cut_state(optimizers, cuts, names)
+
+    def apply(self) -> None:
+        """Change parameters, gradients and moments."""
+        for plan in self.changed:
+            for train in (plan.train, *plan.copies):
+                cores, gates = ([self._values[p] for p in listed] for listed in (train.cores, train.rank_params))
+                train.set_(plan.spec, cores, gates)
+        for parameter, grad in self._grads.items():
+            parameter.grad = grad
+        for state, key, value in self._states:
+            state[key] = value
+
+
+def _unpruned(name: str, train: TensorTrain, multiple: int) -> list[Tensor]:
+    """The gates of each vector that stay; raises RankError where that is unknown."""
+    for k, d in enumerate(train.rank_params, start=1):
+        if not d.isfinite().all():
+            raise RankError(
+                f"rank parameters {k} of {name!r} hold NaN or infinite values, so it is unknown which of them are "
+                "pruned: go back to the last good checkpoint (nothing was pruned)"
+            )
+    return [_kept(d.detach(), mask, multiple) for d, mask in zip(train.rank_params, train.unpruned(), strict=True)]
 
 
 def _kept(d: Tensor, unpruned: Tensor, multiple: int) -> Tensor:

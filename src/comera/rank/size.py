@@ -10,6 +10,13 @@ m_k · n_k) and boundary ranks that count 1 (docs/method.md §2)::
 The norms run over unpruned gates only. A pruned gate multiplies by exactly 0, so it counts 0 and gets gradient 0, and
 cutting it out changes none of the three. The formulas hold for a train in which all gates of one inner rank are pruned:
 its other cores count, and go on shrinking, until `prune_` empties the train. For a train of order 1, S is constant.
+
+An n-gram table stores head h of table C_k while a gate of an order n > k is unpruned on it, and a column of P for each
+such gate. With ℓ1 in place of ℓ0 the largest gate stands for the union of the orders (docs/method.md §1b)::
+
+    Ŝ = rows · Σ_k c_k Σ_h M_k[h]  +  D · Σ_n ‖g_n‖_1,     M_k[h] = max of |g_n[j]| over n > k and the gates j of h
+
+so ∂Ŝ/∂g presses on each gate by its column of P, and on the largest gate of a head by the tables that it alone keeps.
 """
 
 from collections.abc import Iterable
@@ -21,6 +28,7 @@ from torch import Tensor
 
 from comera.nn.tensor_train import TensorTrain
 from comera.tt.format import core_size
+from comera.tt.ngram import NGramSpec
 
 
 def unpruned_ranks(train: TensorTrain) -> tuple[int, ...]:
@@ -31,6 +39,8 @@ def unpruned_ranks(train: TensorTrain) -> tuple[int, ...]:
 
 def unpruned_size(train: TensorTrain) -> int:
     """S of one tensor train: core entries between unpruned gates ([CoMERA] eq. 7). Synchronizes."""
+    if isinstance(train.spec, NGramSpec):
+        return train.spec.keeping([mask.nonzero().flatten() for mask in train.unpruned()]).numel
     return core_size(train.spec, unpruned_ranks(train))
 
 
@@ -45,11 +55,8 @@ class SizeTable:
     """
 
     def __init__(self, trains: Iterable[TensorTrain]) -> None:
-        self.trains = tuple(trains)
-        self.rank_params = [d for train in self.trains for d in train.rank_params]
-        self._key = [_key(train) for train in self.trains]
+        self._note(trains)
         specs = [train.spec for train in self.trains]
-        self._ranks = [rank for spec in specs for rank in spec.inner_ranks]
 
         # One norm per gate vector, and a last one for the boundary ranks, which is 1 and found by index -1.
         vectors = iter(range(len(self._ranks)))
@@ -60,16 +67,23 @@ class SizeTable:
         # Vectors of fewer than R gates are padded with the index of the entry after the last, which is 0.
         padded_KR = torch.where(column_R < ranks_K[:, None], starts[:, None] + column_R, sum(self._ranks))
 
+        device = self._end.device
+        self._sizes_C = self._one.new_tensor([size for spec in specs for size in spec.sizes])
+        left_C, right_C = torch.tensor(ends, dtype=torch.long).T.contiguous()
+        self._left_C, self._right_C = left_C.to(device), right_C.to(device)
+        self._core_before_K = (right_C >= 0).nonzero().flatten().to(device)
+        self._core_after_K = (left_C >= 0).nonzero().flatten().to(device)
+        self._padded_KR = padded_KR.to(device)
+        self._vector_E = torch.repeat_interleave(ranks_K).to(device)
+
+    def _note(self, trains: Iterable[TensorTrain]) -> None:
+        self.trains = tuple(trains)
+        self.rank_params = [d for train in self.trains for d in train.rank_params]
+        self._key = [_key(train) for train in self.trains]
+        self._ranks = [rank for train in self.trains for rank in train.spec.inner_ranks]
         like = _representative(self.trains[0])
         self._end = like.new_zeros(1)
         self._one = torch.ones(1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-        self._sizes_C = self._one.new_tensor([size for spec in specs for size in spec.sizes])
-        left_C, right_C = torch.tensor(ends, dtype=torch.long).T.contiguous()
-        self._left_C, self._right_C = left_C.to(like.device), right_C.to(like.device)
-        self._core_before_K = (right_C >= 0).nonzero().flatten().to(like.device)
-        self._core_after_K = (left_C >= 0).nonzero().flatten().to(like.device)
-        self._padded_KR = padded_KR.to(like.device)
-        self._vector_E = torch.repeat_interleave(ranks_K).to(like.device)
 
     def fits(self) -> bool:
         """Whether ranks, thresholds, dtypes and devices are still those that the table was built for."""
@@ -117,12 +131,73 @@ class SizeTable:
         return torch.cat([gates_E.abs()[self._padded_KR].sum(1), self._one])
 
 
+class NGramSizeTable(SizeTable):
+    """A `SizeTable` of one n-gram table.
+
+    O orders from 2, H heads, r features of a head, E gates of all orders.
+    """
+
+    def __init__(self, train: TensorTrain) -> None:
+        self._note([train])
+        assert isinstance(train.spec, NGramSpec)
+        self.spec = train.spec
+        self._place_E = _places(train.spec).to(self._end.device)
+        self._prices_O = head_prices(train.spec).to(self._one)
+
+    def _by_head(self, gates_E: Tensor) -> Tensor:
+        """Gates as (O, H, r), zero where there is none."""
+        shape = self.spec.longest - 1, self.spec.heads, self.spec.head_rank
+        flat = gates_E.new_zeros(shape[0] * self.spec.features)
+        return flat.index_copy(0, self._place_E, gates_E).view(shape)
+
+    @torch.no_grad()
+    def size(self) -> Tensor:
+        open_E = (self._gates()[:-1] != 0).to(self._one.dtype)
+        needed_OH = self._by_head(open_E).amax(2).flip(0).cummax(0).values
+        return needed_OH.sum(1) @ self._prices_O + open_E.sum() * (self.spec.embedding_dim + 1)
+
+    def surrogate(self) -> Tensor:
+        sizes_E = self._gates()[:-1].abs()
+        largest_OH = self._by_head(sizes_E).amax(2).flip(0).cummax(0).values
+        return largest_OH.sum(1) @ self._prices_O + sizes_E.sum() * self.spec.embedding_dim
+
+    @torch.no_grad()
+    def surrogate_grads(self, scale: float | Tensor = 1.0) -> list[Tensor]:
+        gates_E = self._gates()[:-1]
+        by_head = self._by_head(gates_E.abs())
+        of_head, place_OH = by_head.max(2)
+        longest_OH = of_head.flip(0).cummax(0).indices  # from the longest order down, as the prices
+        slope_OH = torch.zeros_like(of_head)
+        slope_OH.scatter_add_(0, longest_OH, self._prices_O[:, None].expand_as(of_head))
+        slopes = torch.zeros_like(by_head).scatter_(2, place_OH[..., None], slope_OH.flip(0)[..., None])
+        slope_E = (slopes.flatten()[self._place_E] + self.spec.embedding_dim) * scale
+        return list((gates_E.sign() * slope_E).split(self._ranks))
+
+
 def size_tables(trains: Iterable[TensorTrain]) -> list[SizeTable]:
-    """Tables over all `trains`, one per device, dtype and threshold."""
+    """Tables over all `trains`, one per device, dtype and threshold, and one for each n-gram table."""
     groups: dict[tuple[Any, ...], list[TensorTrain]] = {}
+    tables: list[SizeTable] = []
     for train in trains:
-        groups.setdefault(_key(train)[1:], []).append(train)
-    return [SizeTable(group) for group in groups.values()]
+        if isinstance(train.spec, NGramSpec):
+            tables.append(NGramSizeTable(train))
+        else:
+            groups.setdefault(_key(train)[1:], []).append(train)
+    return [*(SizeTable(group) for group in groups.values()), *tables]
+
+
+def _places(spec: NGramSpec) -> Tensor:
+    """The place of each gate among the features of all orders, (E,)."""
+    return torch.tensor([k * spec.features + j for k, own in enumerate(spec.gated) for j in own], dtype=torch.long)
+
+
+def head_prices(spec: NGramSpec) -> Tensor:
+    """What a head costs more in tables where it serves an order, from the longest order down to 2, (O,): C_{n-1}, and
+    for order 2 also C_0."""
+    r = spec.head_rank
+    prices = [spec.rows * r * r] * (spec.longest - 1)
+    prices[-1] += spec.rows * r
+    return torch.tensor(prices, dtype=torch.float64)
 
 
 def _representative(train: TensorTrain) -> Tensor:

@@ -10,6 +10,7 @@ from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.trains import adaptable_trains
 from comera.tt.format import spec_size
+from comera.tt.ngram import NGramSpec
 
 _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
@@ -19,8 +20,9 @@ def smallest_size(model: nn.Module, *, multiple: int = 1) -> int:
     """Parameters that the model's tensor trains store with every inner rank at 1, or at `multiple` if it was higher.
 
     A train with an inner rank of 0 is the zero weight and ends up storing nothing; one of order 1 has no inner ranks.
+    An n-gram table can go as a whole.
     """
-    specs = [train.spec for train in adaptable_trains(model).values()]
+    specs = [train.spec for train in adaptable_trains(model).values() if not isinstance(train.spec, NGramSpec)]
     return sum(
         spec_size(spec, [min(rank, multiple) for rank in spec.inner_ranks]) for spec in specs if all(spec.inner_ranks)
     )

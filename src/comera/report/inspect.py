@@ -15,6 +15,7 @@ from comera.report.tables import count, duration, join_ranks, megabytes, modes_o
 from comera.tables import Table
 from comera.trainer.checkpoint import find_checkpoint
 from comera.tt.format import spec_size
+from comera.tt.ngram import NGramSpec
 from comera.tt.spec import BTTSpec, Spec, TTSpec
 
 TOKENS = 1024  # batch size for which FLOPs are planned
@@ -154,6 +155,8 @@ def _flops(kind: str, spec: Spec) -> tuple[float, float]:
         return 6.0 * spec.numel, dense
     if isinstance(spec, TTSpec):
         return plan_linear(spec, TOKENS).flops / TOKENS, dense
+    if isinstance(spec, NGramSpec):
+        return 6.0 * (prod(spec.core_shapes[-1]) + sum(spec.inner_ranks)), 0.0
     if kind == "TTMProjection":
         return plan_projection(spec, TOKENS).flops / TOKENS, dense
     return plan_lookup(spec, TOKENS).flops / TOKENS, 0.0  # a dense lookup only reads

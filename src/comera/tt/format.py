@@ -32,6 +32,8 @@ class Format(ABC):
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     _format: ClassVar[str]
+    layout_name: ClassVar[str] = ""
+    """Under which name a state holds what the shapes of cores and gates do not show; "" where they show all."""
     ranks: tuple[int, ...]
     activation: str | None = None
     """What stands between the two factors of the weight; None for a weight, which is linear."""
@@ -115,6 +117,30 @@ class Format(ABC):
         """The spec that is left when at each inner rank only the slices of these indices stay."""
         return self.with_ranks((1, *map(len, kept), 1))
 
+    @property
+    def layout_of(self) -> str:
+        """What the layout is, for errors."""
+        return "nothing"
+
+    @property
+    def layout(self) -> list[Any]:
+        """What the shapes of cores and gates do not show: integers, nested as a state holds them."""
+        return []
+
+    def with_layout(self, flat: Sequence[int]) -> Self:
+        """The spec of this layout, its integers in a row. Raises SpecError where they do not fit the ranks."""
+        return self
+
+    def with_shapes(self, cores: Sequence[Sequence[int]], gates: Sequence[int]) -> Self:
+        """A spec with cores of these shapes and so many gates; where there are several, their `layout` says which.
+
+        Raises SpecError where there is none.
+        """
+        spec = self.with_ranks((1, *gates, 1))
+        if spec.core_shapes != tuple(map(tuple, cores)):
+            raise SpecError(f"expected cores of shapes {spec.core_shapes} for {spec}, got {tuple(cores)}")
+        return spec
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready description; `spec_from_dict` reads it back."""
         values = {"format": self._format} | {field.name: getattr(self, field.name) for field in fields(self)}
@@ -129,15 +155,17 @@ class Format(ABC):
 
 
 def core_size(spec: Format, inner_ranks: Sequence[int]) -> int:
-    """Parameters in the cores of `spec` with these inner ranks."""
+    """Parameters in the cores of `spec` with these inner ranks; of a format in which these alone decide it."""
+    assert spec._format != "ngram", "which gates of an order are kept decides, not only how many"
     ranks = (1, *inner_ranks, 1)
     return sum(left * size * right for (left, right), size in zip(pairwise(ranks), spec.sizes, strict=True))
 
 
 def spec_size(spec: Format, inner_ranks: Sequence[int] | None = None) -> int:
     """Parameters that a tensor train of `spec` stores in cores and gates; with other `inner_ranks` if given."""
-    inner = spec.inner_ranks if inner_ranks is None else inner_ranks
-    return core_size(spec, inner) + sum(inner)
+    if inner_ranks is None:
+        return spec.numel + spec.rank_numel
+    return core_size(spec, inner_ranks) + sum(inner_ranks)
 
 
 class LinearFormat(Format):
@@ -158,7 +186,9 @@ class LinearFormat(Format):
 
 
 def check_linear(spec: Format, what: str, error: type[ComeraError] = SpecError) -> None:
-    """Raise `error` for a spec with an activation, for which there is no `what`."""
+    """Raise `error` for a spec that is no weight of a product, for which there is no `what`."""
+    if spec._format == "ngram":
+        raise error(f"{spec} stands for {spec.shape[0]:.0e} rows: it has no {what}")
     if spec.activation:
         raise error(f"{spec} computes {spec.activation}(x A) B, which is no product with a weight: it has no {what}")
 

@@ -11,6 +11,7 @@ from comera.errors import SpecError
 from comera.tt.activations import SECOND_MOMENTS
 from comera.tt.blocks import random_cores
 from comera.tt.dense import frobenius_norm, merge
+from comera.tt.ngram import NGramSpec, random_ngram_cores
 from comera.tt.spec import BTTSpec, Spec, TTMSpec, TTSpec
 
 
@@ -31,7 +32,8 @@ def init_cores(
     Gaussian: a weight of two cores without shared parameters has no such unevenness.
 
     std: root mean square of the weight, padding included; met up to rounding, not only on average. With an activation
-    between the factors, that of a weight which gives outputs of the same size. generator: draws on
+    between the factors, that of a weight which gives outputs of the same size. N-gram tables have no such weight: their
+    cores are Gaussian, whatever the std. generator: draws on
     its own device; the CPU's by default, so that a seed gives the same cores on every device. dtype: that of the cores;
     they are drawn in float32, or in float64 for that dtype, and cast.
     Raises SpecError for a std that is negative or not finite.
@@ -53,6 +55,8 @@ def init_cores(
     draw = partial(torch.randn, generator=generator, device=device_drawn, dtype=wide)
     if isinstance(spec, BTTSpec):
         return [core.to(device=device, dtype=dtype) for core in random_cores(spec, std, draw)]
+    if isinstance(spec, NGramSpec):
+        return [core.to(device=device, dtype=dtype) for core in random_ngram_cores(spec, draw)]
     rows = spec.row_modes if isinstance(spec, TTMSpec) else spec.sizes
     cores = []
     for shape, mode in zip(spec.core_shapes, rows, strict=True):

@@ -30,6 +30,7 @@ from torch import Tensor
 from comera.errors import SpecError
 from comera.tt.activations import SECOND_MOMENTS
 from comera.tt.format import Format, LinearFormat, check_ranks, join
+from comera.tt.ngram import NGramSpec
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,23 @@ class BTTSpec(LinearFormat):
         """The largest useful rank of a block."""
         return min(self.sizes)
 
+    layout_name = "block_ranks"
+
+    @property
+    def layout_of(self) -> str:
+        a, c = self.blocks
+        return f"{a} x {c} ranks from 0 to {self.block_limit} whose sum is that of"
+
+    @property
+    def layout(self) -> list[Any]:
+        return [list(row) for row in self.rows_of_ranks]
+
+    def with_layout(self, flat: Sequence[int]) -> Self:
+        found = self.with_block_ranks(flat)
+        if found.ranks != self.ranks:
+            raise SpecError(f"expected block ranks of {self.ranks[1]} in all, got {found.ranks[1]}")
+        return found
+
     @property
     def rows_of_ranks(self) -> tuple[tuple[int, ...], ...]:
         """The rank of each block, a row for each input block."""
@@ -298,7 +316,7 @@ class BTTSpec(LinearFormat):
         return f"{modes} ranks {min(flat)} to {max(flat)}, mean {sum(flat) / len(flat):.2f}"
 
 
-Spec = TTSpec | TTMSpec | BTTSpec
+Spec = TTSpec | TTMSpec | BTTSpec | NGramSpec
 """Modes and ranks of a weight in any format."""
 
 
@@ -306,10 +324,10 @@ def spec_from_dict(fields: dict[str, Any]) -> Spec:
     """The spec that `to_dict` described. Raises SpecError for an unknown format and for missing or unknown fields."""
     rest = dict(fields)
     name = rest.pop("format", None)
-    kinds: tuple[type[Spec], ...] = (TTSpec, TTMSpec, BTTSpec)
+    kinds: tuple[type[Spec], ...] = (TTSpec, TTMSpec, BTTSpec, NGramSpec)
     kind = next((kind for kind in kinds if kind._format == name), None)
     if kind is None:
-        raise SpecError(f"expected a spec with format 'tt', 'ttm' or 'btt', got {fields.get('format')!r}")
+        raise SpecError(f"expected a spec with format 'tt', 'ttm', 'btt' or 'ngram', got {fields.get('format')!r}")
     if set(rest) | ({"activation"} & set(kind.__dataclass_fields__)) != set(kind.__dataclass_fields__):
         raise SpecError(f"a {kind.__name__} needs the fields {sorted(kind.__dataclass_fields__)}, got {sorted(rest)}")
     try:

@@ -17,6 +17,7 @@ from comera.baselines import (
     BASELINES,
     LTE,
     METHODS,
+    TOKEN_METHODS,
     BaselineConfig,
     CoLA,
     GaLore,
@@ -45,7 +46,8 @@ SETTINGS = BaselineConfig(
     cola=CoLA(rank=3),
     tensorly=Tensorly(order=4, rank=3),
 )
-CONVERSIONS = [method for method in BASELINES if method != "narrow"]  # which needs a recipe: tests/recipes/test_lm.py
+# narrow and what adds to it need a recipe: tests/recipes/test_lm.py
+CONVERSIONS = [method for method in BASELINES if method not in ("narrow", *TOKEN_METHODS)]
 CONFIG = TrainConfig(
     steps=12, batch_size=6, lr=1e-2, core_lr=5e-3, eval_every=5, save_every=100, progress=False, device="cpu", threads=1
 )

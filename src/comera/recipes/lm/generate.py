@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from comera.baselines import has_own_layers
+from comera.baselines.short_conv import ShortConv
 from comera.errors import CheckpointError, ConfigError, check_fields
 from comera.pretrained import MANIFEST, WEIGHTS, load_pretrained, read_manifest
 from comera.recipes.lm.recipe import NAME
@@ -109,7 +110,7 @@ class Writer:
                 max_new_tokens=min(room, sampling.max_new_tokens),
                 do_sample=sampling.temperature > 0,
                 **(drawn if sampling.temperature > 0 else {}),
-                use_cache=True,
+                use_cache=not any(isinstance(module, ShortConv) for module in self.model.modules()),
                 pad_token_id=separator,
                 streamer=stream,
             )

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from comera.baselines import (
     LINEAR_METHODS,
+    TOKEN_METHODS,
     BaselineConfig,
     Conversion,
     Method,
@@ -42,7 +43,8 @@ from comera.trainer.metrics import Summary
 NAME = "lm"
 Preset = Literal["small", "base"]
 METRIC = "nats_per_byte"
-_WITHOUT_LINEAR: tuple[Method, ...] = ("comera", "dense", "narrow")  # methods for models whose layers are no nn.Linear
+METHODS: tuple[Method, ...] = (*LINEAR_METHODS, *TOKEN_METHODS)
+_WITHOUT_LINEAR: tuple[Method, ...] = ("comera", "dense", "narrow", *TOKEN_METHODS)  # where layers are no nn.Linear
 
 _TRAIN = TrainConfig(
     steps=10_000,
@@ -59,7 +61,7 @@ _SMALL = replace(_TRAIN, steps=2500, batch_size=8)  # with four blocks of 128 to
 def _by_method(train: TrainConfig) -> dict[Method, TrainConfig]:
     """Muon where the recipe chooses the optimizer, at a rate that was tuned (docs/log.md); AdamW's rate elsewhere."""
     muon = replace(train, optimizer="muon", lr=1e-2)
-    return {**rates_by_method(train, train), "comera": muon, "dense": muon, "narrow": muon}
+    return {**rates_by_method(train, train), **dict.fromkeys(_WITHOUT_LINEAR, muon)}
 
 
 PRESETS: dict[Preset, dict[Method, TrainConfig]] = {"small": _by_method(_SMALL), "base": _by_method(_TRAIN)}
@@ -71,7 +73,8 @@ class LMConfig:
 
     method: Method = "comera"
     """comera: compressed, with adaptive ranks; dense: the uncompressed model; narrow: a dense model of fewer channels
-    that costs as much as the compressed one; the others: baselines for comparison."""
+    that costs as much as the compressed one; hashed_ngrams, summed_tables, narrow_conv: the narrow model with what it
+    could have to read more than a token at a position; the others: baselines for comparison."""
     preset: Preset = "base"
     """Where the defaults come from. small: four blocks on short texts, about ten minutes on two CPU cores; base: six
     blocks on longer texts and more steps, hours."""
@@ -89,7 +92,7 @@ class LMConfig:
     """Length, optimizer, rank adaptation and outputs."""
 
     def __post_init__(self) -> None:
-        check_method(self.method, LINEAR_METHODS)
+        check_method(self.method, METHODS)
         check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
         check_length("data.block_size", self.data.block_size, self.context)
         if self.model.family == "gpt2" and self.method not in _WITHOUT_LINEAR:
@@ -126,7 +129,14 @@ def build_model(config: LMConfig, vocab_size: int, separator: int = 0) -> tuple[
     model = dense_model(sizes, vocab_size, config.context, separator)
     if config.method == "narrow":
         return model, None
-    return model, apply_method_(model, config.method, config.compress.tensorize(config.model), config.baselines)
+    if config.method in TOKEN_METHODS:
+        return model, config.baselines[config.method].apply_(model)
+    report: Conversion = None
+    if config.method != "comera" or config.compress.converts:
+        report = apply_method_(model, config.method, config.compress.tensorize(config.model), config.baselines)
+    if config.method == "comera":
+        config.compress.add_ngrams_(model)
+    return model, report
 
 
 def step_flops(config: LMConfig, vocab_size: int) -> int:
@@ -217,7 +227,7 @@ def estimate(config: LMConfig) -> dict[str, MemoryEstimate]:
         model, report = build_model(replace(config, method=method), vocab_size)
         return model, report, partial(next_token_loss, model, _meta_batch(config))
 
-    methods = LINEAR_METHODS if config.model.family == "llama" else _WITHOUT_LINEAR
+    methods = METHODS if config.model.family == "llama" else _WITHOUT_LINEAR
     return estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
 
 

@@ -1,0 +1,242 @@
+"""N-gram tables beside token embeddings: E(i) = E_token[t_i] + s ⊙ P [f_2; …; f_N].
+
+An embedding that gets a table stays the same object, with its parameters under their names; only its class changes, to
+one made for it, as that of a layer with an adapter does. Ties, heads and whoever reads its weight see the token table.
+
+Which ids come before a position, and which of them belong to its document, an embedding cannot see. Whoever calls it
+can say so, as `context`, or around the call, by `reading`; without either, each row of ids is a whole document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera.errors import DataError, SpecError, WeightError
+from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.ops.ngram import NGramIds, ngram_features
+from comera.tt.ngram import NGramSpec
+
+SCALE = 0.5  # of what a table adds at first, relative to the rows beside it
+
+
+class NGramTable(CompressedLayer):
+    """Rows of all n-grams that end at a position.
+
+    Args:
+        tt: tables, P and gates, or an NGramSpec from which they are made.
+        std: that of the rows that its rows are added to, of which `scale` starts at half.
+
+    Parameters: those of `tt`, and `scale`, s (D,).
+    Input: `NGramIds` -> (B, T, embedding_dim). Raises SpecError for a tensor train of another format.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn.ngram import NGramTable
+        >>> from comera.ops.ngram import NGramIds
+        >>> from comera.tt.ngram import NGramSpec
+        >>> table = NGramTable(NGramSpec(256, 64, longest=4, heads=32))
+        >>> ids = torch.tensor([list(b"the cat and the cat")])
+        >>> rows = table(NGramIds.of(ids, longest=4))
+        >>> torch.allclose(rows[0, 5], rows[0, 17], atol=1e-6), torch.allclose(rows[0, 0], rows[0, 12], atol=1e-3)
+        (True, False)
+
+    Source: docs/method.md §1b.
+    """
+
+    dense_type: type[nn.Module] = nn.Embedding
+
+    def __init__(
+        self,
+        tt: TensorTrain | NGramSpec,
+        *,
+        std: float = 1.0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(tt, NGramSpec):
+            tt = TensorTrain(tt, init_std=std, dtype=dtype, device=device)
+        if not isinstance(tt, TensorTrain) or not isinstance(tt.spec, NGramSpec):
+            raise SpecError(f"NGramTable needs an NGramSpec or a TensorTrain with one, got {getattr(tt, 'spec', tt)}")
+        self.tt = tt
+        like = tt.cores[0]
+        self.scale = nn.Parameter(torch.empty(tt.spec.embedding_dim, dtype=like.dtype, device=like.device))
+        self._reset_scale()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new tables and set the scale to half the std of the rows beside it."""
+        self.tt.reset_parameters()
+        self._reset_scale()
+
+    @torch.no_grad()
+    def _reset_scale(self) -> None:
+        self.scale.fill_(SCALE * self.tt.init_std)
+
+    @property
+    def spec(self) -> NGramSpec:
+        """Sizes and gates."""
+        assert isinstance(self.tt.spec, NGramSpec)
+        return self.tt.spec
+
+    def forward(self, ids: NGramIds, tokens_BLI: Tensor | None = None) -> Tensor:
+        """s ⊙ P f. tokens_BLI: features of each id, for a spec with `inner`."""
+        (*tables, p_DF), _ = self.tt.tensors
+        f_BTF = ngram_features(ids, self.spec, tables, self.tt.gates(), tokens_BLI)
+        return F.linear(f_BTF, p_DF) * self.scale
+
+    @property
+    def weight(self) -> Tensor:
+        """None is stored and none is made: it would have V^N rows. Raises WeightError."""
+        raise WeightError(
+            f"{self.spec} stands for {self.spec.num_embeddings}^{self.spec.longest} rows, which no memory holds: call "
+            "the layer for the rows of some ids"
+        )
+
+    @property
+    def _dense_shape(self) -> tuple[int, int]:
+        return self.spec.shape
+
+    def _dense(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self.weight
+
+    def extra_repr(self) -> str:
+        return str(self.spec)
+
+
+class _Reading(NamedTuple):
+    """Who reads which embedding in which context, and a note of theirs."""
+
+    reader: object
+    embedding: nn.Module
+    context: NGramIds
+    note: Any
+
+
+class NGramEmbedding(nn.Module):
+    """An embedding with a table of n-grams beside it.
+
+    ngrams: the table, or another module from `NGramIds` to (B, T, embedding_dim) with `longest`. plain_type: the type
+    of the embedding without it.
+
+    See `attach_ngrams_`.
+    """
+
+    ngrams: nn.Module
+    plain_type: ClassVar[type[nn.Module]]
+
+    def forward(self, input: Tensor, context: NGramIds | None = None) -> Tensor:
+        """Rows of ids (B, T) in their context: (B, T, embedding_dim)."""
+        rows: Tensor = super().forward(input)  # first: it checks the ids
+        ids = _context_of(self, input, context)
+        spec = getattr(self.ngrams, "spec", None)
+        if spec is None or spec.inner is None:
+            return rows + self.ngrams(ids).to(rows.dtype)  # type: ignore[no-any-return]
+        tokens = super().forward(ids.ids)
+        u_BLI = F.rms_norm(tokens, tokens.shape[-1:], eps=1e-6)
+        return rows + self.ngrams(ids, u_BLI).to(rows.dtype)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(2)  # its class is made, so it has no name to be found by
+        return _blank, (self.plain_type,), *reduced[2:]
+
+
+_CLASSES: dict[type[nn.Module], type[NGramEmbedding]] = {}
+_READING: ContextVar[tuple[_Reading, ...]] = ContextVar("reading", default=())
+
+
+def _class_of(plain: type[nn.Module]) -> type[NGramEmbedding]:
+    """The subclass of a type of embedding that has n-grams; made once."""
+    if plain not in _CLASSES:
+        own = {"plain_type": plain, "__module__": __name__}
+        made: Any = type(f"NGram{plain.__name__}", (NGramEmbedding, plain), own)
+        _CLASSES[plain] = made
+    return _CLASSES[plain]
+
+
+def _blank(plain: type[nn.Module]) -> NGramEmbedding:
+    """An embedding to be filled, for copies and pickles."""
+    kind = _class_of(plain)
+    return kind.__new__(kind)
+
+
+def plain_type(layer: nn.Module) -> type[nn.Module]:
+    """The type of a layer, of an embedding with n-grams that without them."""
+    return layer.plain_type if isinstance(layer, NGramEmbedding) else type(layer)
+
+
+def attach_ngrams_(embedding: nn.Module, table: nn.Module) -> None:
+    """Put a table of n-grams beside an embedding, in place.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn.ngram import NGramTable, attach_ngrams_
+        >>> from comera.tt.ngram import NGramSpec
+        >>> embedding = torch.nn.Embedding(256, 64)
+        >>> attach_ngrams_(embedding, NGramTable(NGramSpec(256, 64, longest=4, heads=32)))
+        >>> embedding(torch.randint(256, (2, 10))).shape, isinstance(embedding, torch.nn.Embedding)
+        (torch.Size([2, 10, 64]), True)
+    """
+    if isinstance(embedding, NGramEmbedding):
+        raise SpecError(f"this {embedding.plain_type.__name__} has n-grams already: detach_ngrams_ takes them away")
+    embedding.__class__ = _class_of(type(embedding))
+    embedding.ngrams = table.train(embedding.training)
+
+
+def detach_ngrams_(embedding: NGramEmbedding) -> None:
+    """Take the table away: the embedding is what it was before."""
+    del embedding.ngrams
+    embedding.__class__ = embedding.plain_type  # type: ignore[assignment]
+
+
+@contextmanager
+def reading(embedding: nn.Module, context: NGramIds) -> Iterator[None]:
+    """Within this context, calls of `embedding` for the ids of `context` know those before them."""
+    begin_reading(embedding, embedding, context)
+    try:
+        yield
+    finally:
+        end_reading(embedding)
+
+
+def begin_reading(reader: object, embedding: nn.Module, context: NGramIds, note: Any = None) -> None:
+    """As `reading`, until `end_reading` for this reader, which returns the note."""
+    _READING.set((*_READING.get(), _Reading(reader, embedding, context, note)))
+
+
+def end_reading(reader: object) -> Any:
+    """Undo the last `begin_reading`, if this reader did it; None if not."""
+    *before, last = _READING.get() or (None,)
+    if last is None or last.reader is not reader:
+        return None
+    _READING.set(tuple(each for each in before if each is not None))
+    return last.note
+
+
+def longest_of(embedding: NGramEmbedding) -> int:
+    """The longest n-gram that the table of an embedding has."""
+    table: Any = embedding.ngrams
+    return int(table.spec.longest if isinstance(table, NGramTable) else table.longest)
+
+
+def _context_of(embedding: NGramEmbedding, input: Tensor, given: NGramIds | None) -> NGramIds:
+    longest = longest_of(embedding)
+    if given is None:
+        given = next((each.context for each in reversed(_READING.get()) if each.embedding is embedding), None)
+    if given is None:
+        if input.dim() != 2:
+            raise DataError(f"expected ids as (batch, positions) for n-grams, got shape {tuple(input.shape)}")
+        return NGramIds.of(input, longest)
+    if given.reach.shape != input.shape:
+        raise DataError(
+            f"expected the ids that the model was given, {tuple(given.reach.shape)}, got {tuple(input.shape)}: the "
+            "model changes its ids before it looks them up, so which n-grams they make is not known"
+        )
+    return given

@@ -1,0 +1,256 @@
+"""Which ids come before each position of a batch, from what a model of transformers is given: ids, masks, positions and
+a cache of earlier calls.
+
+The ids of earlier calls are kept in the cache itself, as one more layer of it. So they follow what `generate` does with
+caches: beams are reordered, samples repeated and dropped, candidates of assisted decoding taken back.
+
+B sequences, T positions of this call, P ids of earlier ones, L = N − 1 + T; K keys that a mask is about.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comera.errors import DataError
+from comera.ops.ngram import NGramIds
+
+NONE = -1  # in place of an id that is padding
+
+
+class NGramHistory:
+    """A layer of a KV cache of transformers that holds ids (B, 1, P, 1), as `keys`, and their positions, as `values`.
+
+    It has the methods that caches call on their layers. It is not compileable, so that `generate` does not try to.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds anything."""
+        return self.keys is not None
+
+    def update(self, ids: Tensor, positions: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append ids and positions, (B, 1, T, 1)."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = ids, positions
+        else:
+            self.keys, self.values = (
+                torch.cat([held.to(new.device), new], 2) for held, new in ((self.keys, ids), (self.values, positions))
+            )
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """How many ids it holds."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def get_max_length(self) -> int:
+        """There is none."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many ids there are with those of a call, and how many were dropped before them: none."""
+        return self.get_seq_length() + query_length, 0
+
+    def crop(self, length: int) -> None:
+        """Drop the last ids, `-length` of them; or, as caches once had it, keep the first `length`."""
+        if length:
+            self._change(lambda held: held[:, :, :length])
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.keys = self.values = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the ids of other beams."""
+        self._change(lambda held: held.index_select(0, beam_idx.to(held.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        self._change(lambda held: held.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some sequences."""
+        self._change(lambda held: held[indices])
+
+    def offload(self) -> None:
+        """Its ids are few: they stay."""
+
+    def prefetch(self) -> None:
+        """They are there."""
+
+    def _change(self, change: Any) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+
+
+def history_of(cache: Any, *, where: str) -> NGramHistory | None:
+    """The history in a cache of transformers; None for no cache, or one in which nothing is yet.
+
+    Raises DataError, naming the model by `where`, for a cache that holds something else than a model with n-grams has
+    put there.
+    """
+    layers = _layers(cache)
+    if layers is None:
+        if cache is None:
+            return None
+        raise DataError(
+            f"{where}: expected a cache of transformers with a list of layers, in which n-grams keep the ids that they "
+            f"have seen, got a {type(cache).__name__}"
+        )
+    found = next((layer for layer in layers if isinstance(layer, NGramHistory)), None)
+    lengths = {length for layer in layers if layer is not found and (length := _length(layer))}
+    if found is None and lengths:
+        raise DataError(
+            f"{where}: expected the cache of a model with n-grams, got one with {max(lengths)} positions and without "
+            "their ids: it was made by another model, or from inputs_embeds. Start with a new cache"
+        )
+    if found is not None and lengths - {found.get_seq_length()}:
+        raise DataError(
+            f"{where}: expected a cache with as many ids of n-grams as it has positions, got "
+            f"{found.get_seq_length()} ids and {', '.join(map(str, sorted(lengths)))} positions in its layers"
+        )
+    return found
+
+
+def remember(cache: Any, ids: Tensor, positions: Tensor) -> None:
+    """Append the ids (B, T) of a call, padding as NONE, and their positions to a cache."""
+    layers = _layers(cache)
+    if layers is None:
+        return
+    found = next((layer for layer in layers if isinstance(layer, NGramHistory)), None)
+    if found is None:
+        found = NGramHistory()
+        layers.append(found)
+    found.update(ids[:, None, :, None], positions[:, None, :, None])
+
+
+def _layers(cache: Any) -> list[Any] | None:
+    """The layers of a cache, of its decoder's own part where it has two; None for what is no such cache."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    return layers if isinstance(layers, list) else None
+
+
+def _length(layer: Any) -> int | None:
+    """Positions that a layer of a cache holds; None where it does not tell, or only on a device."""
+    length = layer.get_seq_length() if hasattr(layer, "get_seq_length") else None
+    return length if isinstance(length, int) else None
+
+
+class Call:
+    """A call of a model: its ids, and what comes before them.
+
+    ids: (B, T), padding as NONE. positions: (B, T). context: for the table.
+    """
+
+    def __init__(
+        self,
+        ids_BT: Tensor,
+        longest: int,
+        *,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        history: NGramHistory | None = None,
+    ) -> None:
+        self._longest = longest
+        past_BP, positions_BP = _past(history, ids_BT)
+        known = past_BP.shape[1]
+        mask = _chosen(attention_mask)
+        self.ids, self.positions = ids_BT, _positions(position_ids, ids_BT, known)
+        if mask is not None and mask.dim() == 2:
+            if mask.shape[1] < known + ids_BT.shape[1]:
+                raise DataError(
+                    f"expected an attention mask for {known} positions in the cache and {ids_BT.shape[1]} of this "
+                    f"call, got one for {mask.shape[1]}"
+                )
+            self.ids = ids_BT.where(mask[:, known : known + ids_BT.shape[1]] != 0, NONE)
+            past_BP = past_BP.where(mask[:, :known] != 0, NONE)
+        ids_BL = self._last(past_BP, self.ids, NONE)
+        positions_BL = self._last(positions_BP, self.positions, NONE)
+        seen = None if mask is None or mask.dim() == 2 else _Seen(mask, known, ids_BT.shape[1])
+        self.context = NGramIds(ids_BL.clamp_min(0), self._reach(ids_BL, positions_BL, seen))
+
+    def _last(self, past_BP: Tensor, own_BT: Tensor, fill: int) -> Tensor:
+        """The last N − 1 of what came before, and what came now, (B, L)."""
+        earlier = self._longest - 1
+        past = past_BP[:, max(0, past_BP.shape[1] - earlier) :]
+        return torch.cat([F.pad(past, (earlier - past.shape[1], 0), value=fill), own_BT], 1)
+
+    def _reach(self, ids_BL: Tensor, positions_BL: Tensor, seen: "_Seen | None") -> Tensor:
+        """How many ids before each position are of its document and no padding."""
+        earlier, positions = self._longest - 1, self.ids.shape[1]
+        valid_BL = ids_BL >= 0
+        follows_BL = F.pad(positions_BL[:, 1:] > positions_BL[:, :-1], (1, 0))  # the id before it is of its document
+        reach_BT = torch.zeros_like(self.ids)
+        goes_on_BT = torch.ones_like(self.ids, dtype=torch.bool)
+        for n in range(1, self._longest):
+            start = earlier - n
+            goes_on_BT = goes_on_BT & valid_BL[:, start : start + positions]
+            goes_on_BT = goes_on_BT & follows_BL[:, start + 1 : start + 1 + positions]
+            if seen is not None:
+                goes_on_BT = goes_on_BT & seen.at(n)
+            reach_BT = reach_BT + goes_on_BT
+        return reach_BT
+
+
+class _Seen:
+    """Which keys the positions of a call see, by a mask (B or 1, heads or 1, T, K) of booleans or of what is added."""
+
+    def __init__(self, mask: Tensor, known: int, positions: int) -> None:
+        if mask.shape[2] != positions or mask.shape[3] < known + positions:
+            raise DataError(
+                f"expected an attention mask of {positions} positions and at least {known + positions} keys for "
+                f"n-grams, got shape {tuple(mask.shape)}"
+            )
+        self._seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+        self._own = torch.arange(known, known + positions, device=mask.device)
+
+    def at(self, n: int) -> Tensor:
+        """Whether each position sees the one n before it, (B or 1, T)."""
+        index = (self._own - n).clamp_min(0)[None, :, None].expand(len(self._seen), -1, 1)
+        return self._seen.gather(2, index)[..., 0]
+
+
+def _past(history: NGramHistory | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and positions of earlier calls, (B, P)."""
+    if history is None or history.keys is None or history.values is None:
+        nothing = like[:, :0]
+        return nothing, nothing
+    ids, positions = (held[:, 0, :, 0].to(like.device) for held in (history.keys, history.values))
+    if len(ids) != len(like):
+        raise DataError(f"expected ids of the {len(ids)} sequences in the cache, got {len(like)}")
+    return ids, positions
+
+
+def _positions(given: Tensor | None, ids_BT: Tensor, known: int) -> Tensor:
+    if given is None:
+        return torch.arange(known, known + ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+    if given.dim() > 2 or given.shape[-1] != ids_BT.shape[1]:
+        raise DataError(
+            f"expected position_ids {tuple(ids_BT.shape)}, which tell where documents start, got {tuple(given.shape)}"
+        )
+    return given.expand_as(ids_BT)
+
+
+def _chosen(mask: Any) -> Tensor | None:
+    """One mask of those of several kinds of attention: that which sees most."""
+    if isinstance(mask, Mapping):
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
+        return mask
+    what = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    raise DataError(
+        f"expected an attention mask (batch, positions) or (batch, heads, positions, keys), which tells which ids "
+        f"n-grams may reach, got {what}"
+    )

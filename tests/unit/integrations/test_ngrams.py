@@ -1,0 +1,410 @@
+"""N-grams in models of transformers: padding, packed documents, caches and all ways to generate, against the full
+forward of each sequence alone; files; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import comera
+from comera.errors import ConversionError, DataError, SpecError
+from comera.nn import NGramEmbedding, NGramTable
+from comera.nn.ngram import detach_ngrams_
+
+V = 50
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+TOKENS: dict[str, Any] = {"vocab_size": V, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
+
+
+def llama(**options: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, **options))
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, **TOKENS))
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SIZES, **TOKENS, num_key_value_heads=1, sliding_window=6))
+
+
+def t5() -> PreTrainedModel:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, **TOKENS, decoder_start_token_id=1))
+
+
+def bart() -> PreTrainedModel:
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    tokens = TOKENS | {"decoder_start_token_id": 1, "forced_eos_token_id": None}
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **tokens, max_position_embeddings=64))
+
+
+def bert() -> PreTrainedModel:
+    return BertForMaskedLM(BertConfig(**SIZES, vocab_size=V))
+
+
+def with_ngrams(build: Callable[[], PreTrainedModel], order: int = 4, **options: Any) -> PreTrainedModel:
+    """A model whose n-grams count for a lot, so that a wrong one shows."""
+    torch.manual_seed(0)
+    model = build().eval()
+    comera.ngrams_(model, order=order, rank=16, **options)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, NGramTable):
+                module.scale.uniform_(0.5, 1.5)
+    return model
+
+
+def ids_of(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(3, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def alone(model: nn.Module, *sequences: Tensor) -> list[Tensor]:
+    """The logits of each sequence (T,) in a forward of its own."""
+    with torch.no_grad():
+        return [model(input_ids=ids[None]).logits[0] for ids in sequences]
+
+
+def close(found: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
+# --- one forward -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, mistral, bert], ids=lambda build: build.__name__)
+def test_ngrams_do_what_they_say_and_a_model_reads_them(build):
+    model = with_ngrams(build)
+    ids = ids_of(1, 9)
+    before = model(input_ids=ids).logits
+    other = ids.clone()
+    other[0, 2] += 1 if ids[0, 2] < V - 1 else -1
+    embedding = model.get_input_embeddings()
+    changed = (embedding(ids) - embedding(other)).abs().amax(2)[0] > 1e-6
+    assert changed.tolist() == [False, False, True, True, True, True, False, False, False]
+    assert not torch.equal(model(input_ids=other).logits, before)
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, mistral], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_in_no_ngram(build, side):
+    model = with_ngrams(build)
+    long, short = ids_of(9), ids_of(5, seed=2)
+    padding = torch.full((4,), 7)  # an id like others: the mask says what is padding
+    padded = torch.cat([padding, short] if side == "left" else [short, padding])
+    mask = torch.ones(2, 9, dtype=torch.long)
+    where = slice(4, None) if side == "left" else slice(None, 5)
+    mask[1] = 0
+    mask[1, where] = 1
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        found = model(input_ids=torch.stack([long, padded]), attention_mask=mask, position_ids=positions).logits
+    exact = alone(model, long, short)
+    close(found[0], exact[0])
+    close(found[1, where], exact[1])
+
+
+def test_padding_of_an_encoder():
+    model = with_ngrams(bert)
+    short = ids_of(5)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        found = model(input_ids=torch.cat([short, short[:2]])[None], attention_mask=mask).logits
+    close(found[0, :5], alone(model, short)[0])
+
+
+def test_no_ngram_crosses_documents_that_are_packed():
+    model = with_ngrams(llama)
+    first, second, third = ids_of(5), ids_of(1, seed=2), ids_of(6, seed=3)
+    packed = torch.cat([first, second, third])[None]
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 6)])[None]
+    with torch.no_grad():  # without a cache, transformers lets no attention cross them either
+        found = model(input_ids=packed, position_ids=positions, use_cache=False).logits[0]
+    for part, exact in zip(found.split([5, 1, 6]), alone(model, first, second, third), strict=True):
+        close(part, exact)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_a_mask_of_positions_by_keys_says_what_ngrams_reach(kind):
+    model = with_ngrams(llama)
+    first, second = ids_of(4), ids_of(5, seed=2)
+    seen = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).tril().bool()[None, None]
+    mask = seen if kind == torch.bool else torch.zeros(1, 1, 9, 9).masked_fill(~seen, torch.finfo(kind).min)
+    positions = torch.cat([torch.arange(4), torch.arange(4, 9)])[None]  # which do not tell
+    with torch.no_grad():
+        found = model(input_ids=torch.cat([first, second])[None], attention_mask=mask, position_ids=positions)
+    close(found.logits[0, :4], alone(model, first)[0])
+    embedded = model.get_input_embeddings()(second[None])
+    changed = model.get_input_embeddings()(torch.cat([first, second])[None])[:, 4:]
+    assert not torch.allclose(embedded, changed)  # by itself an embedding sees one document
+    close(found.logits[0, 4:], model(input_ids=second[None], position_ids=torch.arange(4, 9)[None]).logits[0])
+
+
+# --- caches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, mistral], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("sizes", [[1] * 9, [4, 1, 1, 3], [2, 7]], ids=str)
+def test_a_cache_carries_the_ids(build, sizes):
+    model = with_ngrams(build)
+    ids, cache, found = ids_of(2, 9), None, []
+    with torch.no_grad():
+        for part in ids.split(sizes, 1):
+            output = model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits)
+    assert cache.get_seq_length() == 9
+    for one, exact in zip(torch.cat(found, 1), alone(model, *ids), strict=True):
+        close(one, exact)
+
+
+def test_nothing_is_kept_between_calls_but_in_the_cache():
+    model = with_ngrams(llama)
+    ids = ids_of(2, 8)
+    with torch.no_grad():
+        left, right = (model(input_ids=row[None, :5], use_cache=True).past_key_values for row in ids)
+        model(input_ids=ids_of(1, 6, seed=3))
+        found = [
+            model(input_ids=row[None, 5:], past_key_values=cache).logits[0]
+            for row, cache in zip(ids, (left, right), strict=True)
+        ]
+    for one, exact in zip(found, alone(model, *ids), strict=True):
+        close(one, exact[5:])
+
+
+GENERATE: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "sampled beams": {"num_beams": 4, "do_sample": True, "num_return_sequences": 2},
+    "static cache": {"do_sample": False, "cache_implementation": "static"},
+    "without a cache": {"do_sample": False, "use_cache": False},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("how", GENERATE)
+@pytest.mark.parametrize("build", [llama, gpt2], ids=lambda build: build.__name__)
+def test_generated_tokens_have_the_scores_of_the_full_forward(build, how):
+    """Of prompts of unequal length; prompt lookup takes one prompt."""
+    model = with_ngrams(build)
+    lengths = [7] if how == "prompt lookup" else [7, 3]
+    prompts = [ids_of(length, seed=length) for length in lengths]
+    padded = torch.stack([torch.cat([torch.zeros(7 - len(p), dtype=torch.long), p]) for p in prompts])
+    if how == "prompt lookup":
+        padded[0, 4:] = padded[0, :3]  # so that there is something to find
+    torch.manual_seed(0)
+    with torch.no_grad():
+        made = model.generate(
+            padded,
+            attention_mask=(padded != 0).long(),
+            max_new_tokens=8,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **GENERATE[how],
+        )
+    beams = getattr(made, "beam_indices", None)
+    for k, sequence in enumerate(made.sequences):
+        first = 7 - lengths[k * len(lengths) // len(made.sequences)]
+        (exact,) = alone(model, sequence[first:])
+        for step, logits in enumerate(made.logits):
+            row = k if beams is None else int(beams[k, step])
+            close(logits[row], exact[len(exact) - 8 + step - 1])
+
+
+def test_assisted_decoding_takes_candidates_back():
+    model, assistant = with_ngrams(llama), with_ngrams(lambda: llama(tie_word_embeddings=True), order=3)
+    ids = ids_of(1, 6)
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    helped = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, assistant_model=assistant
+    )
+    assert torch.equal(plain, helped)
+
+
+@pytest.mark.parametrize("build", [t5, bart], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("how", ["greedy", "beams"])
+def test_encoder_and_decoder_have_a_history_each(build, how):
+    model = with_ngrams(build)
+    read = ids_of(2, 7)
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    with torch.no_grad():
+        made = model.generate(
+            read,
+            attention_mask=mask,
+            max_new_tokens=6,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **GENERATE[how],
+        )
+        for k, row in enumerate(made.sequences):
+            inside = read[k : k + 1, : int(mask[k].sum())]
+            exact = model(input_ids=inside, decoder_input_ids=row[None, :-1]).logits[0]
+            for step, logits in enumerate(made.logits):
+                beam = k if how == "greedy" else int(made.beam_indices[k, step])
+                close(logits[beam], exact[step])
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, NGramTable)}
+    assert len(tables) == 2
+    assert all("encoder" in name or "decoder" in name for name in tables)
+
+
+# --- files and copies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, t5, bert, lambda: llama(tie_word_embeddings=True)], ids=str)
+def test_from_pretrained_gives_it_back(build, tmp_path):
+    model = with_ngrams(build)
+    inputs = {"input_ids": ids_of(2, 6)} | ({"decoder_input_ids": ids_of(2, 5)} if build is t5 else {})
+    tables = [module for module in model.modules() if isinstance(module, NGramTable)]
+    for table in tables:  # pruned to columns that the shapes do not show
+        for n, gates in enumerate(table.tt.rank_params):
+            gates.data[torch.randperm(16)[: 3 * n + 5]] = 0
+    comera.rank.prune_(model)
+    assert all(table.spec.columns is not None for table in tables)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert [m.spec for m in loaded.modules() if isinstance(m, NGramTable)] == [table.spec for table in tables]
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    ties = [each.get_output_embeddings().weight is each.get_input_embeddings().weight for each in (model, loaded)]
+    assert ties[0] == ties[1]
+    comera.load_pretrained(model, tmp_path)
+    fresh = build().eval()
+    comera.load_pretrained(fresh, tmp_path)
+    assert torch.equal(fresh(**inputs).logits, loaded(**inputs).logits)
+    if build is llama:
+        base = AutoModel.from_pretrained(tmp_path).eval()
+        assert torch.equal(base(**inputs)[0], model.model(**inputs)[0])
+        options = inputs | {"attention_mask": torch.ones(2, 6), "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(loaded.generate(**options), model.generate(**options))
+
+
+def test_comeras_own_files_and_a_compressed_table(tmp_path):
+    torch.manual_seed(0)
+    model = llama().eval()
+    comera.tensorize_(model, comera.TensorizeConfig(None, comera.TTM.low_rank(8)))
+    comera.ngrams_(model, order=3, rank=8)
+    ids = ids_of(2, 6)
+    comera.save_pretrained(model, tmp_path)
+    for fresh in (llama(), copy.deepcopy(model)):
+        comera.load_pretrained(fresh.eval(), tmp_path)
+        assert torch.equal(fresh(ids).logits, model(ids).logits)
+    with torch.device("meta"):
+        empty = llama()
+    comera.load_pretrained(empty.eval(), tmp_path)
+    assert torch.equal(empty(ids).logits, model(ids).logits)
+    with pytest.raises(comera.ComeraError, match="does not fit"):
+        comera.load_pretrained(other := gpt2(), tmp_path)
+    assert not any(isinstance(module, NGramEmbedding) for module in other.modules())
+    with pytest.raises(ConversionError, match=r"ngrams.tt.*27000|n-grams to 3 of 50"):
+        comera.materialize_(model)
+
+
+def test_a_table_goes_with_an_embedding_that_is_compressed_later():
+    model = with_ngrams(llama)
+    table = model.get_input_embeddings().ngrams
+    comera.tensorize_(model, comera.TensorizeConfig(None, comera.TTM.low_rank(8)))
+    assert model.get_input_embeddings().ngrams is table
+    assert type(model.get_input_embeddings()).__name__ == "NGramTTMEmbedding"
+    ids = ids_of(2, 9)
+    output = model(ids[:, :5], use_cache=True)
+    both = torch.cat([output.logits, model(ids[:, 5:], past_key_values=output.past_key_values).logits], 1)
+    close(both, model(ids).logits)
+
+
+def test_copies_pickles_and_taking_it_away():
+    model = with_ngrams(llama)
+    ids = ids_of(2, 6)
+    exact = model(ids).logits
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(same(ids).logits, exact)
+        assert same.get_input_embeddings().ngrams is not model.get_input_embeddings().ngrams
+    detach_ngrams_(model.get_input_embeddings())
+    torch.manual_seed(0)
+    assert torch.equal(model(ids).logits, llama().eval()(ids).logits)
+    assert type(model.get_input_embeddings()) is nn.Embedding
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_inputs_without_ids_and_caches_of_others_are_refused():
+    model = with_ngrams(llama)
+    ids = ids_of(2, 6)
+    embeds = torch.randn(2, 6, 32)
+    for call in (lambda: model(inputs_embeds=embeds), lambda: model.generate(inputs_embeds=embeds, max_new_tokens=3)):
+        with pytest.raises(DataError, match=r"LlamaModel: expected input_ids.*got inputs_embeds"):
+            call()
+    foreign = llama().eval()(ids, use_cache=True).past_key_values
+    with pytest.raises(DataError, match="cache of a model with n-grams, got one with 6 positions"):
+        model(ids, past_key_values=foreign)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(DataError, match="the 2 sequences in the cache, got 1"):
+        model(ids[:1], past_key_values=cache)
+    cache.layers[0].crop(-2)
+    with pytest.raises(DataError, match="6 ids and"):
+        model(ids, past_key_values=cache)
+    with pytest.raises(DataError, match=r"attention mask for 6 positions in the cache and 1"):
+        model(ids[:, :1], past_key_values=model(ids, use_cache=True).past_key_values, attention_mask=torch.ones(2, 2))
+    with pytest.raises(DataError, match=r"position_ids \(2, 6\)"):
+        model(ids, position_ids=torch.zeros(3, 2, 6).long())
+    with pytest.raises(IndexError):
+        model(torch.full((1, 3), V))
+    assert model(ids, past_key_values=DynamicCache()).logits.shape == (2, 6, V)  # an error leaves nothing behind
+
+
+def test_orders_and_models_that_do_not_fit_are_refused():
+    for order, said in ((1, "order must be an integer >= 2"), (65, "order up to the 64 positions")):
+        model = gpt2()
+        with pytest.raises((SpecError, ConversionError), match=said):
+            comera.ngrams_(model, order=order, rank=4)
+        assert type(model.get_input_embeddings()) is nn.Embedding
+    for rank in (0, -1, 2.5):
+        with pytest.raises(SpecError, match="rank must be"):
+            comera.ngrams_(llama(), rank=rank)
+    model = with_ngrams(llama)
+    with pytest.raises(ConversionError, match=r"model.embed_tokens has n-grams already"):
+        comera.ngrams_(model)
+    with pytest.raises(ConversionError, match="one embedding, got a Sequential with 0"):
+        comera.ngrams_(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(ConversionError, match="no embedding's name matches"):
+        comera.ngrams_(llama(), embeddings="*.wte")
+    with pytest.raises(ConversionError, match="cannot be resized while compressed or with n-grams"):
+        model.resize_token_embeddings(V + 3)
+
+
+def test_a_plain_module_takes_rows_as_documents():
+    model = nn.Sequential(nn.Embedding(V, 16), nn.Linear(16, 3))
+    report = comera.ngrams_(model, order=3, rank=8)
+    assert str(report) == f"0: n-grams to 3 of {V} as CP 8, {3 * V * 8 + 16 * 16:,} parameters"
+    assert report.parameters == sum(p.numel() for p in model[0].ngrams.parameters())
+    assert model(ids_of(2, 5)).shape == (2, 5, 3)
+    with pytest.raises(DataError, match=r"\(batch, positions\)"):
+        model(ids_of(5))
+    several = nn.ModuleList([nn.Embedding(9, 4), nn.Embedding(9, 4)])
+    with pytest.raises(ConversionError, match=r"with 2: 0, 1. Give the name of one"):
+        comera.ngrams_(several)
+    assert list(comera.ngrams_(several, embeddings="1", order=2, rank=2).tables) == ["1"]
