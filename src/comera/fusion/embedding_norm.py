@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera.fusion.lazy import value_of
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, is_hooked, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, StandIn, call_obstacle, replaced_obstacle, submodule
 from comera.fusion.residual import modules_obstacle
 from comera.fusion.sums import NO_DROPOUT, Norm, Sum
 from comera.kernels.tracing import traced
@@ -46,13 +47,17 @@ class EmbeddingNorm(BlockPattern):
     kind = "embedding norm"
     method = "forward"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.tables, self.norm
+
     def obstacle(self, module: nn.Module) -> str | None:
         for name in self.tables:
             if (reason := _table_obstacle(name, submodule(module, name))) is not None:
                 return reason
         return modules_obstacle(NO_DROPOUT, submodule(module, self.norm)) or replaced_obstacle(module, self)
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         if traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
         given: dict[str, Any] = {name: _Table(submodule(module, name)) for name in self.tables}
@@ -66,7 +71,7 @@ def _table_obstacle(name: str, table: nn.Module) -> str | None:
         return f"{name} is a {type(table).__name__}, not an nn.Embedding"
     if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
         return f"{name} has max_norm, scale_grad_by_freq or sparse gradients"
-    return f"{name} has hooks" if is_hooked(table) else None
+    return f"{name} {reason}" if (reason := call_obstacle(table)) else None
 
 
 class _Table:
@@ -97,12 +102,9 @@ class _Rows(Sum):
         shape = values.shape[:-1]
         return cls(values.reshape(-1, values.shape[-1]), torch.arange(prod(shape), device=values.device).view(shape))
 
-    @property
-    def value(self) -> Tensor:
-        if self._value is None:
-            rows = F.embedding(self._ids, self._table)
-            self._value = rows if self._z is None else self._z + rows
-        return self._value
+    def compute(self) -> Tensor:
+        rows = F.embedding(self._ids, self._table)
+        return rows if self._z is None else self._z + rows
 
     @property
     def shape(self) -> torch.Size:
@@ -126,7 +128,7 @@ class _Rows(Sum):
             return self._joined(other)
         if isinstance(other, Tensor) and self._z is None and _reaches(self._ids.shape, other.shape[:-1]):
             return _Rows(self._table, self._ids.expand(other.shape[:-1]), other)
-        return self.value + (other.value if isinstance(other, Sum) else other)
+        return self.value + value_of(other)
 
     __radd__ = __add__
 

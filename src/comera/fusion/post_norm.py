@@ -1,4 +1,4 @@
-"""Sums and their norms in the middle of a forward, LayerNorm(x + part(...)), in one pass over memory (ops/)."""
+"""LayerNorm(x + part(...)), at the end of a module or in the middle of its forward, in one pass over memory (ops/)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,10 @@ class PostNorm(BlockPattern):
     kind = "residual norm"
     method = "forward"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for both in self.sums for name in both)
+
     def obstacle(self, module: nn.Module) -> str | None:
         if getattr(module, "chunk_size_feed_forward", 0):
             return "it computes its MLP in chunks"
@@ -56,14 +60,60 @@ class PostNorm(BlockPattern):
                 return reason
         return replaced_obstacle(module, self)
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         if traced() or checkpoints(module) or self.obstacle(module):
             contained = self.mlp or self.qkv
             if contained is not None:
                 return contained.run(module, cache, *args, **kwargs)
             return self.run_plain(module, *args, **kwargs)
-        given = {} if self.qkv is None else self.qkv.stand_ins(module, cache, *args, **kwargs)
+        given = {} if self.qkv is None else self.qkv.stand_ins(module, cache, **kwargs)
         if self.mlp is not None:
             given |= self.mlp.stand_ins(module, cache)
         parts, norms = zip(*self.sums, strict=True)
         return run_with_sums(module, self.method, parts, norms, given, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ResidualNorm(BlockPattern):
+    """How a module holds the end of half a block: forward(z, x) = norm(dropout(dense(z)) + x).
+
+    dense, dropout, norm: names of the layers.
+
+    Example:
+        >>> import torch
+        >>> from comera.fusion import ResidualNorm, fuse_, register_block
+        >>> class Output(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.proj, self.drop = torch.nn.Linear(width, width), torch.nn.Dropout(0.1)
+        ...         self.norm = torch.nn.LayerNorm(width)
+        ...     def forward(self, z, x):
+        ...         return self.norm(self.drop(self.proj(z)) + x)
+        >>> register_block(Output, ResidualNorm(dense="proj", dropout="drop", norm="norm"))
+        >>> block = Output(64).eval()
+        >>> z, x = torch.randn(2, 3, 64)
+        >>> before = block(z, x)
+        >>> _ = fuse_(block)
+        >>> torch.allclose(block(z, x), before, atol=1e-5)
+        True
+    """
+
+    dense: str = "dense"
+    dropout: str = "dropout"
+    norm: str = "LayerNorm"
+    kind = "residual norm"
+    method = "forward"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.dense, self.dropout, self.norm
+
+    @property
+    def _post_norm(self) -> PostNorm:
+        return PostNorm(((self.dropout, self.norm),))
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        return replaced_obstacle(module, self) or self._post_norm.obstacle(module)
+
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
+        return self._post_norm.run(module, cache, *args, **kwargs)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.mlp import MLP
-from comera.fusion.norm import is_rms_norm, rms_norm_obstacle
-from comera.fusion.registry import BlockPattern, checkpoints, replaced_obstacle, submodule
+from comera.fusion.norm import RMSNorm, is_rms_norm, rms_norm_obstacle
+from comera.fusion.registry import BlockPattern, checkpoints, known, replaced_obstacle, submodule
 from comera.fusion.residual import modules_obstacle
 from comera.fusion.sums import Sum, dropout_of, run_with_sums
 from comera.kernels.tracing import traced
@@ -26,7 +26,8 @@ class PreNorm(BlockPattern):
         the method, before the dot.
     mlp: an MLP in the middle of the forward (`within`), which then contains it.
     switch: name of an attribute that is false in blocks whose norms follow their sums.
-    others: names of more norms of sums, as of a decoder that attends to an encoder between the two.
+    others: names of more norms of sums, as of a decoder that attends to an encoder between the two. A module may lack
+        them, and parts.
 
     Example:
         >>> from comera.fusion import PreNorm, fuse_, register_block
@@ -49,23 +50,29 @@ class PreNorm(BlockPattern):
     kind = "pre-norm"
     method = "forward"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.first, *self.parts, self.second, *self.others
+
     def obstacle(self, module: nn.Module) -> str | None:
-        reasons = (self._norm_obstacle(module, name) for name in (self.second, *self.others))
+        norms = (self.second, *(name for name in self.others if hasattr(module, name)))
+        reasons = (self._norm_obstacle(module, name) for name in norms)
         return next(filter(None, reasons), None) or replaced_obstacle(module, self)
 
     def _norm_obstacle(self, module: nn.Module, name: str) -> str | None:
         norm = submodule(module, name)
-        if is_rms_norm(norm):
+        if any(isinstance(each.pattern, RMSNorm) for each in known(type(norm))):
             reason = rms_norm_obstacle(norm)
             return f"{name}: {reason}" if reason else None
-        reasons = (modules_obstacle(dropout_of(module, part), norm) for part in self.parts)
+        parts = (part for part in self.parts if hasattr(module, part.partition(".")[0]))
+        reasons = (modules_obstacle(dropout_of(module, part), norm) for part in parts)
         return next(filter(None, reasons), None)
 
     def fused_kind(self, module: nn.Module) -> str:
         post_norm = self.switch is not None and not getattr(module, self.switch)
         return "residual norm" if post_norm else self.kind
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         if traced() or checkpoints(module):
             return self.run_plain(module, *args, **kwargs)
         if args and isinstance(args[0], Tensor) and is_rms_norm(submodule(module, self.first)):

@@ -6,36 +6,22 @@ needs one, add its modules to the table and the family to the tests in tests/uni
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from comera.fusion.causal_lm import CausalLM
-from comera.fusion.decoder_attention import OURS, STOCK, RotaryAttention, attend
+from comera.fusion.decoder_attention import OURS, STOCK, RotaryAttention, attend, stock_obstacle
 from comera.fusion.embedding_norm import EmbeddingNorm
 from comera.fusion.mlp import MLP
 from comera.fusion.norm import RMSNorm
-from comera.fusion.post_norm import PostNorm
+from comera.fusion.post_norm import PostNorm, ResidualNorm
 from comera.fusion.pre_norm import PreNorm
 from comera.fusion.qkv import QKV
-from comera.fusion.registry import BlockPattern, register_block
-from comera.fusion.residual import ResidualNorm, add_and_layer_norm
+from comera.fusion.registry import BlockPattern, Inner, register_block
 
 _Patterns = Mapping[str, BlockPattern | tuple[BlockPattern, ...]]  # by the end of a module's name
-
-
-def _bert_output(layer: Any, input: Tensor, output: Tensor) -> Tensor:
-    return add_and_layer_norm(output, input, layer.output.dropout, layer.output.LayerNorm)[1]
-
-
-def _dropped(mlp: Any, input: Tensor, output: Tensor) -> Tensor:
-    return mlp.dropout(output)  # type: ignore[no-any-return]
-
-
-def _output_dropped(mlp: Any, input: Tensor, output: Tensor) -> Tensor:
-    return mlp.output_dropout(output)  # type: ignore[no-any-return]
-
 
 _BERT_QKV = QKV(("query", "key", "value"))
 _BERT_MLP = MLP(
@@ -43,40 +29,35 @@ _BERT_MLP = MLP(
     ups=("intermediate.dense",),
     activation="intermediate.intermediate_act_fn",
     down="output.dense",
-    finish=_bert_output,
 )
 _LLAMA_QKV = QKV(("q_proj", "k_proj", "v_proj"))
 _LLAMA_MLP = MLP(method="forward", ups=("gate_proj", "up_proj"), activation="act_fn", down="down_proj")
-_GPT2_MLP = MLP(method="forward", ups=("c_fc",), activation="act", down="c_proj", finish=_dropped)
-_OPT_MLP = MLP(method="forward", ups=("fc1",), activation="activation_fn", down="fc2", within=True)
+_GPT2_MLP = MLP(method="forward", ups=("c_fc",), activation="act", down="c_proj")
+_OPT_MLP = MLP(method="forward", ups=("fc1",), activation="activation_fn", down="fc2")
 _T5_MLP = MLP(method="forward", ups=("wi",), activation="act", down="wo", dropout="dropout")
 _T5_GATED_MLP = MLP(method="forward", ups=("wi_0", "wi_1"), activation="act", down="wo", dropout="dropout")
-_DISTILBERT_MLP = MLP(method="ff_chunk", ups=("lin1",), activation="activation", down="lin2", finish=_dropped)
+_DISTILBERT_MLP = MLP(method="ff_chunk", ups=("lin1",), activation="activation", down="lin2")
 _ALBERT_MLP = MLP(method="ff_chunk", ups=("ffn",), activation="activation", down="ffn_output")
 _MODERNBERT_MLP = MLP(method="forward", ups=("Wi",), activation="act", down="Wo", packed=True, dropout="drop")
-_VIT_MLP = MLP(method="forward", ups=("fc1",), activation="activation_fn", down="fc2")
-_BART_MLP = MLP(
-    method="forward", ups=("fc1",), activation="activation_fn", down="fc2", within=True, dropout="activation_dropout"
-)
+_BART_MLP = MLP(method="forward", ups=("fc1",), activation="activation_fn", down="fc2", dropout="activation_dropout")
 _WAV2VEC2_MLP = MLP(
     method="forward",
     ups=("intermediate_dense",),
     activation="intermediate_act_fn",
     down="output_dense",
     dropout="intermediate_dropout",
-    finish=_output_dropped,
 )
 
 _LLAMA_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV))
 # One layer gives all three: there is nothing to gain from QKV by itself.
-_MODERNBERT_ATTENTION = RotaryAttention(QKV(("Wqkv",)), output="Wo", dropout="out_drop")
-_PHI_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV, output="dense", norms=("q_layernorm", "k_layernorm")))
+_MODERNBERT_ATTENTION = RotaryAttention(QKV(("Wqkv",)))
 
 _BERT_EMBEDDINGS = EmbeddingNorm(("token_type_embeddings", "position_embeddings"))
 _BERT: _Patterns = {
     "Embeddings": _BERT_EMBEDDINGS,
     "SelfAttention": _BERT_QKV,
     "Layer": _BERT_MLP,
+    "Intermediate": Inner(),
     "SelfOutput": ResidualNorm(),
     "Output": ResidualNorm(),
 }
@@ -124,7 +105,7 @@ _MBART: _Patterns = {
     "EncoderLayer": (_BART_MLP, _MBART_BLOCK),
     "DecoderLayer": (_BART_MLP, _MBART_CROSS_BLOCK),
 }
-_CLIP: _Patterns = {"Attention": _LLAMA_QKV, "MLP": _VIT_MLP, "EncoderLayer": _CLIP_BLOCK}
+_CLIP: _Patterns = {"Attention": _LLAMA_QKV, "MLP": _OPT_MLP, "EncoderLayer": _CLIP_BLOCK}
 _WAV2VEC2: _Patterns = {
     "Attention": _LLAMA_QKV,
     "FeedForward": _WAV2VEC2_MLP,
@@ -146,8 +127,7 @@ _SCALED: _Patterns = {
     "RMSNorm": RMSNorm(eps="variance_epsilon"),
 }
 _LLAMA = {**_SCALED, "DecoderLayer": PreNorm(), "ForCausalLM": CausalLM()}
-_GEMMA2 = {**_SCALED, "Attention": _LLAMA_QKV, "RMSNorm": RMSNorm(offset=1.0)}  # caps its scores
-_GEMMA3 = {**_GEMMA2, "Attention": _LLAMA_ATTENTION}
+_GEMMA3 = {**_SCALED, "RMSNorm": RMSNorm(offset=1.0)}
 _GEMMA = {**_GEMMA3, "DecoderLayer": PreNorm(), "ForCausalLM": CausalLM()}
 
 # family: where its modules are defined, and the prefix of their names
@@ -162,10 +142,10 @@ FAMILIES: dict[str, _Patterns] = {
         "MLP": _MODERNBERT_MLP,
         "EncoderLayer": _MODERNBERT_BLOCK,
     },
-    "vit.modeling_vit.ViT": {"Attention": _LLAMA_QKV, "MLP": _VIT_MLP, "Layer": _VIT_BLOCK},
+    "vit.modeling_vit.ViT": {"Attention": _LLAMA_QKV, "MLP": _OPT_MLP, "Layer": _VIT_BLOCK},
     "dinov2.modeling_dinov2.Dinov2": {
         "Attention": _LLAMA_QKV,
-        "MLP": _VIT_MLP,
+        "MLP": _OPT_MLP,
         "SwiGLUFFN": _LLAMA_MLP,
         "Layer": _DINOV2_BLOCK,
     },
@@ -180,12 +160,12 @@ FAMILIES: dict[str, _Patterns] = {
     "mistral.modeling_mistral.Mistral": _LLAMA,
     "qwen2.modeling_qwen2.Qwen2": _LLAMA,
     "qwen3.modeling_qwen3.Qwen3": _LLAMA,
-    "smollm3.modeling_smollm3.SmolLM3": {**_LLAMA, "Attention": _LLAMA_QKV},  # without positions in some layers
+    "smollm3.modeling_smollm3.SmolLM3": _LLAMA,
     "granite.modeling_granite.Granite": _SCALED,
     "gemma.modeling_gemma.Gemma": _GEMMA,
-    "gemma2.modeling_gemma2.Gemma2": _GEMMA2,
+    "gemma2.modeling_gemma2.Gemma2": _GEMMA3,
     "gemma3.modeling_gemma3.Gemma3": _GEMMA3,
-    "phi.modeling_phi.Phi": {"Attention": _PHI_ATTENTION, "MLP": _VIT_MLP},
+    "phi.modeling_phi.Phi": {"Attention": _LLAMA_ATTENTION, "MLP": _OPT_MLP},
     "opt.modeling_opt.OPT": _OPT,
     "gpt2.modeling_gpt2.GPT2": {"MLP": _GPT2_MLP, "Block": _GPT2_BLOCK, "LMHeadModel": CausalLM()},
 }
@@ -203,24 +183,32 @@ def fuse_attention_(model: nn.Module, *, enabled: bool) -> tuple[list[str], dict
     if library is None:
         return [], {}
     _register()
-    swap = OURS if enabled else {ours: stock for stock, ours in OURS.items()}
-    fused: list[str] = []
-    left: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, library.PreTrainedModel):
-            if (other := swap.get(module.config._attn_implementation)) is not None:
-                module.set_attn_implementation(other)
-            if module.config._attn_implementation in swap.values():
-                fused.append(name)
-            else:
-                left[name] = _attention_obstacle(module.config._attn_implementation)
-    return fused, left
+    back = {ours: stock for stock, ours in OURS.items()}
+    for config in _configs(model):
+        config._attn_implementation_internal = back.get(config._attn_implementation, config._attn_implementation)
+    names = {name: module for name, module in model.named_modules() if isinstance(module, library.PreTrainedModel)}
+    reasons = {name: reason for name, module in names.items() if (reason := _attention_obstacle(module))}
+    fused = [name for name in names if name not in reasons]
+    kept = {id(names[name].config) for name in reasons}
+    for config in (config for name in fused for config in _configs(names[name]) if enabled and id(config) not in kept):
+        config._attn_implementation_internal = OURS.get(config._attn_implementation, config._attn_implementation)
+    return fused, reasons
 
 
-def _attention_obstacle(used: str) -> str:
-    if used == STOCK:
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The configurations by which modules of transformers choose their attention."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return (config for config in found if hasattr(config, "_attn_implementation_internal"))
+
+
+def _attention_obstacle(model: Any) -> str | None:
+    """Why a model cannot use our attention; None if it can."""
+    used = model.config._attn_implementation
+    if used not in OURS:
+        return f"it uses the attention {used!r}, not {STOCK!r}"
+    if not model._can_set_attn_implementation():
         return "its code calls torch's attention itself"
-    return f"it uses the attention {used!r}, not {STOCK!r}"
+    return stock_obstacle(sys.modules.get(type(model).__module__))
 
 
 def _register() -> None:
