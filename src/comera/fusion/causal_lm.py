@@ -14,6 +14,7 @@ from comera.fusion.lazy import Lazy
 from comera.fusion.merge_cache import MergeCache, cache_of
 from comera.fusion.registry import (
     BlockPattern,
+    Instead,
     StandIn,
     all_calls_are_seen,
     call_obstacle,
@@ -48,10 +49,6 @@ class CausalLM(BlockPattern):
     kind = "loss"
     method = "forward"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.head, "loss_function"
-
     def obstacle(self, module: nn.Module) -> str | None:
         if reason := _head_obstacle(submodule(module, self.head)):
             return f"{self.head} {reason}"
@@ -69,7 +66,7 @@ class CausalLM(BlockPattern):
                 return module.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **others)  # type: ignore[operator]
             return _causal_lm_loss(logits.hidden, labels, layer, cache, **others)
 
-        given = {self.head: partial(_Logits, layer), "loss_function": loss}
+        given = {self.head: Instead(layer, partial(_Logits, layer)), "loss_function": loss}
         output = self.run_plain(StandIn(module, given), *args, **kwargs)
         output.logits = None if isinstance(output.logits, _Logits) else output.logits
         return output

@@ -1,6 +1,7 @@
 """The LayerNorm of a sum of embeddings, in one pass over memory (ops/residual_norm.py)."""
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 from comera.fusion.lazy import value_of
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, call_obstacle, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, Instead, StandIn, call_obstacle, replaced_obstacle, submodule
 from comera.fusion.residual import modules_obstacle
-from comera.fusion.sums import NO_DROPOUT, Norm, Sum
+from comera.fusion.sums import NO_DROPOUT, Sum, norm_of_sums
 from comera.kernels.tracing import traced
 from comera.ops.dtypes import autocast_dtype
 from comera.ops.residual_norm import residual_layer_norm
@@ -47,10 +48,6 @@ class EmbeddingNorm(BlockPattern):
     kind = "embedding norm"
     method = "forward"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return *self.tables, self.norm
-
     def obstacle(self, module: nn.Module) -> str | None:
         for name in self.tables:
             if (reason := _table_obstacle(name, submodule(module, name))) is not None:
@@ -60,8 +57,9 @@ class EmbeddingNorm(BlockPattern):
     def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         if traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
-        given: dict[str, Any] = {name: _Table(submodule(module, name)) for name in self.tables}
-        given[self.norm] = Norm(submodule(module, self.norm))
+        tables = {name: submodule(module, name) for name in self.tables}
+        given = {name: Instead(table, partial(_rows, table)) for name, table in tables.items()}
+        given[self.norm] = norm_of_sums(submodule(module, self.norm))
         return self.run_plain(StandIn(module, given), *args, **kwargs)
 
 
@@ -74,19 +72,14 @@ def _table_obstacle(name: str, table: nn.Module) -> str | None:
     return f"{name} {reason}" if (reason := call_obstacle(table)) else None
 
 
-class _Table:
-    """A table whose rows wait for what they are added to."""
-
-    def __init__(self, layer: nn.Embedding) -> None:
-        self._layer = layer
-
-    def __call__(self, ids: Tensor) -> "_Rows":
-        rows = self._layer.num_embeddings
-        if ids.numel() <= rows:  # of a large table those that are wanted
-            return _Rows.of(self._layer(ids))
-        if self._layer.padding_idx is None:
-            return _Rows(self._layer.weight, ids)
-        return _Rows(self._layer(torch.arange(rows, device=ids.device)), ids)  # whose gradient knows of the padding
+def _rows(layer: nn.Embedding, ids: Tensor) -> "_Rows":
+    """The rows of a table, which wait for what they are added to."""
+    rows = layer.num_embeddings
+    if ids.numel() <= rows:  # of a large table those that are wanted
+        return _Rows.of(layer(ids))
+    if layer.padding_idx is None:
+        return _Rows(layer.weight, ids)
+    return _Rows(layer(torch.arange(rows, device=ids.device)), ids)  # whose gradient knows of the padding
 
 
 class _Rows(Sum):

@@ -15,6 +15,7 @@ from comera.fusion.lazy import Lazy, value_of
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import (
     BlockPattern,
+    Instead,
     StandIn,
     around_obstacle,
     call_obstacle,
@@ -99,10 +100,6 @@ class MLP(BlockPattern):
     within: bool = False
     kind = "mlp"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return *self.ups, self.activation, self.down
-
     def obstacle(self, module: nn.Module) -> str | None:
         act = submodule(module, self.activation)
         if (activation := self._activation(module)) is None:
@@ -113,7 +110,8 @@ class MLP(BlockPattern):
             return f"the function of {self.activation} was replaced by someone else"
         if (replaced := replaced_obstacle(module, self)) is not None:
             return replaced
-        return next(filter(None, (around_obstacle(module, name) for name in self.names)), None)
+        names = (*self.ups, self.activation, self.down)
+        return next(filter(None, (around_obstacle(module, name) for name in names)), None)
 
     def fused_kind(self, module: nn.Module) -> str:
         if not self._drops(module) and not layers_obstacle(module, (*self.ups, self.down)):
@@ -135,13 +133,13 @@ class MLP(BlockPattern):
             return {}
         call = _Call(self, module, cache, activation)
         given: dict[str, Any] = {
-            name: _Stage(submodule(module, name), partial(_Hidden, call, stage=stage))
+            name: Instead(submodule(module, name), partial(_Hidden, call, stage=stage))
             for name, stage in zip(self.ups, ("both",) if self.packed else ("first", "second"), strict=False)
         }
-        given[self.activation] = _Stage(submodule(module, self.activation), call.activate)
-        given[self.down] = _Stage(submodule(module, self.down), call.output)
+        given[self.activation] = Instead(submodule(module, self.activation), call.activate)
+        given[self.down] = Instead(submodule(module, self.down), call.output)
         if self.dropout and isinstance(dropout := submodule(module, self.dropout), nn.Module):
-            given[self.dropout] = _Stage(dropout, lambda h: h if _does_nothing(dropout) else dropout(value_of(h)))
+            given[self.dropout] = Instead(dropout, lambda h: h if _does_nothing(dropout) else dropout(value_of(h)))
         return given
 
     @property
@@ -164,19 +162,6 @@ class MLP(BlockPattern):
         if isinstance(act, nn.Module):
             return _MODULES.get(f"{type(act).__module__}.{type(act).__qualname__}")
         return next((name for function, name in _FUNCTIONS if function is act), None)
-
-
-class _Stage:
-    """Stands in for a layer in one call of its module."""
-
-    def __init__(self, layer: Any, run: Callable[[Any], Any]) -> None:
-        self._layer, self._run = layer, run
-
-    def __call__(self, input: Any) -> Any:
-        return self._run(input)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
 
 
 class _Call:

@@ -42,10 +42,6 @@ class RMSNorm(BlockPattern):
     method = "forward"
     replaced = True
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.weight, self.eps
-
     def obstacle(self, module: nn.Module) -> str | None:
         for name, kind in ((self.weight, Tensor), (self.eps, float)):
             if not isinstance(getattr(module, name), kind):

@@ -47,10 +47,6 @@ class PostNorm(BlockPattern):
     kind = "residual norm"
     method = "forward"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for both in self.sums for name in both)
-
     def obstacle(self, module: nn.Module) -> str | None:
         if getattr(module, "chunk_size_feed_forward", 0):
             return "it computes its MLP in chunks"
@@ -103,10 +99,6 @@ class ResidualNorm(BlockPattern):
     norm: str = "LayerNorm"
     kind = "residual norm"
     method = "forward"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.dense, self.dropout, self.norm
 
     @property
     def _post_norm(self) -> PostNorm:

@@ -50,10 +50,6 @@ class PreNorm(BlockPattern):
     kind = "pre-norm"
     method = "forward"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.first, *self.parts, self.second, *self.others
-
     def obstacle(self, module: nn.Module) -> str | None:
         norms = (self.second, *(name for name in self.others if hasattr(module, name)))
         reasons = (self._norm_obstacle(module, name) for name in norms)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, layers_obstacle, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, Instead, StandIn, layers_obstacle, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linears
@@ -43,10 +44,6 @@ class QKV(BlockPattern):
     method = "forward"
     whole = False  # it is the same however positions turn queries and keys
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.layers
-
     def obstacle(self, module: nn.Module) -> str | None:
         return replaced_obstacle(module, self) or layers_obstacle(module, self.layers, (TTLinear, BTTLinear))
 
@@ -61,7 +58,7 @@ class QKV(BlockPattern):
             return {}
         names = self.layers if kwargs.get("key_value_states") is None else self.layers[1:]
         product = _Product([submodule(module, name) for name in names], cache)
-        return {name: _Output(product, k) for k, name in enumerate(names)}
+        return {name: Instead(product.layers[k], partial(product.output, k)) for k, name in enumerate(names)}
 
 
 class _Product:
@@ -93,16 +90,3 @@ class _Product:
         with without_autocast(input):
             ys_BO = low_rank(x_BI.to(autocast_dtype(input) or input.dtype), *factors)
         return [y_BO.view(*input.shape[:-1], y_BO.shape[1]) for y_BO in ys_BO]
-
-
-class _Output:
-    """Stands in for one of the layers."""
-
-    def __init__(self, product: _Product, number: int) -> None:
-        self._product, self._number = product, number
-
-    def __call__(self, input: Tensor) -> Any:
-        return self._product.output(self._number, input)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._product.layers[self._number], name)

@@ -2,8 +2,9 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from types import FunctionType, MethodType, ModuleType
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_leaves
 
 from comera.errors import ConversionError
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.same_code import Code, code_of, forget
+from comera.fusion.same_code import Code, code_of, forget, original
 from comera.kernels.tracing import traced
 from comera.nn.adapted import Adapted
 from comera.nn.linear import TTLinear
@@ -52,8 +54,11 @@ class BlockPattern(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the module's attributes that the method reads, and that the part is about."""
-        return ()
+        """Names of the module's attributes that the method reads: all names among the fields of the pattern."""
+        own: list[str] = [field.name for field in fields(self)] if is_dataclass(self) else []
+        leaves = tree_leaves([getattr(self, name) for name in own if name != "method"])
+        found = (leaf.names if isinstance(leaf, BlockPattern) else (leaf,) for leaf in leaves)
+        return tuple(name for names in found for name in names if isinstance(name, str))
 
     @abstractmethod
     def obstacle(self, module: nn.Module) -> str | None:
@@ -136,6 +141,19 @@ class StandIn:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
+
+
+class Instead:
+    """Stands in for a layer in one call of its module: it computes something else, and looks like the layer."""
+
+    def __init__(self, layer: Any, run: Callable[[Any], Any]) -> None:
+        self._layer, self._run = layer, run
+
+    def __call__(self, input: Any) -> Any:
+        return self._run(input)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
 
 def own_type(module: nn.Module | StandIn) -> type[nn.Module]:
@@ -268,7 +286,8 @@ def _copied(kind: type[nn.Module], registered: type[nn.Module] | str, entry: _En
     """The patterns of a registered type that are for the code of another one, too."""
     for pattern in entry.patterns:
         code = code_of(kind, pattern.method, whole=pattern.whole)
-        named = all(name.partition(".")[0] in code.names for name in pattern.names)
+        known_names = code.names | (original(kind, pattern.method).names if code.changed else set())
+        named = all(name.partition(".")[0] in known_names for name in pattern.names)
         other = registered
         if named and isinstance(registered, str):
             path, _, name = registered.rpartition(".")
@@ -277,6 +296,8 @@ def _copied(kind: type[nn.Module], registered: type[nn.Module] | str, entry: _En
             reference = _checked(other, pattern, entry)
             if reference.reason is None and code.content == reference.code.content:
                 yield Known(pattern, code, reference.own)
+            elif code.changed and original(kind, pattern.method).content == original(other, pattern.method).content:
+                yield Known(pattern, code, False, code.changed)
 
 
 def resolved(path: str, user: str) -> ModuleType | None:

@@ -98,28 +98,17 @@ def forget() -> None:
     _codes.clear()
 
 
-def same_code(one: type, other: type, method: str, *, whole: bool = True) -> bool:
-    """Whether a method of one class is that of another, or a copy of it. whole: with what it calls of class and file.
-
-    Example:
-        >>> from comera.fusion.same_code import same_code
-        >>> class Twice:
-        ...     def run(self, x):
-        ...         return self.factor() * x
-        ...     def factor(self):
-        ...         return 2
-        >>> class Double:
-        ...     def run(self, x):
-        ...         return self.factor() * x
-        ...     def factor(self):
-        ...         return 2
-        >>> class Triple(Double):
-        ...     def factor(self):
-        ...         return 3
-        >>> same_code(Twice, Double, "run"), same_code(Twice, Triple, "run")
-        (True, False)
-    """
-    return code_of(one, method, whole=whole).content == code_of(other, method, whole=whole).content
+def original(kind: type, method: str) -> Code:
+    """A method by itself as the file of its class has it, whatever is in its place by now."""
+    code = Code()
+    for holder in kind.__mro__:
+        if method in vars(holder):
+            shipped = (_shipped(holder.__module__) or {}).get(f"{holder.__qualname__}.{method}")
+            if shipped:
+                code = reader = _Reader(kind, False)
+                reader.instructions(shipped[-1], vars(sys.modules[holder.__module__]))
+            break
+    return code
 
 
 class _Reader(Code):
@@ -157,7 +146,7 @@ class _Reader(Code):
             return
         self._seen.add(function)
         self.content += (function.__defaults__, tuple((function.__kwdefaults__ or {}).items()))
-        self._instructions(function.__code__, function.__globals__)
+        self.instructions(function.__code__, function.__globals__)
         wrapped = getattr(function, "__wrapped__", None)
         if isinstance(wrapped, FunctionType):
             self._around.append(function)
@@ -170,14 +159,14 @@ class _Reader(Code):
             elif held is not wrapped and held is not self._owner:
                 self.content.append(_value(held))
 
-    def _instructions(self, code: CodeType, outside: dict[str, Any]) -> None:
+    def instructions(self, code: CodeType, outside: dict[str, Any]) -> None:
         content = self.content
         content.append((code.co_code, code.co_exceptiontable, code.co_varnames, code.co_flags, code.co_argcount))
         if "__class__" in code.co_freevars:  # super()
             content.append(self._owner)
         for value in code.co_consts[_has_docstring(code) :]:
             if isinstance(value, CodeType):
-                self._instructions(value, outside)
+                self.instructions(value, outside)
             else:
                 content.append((type(value), value))
         self.names.update(code.co_names)

@@ -1,7 +1,7 @@
 """Residual sums that wait for their norm, so that both are one operation (ops/residual_norm.py).
 
 A block's own code runs on a stand-in (registry.py). In it a `Part`, such as attention, returns a term, which waits for
-its dropout and for what it is added to; a `Norm` computes the sum together with itself.
+its dropout and for what it is added to; a norm computes the sum together with itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from comera.fusion.dropout import Dropout
 from comera.fusion.lazy import Lazy, value_of, values_of
 from comera.fusion.norm import add_and_rms_norm
-from comera.fusion.registry import Fused, StandIn, call_obstacle, is_replaced, own_type, submodule
+from comera.fusion.registry import Fused, Instead, StandIn, call_obstacle, is_replaced, own_type, submodule
 from comera.fusion.residual import add_and_layer_norm
 
 NO_DROPOUT = nn.Dropout(0.0).eval()
@@ -45,7 +45,7 @@ def run_with_sums(
             replaced[name] = Part(given[name] if name in given else getattr(module, name), dropout if known else "")
     for name in norms:
         if hasattr(module, name):
-            replaced[name] = Norm(submodule(module, name))
+            replaced[name] = norm_of_sums(submodule(module, name))
     return values_of(getattr(own_type(module), method)(StandIn.of(module, replaced), *args, **kwargs))
 
 
@@ -102,14 +102,9 @@ def _term(result: Any) -> "Sum":
     return result if isinstance(result, Sum) else Sum(value_of(result))
 
 
-class Norm(StandIn):
-    """A norm that computes the sum before it, too. Callers may look at its weight and its eps."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__(norm, {})
-
-    def __call__(self, input: Any) -> Any:
-        return input.normed(self._module) if isinstance(input, Sum) else self._module(input)
+def norm_of_sums(norm: nn.Module) -> Instead:
+    """In place of a norm: one that computes the sum before it, too."""
+    return Instead(norm, lambda input: input.normed(norm) if isinstance(input, Sum) else norm(input))
 
 
 class Sum(Lazy):
