@@ -15,6 +15,7 @@ from comera.fusion.causal_lm import CausalLM
 from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache, caches
 from comera.fusion.registry import BlockPattern, Fused, Inner, known, read_anew
+from comera.fusion.same_code import code_of
 from comera.fusion.transformers import fuse_attention_
 from comera.kernels import select
 from comera.nn.linear import BTTLinear, TTLinear
@@ -165,10 +166,8 @@ def is_fused(model: nn.Module) -> bool:
 
 def _swap_dropouts_(model: nn.Module, *, enabled: bool) -> int:
     """Let dropouts draw as wanted, under another class but as the same objects; returns how many there are."""
-    before, after = (nn.Dropout, Dropout) if enabled else (Dropout, nn.Dropout)
-    count = 0
-    for module in model.modules():
-        if type(module) in (before, after):
-            module.__class__ = after
-            count += 1
-    return count
+    found = [module for module in model.modules() if type(module) in (nn.Dropout, Dropout)]
+    changed = code_of(nn.Dropout, "forward").changed_whole
+    for module in found:
+        module.__class__ = Dropout if enabled and not changed else nn.Dropout
+    return 0 if changed else len(found)

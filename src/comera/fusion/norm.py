@@ -49,7 +49,7 @@ class RMSNorm(BlockPattern):
         return replaced_obstacle(module, self)
 
     def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or traced() or not self.fits(module, *args):
+        if len(args) != 1 or kwargs or traced() or self.obstacle(module) or not self.fits(module, *args):
             return self.run_plain(module, *args, **kwargs)
         return self.after_sum(None, args[0], module)[1]
 

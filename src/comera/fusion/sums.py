@@ -4,7 +4,7 @@ A block's own code runs on a stand-in (registry.py). In it a `Part`, such as att
 its dropout and for what it is added to; a norm computes the sum together with itself.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from inspect import Signature, ismethod, signature
 from typing import Any
@@ -12,41 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.dropout import Dropout
-from comera.fusion.lazy import Lazy, value_of, values_of
+from comera.fusion.lazy import Lazy, value_of
 from comera.fusion.norm import add_and_rms_norm
-from comera.fusion.registry import Fused, Instead, StandIn, call_obstacle, is_replaced, own_type, submodule
+from comera.fusion.registry import Fused, Instead, StandIn, call_obstacle, is_hooked, submodule
 from comera.fusion.residual import add_and_layer_norm
+from comera.fusion.same_code import code_of
 
 NO_DROPOUT = nn.Dropout(0.0).eval()
-
-
-def run_with_sums(
-    module: nn.Module,
-    method: str,
-    parts: Sequence[str],
-    norms: Sequence[str],
-    given: Mapping[str, Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """What a method of a module's class returns, with its residual sums left to its norms.
-
-    parts: names of what is added: modules; methods, of whose results the first counts; or dropouts. In a dotted name,
-        "attention.dropout", the dropout is the last step of the module, or of the method, before the dot.
-    norms: names of the norms that may follow. Parts and norms that this module does not have are left out.
-    given: other stand-ins, by name; a part may be among them.
-    """
-    replaced = dict(given)
-    for path in parts:
-        name, _, dropout = path.partition(".")
-        if hasattr(module, name):
-            known = not is_replaced(module, name)  # a method of somebody else may end otherwise
-            replaced[name] = Part(given[name] if name in given else getattr(module, name), dropout if known else "")
-    for name in norms:
-        if hasattr(module, name):
-            replaced[name] = norm_of_sums(submodule(module, name))
-    return values_of(getattr(own_type(module), method)(StandIn.of(module, replaced), *args, **kwargs))
 
 
 def is_dropout(part: Any) -> bool:
@@ -86,7 +58,7 @@ class Part:
     def _with_waiting_dropout(self) -> Callable[..., Any]:
         """The part, whose dropout waits for the sum where nothing stands in the way."""
         part = self._part
-        if not self._dropout or (isinstance(part, nn.Module) and (call_obstacle(part) or "forward" in vars(part))):
+        if not self._dropout or (isinstance(part, nn.Module) and _must_be_called(part)):
             return part  # type: ignore[no-any-return]
         owner: Any = part.module if isinstance(part, Fused) else part.__self__ if ismethod(part) else part
         dropout = submodule(owner, self._dropout)
@@ -96,6 +68,11 @@ class Part:
         if isinstance(part, Fused):
             return partial(part.run, waiting)
         return partial(part.__func__ if ismethod(part) else type(part).forward, waiting)
+
+
+def _must_be_called(part: nn.Module) -> bool:
+    own = "forward" in vars(part) or code_of(type(part), "forward", whole=False).changed
+    return bool(own) or is_hooked(part)
 
 
 def _term(result: Any) -> "Sum":

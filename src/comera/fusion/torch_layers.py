@@ -5,8 +5,8 @@ forward runs as it is, on a stand-in that shows it the weights of the layer.
 """
 
 from comera.fusion.mlp import MLP
-from comera.fusion.pre_norm import PreNorm
 from comera.fusion.registry import register_block
+from comera.fusion.residual_blocks import PreNorm
 
 _MLP = MLP("_ff_block", ups=("linear1",), activation="activation", down="linear2", dropout="dropout")
 # The same names whether norms come first or not; in the latter case every norm follows a sum.

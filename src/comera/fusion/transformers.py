@@ -17,10 +17,9 @@ from comera.fusion.decoder_attention import OURS, STOCK, RotaryAttention, attend
 from comera.fusion.embedding_norm import EmbeddingNorm
 from comera.fusion.mlp import MLP
 from comera.fusion.norm import RMSNorm
-from comera.fusion.post_norm import PostNorm, ResidualNorm
-from comera.fusion.pre_norm import PreNorm
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, Inner, register_block
+from comera.fusion.residual_blocks import PostNorm, PreNorm, ResidualNorm
 
 _LLAMA_QKV = QKV(("q_proj", "k_proj", "v_proj"))
 _LLAMA_ATTENTION = (_LLAMA_QKV, RotaryAttention(_LLAMA_QKV))
