@@ -6,11 +6,9 @@ from comera.fusion.fuse import FuseReport, FuseRow, fuse_
 from comera.fusion.merge_cache import MergeCache, accumulating
 from comera.fusion.mlp import MLP
 from comera.fusion.norm import RMSNorm
-from comera.fusion.post_norm import PostNorm
-from comera.fusion.pre_norm import PreNorm
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, register_block
-from comera.fusion.residual import ResidualNorm
+from comera.fusion.residual_blocks import PostNorm, PreNorm, ResidualNorm
 
 __all__ = [
     "MLP",

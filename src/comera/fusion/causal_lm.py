@@ -1,23 +1,28 @@
 """The loss of a causal language model in training, without its logits ever being held whole (ops/cross_entropy.py)."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera.fusion.lazy import Lazy
 from comera.fusion.merge_cache import MergeCache, cache_of
 from comera.fusion.registry import (
     BlockPattern,
+    Instead,
     StandIn,
+    all_calls_are_seen,
+    call_obstacle,
     in_fp8,
-    is_hooked,
-    passed_on,
     replaced_obstacle,
     submodule,
 )
+from comera.fusion.same_code import code_of
 from comera.kernels import select
 from comera.kernels.tracing import traced
 from comera.nn.adapted import Adapted
@@ -37,7 +42,7 @@ class CausalLM(BlockPattern):
     """How a causal language model holds its head: `loss_function(logits=head(hidden), labels=labels, ...)`, as in
     transformers.
 
-    head: name of the output layer. Nothing may be computed between head and loss.
+    head: name of the output layer. Whatever a forward computes between head and loss, it computes from the logits.
     """
 
     head: str = "lm_head"
@@ -47,23 +52,47 @@ class CausalLM(BlockPattern):
     def obstacle(self, module: nn.Module) -> str | None:
         if reason := _head_obstacle(submodule(module, self.head)):
             return f"{self.head} {reason}"
-        loss = getattr(module.loss_function, "__name__", "an object of the user's")
-        return replaced_obstacle(module, self) or (None if loss == _LOSS else f"its loss is {loss}, not {_LOSS}")
+        return replaced_obstacle(module, self) or _loss_obstacle(module.loss_function)
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         trained = kwargs.get("labels") is not None and module.training and torch.is_grad_enabled()
         usual = kwargs.get("return_dict") is not False and "logits_to_keep" not in kwargs
         if not (trained and usual) or traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
         layer = submodule(module, self.head)
 
-        def loss(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
-            return _causal_lm_loss(logits, labels, layer, cache, **others)
+        def loss(logits: Any, labels: Tensor, vocab_size: int, **others: Any) -> Any:
+            if not isinstance(logits, _Logits):
+                return module.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **others)  # type: ignore[operator]
+            return _causal_lm_loss(logits.hidden, labels, layer, cache, **others)
 
-        standing_in = StandIn(module, {self.head: passed_on, "loss_function": loss})
-        output = self.run_plain(standing_in, *args, **kwargs)
-        output.logits = None
+        given = {self.head: Instead(layer, partial(_Logits, layer)), "loss_function": loss}
+        output = self.run_plain(StandIn(module, given), *args, **kwargs)
+        output.logits = None if isinstance(output.logits, _Logits) else output.logits
         return output
+
+
+class _Logits(Lazy):
+    """Logits that nobody but the loss has asked for."""
+
+    def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
+        super().__init__()
+        self._layer, self.hidden = layer, hidden
+
+    def compute(self) -> Tensor:
+        logits: Tensor = self._layer(self.hidden)
+        return logits
+
+    def contiguous(self) -> "_Logits":
+        """The same."""
+        return self
+
+
+def _loss_obstacle(loss: Any) -> str | None:
+    file = sys.modules.get("transformers.loss.loss_utils")
+    if file is None or loss is not getattr(file, _LOSS):
+        return f"its loss is {getattr(loss, '__name__', 'an object of the user')}, not {_LOSS}"
+    return code_of(file, _LOSS).changed_whole
 
 
 def _causal_lm_loss(
@@ -95,10 +124,10 @@ def head_loss(model: nn.Module, head: nn.Module, x_BI: Tensor, labels_B: Tensor,
         x_BI: the rows that the head reads. labels_B: int64, in [0, classes) or `ignored`.
 
     Returns:
-        None outside of training, in a trace, for a model that is not fused and for a head that is not supported: then
-        the head makes its logits.
+        None outside of training, in a trace, for a model that is not fused, for a head that is not supported and while
+        somebody looks at all calls: then the head makes its logits.
     """
-    if not (model.training and torch.is_grad_enabled()) or traced() or _head_obstacle(head):
+    if not (model.training and torch.is_grad_enabled()) or traced() or _head_obstacle(head) or all_calls_are_seen():
         return None
     cache = cache_of(model)
     return None if cache is None else _head_loss(head, x_BI, labels_B, cache, ignored)
@@ -112,9 +141,7 @@ def _head_obstacle(head: nn.Module) -> str | None:
         return f"is a {type(head).__name__}, not an nn.Linear, TTLinear, BTTLinear or TTMProjection"
     if isinstance(head, TTLinear) and head.spec.activation:
         return "has an activation between its factors"
-    if is_hooked(head):
-        return "has hooks"
-    return "computes in FP8" if in_fp8(head) else None
+    return call_obstacle(head) or ("computes in FP8" if in_fp8(head) else None)
 
 
 def _head_loss(layer: nn.Module, x_BI: Tensor, labels_B: Tensor, cache: MergeCache, ignored: int) -> Tensor:

@@ -1,10 +1,13 @@
 """The attention of Hugging Face's models: rotary embedding and causal attention as one operation each (ops/).
 
-`attend` is what their modules call for attention, by the names in `OURS`; `RotaryAttention` is the forward of such a
-module, written out.
+`attend` is what their modules call for attention, by the names in `OURS`. `RotaryAttention` runs the forward of such a
+module with another rotary embedding.
 """
 
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +15,8 @@ from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.qkv import QKV
-from comera.fusion.registry import BlockPattern, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, StandIn, own_type, replaced_obstacle, resolved
+from comera.fusion.same_code import code_of, held_by, innermost
 from comera.kernels.tracing import traced
 from comera.ops.attention import attention
 from comera.ops.rotary import rotary
@@ -25,16 +29,18 @@ is made and none checked, so steps do not synchronize."""
 OURS = {STOCK: "comera", CAUSAL: "comera_causal"}
 """Names of our attention by those that it replaces."""
 
-_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+_ROTARY = "apply_rotary_pos_emb"
+_ROTARIES = ("transformers.models.llama.modeling_llama", "transformers.models.modernbert.modeling_modernbert")
+"""Modules of transformers whose function of that name computes what `rotary` does."""
 
 
 @dataclass(frozen=True)
 class RotaryAttention(BlockPattern):
-    """How an attention module with rotary embedding holds its parts, for a forward as Llama's.
+    """How an attention module with rotary embedding holds its parts: its forward calls `apply_rotary_pos_emb` of its
+    file, as Llama's does.
 
     qkv: its projections, which run as one product where they can; or one layer that gives all three concatenated.
-    output: name of the layer after attention. dropout: of what follows that. norms: names of the norms of each head's
-    queries and keys, in modules that have them.
+    output, norms, dropout: of no effect any more; the forward itself calls what they name.
 
     Example:
         >>> from comera.fusion import QKV, RotaryAttention, fuse_, register_block
@@ -54,41 +60,53 @@ class RotaryAttention(BlockPattern):
     dropout: str | None = None
     kind = "rotary attention"
     method = "forward"
+    whole = False  # but for the rotary embedding
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.qkv.names, _ROTARY
 
     def obstacle(self, module: nn.Module) -> str | None:
-        name = module.config._attn_implementation  # type: ignore[union-attr]
-        other = None if name in (*OURS, *OURS.values()) else f"it uses the attention {name!r}, not {STOCK!r}"
-        return replaced_obstacle(module, self) or other
+        if (reason := replaced_obstacle(module, self)) is not None:
+            return reason
+        used = innermost(own_type(module).forward).__globals__.get(_ROTARY)
+        return None if _is_known_rotary(used) else f"its {_ROTARY} is not one that is known"
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        others = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        x_BTI, angles, mask, past = (others.pop(name, None) for name in _ARGUMENTS)
-        unknown = len(args) > len(_ARGUMENTS) or angles is None or others.get("output_attentions")
-        if unknown or not isinstance(x_BTI, Tensor) or x_BTI.ndim != 3 or traced() or self.obstacle(module):
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
+        if traced() or self.obstacle(module):
             return self.qkv.run(module, cache, *args, **kwargs)
-        return self._run(module, cache, x_BTI, angles, mask, past, others), None
+        forward = _with_globals(own_type(module).forward, {_ROTARY: _turned})
+        return forward(StandIn(module, self.qkv.stand_ins(module, cache, **kwargs)), *args, **kwargs)
 
-    def _run(
-        self, module: Any, cache: MergeCache, x_BTI: Tensor, angles: Any, mask: Any, past: Any, others: dict[str, Any]
-    ) -> Tensor:
-        """Projections, norms, rotary embedding, the cache of generation, attention, output."""
-        outputs = self.qkv.outputs(module, cache, x_BTI)
-        if outputs is None:
-            outputs = [submodule(module, name)(x_BTI) for name in self.qkv.layers]
-        if len(outputs) == 1:
-            outputs = list(outputs[0].chunk(3, -1))
-        q, k, v = (y_BTO.unflatten(-1, (-1, module.head_dim)) for y_BTO in outputs)
-        if hasattr(module, self.norms[0]):
-            q, k = (submodule(module, name)(heads) for name, heads in zip(self.norms, (q, k), strict=True))
-        q, k, v = (heads_BTHD.transpose(1, 2) for heads_BTHD in (q, k, v))
-        q, k = rotary(q, k, *angles)
-        if past is not None:
-            k, v = past.update(k, v, module.layer_idx)
-        dropout = module.attention_dropout if module.training else 0.0
-        scaling = getattr(module, "scaling", None)  # None: by the width of a head
-        o_BTHD, _ = attend(module, q, k, v, mask, dropout=dropout, scaling=scaling, **others)
-        y_BTO: Tensor = submodule(module, self.output)(o_BTHD.flatten(2))
-        return submodule(module, self.dropout)(y_BTO) if self.dropout else y_BTO  # type: ignore[no-any-return]
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """transformers' `apply_rotary_pos_emb`."""
+    if unsqueeze_dim == 1:
+        return rotary(q, k, cos, sin)
+    q, k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _is_known_rotary(function: Any) -> bool:
+    if not isinstance(function, FunctionType):
+        return False
+    files = (resolved(file, function.__module__) for file in _ROTARIES)
+    known = (code_of(file, _ROTARY) for file in files if file is not None)
+    return any(code.content == code_of(function).content and not code.changed_whole for code in known)
+
+
+def _with_globals(function: Any, replaced: Mapping[str, Any]) -> Callable[..., Any]:
+    """A copy of a function, decorators included, for which some names of its file mean something else."""
+    inner = getattr(function, "__wrapped__", None)
+    names, cells = function.__globals__, function.__closure__
+    if isinstance(inner, FunctionType):
+        other = CellType(_with_globals(inner, replaced))
+        cells = tuple(other if held_by(cell) is inner else cell for cell in cells or ())
+    else:
+        names = {**names, **replaced}
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def attend(
@@ -104,18 +122,30 @@ def attend(
 ) -> tuple[Tensor, None]:
     """An attention function of transformers, with the results of its "sdpa".
 
-    Heads (B, H, T, D) -> (B, T, H, D). What ops.attention does not define goes to "sdpa" itself: a paged cache, a
-    position bias, a soft cap, and causal attention where there are other keys than the queries' own.
+    Heads (B, H, T, D) -> (B, T, H, D). What ops.attention does not define goes to "sdpa" itself: a position bias, a
+    soft cap, and causal attention where there are other keys than the queries' own.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and attention_mask is None and query.shape[2] != 1  # as "sdpa" has it: one query sees all keys
-    stock = others.get("cache") or any(others.get(name) is not None for name in ("position_bias", "softcap"))
-    if stock or (causal and (torch.compiler.is_compiling() or query.shape[2] != key.shape[2])):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+    stock = any(others.get(name) is not None for name in ("position_bias", "softcap"))
+    compiled = torch.compiler.is_compiling()
+    stock = stock or (causal and (compiled or query.shape[2] != key.shape[2]))
+    if stock or (not compiled and stock_obstacle()):
+        stock_attention = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[STOCK]
+        found: tuple[Tensor, None] = stock_attention(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
         )
         return found
     o_BHTD = attention(query, key, value, attention_mask, dropout=dropout, scale=scaling, is_causal=causal)
     return o_BHTD.transpose(1, 2).contiguous(), None
+
+
+def stock_obstacle(file: ModuleType | None = None) -> str | None:
+    """Why `attend` cannot stand in for the "sdpa" of transformers; None if it can. file: of a model, which may have
+    other attention functions."""
+    library = sys.modules["transformers.modeling_utils"]
+    used = getattr(file, "ALL_ATTENTION_FUNCTIONS", library.ALL_ATTENTION_FUNCTIONS)[STOCK]
+    own = sys.modules["transformers.integrations.sdpa_attention"]
+    if used is not own.sdpa_attention_forward:
+        return f"its attention {STOCK!r} is not transformers' own"
+    return code_of(own, "sdpa_attention_forward").changed_whole

@@ -1,6 +1,7 @@
 """The LayerNorm of a sum of embeddings, in one pass over memory (ops/residual_norm.py)."""
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -8,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera.fusion.lazy import value_of
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, is_hooked, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, Instead, StandIn, call_obstacle, replaced_obstacle, submodule
 from comera.fusion.residual import modules_obstacle
-from comera.fusion.sums import NO_DROPOUT, Norm, Sum
+from comera.fusion.sums import NO_DROPOUT, Sum, norm_of_sums
 from comera.kernels.tracing import traced
 from comera.ops.dtypes import autocast_dtype
 from comera.ops.residual_norm import residual_layer_norm
@@ -52,11 +54,12 @@ class EmbeddingNorm(BlockPattern):
                 return reason
         return modules_obstacle(NO_DROPOUT, submodule(module, self.norm)) or replaced_obstacle(module, self)
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         if traced() or self.obstacle(module):
             return self.run_plain(module, *args, **kwargs)
-        given: dict[str, Any] = {name: _Table(submodule(module, name)) for name in self.tables}
-        given[self.norm] = Norm(submodule(module, self.norm))
+        tables = {name: submodule(module, name) for name in self.tables}
+        given = {name: Instead(table, partial(_rows, table)) for name, table in tables.items()}
+        given[self.norm] = norm_of_sums(submodule(module, self.norm))
         return self.run_plain(StandIn(module, given), *args, **kwargs)
 
 
@@ -66,22 +69,17 @@ def _table_obstacle(name: str, table: nn.Module) -> str | None:
         return f"{name} is a {type(table).__name__}, not an nn.Embedding"
     if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
         return f"{name} has max_norm, scale_grad_by_freq or sparse gradients"
-    return f"{name} has hooks" if is_hooked(table) else None
+    return f"{name} {reason}" if (reason := call_obstacle(table)) else None
 
 
-class _Table:
-    """A table whose rows wait for what they are added to."""
-
-    def __init__(self, layer: nn.Embedding) -> None:
-        self._layer = layer
-
-    def __call__(self, ids: Tensor) -> "_Rows":
-        rows = self._layer.num_embeddings
-        if ids.numel() <= rows:  # of a large table those that are wanted
-            return _Rows.of(self._layer(ids))
-        if self._layer.padding_idx is None:
-            return _Rows(self._layer.weight, ids)
-        return _Rows(self._layer(torch.arange(rows, device=ids.device)), ids)  # whose gradient knows of the padding
+def _rows(layer: nn.Embedding, ids: Tensor) -> "_Rows":
+    """The rows of a table, which wait for what they are added to."""
+    rows = layer.num_embeddings
+    if ids.numel() <= rows:  # of a large table those that are wanted
+        return _Rows.of(layer(ids))
+    if layer.padding_idx is None:
+        return _Rows(layer.weight, ids)
+    return _Rows(layer(torch.arange(rows, device=ids.device)), ids)  # whose gradient knows of the padding
 
 
 class _Rows(Sum):
@@ -97,12 +95,9 @@ class _Rows(Sum):
         shape = values.shape[:-1]
         return cls(values.reshape(-1, values.shape[-1]), torch.arange(prod(shape), device=values.device).view(shape))
 
-    @property
-    def value(self) -> Tensor:
-        if self._value is None:
-            rows = F.embedding(self._ids, self._table)
-            self._value = rows if self._z is None else self._z + rows
-        return self._value
+    def compute(self) -> Tensor:
+        rows = F.embedding(self._ids, self._table)
+        return rows if self._z is None else self._z + rows
 
     @property
     def shape(self) -> torch.Size:
@@ -126,7 +121,7 @@ class _Rows(Sum):
             return self._joined(other)
         if isinstance(other, Tensor) and self._z is None and _reaches(self._ids.shape, other.shape[:-1]):
             return _Rows(self._table, self._ids.expand(other.shape[:-1]), other)
-        return self.value + (other.value if isinstance(other, Sum) else other)
+        return self.value + value_of(other)
 
     __radd__ = __add__
 

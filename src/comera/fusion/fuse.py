@@ -14,7 +14,8 @@ import comera.fusion.torch_layers  # noqa: F401  which registers them
 from comera.fusion.causal_lm import CausalLM
 from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache, caches
-from comera.fusion.registry import Fused, patterns_of
+from comera.fusion.registry import BlockPattern, Fused, Inner, known, read_anew
+from comera.fusion.same_code import code_of
 from comera.fusion.transformers import fuse_attention_
 from comera.kernels import select
 from comera.nn.linear import BTTLinear, TTLinear
@@ -123,12 +124,13 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     cache = MergeCache(model)
     if not enabled:
         cache.detach()
+    read_anew()
     rows = []
     for name, module in model.named_modules():
-        for pattern in patterns_of(module):
-            if keep_logits and isinstance(pattern, CausalLM):
+        for pattern, _, _, changed in known(type(module)):
+            if isinstance(pattern, Inner) or (keep_logits and isinstance(pattern, CausalLM)):
                 continue
-            reason = pattern.obstacle(module)
+            reason = changed or _obstacle(pattern, module)
             rows.append(FuseRow(name, pattern.kind if reason else pattern.fused_kind(module), reason or ""))
             if enabled and reason is None:  # of two for one method the later runs: it contains the earlier
                 setattr(module, pattern.method, Fused(module, pattern, cache))
@@ -140,12 +142,19 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
     return FuseReport(tuple(rows), cache.batched, dropouts, select.unavailable_reason(), enabled, unknown)
 
 
+def _obstacle(pattern: BlockPattern, module: nn.Module) -> str | None:
+    try:
+        return pattern.obstacle(module)
+    except AttributeError as error:  # the same code, but other parts
+        return f"it has not all parts of such a block ({error})"
+
+
 def _unknown(model: nn.Module) -> dict[str, int]:
     """The modules with two compressed layers or more of their own that no pattern is for, by class; without classes of
     which there is one, which are no blocks."""
     found: Counter[str] = Counter()
     for module in model.modules():
-        if sum(isinstance(child, TTLinear | BTTLinear) for child in module.children()) >= 2 and not patterns_of(module):
+        if sum(isinstance(child, TTLinear | BTTLinear) for child in module.children()) >= 2 and not known(type(module)):
             found[type(module).__name__] += 1
     return {name: count for name, count in found.items() if count > 1}
 
@@ -157,10 +166,8 @@ def is_fused(model: nn.Module) -> bool:
 
 def _swap_dropouts_(model: nn.Module, *, enabled: bool) -> int:
     """Let dropouts draw as wanted, under another class but as the same objects; returns how many there are."""
-    before, after = (nn.Dropout, Dropout) if enabled else (Dropout, nn.Dropout)
-    count = 0
-    for module in model.modules():
-        if type(module) in (before, after):
-            module.__class__ = after
-            count += 1
-    return count
+    found = [module for module in model.modules() if type(module) in (nn.Dropout, Dropout)]
+    changed = code_of(nn.Dropout, "forward").changed_whole
+    for module in found:
+        module.__class__ = Dropout if enabled and not changed else nn.Dropout
+    return 0 if changed else len(found)

@@ -10,15 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera.fusion.dropout import Dropout
+from comera.fusion.lazy import Lazy, value_of
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.registry import (
     BlockPattern,
+    Instead,
     StandIn,
     around_obstacle,
+    call_obstacle,
     checkpoints,
     is_hooked,
     layers_obstacle,
-    passed_on,
     replaced_obstacle,
     submodule,
 )
@@ -30,14 +33,14 @@ from comera.ops.gated import activated, gated
 from comera.ops.low_rank import LowRankFactors
 from comera.ops.mlp import fits_one_chunk, mlp
 
-_ACTIVATIONS = {
-    "GELUActivation": "gelu",
-    "NewGELUActivation": "gelu_tanh",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "ReLU": "relu",
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
+# what computes an activation of ops/activations.py: modules by their type, functions by themselves
+_MODULES = {
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.SiLUActivation": "silu",
 }
 _FUNCTIONS = ((F.gelu, "gelu"), (F.relu, "relu"), (torch.relu, "relu"), (F.silu, "silu"))
 
@@ -50,17 +53,14 @@ def _unchanged(module: Any, input: Tensor, output: Tensor) -> Tensor:
 class MLP(BlockPattern):
     """How a module holds its MLP: down(act(up(x))), or down(act(gate(x)) · up(x)).
 
-    method: name of the method that computes it, with one tensor in and one out.
+    method: name of the method that computes it, which may do more than that. It runs as it is, but for the layers: what
+        it does to hidden activations but this, and dropout that does nothing now, has their values computed.
     ups: names of the layers before the activation, one, or gate and up. activation, down: names of what follows. The
         activation is a module, or a function such as `torch.relu`.
-    finish: (module, input, output of down) -> what the method returns; a function of a module, so it can be pickled.
     packed: whether the layer before the activation gives gate and up concatenated, as `y.chunk(2, -1)`.
-    dropout: name of the dropout before `down`, None without one; with `within` it may be a float as well, the p of a
-        dropout without a module. Layers are called one by one, unless the p of the module is 0, or the float is 0 or
-        the module not in training.
-    within: whether the method does more than that, with any arguments. It then runs as it is, but for up, activation
-        and down, which it calls one after the other: without a gate, `finish`, or anything in between but views and
-        the dropout.
+    dropout: name of the dropout before `down`, a module, or a float, the p of a dropout without a module; None without
+        one. Where it does something layers are called one by one.
+    finish, within: of no effect any more; they said what the method does beyond the MLP.
 
     Example:
         >>> import torch, comera
@@ -83,7 +83,7 @@ class MLP(BlockPattern):
         ...         self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
         ...     def forward(self, x):
         ...         return x + self.down(self.act(self.up(self.norm(x))))
-        >>> register_block(Block, MLP("forward", ups=("up",), activation="act", down="down", within=True))
+        >>> register_block(Block, MLP("forward", ups=("up",), activation="act", down="down"))
         >>> model = torch.nn.Sequential(Block(64))
         >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4)))
         >>> fuse_(model).fused("mlp")
@@ -102,107 +102,158 @@ class MLP(BlockPattern):
 
     def obstacle(self, module: nn.Module) -> str | None:
         act = submodule(module, self.activation)
-        if self._activation(module) is None:
+        if (activation := self._activation(module)) is None:
             return f"no kernel for the activation {getattr(act, '__name__', type(act).__name__)}"
-        if isinstance(act, nn.Module) and is_hooked(act):
-            return f"{self.activation} has hooks"
+        if isinstance(act, nn.Module) and (reason := call_obstacle(act)):
+            return f"{self.activation} {reason}"
+        if isinstance(act, nn.Module) and not _has_own_function(act, activation):
+            return f"the function of {self.activation} was replaced by someone else"
         if (replaced := replaced_obstacle(module, self)) is not None:
             return replaced
-        return next(filter(None, (around_obstacle(module, name) for name in (*self.ups, self.down))), None)
+        names = (*self.ups, self.activation, self.down)
+        return next(filter(None, (around_obstacle(module, name) for name in names)), None)
 
     def fused_kind(self, module: nn.Module) -> str:
-        if not self._layers_obstacle(module):
+        if not self._drops(module) and not layers_obstacle(module, (*self.ups, self.down)):
             return self.kind
-        return "gated activation" if self._is_gated else "activation"
+        return "gated activation" if self.is_gated else "activation"
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        if traced() or self.obstacle(module):
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
+        layer_checkpoints = self.method == "forward" and checkpoints(module)
+        given = {} if traced() or layer_checkpoints else self.stand_ins(module, cache)
+        if not given:
             return self.run_plain(module, *args, **kwargs)
-        if self.within and not checkpoints(module):
-            return self.run_plain(StandIn(module, self.stand_ins(module, cache)), *args, **kwargs)
-        if self.within or len(args) != 1 or kwargs:
-            return self.run_plain(module, *args, **kwargs)
-        (input,) = args
-        output = self._output(module, cache, input)
-        return self.run_plain(module, input) if output is None else self.finish(module, input, output)
+        output = self.run_plain(StandIn.of(module, given), *args, **kwargs)
+        return output.value if isinstance(output, _Hidden) else output
 
-    def stand_ins(self, module: nn.Module, cache: MergeCache) -> dict[str, Any]:
-        """What to put in place of the layers for one call of a forward that does more than that, so that `down` is the
-        whole MLP, or where there is dropout before that, of the activation: none where they had better be called."""
+    def stand_ins(self, module: nn.Module, cache: MergeCache, /) -> dict[str, Any]:
+        """What to put in place of the layers for one call of the method: none where they had better be called."""
         activation = self._activation(module)
         if activation is None or self.obstacle(module):
             return {}
-        if self._drops(module):  # in its own code, between the activation and `down`
-            return {self.activation: partial(activated, activation=activation)}
-
-        def whole(input: Tensor) -> Any:
-            output = self._output(module, cache, input)
-            if output is not None:
-                return output
-            for name in (*self.ups, self.activation, self.down):
-                input = submodule(module, name)(input)
-            return input
-
-        return {**dict.fromkeys((*self.ups, self.activation), passed_on), self.down: whole}
-
-    def _output(self, module: nn.Module, cache: MergeCache, input: Tensor) -> Tensor | None:
-        """What `down` returns; None where the module had better compute it."""
-        *ups, down = (submodule(module, name) for name in (*self.ups, self.down))
-        activation = self._activation(module)
-        assert activation is not None
-        factors = None
-        if not self._layers_obstacle(module):
-            whole = fits_one_chunk(input.shape[:-1].numel(), down.in_features, input.device)
-            factors = None if whole else cache.factors([*ups, down], input)
-        if factors is not None:
-            first = _halves(factors[0]) if self.packed else factors[:-1]
-            return mlp(input, first, activation, factors[-1])
-        if not _meets(input, down):
-            return None
-        if self._is_gated:
-            gate_BO, up_BO = self._gate_and_up(module, ups, input)
-            hidden = gated(gate_BO, up_BO, activation)
-        else:
-            hidden = activated(ups[0](input), activation)
-        if self.dropout and self._drops(module):
-            hidden = submodule(module, self.dropout)(hidden)
-        output: Tensor = down(hidden)
-        return output
-
-    def _gate_and_up(self, module: nn.Module, ups: list[Any], input: Tensor) -> Sequence[Tensor]:
-        """gate(x) and up(x), of block tensor trains from one product."""
-        if self.packed:
-            both: Tensor = ups[0](input)
-            return both.chunk(2, -1)
-        if layers_obstacle(module, self.ups, (BTTLinear,)):
-            return [layer(input) for layer in ups]
-        return btt_linears(input, [layer.operands for layer in ups])
+        call = _Call(self, module, cache, activation)
+        given: dict[str, Any] = {
+            name: Instead(submodule(module, name), partial(_Hidden, call, stage=stage))
+            for name, stage in zip(self.ups, ("both",) if self.packed else ("first", "second"), strict=False)
+        }
+        given[self.activation] = Instead(submodule(module, self.activation), call.activate)
+        given[self.down] = Instead(submodule(module, self.down), call.output)
+        if self.dropout and isinstance(dropout := submodule(module, self.dropout), nn.Module):
+            given[self.dropout] = Instead(dropout, lambda h: h if _does_nothing(dropout) else dropout(value_of(h)))
+        return given
 
     @property
-    def _is_gated(self) -> bool:
+    def is_gated(self) -> bool:
+        """Whether what is activated is multiplied by something that is not."""
         return len(self.ups) == 2 or self.packed
 
-    def _layers_obstacle(self, module: nn.Module) -> str | None:
-        """Why the layers must be called one by one."""
-        if self._drops(module):
-            return f"there is dropout before {self.down}"
-        return layers_obstacle(module, (*self.ups, self.down))
-
     def _drops(self, module: nn.Module) -> bool:
-        """Whether there is dropout before `down` now."""
+        """Whether there is dropout before `down`, in training."""
         dropout = submodule(module, self.dropout) if self.dropout else None
         if isinstance(dropout, nn.Module):
-            return not _does_nothing(dropout)
+            return type(dropout) is not nn.Identity and getattr(dropout, "p", 1) != 0
         return bool(dropout) and module.training
 
     def _activation(self, module: nn.Module) -> str | None:
         """The name of the module's activation in `ops.activations`; None for one that is not there."""
         act = submodule(module, self.activation)
-        if isinstance(act, nn.GELU):
+        if type(act) is nn.GELU:
             return "gelu" if act.approximate == "none" else "gelu_tanh"
         if isinstance(act, nn.Module):
-            return _ACTIVATIONS.get(type(act).__name__)
+            return _MODULES.get(f"{type(act).__module__}.{type(act).__qualname__}")
         return next((name for function, name in _FUNCTIONS if function is act), None)
+
+
+class _Call:
+    """An MLP in one call of its module."""
+
+    def __init__(self, pattern: MLP, module: nn.Module, cache: MergeCache, activation: str) -> None:
+        self.pattern, self.module, self.cache, self.activation = pattern, module, cache, activation
+        self.act, self.down = submodule(module, pattern.activation), submodule(module, pattern.down)
+        self.ups = [submodule(module, name) for name in pattern.ups]
+
+    def activate(self, hidden: Any) -> Any:
+        """The activation of what a layer gives."""
+        if isinstance(hidden, _Hidden) and hidden.is_waiting_as(self, "first"):
+            return _Hidden(self, hidden.input, "activated")
+        return self.act(value_of(hidden))
+
+    def output(self, hidden: Any) -> Tensor:
+        """What `down` gives: that of the whole MLP at once, if nothing else happened to the hidden activation."""
+        last = "gated" if self.pattern.is_gated else "activated"
+        whole = isinstance(hidden, _Hidden) and hidden.is_waiting_as(self, last)
+        factors = self._factors(hidden.input) if whole else None
+        if factors is None:
+            found: Tensor = self.down(value_of(hidden))
+            return found
+        first = _halves(factors[0]) if self.pattern.packed else factors[:-1]
+        return mlp(hidden.input, first, self.activation, factors[-1])
+
+    def _factors(self, input: Tensor) -> list[LowRankFactors] | None:
+        """Of all layers; None where these had better be called."""
+        if layers_obstacle(self.module, (*self.pattern.ups, self.pattern.down)):
+            return None
+        if fits_one_chunk(input.shape[:-1].numel(), self.down.in_features, input.device):
+            return None
+        return self.cache.factors([*self.ups, self.down], input)
+
+    def values(self, input: Tensor, stage: str) -> Tensor:
+        """Hidden activations, as far as the module has computed them."""
+        if stage == "gated":
+            gate, up = self._gate_and_up(input)
+            return gated(gate, up, self.activation)
+        if stage == "activated":
+            return activated(self.values(input, "first"), self.activation)
+        if stage == "both" or not self.pattern.packed:
+            found: Tensor = self.ups[stage == "second"](input)
+            return found
+        return self.values(input, "both").chunk(2, -1)[stage == "second"]
+
+    def _gate_and_up(self, input: Tensor) -> Sequence[Tensor]:
+        """gate(x) and up(x), of block tensor trains from one product."""
+        if self.pattern.packed:
+            return self.values(input, "both").chunk(2, -1)
+        if layers_obstacle(self.module, self.pattern.ups, (BTTLinear,)):
+            return [layer(input) for layer in self.ups]
+        return btt_linears(input, [layer.operands for layer in self.ups])
+
+
+class _Hidden(Lazy):
+    """Hidden activations that wait for the last layer of their MLP.
+
+    stage: what they are: "first", of gate, or of up where there is no gate; "second", of up beside a gate; "both";
+        "activated", of the first; or "gated", the product of that and the second.
+    """
+
+    def __init__(self, call: _Call, input: Any, stage: str) -> None:
+        super().__init__()
+        self.call, self.input, self.stage = call, value_of(input), stage
+
+    def is_waiting_as(self, call: _Call, stage: str) -> bool:
+        return self.call is call and self.stage == stage and self._value is None
+
+    def compute(self) -> Tensor:
+        return self.call.values(self.input, self.stage)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the values."""
+        return autocast_dtype(self.input) or self.input.dtype
+
+    def chunk(self, chunks: int, dim: int = 0) -> Any:
+        """The parts of them along an axis."""
+        if (self.stage, chunks, dim) != ("both", 2, -1) or self._value is not None:
+            return self.value.chunk(chunks, dim)
+        return tuple(_Hidden(self.call, self.input, stage) for stage in ("first", "second"))
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, _Hidden) and self.input is other.input:
+            for one, two in ((self, other), (other, self)):
+                if one.is_waiting_as(self.call, "activated") and two.is_waiting_as(self.call, "second"):
+                    return _Hidden(self.call, self.input, "gated")
+        return self.value * value_of(other)
+
+    __rmul__ = __mul__
 
 
 def _halves(both: LowRankFactors) -> list[LowRankFactors]:
@@ -212,13 +263,15 @@ def _halves(both: LowRankFactors) -> list[LowRankFactors]:
 
 def _does_nothing(dropout: nn.Module) -> bool:
     """Whether a dropout need not be called."""
-    none = type(dropout) is nn.Identity or (isinstance(dropout, nn.Dropout) and dropout.p == 0)
-    return none and not is_hooked(dropout)
+    if type(dropout) in (nn.Dropout, Dropout):
+        return not (dropout.p and dropout.training) and not call_obstacle(dropout)
+    return type(dropout) is nn.Identity and not is_hooked(dropout)
 
 
-def _meets(input: Tensor, layer: nn.Module) -> bool:
-    """Whether a layer can be given the dtype of an input: T5 keeps one layer in float32 beside others in half
-    precision, and converts what it is given."""
-    if autocast_dtype(input) is not None:
+def _has_own_function(act: nn.Module, activation: str) -> bool:
+    """Whether the function that some activations of transformers hold is the one that they were made with."""
+    held = vars(act).get("act")
+    if held is None or getattr(held, "__self__", None) is act:  # the same in Python
         return True
-    return all(p.dtype == input.dtype for p in layer.parameters() if p.dtype.is_floating_point)
+    approximate = {"approximate": "tanh"} if activation == "gelu_tanh" else {}
+    return getattr(held, "func", held) is F.gelu and getattr(held, "keywords", {}) == approximate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, is_hooked, patterns_of, replaced_obstacle
+from comera.fusion.registry import BlockPattern, is_hooked, known, patterns_of, replaced_obstacle
 from comera.kernels.tracing import traced
 from comera.ops.residual_norm import residual_rms_norm
 
@@ -40,6 +40,7 @@ class RMSNorm(BlockPattern):
     offset: float = 0.0
     kind = "norm"
     method = "forward"
+    replaced = True
 
     def obstacle(self, module: nn.Module) -> str | None:
         for name, kind in ((self.weight, Tensor), (self.eps, float)):
@@ -47,8 +48,8 @@ class RMSNorm(BlockPattern):
                 return f"its {name} is a {type(getattr(module, name)).__name__}, not a {kind.__name__}"
         return replaced_obstacle(module, self)
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or traced() or not self.fits(module, *args):
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or traced() or self.obstacle(module) or not self.fits(module, *args):
             return self.run_plain(module, *args, **kwargs)
         return self.after_sum(None, args[0], module)[1]
 
@@ -72,11 +73,11 @@ def is_rms_norm(norm: nn.Module) -> bool:
 
 
 def rms_norm_obstacle(norm: nn.Module) -> str | None:
-    """Why a norm cannot be computed together with the sum before it; None if it can."""
-    pattern = _pattern(norm)
-    if pattern is None:
-        return f"a {type(norm).__name__} is not registered as an RMSNorm"
-    return "it has hooks" if is_hooked(norm) else pattern.obstacle(norm)
+    """Why a norm cannot be computed together with the sum before it as an RMSNorm; None if it can."""
+    for pattern, _, _, changed in known(type(norm)):
+        if isinstance(pattern, RMSNorm):
+            return changed or ("it has hooks" if is_hooked(norm) else pattern.obstacle(norm))
+    return f"a {type(norm).__name__} is not registered as an RMSNorm"
 
 
 def add_and_rms_norm(z: Tensor | None, x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, StandIn, layers_obstacle, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, Instead, StandIn, layers_obstacle, replaced_obstacle, submodule
 from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linears
@@ -19,8 +20,8 @@ from comera.ops.low_rank import low_rank
 class QKV(BlockPattern):
     """How an attention module holds its projections.
 
-    layers: names of the layers that its forward calls with its first argument, or, given `key_value_states`, all but
-        the first with those.
+    layers: names of the layers that its forward calls with the same input; given `key_value_states`, all but the first
+        with those.
 
     Example:
         >>> import torch, comera
@@ -46,54 +47,46 @@ class QKV(BlockPattern):
     def obstacle(self, module: nn.Module) -> str | None:
         return replaced_obstacle(module, self) or layers_obstacle(module, self.layers, (TTLinear, BTTLinear))
 
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
-        given = self.stand_ins(module, cache, *args, **kwargs)
-        if not given:
-            return self.run_plain(module, *args, **kwargs)
-        return self.run_plain(StandIn(module, given), *args, **kwargs)
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
+        given = self.stand_ins(module, cache, **kwargs)
+        return self.run_plain(StandIn(module, given) if given else module, *args, **kwargs)
 
-    def stand_ins(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What to put in place of the layers for one call of the module's forward: none where they had better be
-        called."""
-        input, names = args[0] if args else kwargs.get("hidden_states"), self.layers
-        if (others := kwargs.get("key_value_states")) is not None:
-            held = getattr(kwargs.get("past_key_values"), "is_updated", {})  # by a cache of generation, for each layer
-            if held.get(getattr(module, "layer_idx", None)):
-                return {}
-            input, names = others, names[1:]
-        outputs = self.outputs(module, cache, input, names) if isinstance(input, Tensor) else None
-        if outputs is None:
-            return {}
-        each = zip(names, outputs, strict=True)
-        return {name: _Output(submodule(module, name), output, input) for name, output in each}  # type: ignore[arg-type]
-
-    def outputs(
-        self, module: nn.Module, cache: MergeCache, input: Tensor, names: Sequence[str] = ()
-    ) -> list[Tensor] | None:
-        """Queries, keys and values of an input, or some, from one product; None where the layers had better be
-        called."""
+    def stand_ins(self, module: nn.Module, cache: MergeCache, /, **kwargs: Any) -> dict[str, Any]:
+        """What to put in place of the layers for one call of the module's forward with these keywords: none where they
+        had better be called."""
         if not cache.passes_down or self.obstacle(module):
+            return {}
+        names = self.layers if kwargs.get("key_value_states") is None else self.layers[1:]
+        product = _Product([submodule(module, name) for name in names], cache)
+        return {name: Instead(product.layers[k], partial(product.output, k)) for k, name in enumerate(names)}
+
+
+class _Product:
+    """Layers in one call of their module: all of them compute when the first is called, on its input."""
+
+    def __init__(self, layers: list[Any], cache: MergeCache) -> None:
+        self.layers, self._cache = layers, cache
+        self._input: Tensor | None = None
+        self._outputs: Sequence[Tensor] | None = None
+
+    def output(self, number: int, input: Tensor) -> Any:
+        """That of one layer."""
+        if self._input is None:
+            self._input, self._outputs = input, self._computed(input)
+        if self._outputs is None or input is not self._input:
+            return self.layers[number](input)
+        return self._outputs[number]
+
+    def _computed(self, input: Tensor) -> Sequence[Tensor] | None:
+        """The outputs of all layers from one product; None where they had better be called."""
+        if not isinstance(input, Tensor):
             return None
-        layers = [submodule(module, name) for name in names or self.layers]
-        if isinstance(layers[0], BTTLinear):
-            return None if traced() else btt_linears(input, [layer.operands for layer in layers])
-        factors = cache.factors(layers, input)
+        if isinstance(self.layers[0], BTTLinear):
+            return None if traced() else btt_linears(input, [layer.operands for layer in self.layers])
+        factors = self._cache.factors(self.layers, input)
         if factors is None:
             return None
         x_BI = input.reshape(-1, input.shape[-1]) if input.numel() else input.new_empty(0, input.shape[-1])
         with without_autocast(input):
             ys_BO = low_rank(x_BI.to(autocast_dtype(input) or input.dtype), *factors)
         return [y_BO.view(*input.shape[:-1], y_BO.shape[1]) for y_BO in ys_BO]
-
-
-class _Output:
-    """A layer that has computed already: called with its input it returns its output."""
-
-    def __init__(self, layer: nn.Module, output: Tensor, input: Tensor) -> None:
-        self._layer, self._output, self._input = layer, output, input
-
-    def __call__(self, input: Tensor) -> Any:
-        return self._output if input is self._input else self._layer(input)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)

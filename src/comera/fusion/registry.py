@@ -1,21 +1,23 @@
-"""The blocks that `fuse_` knows: one registry, by type of module or by its code, of what it can replace in them."""
+"""The blocks that `fuse_` knows: one registry of what it can replace in them, by their code (same_code.py)."""
 
-import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from inspect import Parameter, Signature, signature
-from types import MethodType
-from typing import Any
-from weakref import WeakKeyDictionary
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_leaves
 
 from comera.errors import ConversionError
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.same_code import same_code
+from comera.fusion.same_code import Code, code_of, forget, original
+from comera.kernels.tracing import traced
 from comera.nn.adapted import Adapted
 from comera.nn.linear import TTLinear
 
@@ -47,6 +49,16 @@ class BlockPattern(ABC):
     """The method of the module that computes the part."""
     whole: bool = True
     """Whether the part depends on what the method calls, too: functions of its file and methods of its class."""
+    replaced: bool = False
+    """Whether none of the method's code runs, so that nothing may be wrapped around it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the module's attributes that the method reads: all names among the fields of the pattern."""
+        own: list[str] = [field.name for field in fields(self)] if is_dataclass(self) else []
+        leaves = tree_leaves([getattr(self, name) for name in own if name != "method"])
+        found = (leaf.names if isinstance(leaf, BlockPattern) else (leaf,) for leaf in leaves)
+        return tuple(name for names in found for name in names if isinstance(name, str))
 
     @abstractmethod
     def obstacle(self, module: nn.Module) -> str | None:
@@ -57,10 +69,10 @@ class BlockPattern(ABC):
         return self.kind
 
     @abstractmethod
-    def run(self, module: nn.Module, cache: MergeCache, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         """What the method returns, computed as one operation."""
 
-    def run_plain(self, module: "nn.Module | StandIn", *args: Any, **kwargs: Any) -> Any:
+    def run_plain(self, module: "nn.Module | StandIn", /, *args: Any, **kwargs: Any) -> Any:
         """What the method of the module's own class returns; also for what stands in for the module."""
         return getattr(own_type(module), self.method)(module, *args, **kwargs)
 
@@ -77,10 +89,23 @@ class Fused:
         plain = [p.replace(annotation=Parameter.empty) for p in own.parameters.values()]
         self.__signature__ = Signature(plain)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(given, Tensor) and given.is_nested for given in (*args, *kwargs.values())):
-            return self.pattern.run_plain(self.module, *args, **kwargs)  # it has no shape to ask for
-        return self.pattern.run(self.module, self.cache, *args, **kwargs)
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.module, *args, **kwargs)
+
+    def run(self, module: "nn.Module | StandIn", /, *args: Any, **kwargs: Any) -> Any:
+        """What the module's method returns, or that of what stands in for it.
+
+        The method of its class runs where that is other code by now, while somebody looks at the calls of all modules,
+        and for nested tensors, which have no shape to ask for.
+        """
+        nested = any(isinstance(given, Tensor) and given.is_nested for given in (*args, *kwargs.values()))
+        if nested or not (traced() or (self._is_known() and not all_calls_are_seen())):
+            return self.pattern.run_plain(module, *args, **kwargs)
+        return self.pattern.run(module, self.cache, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _is_known(self) -> bool:
+        pattern = self.pattern
+        return any(type(each) is type(pattern) and each.method == pattern.method for each in patterns_of(self.module))
 
 
 class StandIn:
@@ -92,16 +117,43 @@ class StandIn:
     def __init__(self, module: nn.Module, replaced: Mapping[str, Any]) -> None:
         vars(self).update(replaced, _module=module)
 
+    @classmethod
+    def of(cls, module: nn.Module, replaced: Mapping[str, Any]) -> "StandIn":
+        """A stand-in with attributes such as "output.dense" replaced, by stand-ins for what is around them."""
+        direct = {name: value for name, value in replaced.items() if "." not in name}
+        for around in dict.fromkeys(name.partition(".")[0] for name in replaced if "." in name):
+            inside = {name.partition(".")[2]: replaced[name] for name in replaced if name.startswith(f"{around}.")}
+            direct[around] = cls.of(getattr(module, around), inside)
+        return cls(module, direct)
+
     @property
     def forward(self) -> Any:
         """The module's. Layers of transformers look for one at the type of what they are called with."""
         return self._module.forward
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(fused := self._module.forward, Fused):
+            return fused.run(self, *args, **kwargs)
+        return own_type(self).forward(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
+
+
+class Instead:
+    """Stands in for a layer in one call of its module: it computes something else, and looks like the layer."""
+
+    def __init__(self, layer: Any, run: Callable[[Any], Any]) -> None:
+        self._layer, self._run = layer, run
+
+    def __call__(self, input: Any) -> Any:
+        return self._run(input)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
 
 def own_type(module: nn.Module | StandIn) -> type[nn.Module]:
@@ -111,19 +163,48 @@ def own_type(module: nn.Module | StandIn) -> type[nn.Module]:
     return type(module)
 
 
-def passed_on(input: Tensor) -> Tensor:
-    """In place of a layer whose work another one does: its input."""
-    return input
+# --- what is known ----------------------------------------------------------------------------------------------------
 
 
-_REGISTERED: dict[type[nn.Module] | str, tuple[BlockPattern, ...]] = {}
-_found: WeakKeyDictionary[type[nn.Module], tuple[BlockPattern, ...]] = WeakKeyDictionary()  # what was looked for
-_WORD = re.compile("[A-Z][a-z0-9]*")
+class Inner(BlockPattern):
+    """Nothing that is fused by itself, but known code, which patterns of the module that holds it may go through, as
+    "intermediate.dense" does."""
+
+    kind = "inner"
+    method = "forward"
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        return None
+
+    def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
+        return self.run_plain(module, *args, **kwargs)
+
+
+class Known(NamedTuple):
+    """A pattern for a type of module, and the code that it is for.
+
+    own: whether the user registered it. reason: why it does not hold for this code; None if it does.
+    """
+
+    pattern: BlockPattern
+    code: Code
+    own: bool
+    reason: str | None = None
+
+
+class _Entry(NamedTuple):
+    patterns: tuple[BlockPattern, ...]
+    methods: Mapping[str, Any] | None
+    """Those of a type, when it was registered; None for a name, whose code is what its library ships."""
+
+
+_REGISTERED: dict[type[nn.Module] | str, _Entry] = {}
+_known: dict[type[nn.Module], tuple[Known, ...]] = {}
 
 
 def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) -> None:
     """Let `fuse_` fuse modules of a type, and of others whose methods are the same code: subclasses that leave them as
-    they are, and copies under a name that ends with the same word.
+    they are, and copies under other names.
 
     Args:
         module_type: the type, or "module.path.ClassName" for one that is not imported yet.
@@ -149,6 +230,7 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
         >>> comera.fuse_(model).fused("mlp")
         ('0', '1')
     """
+    methods = None
     if not isinstance(module_type, str):
         if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
             raise ConversionError(f"expected a subclass of nn.Module to register, got {module_type!r}")
@@ -156,42 +238,77 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
             if not hasattr(module_type, pattern.method):
                 name = module_type.__name__
                 raise ConversionError(f"expected a method of {name}, got the name {pattern.method!r}")
-    _REGISTERED[module_type] = patterns
-    _found.clear()
+        methods = {pattern.method: getattr(module_type, pattern.method) for pattern in patterns}
+    _REGISTERED[module_type] = _Entry(patterns, methods)
+    _known.clear()
+
+
+def read_anew() -> None:
+    """Look at the code of all modules again."""
+    _known.clear()
+    _called_as_shipped.clear()
+    forget()
 
 
 def patterns_of(module: nn.Module) -> tuple[BlockPattern, ...]:
-    """The patterns that are registered for the type of a module, else for one that computes by the same code."""
-    kind = type(module)
-    if kind not in _found:
-        _found[kind] = _find(kind)
-    return _found[kind]
+    """The patterns that are registered for the type of a module, or for another one of the same code."""
+    return tuple(each.pattern for each in known(type(module)) if each.reason is None)
 
 
-def _find(kind: type[nn.Module]) -> tuple[BlockPattern, ...]:
+def known(kind: type[nn.Module]) -> tuple[Known, ...]:
+    """The patterns for a type of module, with those whose code somebody has replaced."""
+    found = _known.get(kind)
+    if found is None or not all(each.code.is_current() for each in found):
+        found = _known[kind] = _find(kind)
+    return found
+
+
+def _find(kind: type[nn.Module]) -> tuple[Known, ...]:
     for registered in (kind, f"{kind.__module__}.{kind.__qualname__}"):
-        if registered in _REGISTERED:
-            return _REGISTERED[registered]
-    best: tuple[BlockPattern, ...] = ()
-    for registered, patterns in list(_REGISTERED.items()):
-        if (other := _like(kind, registered)) is not None:
-            same = tuple(each for each in patterns if same_code(kind, other, each.method, whole=each.whole))
-            best = max(best, same, key=len)
+        if (entry := _REGISTERED.get(registered)) is not None:
+            return tuple(_checked(kind, pattern, entry) for pattern in entry.patterns)
+    best: tuple[Known, ...] = ()
+    for registered, entry in list(_REGISTERED.items()):
+        best = max(best, tuple(_copied(kind, registered, entry)), key=len)
     return best
 
 
-def _like(kind: type[nn.Module], registered: type[nn.Module] | str) -> type | None:
-    """A registered type, where its name ends with the same word. Modules of transformers are imported for another one
-    of transformers alone."""
-    path, _, name = (registered if isinstance(registered, str) else registered.__name__).rpartition(".")
-    if _WORD.findall(name)[-1:] != _WORD.findall(kind.__name__)[-1:]:
-        return None
-    if isinstance(registered, type):
-        return registered
-    if path not in sys.modules and path.partition(".")[0] == kind.__module__.partition(".")[0]:
+def _checked(kind: type[nn.Module], pattern: BlockPattern, entry: _Entry) -> Known:
+    """A pattern for the type that it was registered for."""
+    code = code_of(kind, pattern.method, whole=pattern.whole)
+    if entry.methods is None:
+        return Known(pattern, code, False, code.changed_whole if pattern.replaced else code.changed)
+    same = entry.methods[pattern.method] is getattr(kind, pattern.method, None)
+    return Known(pattern, code, True, None if same else f"its {pattern.method} is not the one that was registered")
+
+
+def _copied(kind: type[nn.Module], registered: type[nn.Module] | str, entry: _Entry) -> Iterator[Known]:
+    """The patterns of a registered type that are for the code of another one, too."""
+    for pattern in entry.patterns:
+        code = code_of(kind, pattern.method, whole=pattern.whole)
+        known_names = code.names | (original(kind, pattern.method).names if code.changed else set())
+        named = all(name.partition(".")[0] in known_names for name in pattern.names)
+        other = registered
+        if named and isinstance(registered, str):
+            path, _, name = registered.rpartition(".")
+            other = getattr(resolved(path, kind.__module__), name, "")
+        if named and isinstance(other, type):
+            reference = _checked(other, pattern, entry)
+            if reference.reason is None and code.content == reference.code.content:
+                yield Known(pattern, code, reference.own)
+            elif code.changed and original(kind, pattern.method).content == original(other, pattern.method).content:
+                yield Known(pattern, code, False, code.changed)
+
+
+def resolved(path: str, user: str) -> ModuleType | None:
+    """A module of a library by its name. It is imported for another module of that library alone."""
+    if path not in sys.modules and path.partition(".")[0] == user.partition(".")[0]:
         with suppress(ImportError):
             import_module(path)
-    return getattr(sys.modules.get(path), name, None)
+    return sys.modules.get(path)
+
+
+# --- what stands in the way -------------------------------------------------------------------------------------------
 
 
 def layers_obstacle(
@@ -209,8 +326,8 @@ def layers_obstacle(
             return f"{name} is a {type(layer).__name__}, not a {expected.__name__}"
         if isinstance(layer, TTLinear) and layer.spec.activation:
             return f"{name} has an activation between its factors"
-        if is_hooked(layer):
-            return f"{name} has hooks"
+        if reason := call_obstacle(layer):
+            return f"{name} {reason}"
         if in_fp8(layer):
             return f"{name} computes in FP8"
         if reason := around_obstacle(module, name):
@@ -221,11 +338,24 @@ def layers_obstacle(
 def around_obstacle(module: nn.Module, name: str) -> str | None:
     """Why what is around a layer, such as "intermediate" of "intermediate.dense", must be called; None if not."""
     around = name.rpartition(".")[0]
-    return f"{around} has hooks" if around and is_hooked(submodule(module, around)) else None
+    if not around:
+        return None
+    outer = submodule(module, around)
+    if is_hooked(outer):
+        return f"{around} has hooks"
+    if patterns_of(outer) or any(each.own for each in known(own_type(module))):
+        return None
+    return f"{around} is a {type(outer).__name__}, whose code is not known"
 
 
 def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:
-    """Why this pattern must leave the method of a module alone that somebody else has replaced; None if nobody has."""
+    """Why this pattern must leave the method of a module alone: that, or a method that it calls, was replaced by
+    somebody else in this instance. None if nobody has."""
+    for each in known(own_type(module)):
+        if type(each.pattern) is type(pattern):
+            for name in each.code.helpers & vars(module).keys():
+                if not any(path.partition(".")[0] == name for path in pattern.names) and is_replaced(module, name):
+                    return f"its {name} was replaced by someone else"
     return f"its {pattern.method} was replaced by someone else" if is_replaced(module, pattern.method) else None
 
 
@@ -263,3 +393,37 @@ def is_hooked(module: nn.Module) -> bool:
 
 def _is_cache(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), MergeCache)
+
+
+_called_as_shipped: dict[type[nn.Module], FunctionType] = {}  # forwards that were compared with their files
+
+
+def call_obstacle(module: nn.Module) -> str | None:
+    """Why a module must be called, though its type is known: it has hooks, or another forward than its type was shipped
+    with. None if it need not be."""
+    kind, forward = type(module), type(module).forward
+    if is_hooked(module):
+        return "has hooks"
+    if _called_as_shipped.get(kind) is not forward:
+        code = code_of(kind, "forward", whole=False)
+        if code.changed_whole:
+            return f"computes otherwise: {code.changed_whole}"
+        _called_as_shipped[kind] = forward  # type: ignore[assignment]
+    return None
+
+
+_CALL = nn.Module.__call__
+_GLOBAL_HOOKS = tuple(
+    getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward_pre", "forward", "backward_pre", "backward")
+)
+
+
+def all_calls_are_seen() -> bool:
+    """Whether somebody looks at the calls of all modules, by torch's global hooks or in the place of their `__call__`.
+
+    torch's counter of FLOPs does not count: it follows the calls, and changes nothing.
+    """
+    if nn.Module.__call__ is not _CALL:
+        return True
+    owners = (getattr(hook, "__self__", None) for hooks in _GLOBAL_HOOKS if hooks for hook in hooks.values())
+    return any(type(owner).__module__ != "torch.utils.module_tracker" for owner in owners)

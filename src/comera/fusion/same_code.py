@@ -1,112 +1,249 @@
-"""Whether methods of two classes compute by the same code, whatever the classes are called.
+"""How a block is known: by its code, never by its name.
 
-transformers gives every family of models its own copy of what families share, and many a block is a copy of one that
-`fuse_` knows. Compared are the instructions, constants and names of a method, and of what it calls: methods of its
-class, functions of its file and those around it, such as decorators with what they were given. Everything else that it
-names from outside must be the very same object. A method that calls its base class by `super()` is like no other.
+`code_of` reads a method with what it calls: methods of its class, functions of its file, and decorators with what they
+were given. Two methods are the same if their instructions, constants and names are, and if everything else that they
+name from outside is the very same object. transformers gives every family of models its own copy of what families
+share, so one entry finds many copies. A method that calls its base class by `super()` is like no other.
+
+`Code.changed` compares each of these functions with the bytecode of its library's file, and says which one somebody has
+replaced. `Code.is_current` says whether all of them are still where they were found.
 """
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from functools import cache
-from types import CellType, CodeType, FunctionType
-from typing import Any
+from collections.abc import Mapping
+from functools import cache, cached_property
+from inspect import CO_OPTIMIZED
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-_Content = tuple[Any, ...]
+
+class _Found(NamedTuple):
+    """A function that code calls: the class or the file that holds it, by which name, and the place of its source."""
+
+    holder: type | dict[str, Any]
+    name: str
+    value: Any
+    file: str
+    place: str
 
 
-def same_code(one: type, other: type, method: str, *, whole: bool = True) -> bool:
-    """Whether a method of one class is that of another, or a copy of it. whole: with what it calls of class and file.
+class Code:
+    """A method, or a function, and what it calls.
 
-    Example:
-        >>> from comera.fusion.same_code import same_code
-        >>> class Twice:
-        ...     def run(self, x):
-        ...         return self.factor() * x
-        ...     def factor(self):
-        ...         return 2
-        >>> class Double:
-        ...     def run(self, x):
-        ...         return self.factor() * x
-        ...     def factor(self):
-        ...         return 2
-        >>> class Triple(Double):
-        ...     def factor(self):
-        ...         return 3
-        >>> same_code(Twice, Double, "run"), same_code(Twice, Triple, "run")
-        (True, False)
+    content: what two copies have in common. names: all that it names. helpers: the methods of its class among them.
     """
-    return _content(one, method, whole) == _content(other, method, whole)
+
+    def __init__(self) -> None:
+        self.content: list[Any] = []
+        self.names: set[str] = set()
+        self.helpers: set[str] = set()
+        self._found: list[_Found] = []
+        self._around: list[FunctionType] = []  # decorators, and functions that they hold
+
+    def is_current(self) -> bool:
+        """Whether nobody has replaced one of its functions since it was read."""
+        for holder, name, value, *_ in self._found:
+            if (holder.get(name) if type(holder) is dict else getattr(holder, name, None)) is not value:
+                return False
+        return True
+
+    @cached_property
+    def changed(self) -> str | None:
+        """What of it is not as its library ships it; None if all is, as far as there is a file to compare it with."""
+        for holder, _, value, file, place in self._found:
+            shipped = _shipped(file)
+            if shipped is None or (type(holder) is dict and place not in shipped):  # the latter is imported there
+                continue
+            if getattr(innermost(value), "__code__", None) not in shipped.get(place, ()):
+                return f"{place} is not the code that {file} ships"
+        packages = {_package(found.file) for found in self._found} | {"torch", "contextlib"}
+        for function in self._around:
+            if _package(_file(function)) not in packages or not _is_shipped(function):
+                return f"{_file(function)} has wrapped it"
+        return None
+
+    @cached_property
+    def changed_whole(self) -> str | None:
+        """The same for code that does not run, but is replaced as a whole: nothing may be wrapped around it, and what
+        it calls of torch must be torch's."""
+        for function in self._around:
+            return self.changed or f"{_file(function)} has wrapped it"
+        for name in self.names:
+            for library in (torch, nn.functional):
+                found = vars(library).get(name)
+                if isinstance(found, FunctionType) and not (_package(_file(found)) == "torch" and _is_shipped(found)):
+                    return f"{library.__name__}.{name} is not torch's own"
+        return self.changed
+
+
+_Owner = type | ModuleType | FunctionType
+_codes: dict[tuple[_Owner, str, bool], Code] = {}
+
+
+def code_of(owner: _Owner, method: str = "", *, whole: bool = True) -> Code:
+    """The code of a method of a class, of a function of a file, or of a function wherever that is. whole: with what it
+    calls of class and file."""
+    code = _codes.get((owner, method, whole))
+    if code is None or not code.is_current():
+        code = _codes[owner, method, whole] = _Reader(owner, whole).read(method)
+    return code
+
+
+def forget() -> None:
+    """Read all code anew from here on."""
+    _codes.clear()
+
+
+def original(kind: type, method: str) -> Code:
+    """A method by itself as the file of its class has it, whatever is in its place by now."""
+    code = Code()
+    for holder in kind.__mro__:
+        if method in vars(holder):
+            shipped = (_shipped(holder.__module__) or {}).get(f"{holder.__qualname__}.{method}")
+            if shipped:
+                code = reader = _Reader(kind, False)
+                reader.instructions(shipped[-1], vars(sys.modules[holder.__module__]))
+            break
+    return code
+
+
+class _Reader(Code):
+    """Code that is being read."""
+
+    def __init__(self, owner: _Owner, whole: bool) -> None:
+        super().__init__()
+        self._owner, self._whole = owner, whole
+        self._seen: set[object] = set()
+
+    def read(self, method: str) -> Code:
+        owner = self._owner
+        if isinstance(owner, FunctionType):
+            self._function(owner, {owner.__name__: owner}, owner.__name__, _file(owner))
+        elif not isinstance(found := getattr(owner, method, None), FunctionType):
+            self.content.append((owner, method))  # nothing that could be compared
+        elif isinstance(owner, type):
+            self._method(found, owner, method)
+        else:
+            self._function(found, vars(owner), method, owner.__name__)
+        return self
+
+    def _method(self, value: Any, kind: type, name: str) -> None:
+        """A function or a property of a class."""
+        holder = next(each for each in kind.__mro__ if name in vars(each))
+        self._function(value, kind, name, holder.__module__, f"{holder.__qualname__}.{name}")
+
+    def _function(self, value: Any, holder: type | dict[str, Any], name: str, file: str, place: str = "") -> None:
+        self._found.append(_Found(holder, name, value, file, place or name))
+        self._body(value.fget if isinstance(value, property) else value)  # type: ignore[arg-type]
+
+    def _body(self, function: FunctionType) -> None:
+        """What a function is, and each that decorators have wrapped."""
+        if function in self._seen:
+            return
+        self._seen.add(function)
+        self.content += (function.__defaults__, tuple((function.__kwdefaults__ or {}).items()))
+        self.instructions(function.__code__, function.__globals__)
+        wrapped = getattr(function, "__wrapped__", None)
+        if isinstance(wrapped, FunctionType):
+            self._around.append(function)
+            self._body(wrapped)
+        for held in map(held_by, function.__closure__ or ()):
+            if isinstance(held, FunctionType) and self._whole:
+                if held not in self._seen:
+                    self._around.append(held)
+                self._body(held)
+            elif held is not wrapped and held is not self._owner:
+                self.content.append(_value(held))
+
+    def instructions(self, code: CodeType, outside: dict[str, Any]) -> None:
+        content = self.content
+        content.append((code.co_code, code.co_exceptiontable, code.co_varnames, code.co_flags, code.co_argcount))
+        if "__class__" in code.co_freevars:  # super()
+            content.append(self._owner)
+        for value in code.co_consts[_has_docstring(code) :]:
+            if isinstance(value, CodeType):
+                self.instructions(value, outside)
+            else:
+                content.append((type(value), value))
+        self.names.update(code.co_names)
+        for name in code.co_names:
+            content.append(name)
+            if self._whole and isinstance(self._owner, type):
+                self._attribute(self._owner, name)
+            found, file = outside.get(name), outside.get("__name__", "")
+            if isinstance(found, FunctionType) and found.__module__ == file:
+                if self._whole:
+                    self._function(found, outside, name, file)
+                continue
+            content.append(_The(found))
+            if self._whole and callable(found) and not isinstance(found, type):
+                self._found.append(_Found(outside, name, found, file, name))
+
+    def _attribute(self, kind: type, name: str) -> None:
+        """What a name means in a class: a method, a property or a constant."""
+        own = getattr(kind, name, None)
+        if own is getattr(nn.Module, name, None) or name.startswith("__"):  # such as __name__
+            return
+        if isinstance(own, MethodType) and isinstance(own.__func__, FunctionType):  # of the class itself
+            self._around.append(own.__func__)
+            self._body(own.__func__)
+        elif isinstance(own.fget if isinstance(own, property) else own, FunctionType):
+            self.helpers.add(name)
+            self._method(own, kind, name)
+        else:
+            self.content.append(_value(own))
 
 
 @cache
-def _content(kind: type, method: str, whole: bool) -> _Content:
-    function = getattr(kind, method, None)
-    if not isinstance(function, FunctionType):
-        return (kind, method)  # nothing that could be compared
-    return tuple(_of_function(function, kind, set() if whole else None))
+def _shipped(file: str) -> Mapping[str, list[CodeType]] | None:
+    """The functions of a module by their qualified names, as its file has them; None for one without a file."""
+    spec = getattr(sys.modules.get(file), "__spec__", None)
+    try:
+        whole = spec.loader.get_code(file)  # type: ignore[union-attr]
+    except (AttributeError, ImportError, OSError, SyntaxError, ValueError):
+        return None
+    functions: dict[str, list[CodeType]] = {}
+    left = [whole]
+    while left:
+        for value in left.pop().co_consts:
+            if isinstance(value, CodeType):
+                left.append(value)
+                if value.co_flags & CO_OPTIMIZED:  # the body of a class is not
+                    functions.setdefault(value.co_qualname, []).append(value)
+    return functions
 
 
-def _of_function(function: FunctionType, kind: type, seen: set[object] | None) -> Iterator[Any]:
-    """What a function is, and each that decorators have wrapped. seen: functions that were looked at; None to look at
-    none that is called."""
-    if seen is not None:
-        if function in seen:
-            return
-        seen.add(function)
-    yield from (function.__defaults__, tuple((function.__kwdefaults__ or {}).items()))
-    yield from _of_code(function.__code__, function.__globals__, kind, seen)
-    wrapped = getattr(function, "__wrapped__", None)
-    if isinstance(wrapped, FunctionType):
-        yield from _of_function(wrapped, kind, seen)
-    for held in map(_held, function.__closure__ or ()):
-        if isinstance(held, FunctionType) and seen is not None:
-            yield from _of_function(held, kind, seen)
-        elif held is not wrapped and held is not kind:
-            yield _value(held)
+def _is_shipped(function: FunctionType) -> bool:
+    shipped = _shipped(_file(function))
+    return shipped is None or function.__code__ in shipped.get(function.__code__.co_qualname, ())
 
 
-def _held(cell: CellType) -> Any:
+def innermost(value: Any) -> Any:
+    """The function inside of a property or of decorators."""
+    value = value.fget if isinstance(value, property) else value
+    while isinstance(inner := getattr(value, "__wrapped__", None), FunctionType):
+        value = inner
+    return value
+
+
+def _file(function: FunctionType) -> str:
+    return str(function.__globals__.get("__name__", ""))
+
+
+def _package(file: str) -> str:
+    return file.partition(".")[0]
+
+
+def held_by(cell: CellType) -> Any:
     """What a variable of a surrounding function holds; the variable itself before it does."""
     try:
         return cell.cell_contents
     except ValueError:
         return cell
-
-
-def _of_code(code: CodeType, outside: Mapping[str, Any], kind: type, seen: set[object] | None) -> Iterator[Any]:
-    yield (code.co_code, code.co_exceptiontable, code.co_varnames, code.co_flags, code.co_argcount)
-    if "__class__" in code.co_freevars:  # super()
-        yield kind
-    for value in code.co_consts[_has_docstring(code) :]:
-        if isinstance(value, CodeType):
-            yield from _of_code(value, outside, kind, seen)
-        else:
-            yield (type(value), value)
-    for name in code.co_names:
-        yield name
-        if seen is not None:
-            yield from _of_class(kind, name, seen)
-        found = outside.get(name)
-        if not isinstance(found, FunctionType) or found.__module__ != outside["__name__"]:
-            yield _The(found)
-        elif seen is not None:
-            yield from _of_function(found, kind, seen)
-
-
-def _of_class(kind: type, name: str, seen: set[object]) -> Iterator[Any]:
-    """What a name means in a class: a method, a property or a constant."""
-    own = getattr(kind, name, None)
-    own = own.fget if isinstance(own, property) else getattr(own, "__func__", own)
-    if own is getattr(nn.Module, name, None) or name.startswith("__"):  # such as __name__
-        return
-    if isinstance(own, FunctionType):
-        yield from _of_function(own, kind, seen)
-    else:
-        yield _value(own)
 
 
 def _has_docstring(code: CodeType) -> bool:

@@ -167,7 +167,7 @@ def test_what_is_left_alone_is_said_with_the_reason():
     first, second = made.bert.encoder.layer
     first.intermediate.register_forward_hook(lambda *_: None)
     first.attention.self.key = nn.Linear(32, 32).double()
-    second.output.dropout = nn.AlphaDropout(0.1)
+    second.output.dropout = nn.Dropout(0.1, inplace=True)
     second.attention.output.LayerNorm = nn.RMSNorm(32).double()
     second.intermediate.intermediate_act_fn = nn.Tanh()
     report = fuse_(made)
@@ -176,8 +176,10 @@ def test_what_is_left_alone_is_said_with_the_reason():
         ("layer.0.attention.self", "qkv"): "key is a Linear, not a TTLinear",
         ("layer.1", "mlp"): "no kernel for the activation Tanh",
         ("layer.1.attention.output", "residual norm"): "its norm is a RMSNorm, not an nn.LayerNorm",
-        ("layer.1.output", "residual norm"): "its dropout is a AlphaDropout, not an nn.Dropout",
+        ("layer.1.output", "residual norm"): "its dropout works in place",
     }
+    second.output.dropout = nn.AlphaDropout(0.1)  # which is called
+    assert "bert.encoder.layer.1.output" in fuse_(made).fused("residual norm")
     assert "left alone: bert.encoder.layer.0 (mlp): intermediate has hooks" in str(report)
     made.config._attn_implementation = "eager"
     assert "it uses the attention 'eager', not 'sdpa'" in str(fuse_(made, enabled=False))

@@ -1,0 +1,66 @@
+"""Tensors that are computed when someone needs their values.
+
+The code of a fused block runs as it is, on a stand-in for the block (registry.py) whose layers return such values: a
+residual sum that waits for its norm, hidden activations that wait for the layer after them. Whoever can computes both
+as one operation. Any other use computes the value, so that block is right whatever its code does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class Lazy:
+    """A tensor that is computed at the first use of its values."""
+
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+
+    def compute(self) -> Tensor:
+        """The values."""
+        raise NotImplementedError
+
+    @property
+    def value(self) -> Tensor:
+        """It as a tensor."""
+        if self._value is None:
+            self._value = self.compute()
+        return self._value
+
+    def dropped(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        """It after a dropout of which no module knows."""
+        return F.dropout(self.value, p, training, inplace) if p and training else self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.add and len(args) == 2 and not kwargs:  # tensor + lazy
+            return args[1] + args[0]
+        if function is F.dropout and isinstance(args[0], Lazy):
+            return args[0].dropped(*args[1:], **kwargs)
+        args, kwargs = tree_map_only(Lazy, value_of, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def value_of(result: Any) -> Any:
+    """A tensor for what is lazy; anything else as it is."""
+    return result.value if isinstance(result, Lazy) else result
+
+
+def values_of(results: Any) -> Any:
+    """What a method returns, without anything lazy in it."""
+    return tuple(map(value_of, results)) if type(results) is tuple else value_of(results)
+
+
+def _by_value(name: str) -> Callable[..., Any]:
+    return lambda lazy, *others: getattr(lazy.value, name)(*map(value_of, others))
+
+
+for _name in "add sub mul truediv radd rsub rmul rtruediv matmul pow neg getitem len".split():  # noqa: SIM905
+    setattr(Lazy, f"__{_name}__", _by_value(f"__{_name}__"))  # Python looks for operators at the class alone
