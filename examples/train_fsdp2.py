@@ -45,7 +45,7 @@ def main() -> None:
 
     saved = sorted(out.glob("step-*"))
     if saved:
-        fit_ranks_(model, saved[-1])
+        fit_ranks_(model, saved[-1], optimizers=[optimizer])
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=saved[-1])
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)

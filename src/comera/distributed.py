@@ -92,11 +92,15 @@ def check_whole(cores: Iterable[Tensor]) -> None:
         >>> _ = comera.tensorize_(model, ratio=2)
         >>> comera.distributed.check_whole(model[0].tt.cores)  # nothing is sharded
     """
-    if any(hasattr(core, "to_local") for core in cores):
-        raise RankError(
-            "expected tensor trains that are whole on every process, got some that fully_shard has spread: call "
-            "comera.integrations.fsdp.replicate_ first, then fully_shard with what it returns as ignored_params"
-        )
+    for core in cores:
+        by = "fully_shard" if hasattr(core, "to_local") else ""
+        if not by and (core.ndim < 3 or core.untyped_storage().nbytes() < core.numel() * core.element_size()):
+            by = "FullyShardedDataParallel, or a wrapper like it,"  # which flattens parameters and frees their memory
+        if by:
+            raise RankError(
+                f"expected tensor trains that are whole on every process, got some that {by} has spread: call "
+                "comera.integrations.fsdp.replicate_ first, then fully_shard with what it returns as ignored_params"
+            )
 
 
 def follow_state_(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -120,6 +121,14 @@ def test_a_killed_run_resumes_after_a_cut_and_ends_as_the_unbroken_one(name: str
     assert steps(resumed) == losses[40:]
     assert sizes(resumed)[-1] == sizes(unbroken)[-1]
     assert all(size < sizes(unbroken)[0] for size in sizes(resumed)[:-1])  # they were cut before the kill
+
+
+def test_a_distributed_checkpoint_of_the_step_where_the_late_stage_begins_resumes(tmp_path: Path) -> None:
+    losses = steps(run("train_fsdp2", tmp_path / "run"))
+    for folder in (tmp_path / "run").iterdir():
+        if folder.name not in ("step-000010", "step-000020"):
+            shutil.rmtree(folder)
+    assert steps(run("train_fsdp2", tmp_path / "run")) == losses[20:]
 
 
 def test_adapters_beside_compressed_layers(tmp_path: Path) -> None:

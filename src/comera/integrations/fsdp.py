@@ -9,23 +9,31 @@ bookkeeping of a sharded parameter does not survive. So the parameters of compre
         fully_shard(block, ignored_params=kept)
     fully_shard(model, ignored_params=kept)
 
-Ranks are decided from gradients that are equal on all processes, so every process cuts alike.
+Ranks are decided from gradients that are equal on all processes, so every process cuts alike. A MixedPrecisionPolicy
+casts what is sharded; torch.autocast around the forward casts the rest alike.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConversionError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
-from comera.tt.spec import Spec
+from comera.pretrained.folder import with_stored_blocks
+from comera.rank.optimizer_state import reset_state_
+from comera.tt.spec import BTTSpec, Spec
 
 __all__ = ["clip_grad_norm_", "fit_ranks_", "replicate_"]
 
@@ -45,7 +53,7 @@ def replicate_(model: nn.Module, group: dist.ProcessGroup | None = None) -> set[
 
     Raises:
         ConversionError: a model without compressed layers, or one whose compressed layers are sharded already or on the
-            meta device.
+            meta device; later, a forward with a MixedPrecisionPolicy of another dtype and without torch.autocast.
 
     Example:
         >>> import torch, comera
@@ -78,7 +86,27 @@ def replicate_(model: nn.Module, group: dist.ProcessGroup | None = None) -> set[
     average = _Average([parameter for parameter in kept if parameter.requires_grad], group)
     for parameter in average.parameters:
         parameter.register_post_accumulate_grad_hook(average.after)
+    model.register_forward_pre_hook(_Precision(next(iter(kept))))
     return set(kept)
+
+
+class _Precision:
+    """A forward pre-hook that raises where a MixedPrecisionPolicy casts the dense layers and nothing the others."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+    def __call__(self, model: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(self.kept.device.type):
+            return
+        for part in model.modules():
+            cast = part._get_fsdp_state()._mp_policy.param_dtype if isinstance(part, FSDPModule) else None
+            if cast not in (None, self.kept.dtype):
+                raise ConversionError(
+                    f"MixedPrecisionPolicy(param_dtype={cast}) casts what is sharded, but compressed layers stay whole "
+                    f"in {self.kept.dtype}: run each forward under torch.autocast('{self.kept.device.type}', {cast}), "
+                    "which casts them too, or leave out param_dtype"
+                )
 
 
 class _Average:
@@ -153,7 +181,14 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return total
 
 
-def fit_ranks_(model: nn.Module, folder: str | Path, *, prefix: str = "model.") -> None:
+def fit_ranks_(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    prefix: str = "model.",
+    optimizers: Sequence[Optimizer] = (),
+    optimizer_prefix: str = "optimizer.",
+) -> None:
     """Give a model the ranks of a distributed checkpoint, so that `torch.distributed.checkpoint.load` can fill it.
 
     That load writes into tensors that are there, and refuses those of other shapes. Call this first, before optimizers
@@ -163,17 +198,20 @@ def fit_ranks_(model: nn.Module, folder: str | Path, *, prefix: str = "model.") 
         model: of the same architecture and modes as the one that was saved.
         folder: what was given to `torch.distributed.checkpoint.save` as `checkpoint_id`.
         prefix: of the model's tensors in it: the key under which its state was saved, and a dot.
+        optimizers: those whose state will be loaded. They get state where the checkpoint has it and nowhere else: a
+            late stage that begins leaves tensor trains without, and torch's load refuses what it does not find.
+        optimizer_prefix: of their state in the checkpoint, as `prefix`.
 
     Raises:
-        CheckpointError: a tensor train of the model is not in the checkpoint, or has other modes there; no rank was
-            changed.
+        CheckpointError: a tensor train of the model is not in the checkpoint, or has other modes or damaged ranks
+            there, or nothing of an optimizer is; no rank was changed.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
         >>> from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
         >>> from comera.integrations.fsdp import fit_ranks_
         >>> def resume(model, optimizer, controller, folder):
-        ...     fit_ranks_(model, folder)
+        ...     fit_ranks_(model, folder, optimizers=[optimizer])
         ...     weights, moments = get_state_dict(model, optimizer)
         ...     dcp.load({"model": weights, "optimizer": moments, "ranks": controller}, checkpoint_id=folder)
         ...     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -182,6 +220,7 @@ def fit_ranks_(model: nn.Module, folder: str | Path, *, prefix: str = "model.") 
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     sizes = {key: entry.size for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
     specs: dict[TensorTrain, Spec] = {}
+    blocks: dict[str, Tensor] = {}
     for name, train in named_trains(model):
         at = f"{prefix}{name}."
         shapes = {key.removeprefix(at): size for key, size in sizes.items() if key.startswith(at)}
@@ -193,5 +232,26 @@ def fit_ranks_(model: nn.Module, folder: str | Path, *, prefix: str = "model.") 
                 "changed: build the model as it was when it was saved, or give the prefix that it was saved under"
             )
         specs[train] = spec
+        if isinstance(spec, BTTSpec):  # whose shapes show the sum of its ranks alone
+            blocks[f"{at}block_ranks"] = torch.zeros(spec.blocks, dtype=torch.int32)
+    if optimizers and not any(key.startswith(optimizer_prefix) for key in stored):
+        raise CheckpointError(
+            f"{folder}: expected the state of optimizers, got nothing under {optimizer_prefix!r}; no rank was changed: "
+            "give the optimizer_prefix that it was saved under, or no optimizers"
+        )
+    if blocks:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads for itself
+            dcp.load(blocks, checkpoint_id=folder, no_dist=True)
+    for name, train in named_trains(model):
+        spec = specs[train]
+        if isinstance(spec, BTTSpec):
+            specs[train] = with_stored_blocks(spec, blocks[f"{prefix}{name}.block_ranks"], name, folder)
     for train, spec in specs.items():
         train.resize_(spec)
+    if optimizers:
+        get_optimizer_state_dict(model, optimizers)  # gives those their first state that have none
+    for name, parameter in model.named_parameters():
+        held = any(key.startswith(f"{optimizer_prefix}state.{name}.") for key in stored)
+        if f"{prefix}{name}" in stored and not held:
+            reset_state_([parameter], optimizers)

@@ -183,9 +183,13 @@ class TensorTrain(nn.Module):
         return spec if {name: tuple(shape) for name, shape in shapes.items()} == want else None
 
     def resize_(self, spec: Spec) -> None:
-        """Take other ranks, to load a state that has them; cores are zero then. The Parameter objects stay."""
+        """Take other ranks, to load a state that has them. Cores that get another shape are zeros then, gates ones, in
+        memory of their own; the others stay, since the state may be made of them. The Parameter objects stay."""
         if spec != self.spec:
-            self.set_(spec, [self.cores[0].new_zeros(shape) for shape in spec.core_shapes])
+            cores, gates = self.tensors
+            kept = [c if c.shape == s else c.new_zeros(s) for c, s in zip(cores, spec.core_shapes, strict=True)]
+            ones = [d if len(d) == r else d.new_ones(r) for d, r in zip(gates, spec.inner_ranks, strict=True)]
+            self.set_(spec, kept, ones)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Ranks are state: `load_state_dict` takes those of the state, before it reaches the parameters."""

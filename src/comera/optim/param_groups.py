@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from comera.distributed import check_whole
 from comera.errors import ConfigError
 from comera.nn.embedding import TTMProjection
 from comera.nn.tensor_train import TensorTrain, named_trains
@@ -74,6 +75,7 @@ def param_groups(
 
     Raises:
         ConfigError: a rate that is negative or not finite, another rule, or a model without trainable parameters.
+        RankError: a process does not hold all of a tensor train (FSDP).
 
     Example:
         >>> import comera, torch
@@ -117,6 +119,7 @@ def groups_for(
     measured: dict[_Role, list[float]] = {}
     heads = {module.tt for module in model.modules() if isinstance(module, TTMProjection)}
     for path, train in named_trains(model):
+        check_whole(train.tensors[0])
         share = weight_decay / max(1, sum(core.requires_grad for core in train.cores))
         reach = reach_of(train)
         names = path.split(".")[: -1 if train.starts_at_zero else None]  # of an adapter: that of its layer

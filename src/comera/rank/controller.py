@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from comera.distributed import check_whole, follow_state_, several, shapes_changed, sum_
+from comera.distributed import follow_state_, several, shapes_changed, sum_
 from comera.errors import RankError
 from comera.nn.changes import notify_conversion
 from comera.rank.budget import canonicalize_, round_
@@ -120,7 +120,6 @@ class RankController:
                 f"expected a model with compressed layers, got {type(model).__name__} without any: "
                 "call comera.tensorize_(model) first"
             )
-        check_whole(self._cores)
         trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}

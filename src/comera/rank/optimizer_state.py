@@ -74,12 +74,17 @@ def _edited_state(optimizer: Optimizer, parameter: Tensor, edit: Cut) -> Mapping
 
 
 def reset_state_(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> None:
-    """Drop all state of `parameters`, step counts included, so that their next step is like their first."""
+    """Empty the state of `parameters`, step counts included, so that their next step is like their first.
+
+    Their entries stay: torch's distributed checkpoints take a step of an optimizer that has none, to save its state.
+    """
     chosen = set(parameters)
     for optimizer in map(unwrap, optimizers):
         for group in optimizer.param_groups:
             for parameter in chosen.intersection(group["params"]):
-                state = optimizer.state.pop(parameter, None)
+                state = optimizer.state.get(parameter)
+                if state:
+                    optimizer.state[parameter] = {}
                 # Most optimizers create state at a parameter's next step; Adagrad does so only when constructed.
                 if state and isinstance(optimizer, Adagrad):
                     first = torch.full_like(parameter, group["initial_accumulator_value"])

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from comera.distributed import check_whole
 from comera.errors import RankError
 from comera.nn.adapted import adapted_layers
 from comera.nn.tensor_train import TensorTrain, named_trains
@@ -15,7 +16,8 @@ def adaptable_trains(model: nn.Module, *, rounded: bool = False) -> dict[str, Te
     """The tensor trains of a model whose ranks may change, by name.
 
     All of them; but in a model with adapters, whose other weights stay as they are, the adapters and what is trained
-    besides them. rounded: raise RankError where these cannot be rounded (`check_roundable`).
+    besides them. Raises RankError where a process does not hold all of a tensor train. rounded: also where these cannot
+    be rounded (`check_roundable`).
     """
     adapters = {layer.adapter.tt for layer in adapted_layers(model).values()}
     found = {
@@ -23,6 +25,7 @@ def adaptable_trains(model: nn.Module, *, rounded: bool = False) -> dict[str, Te
         for name, train in named_trains(model)
         if not adapters or train in adapters or any(p.requires_grad for p in train.parameters())
     }
+    check_whole(core for train in found.values() for core in train.tensors[0])
     if rounded:
         check_roundable(found.values())
     return found

@@ -10,23 +10,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from comera.convert import TT, TTM, TensorizeConfig, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError, ConversionError, RankError
 from comera.fusion import fuse_
 from comera.integrations.fsdp import clip_grad_norm_, fit_ranks_, replicate_
 from comera.nn.tensor_train import CompressedLayer, named_trains
 from comera.optim.param_groups import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
-from comera.rank import LateStage, RankController
+from comera.rank import LateStage, RankController, round_
 
 from ...helpers.processes import in_processes
 
 LATE = LateStage(target_size=0.5, start_step=4, steps=4)
+TRAINS, BLOCKS = TT(order=4, rank=6), BTT(rank=2)
 
 
 class Block(nn.Module):
@@ -56,15 +62,15 @@ class Net(nn.Module):
         return logits
 
 
-def build(seed: int = 0) -> Net:
+def build(seed: int = 0, linear: TT | BTT = TRAINS) -> Net:
     torch.manual_seed(seed)
     model = Net()
-    tensorize_(model, TensorizeConfig(TT(order=4, rank=6), TTM(order=2, rank=6), overrides={"head": None}))
+    tensorize_(model, TensorizeConfig(linear, TTM(order=2, rank=6), overrides={"head": None}))
     return model
 
 
-def sharded(*, seed: int = 0, fused: bool = False) -> Net:
-    model = build(seed)
+def sharded(*, seed: int = 0, fused: bool = False, linear: TT | BTT = TRAINS, policy: Any = None) -> Net:
+    model = build(seed, linear)
     if fused:
         fuse_(model)
     if dist.get_rank() > 0:
@@ -73,10 +79,11 @@ def sharded(*, seed: int = 0, fused: bool = False) -> Net:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     # a compressed layer by itself, whose type changes by that: torch warns that its output is a view
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .FSDPTTLinear. returned a view")
-    fully_shard(model.blocks[1].down, mesh=mesh, ignored_params=kept)
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": kept} | ({"mp_policy": policy} if policy else {})
+    fully_shard(model.blocks[1].down, **options)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, ignored_params=kept)
-    fully_shard(model, mesh=mesh, ignored_params=kept)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -154,30 +161,95 @@ def test_a_sharded_model_trains_as_one_that_is_whole(tmp_path: Path, fused: bool
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
 
-def resume_sharded(rank: int, folder: str) -> bool:
-    model = sharded()
+def resume_sharded(rank: int, folder: str, linear: TT | BTT, saved: int) -> bool:
+    model = sharded(linear=linear)
     optimizer, ranks = start(model, LATE)
     ranks.attach(optimizer)
-    train(model, optimizer, ranks, range(7), [rank], clip=clip_grad_norm_)
+    train(model, optimizer, ranks, range(saved), [rank], clip=clip_grad_norm_)
     assert ranks.stage == "late"
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=folder)
-    expected = train(model, optimizer, ranks, range(7, 14), [rank], clip=clip_grad_norm_)
+    expected = train(model, optimizer, ranks, range(saved, 14), [rank], clip=clip_grad_norm_)
 
-    again = sharded(seed=5)
+    again = sharded(seed=5, linear=linear)
     optimizer, ranks = start(again, LATE)
-    fit_ranks_(again, folder)
-    assert [t.spec for _, t in named_trains(again)] != [t.spec for _, t in named_trains(build())]
+    fit_ranks_(again, folder, optimizers=[optimizer])
     weights, moments = get_state_dict(again, optimizer)
     dcp.load({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=folder)
     set_state_dict(again, optimizer, model_state_dict=weights, optim_state_dict=moments)
     ranks.attach(optimizer)
-    assert train(again, optimizer, ranks, range(7, 14), [rank], clip=clip_grad_norm_) == expected
+    assert train(again, optimizer, ranks, range(saved, 14), [rank], clip=clip_grad_norm_) == expected
+    assert [t.spec for _, t in named_trains(again)] == [t.spec for _, t in named_trains(model)]
     return True
 
 
-def test_a_distributed_checkpoint_resumes_after_a_cut_to_the_bit(tmp_path: Path) -> None:
-    assert in_processes(resume_sharded, str(tmp_path)) == [True, True]
+@pytest.mark.parametrize("linear", [TRAINS, BLOCKS], ids=["tt", "btt"])
+@pytest.mark.parametrize("saved", [4, 7], ids=["where the late stage begins", "after a cut"])
+def test_a_distributed_checkpoint_resumes_to_the_bit(linear: TT | BTT, saved: int, tmp_path: Path) -> None:
+    assert in_processes(resume_sharded, str(tmp_path), linear, saved) == [True, True]
+
+
+def resume_alone(rank: int, folder: str) -> None:
+    """Every parameter is a core or a gate, so that the late stage leaves the optimizer no state at all."""
+
+    def build(seed: int) -> tuple[nn.Module, Any, RankController]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
+        tensorize_(model, TensorizeConfig(BLOCKS))
+        return model, *start(model, LATE)
+
+    def step(model: nn.Module, optimizer: Any, ranks: RankController) -> Tensor:
+        loss = (model(torch.eye(32)) - 1).square().mean()
+        loss.backward()
+        ranks.observe(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, optimizer, ranks = build(0)
+    ranks.attach(optimizer)
+    for _ in range(4):
+        step(model, optimizer, ranks)
+    before = ranks.state_dict()
+    weights, moments = get_state_dict(model, optimizer)
+    assert ranks.state_dict() == before
+    dcp.save({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=folder)
+    again, resumed, more = build(1)
+    fit_ranks_(again, folder, optimizers=[resumed])
+    weights, moments = get_state_dict(again, resumed)
+    dcp.load({"model": weights, "optimizer": moments, "ranks": more}, checkpoint_id=folder)
+    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=moments)
+    more.attach(resumed)
+    for _ in range(3):
+        assert torch.equal(step(again, resumed, more), step(model, optimizer, ranks))
+
+
+def test_an_optimizer_that_a_late_stage_has_left_no_state_resumes_to_the_bit(tmp_path: Path) -> None:
+    in_processes(resume_alone, str(tmp_path), world=1)
+
+
+def load_in_place(rank: int, folder: str) -> None:
+    model, other = build(linear=BLOCKS), build(seed=1, linear=BLOCKS)
+    round_(model, 0.6)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    fit_ranks_(other, folder)
+    assert [t.spec for _, t in named_trains(other)] == [t.spec for _, t in named_trains(model)]
+    weights = get_model_state_dict(other)
+    dcp.load({"model": weights}, checkpoint_id=folder)
+    for _ in range(2):  # in place, and once more through load_state_dict
+        assert torch.equal(other(torch.arange(60)), model(torch.arange(60)))
+        set_model_state_dict(other, weights)
+    damaged = {"model": get_model_state_dict(model)}
+    next(value for key, value in damaged["model"].items() if key.endswith("block_ranks"))[0, 0] += 1
+    dcp.save(damaged, checkpoint_id=f"{folder}-damaged")
+    specs = [t.spec for _, t in named_trains(other)]
+    with pytest.raises(CheckpointError, match="the weights are damaged"):
+        fit_ranks_(other, f"{folder}-damaged")
+    assert [t.spec for _, t in named_trains(other)] == specs
+
+
+def test_the_ranks_of_blocks_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    in_processes(load_in_place, str(tmp_path / "saved"), world=1)
 
 
 def refuse(rank: int, folder: str) -> list[str]:
@@ -201,7 +273,34 @@ def refuse(rank: int, folder: str) -> list[str]:
     model = sharded()
     dcp.save({"model": {"other": torch.zeros(3)}}, checkpoint_id=folder)
     message(CheckpointError, lambda: fit_ranks_(model, folder))
+    optimizer = start(model, LATE)[0]
+    dcp.save({"model": model.state_dict(), "moments": {"step": 1}}, checkpoint_id=f"{folder}-moments")
+    message(CheckpointError, lambda: fit_ranks_(model, f"{folder}-moments", optimizers=[optimizer]))
+    cast = sharded(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    message(ConversionError, lambda: cast(torch.arange(60)))
+    for original in (True, False):
+        wrapped = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=original)
+        message(RankError, lambda wrapped=wrapped: param_groups(wrapped, lr=1e-3))
+        message(RankError, lambda wrapped=wrapped: RankController(wrapped))
     return messages
+
+
+def compute_in_bfloat16(rank: int) -> None:
+    ids = torch.arange(60)
+    expected = build()(ids)
+    expected.logsumexp(-1).sum().backward()
+    for policy in (None, MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        model = sharded(policy=policy)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(ids)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), expected, rtol=0.03, atol=0.03)
+        found.float().logsumexp(-1).sum().backward()
+        assert model.blocks[1].down.tt.cores[0].grad.dtype == torch.float32  # type: ignore[union-attr]
+
+
+def test_mixed_precision_of_sharded_layers_beside_autocast() -> None:
+    in_processes(compute_in_bfloat16)
 
 
 def test_what_is_not_supported_says_what_to_do(tmp_path: Path) -> None:
@@ -214,6 +313,9 @@ def test_what_is_not_supported_says_what_to_do(tmp_path: Path) -> None:
             "call replicate_ first, then fully_shard with what it returns as ignored_params",
             "call comera.integrations.fsdp.replicate_ first, then fully_shard with what it returns as ignored_params",
             "expected the tensor train table.tt with the modes of .*, got nothing under 'model.table.tt.'",
+            "expected the state of optimizers, got nothing under 'optimizer.'",
+            "run each forward under torch.autocast('cpu', torch.bfloat16), which casts them too",
+            *["got some that FullyShardedDataParallel, or a wrapper like it, has spread: call .*fsdp.replicate_"] * 4,
         ),
         strict=True,
     ):

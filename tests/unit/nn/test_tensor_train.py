@@ -152,6 +152,19 @@ def test_the_ranks_of_blocks_are_state(ranks: list[int], assign: bool) -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
+def test_a_state_made_of_the_layers_own_tensors_loads(assign: bool) -> None:
+    """As a distributed checkpoint fills it: in place, before `load_state_dict`."""
+    source, layer = BTTLinear(BTT_SPEC.with_block_ranks([1, 1, 2, 2, 1, 1])), BTTLinear(BTT_SPEC)
+    state = layer.state_dict()
+    for key, value in source.state_dict().items():
+        state[key].copy_(value)
+    layer.load_state_dict(state, assign=assign)
+    assert layer.spec == source.spec
+    assert all(torch.equal(value, source.state_dict()[key]) for key, value in layer.state_dict().items())
+    assert layer.weight.abs().max() > 0
+
+
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("damage", [[3, 0, 1, 4, 0, 1], [-1, 3, 1, 4, 0, 1], [0, 2, 0, 5, 0, 1]], ids=str)
 def test_damaged_ranks_of_blocks_are_refused(damage: list[int], assign: bool) -> None:
     layer = BTTLinear(BTT_SPEC)
