@@ -8,7 +8,7 @@ from comera.ops import low_rank as products
 from comera.ops.block_product import block_product, btt_linear
 from comera.ops.linear import tt_linear
 from comera.ops.lookup import ttm_lookup
-from comera.ops.lookup_triton import triton_rows
+from comera.ops.lookup.kernel import triton_rows
 from comera.ops.planner.plan import plan_linear, plan_lookup
 from comera.tt.blocks import materialize_blocks
 from comera.tt.dense import materialize

@@ -9,7 +9,7 @@ import torch
 from comera.kernels import select, triton
 from comera.ops import low_rank as products
 from comera.ops.block_product import block_product
-from comera.ops.lookup_triton import triton_rows
+from comera.ops.lookup.kernel import triton_rows
 from comera.tt.blocks import materialize_blocks
 from comera.tt.shapes import btt_spec
 from comera.tt.spec import BTTSpec

@@ -70,11 +70,16 @@ _PLAIN = (Tensor, nn.Parameter)  # subclasses may have no memory of their own
 
 
 def supports(kernel: str, *tensors: Tensor) -> bool:
-    """Whether the C++ `kernel` supports these operands: at least one, float32 in CPU memory, not traced."""
+    """Whether the C++ `kernel` supports these operands: at least one, float32 in CPU memory, strided, not traced."""
     if traced() or not tensors or asked(kernel) is False:
         return False
     plain = (type(t) in _PLAIN and t.dtype == torch.float32 and on_cpu(t) and not t.is_neg() for t in tensors)
-    return all(plain) and unavailable_reason() is None
+    return all(plain) and not any(map(is_irregular, tensors)) and unavailable_reason() is None
+
+
+def is_irregular(tensor: Tensor) -> bool:
+    """Whether a tensor is sparse or nested: then it has no rows at known places in memory."""
+    return tensor.layout is not torch.strided or tensor.is_nested
 
 
 def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "triton", "torch"]:

@@ -40,7 +40,7 @@ class Adapted(nn.Module):
         values are used. W itself is in the parameters."""
         cores, gates = self.adapter.tt.tensors
         tensors = [*self._own_tensors, *cores, *gates]
-        if traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if traced():
             return self._sum(tensors)
         return lazy_weight(self._sum, self._weight_shape, tensors)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from comera.errors import SpecError
+from comera.nn.inputs import of_another_kind
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.conv import tt_conv
 from comera.tt.spec import TTSpec
@@ -135,6 +136,8 @@ class TTConv(CompressedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """y = conv(x, W) + bias."""
+        if (output := of_another_kind(self, input)) is not None:
+            return output  # type: ignore[no-any-return]
         cores, gates = self.tt.tensors
         return tt_conv(input, self.spec, cores, self.bias, gates=gates, threshold=self.tt.threshold, **self.settings)
 

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from comera.errors import SpecError
+from comera.nn.inputs import of_another_kind, one_call
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.lookup import LookupTable, ttm_bag, ttm_lookup
 from comera.ops.projection import ttm_linear
@@ -119,6 +121,8 @@ class TTMEmbedding(TTMTable):
         return cls(tt, dense.padding_idx)
 
     def forward(self, input: Tensor) -> Tensor:
+        if (output := of_another_kind(self, input)) is not None:
+            return output  # type: ignore[no-any-return]
         cores, gates = list(self.tt.cores), self.tt.gates()
         return self.scaled(ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx))
 
@@ -175,6 +179,14 @@ class TTMEmbeddingBag(TTMTable):
         self.include_last_offset = include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if isinstance(input, Proxy):
+            return one_call(self, input, offsets, per_sample_weights)  # type: ignore[no-any-return]
+        last = self.include_last_offset
+        if input.layout is torch.jagged and offsets is None:  # each of its rows is a bag
+            bags: Any = input.contiguous()
+            input, offsets, last = bags.values(), bags.offsets(), True
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights.values()
         return ttm_bag(
             input,
             offsets,
@@ -184,7 +196,7 @@ class TTMEmbeddingBag(TTMTable):
             gates=self.tt.gates(),
             per_sample_weights=per_sample_weights,
             padding_idx=self.padding_idx,
-            include_last_offset=self.include_last_offset,
+            include_last_offset=last,
         )
 
     def extra_repr(self) -> str:
@@ -235,6 +247,8 @@ class TTMProjection(_TTMLayer):
         return self.spec.num_embeddings
 
     def forward(self, input: Tensor) -> Tensor:
+        if (output := of_another_kind(self, input)) is not None:
+            return output  # type: ignore[no-any-return]
         (cores, _), gates = self.tt.tensors, self.tt.gates()
         return ttm_linear(input, self.spec, cores, self.bias, gates=gates, padding_idx=self.padding_idx)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.errors import SpecError
+from comera.nn.inputs import of_another_kind
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.ops.block_product import BTTWeight, btt_linears
 from comera.ops.fp8 import Recipe
@@ -101,6 +102,8 @@ class TTLinear(CompressedLinear):
 
     def forward(self, input: Tensor, factors: LowRankFactors | None = None) -> Tensor:
         """y = x W + bias. factors: A and B of W where they are merged already, as `fuse_` arranges it."""
+        if (output := of_another_kind(self, input, factors)) is not None:
+            return output  # type: ignore[no-any-return]
         cores, gates = self.tt.tensors
         return tt_linear(
             input,
@@ -156,5 +159,7 @@ class BTTLinear(CompressedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """y = x W + bias."""
+        if (made := of_another_kind(self, input)) is not None:
+            return made  # type: ignore[no-any-return]
         (output,) = btt_linears(input, [self.operands])
         return output

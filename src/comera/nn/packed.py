@@ -166,7 +166,7 @@ class Holder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the plain type."""
-        if traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if traced():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         with released():
             return super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -57,7 +56,7 @@ def lookup_tables(tables: Sequence[Callable[[Tensor], Tensor]], ids: Tensor | Se
     Source: docs/method.md §5.
     """
     columns = _columns(ids, len(tables))
-    if traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if traced():
         return [_rows(table, ids_B) for table, ids_B in zip(tables, columns, strict=True)]
     together = {k: table for k, table in enumerate(tables) if _is_ours(table) or _is_dense(table)}
     given = [_table(table, f"table {k}") for k, table in together.items()]

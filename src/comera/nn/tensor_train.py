@@ -342,7 +342,7 @@ class CompressedLayer(nn.Module):
         """
         cores, gates = self.tt.tensors
         tensors = [*cores, *gates]
-        if traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if traced():
             return self._dense(tensors)
         return lazy_weight(self._make, self._dense_shape, tensors)
 
@@ -369,6 +369,12 @@ class CompressedLayer(nn.Module):
                 f"{type(value).__name__} to put in its place: tie layers before tensorize_, or make them dense first "
                 "with comera.materialize_(model)"
             )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise WeightError(
+            f"torch.jit.script reads the source of forward, which a {type(self).__name__} does not have in its "
+            "language: use torch.jit.trace, or make the layers dense first with comera.materialize_(model)"
+        )
 
     def _add_bias(self, bias: bool | nn.Parameter, features: int) -> None:
         """Register a bias (features,): True gives zeros, a Parameter is kept as the same object."""

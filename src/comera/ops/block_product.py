@@ -17,6 +17,7 @@ Shapes: B flattened batch, A/C input/output blocks, N/M features in an input/out
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import block_product as cpp
-from comera.ops.chunking import pad_last
+from comera.kernels.tracing import unrecorded_by_jit
 from comera.ops.dtypes import kernel_dtype, without_autocast
-from comera.ops.linear import flatten_input
+from comera.ops.linear import by_torch_alone, check_operands, flatten_input
+from comera.tt.dense import materialize
 from comera.tt.spec import BTTSpec
 
 
@@ -69,6 +71,8 @@ class BTTWeight(NamedTuple):
 
 def btt_linears(input: Tensor, weights: Sequence[BTTWeight]) -> list[Tensor]:
     """`btt_linear` of one input and several weights, such as queries, keys and values, as one call of the kernel."""
+    if by_torch_alone(input):
+        return [_by_torch(input, *weight) for weight in weights]
     factors = []
     for spec, cores, bias, gates, threshold in weights:
         x_BI, bias = flatten_input(input, spec, spec.shape, cores, bias)
@@ -77,6 +81,27 @@ def btt_linears(input: Tensor, weights: Sequence[BTTWeight]) -> list[Tensor]:
     with without_autocast(input):
         ys_BO = block_products(x_BI, factors)
     return [y_BO if input.ndim == 2 else y_BO.view(*input.shape[:-1], y_BO.shape[1]) for y_BO in ys_BO]
+
+
+def _by_torch(
+    input: Tensor,
+    spec: BTTSpec,
+    cores: Sequence[Tensor],
+    bias: Tensor | None,
+    gates: Sequence[Tensor] | None,
+    threshold: float,
+) -> Tensor:
+    dtype = unrecorded_by_jit(check_operands, input, spec, spec.shape, cores, bias)
+    with without_autocast(input):
+        r_NK = cores[0].squeeze(0)
+        r_NK = r_NK if gates is None else r_NK * gates[0].masked_fill(gates[0] <= threshold, 0.0)
+        r_NK, l_KM, bias = r_NK.to(dtype), cores[1].squeeze(2).to(dtype), None if bias is None else bias.to(dtype)
+        if not select.is_irregular(input):
+            x_BI = input.reshape(prod(input.shape[:-1]), spec.in_features).to(dtype)
+            y_BO = batched_product(spec, x_BI, r_NK, l_KM, bias, unrecorded_by_jit(component_places, spec, x_BI.device))
+            return y_BO.view(*input.shape[:-1], spec.out_features)
+        weight = materialize(spec, [r_NK.unsqueeze(0), l_KM.unsqueeze(2)])
+    return F.linear(input, weight.t(), bias)
 
 
 class BlockFactors(NamedTuple):
@@ -284,7 +309,8 @@ def batched_product(
     """y (B, out_features) by batched products of torch, all in one dtype; blocks of different ranks are padded to equal
     ones by `places`, the `component_places` of the spec."""
     (a, c), rank = spec.blocks, spec.block_ranks
-    x_ABN = pad_last(x_BI, spec.padded_shape[0]).unflatten(1, (a, -1)).transpose(0, 1)
+    padding = spec.padded_shape[0] - spec.in_features
+    x_ABN = (F.pad(x_BI, (0, padding)) if padding else x_BI).unflatten(1, (a, -1)).transpose(0, 1)
     if isinstance(rank, int):
         h_BACR = (x_ABN @ r_NK.unflatten(1, (a, c * rank)).transpose(0, 1)).transpose(0, 1).unflatten(2, (c, rank))
         h_CBS = h_BACR.permute(2, 0, 1, 3).flatten(2)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera.errors import SpecError
+from comera.kernels.tracing import unrecorded_by_jit
 from comera.ops.activations import ACTIVATIONS
 from comera.ops.dtypes import product_dtype, without_autocast, working_dtype
 from comera.ops.merge import merge
@@ -70,8 +71,7 @@ def tt_conv(
     Source: docs/method.md §4.
     """
     dims = len(kernel_size)
-    _check_shapes(input, spec, bias, kernel_size, groups)
-    check_cores(spec, cores)
+    unrecorded_by_jit(_check_shapes, input, spec, cores, bias, kernel_size, groups)
     dtype = product_dtype(input, cores[0])
     x = input.to(dtype)
     with without_autocast(x):
@@ -100,7 +100,15 @@ def _takes_fewer(spec: TTSpec, groups: int) -> bool:
     return rank > 0 and (spec.activation is not None or rank * (groups * ins + outs) < ins * outs)
 
 
-def _check_shapes(input: Tensor, spec: TTSpec, bias: Tensor | None, kernel_size: Sequence[int], groups: int) -> None:
+def _check_shapes(
+    input: Tensor,
+    spec: TTSpec,
+    cores: Sequence[Tensor],
+    bias: Tensor | None,
+    kernel_size: Sequence[int],
+    groups: int,
+) -> None:
+    check_cores(spec, cores)
     dims, (ins, outs) = len(kernel_size), spec.shape
     if dims not in _CONVOLUTIONS or ins % max(1, prod(kernel_size)) or outs % groups:
         raise SpecError(

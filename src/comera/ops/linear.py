@@ -15,10 +15,15 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal, TypeAlias
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comera.errors import SpecError
+from comera.kernels import select
+from comera.kernels.tracing import jit_traced, unrecorded_by_jit
 from comera.ops.activated import activated_low_rank
+from comera.ops.activations import ACTIVATIONS
 from comera.ops.dtypes import kernel_dtype, product_dtype, without_autocast
 from comera.ops.fp8 import Recipe, fp8_low_rank
 from comera.ops.low_rank import LowRankFactors, low_rank
@@ -71,6 +76,8 @@ def tt_linear(
 
     Source: [CoMERA] §4, docs/method.md §4.
     """
+    if by_torch_alone(input):
+        return _by_torch(input, spec, cores, bias, gates, threshold, factors, fp8)
     x_BI, bias = flatten_input(input, spec, spec.shape, cores, bias)
     with without_autocast(input):
         if factors is None:
@@ -97,6 +104,37 @@ def tt_linear(
     return y_BO.view(*input.shape[:-1], spec.out_features)
 
 
+def by_torch_alone(input: Tensor) -> bool:
+    """Whether a product must be that of the input as it is with dense factors, by torch's own functions: under
+    torch.jit.trace, whose program is for inputs of any size, and for sparse and nested inputs."""
+    return jit_traced() or select.is_irregular(input)
+
+
+def _by_torch(
+    input: Tensor,
+    spec: TTSpec,
+    cores: Sequence[Tensor],
+    bias: Tensor | None,
+    gates: Sequence[Tensor] | None,
+    threshold: float,
+    factors: LowRankFactors | None,
+    fp8: Recipe | None,
+) -> Tensor:
+    if fp8:
+        raise RuntimeError(
+            "expected an FP8 layer to get a strided input outside of torch.jit.trace: take FP8 back with "
+            "comera.fp8_(model, None)"
+        )
+    dtype = unrecorded_by_jit(check_operands, input, spec, spec.shape, cores, bias)
+    if factors is None:
+        gates = [cores[0].new_ones(rank) for rank in spec.inner_ranks] if gates is None else gates
+        (factors,) = merge([spec], [[*cores, *gates]], threshold, dtype)
+    b_RO = factors.b[unrecorded_by_jit(lambda: factors.has_bias) :]
+    p = F.linear(input, factors.a)
+    p = ACTIVATIONS[spec.activation][0](p) if spec.activation else p
+    return F.linear(p, b_RO.t(), bias)
+
+
 def flatten_input(
     input: Tensor, spec: Spec, shape: tuple[int, int], cores: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -104,13 +142,20 @@ def flatten_input(
 
     Returns x flattened to (B, I) and the bias, both in the dtype of the products with the batch.
     """
+    dtype = unrecorded_by_jit(check_operands, input, spec, shape, cores, bias)
+    x_BI = input if input.ndim == 2 else input.reshape(prod(input.shape[:-1]), shape[0])
+    return x_BI.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def check_operands(
+    input: Tensor, spec: Spec, shape: tuple[int, int], cores: Sequence[Tensor], bias: Tensor | None
+) -> torch.dtype:
+    """The dtype of the products with the batch. Raises as `flatten_input`."""
     features, out_features = shape
-    if input.ndim == 0 or input.shape[-1] != features:
-        came = tuple(input.shape)
-        raise SpecError(f"expected an input whose last dimension is {features} for {spec}, got shape {came}")
+    if input.ndim == 0 or input.size(-1) != features:
+        came = f"last dimension {input.size(-1)}" if input.is_nested else f"shape {tuple(input.shape)}"
+        raise SpecError(f"expected an input whose last dimension is {features} for {spec}, got {came}")
     if bias is not None and bias.shape != (out_features,):
         raise SpecError(f"expected a bias of shape ({out_features},) for {spec}, got {tuple(bias.shape)}")
     check_cores(spec, cores)
-    dtype = product_dtype(input, cores[0])
-    x_BI = input if input.ndim == 2 else input.reshape(prod(input.shape[:-1]), features)
-    return x_BI.to(dtype), None if bias is None else bias.to(dtype)
+    return product_dtype(input, cores[0])

@@ -217,7 +217,7 @@ def _torch_forward(
     merging = stacked.absorbed()
     *left, left_KNR = left_products(merging[: first.split])
     *right, right_KRN = right_products(merging[first.split :])
-    a_KRI = left_KNR[:, : first.in_features].mT.to(dtype).contiguous()
+    a_KRI = left_KNR[:, : first.in_features].transpose(1, 2).to(dtype).contiguous()
     none = right_KRN.new_zeros(first.out_features)
     bias_KO = torch.stack([none if bias is None else bias.to(none.dtype) for bias in biases])
     b_KSO = torch.cat([bias_KO[:, None], right_KRN[..., : first.out_features]], 1).to(dtype)

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.kernels.tracing import transformed
+from comera.kernels.tracing import transformed, unrecorded_by_jit
 from comera.ops.chunking import chunks, pad_last
 from comera.ops.dtypes import merge_dtype, product_dtype, without_autocast
-from comera.ops.linear import flatten_input
+from comera.ops.linear import by_torch_alone, check_operands, flatten_input
 from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.ops.planner.plan import ContractionPlan, choose
 from comera.ops.planner.problem import ProjectionProblem
-from comera.tt.dense import absorb_in_smaller, materialize, zero_row
+from comera.tt.dense import absorb, absorb_in_smaller, materialize, zero_row
 from comera.tt.spec import TTMSpec
 
 
@@ -82,6 +82,11 @@ def ttm_linear(
     Returns:
         (..., num_embeddings); dtypes, errors and derivatives as for `tt_linear`.
     """
+    if by_torch_alone(x):
+        dtype = unrecorded_by_jit(check_operands, x, spec, spec.shape[::-1], cores, bias)
+        with without_autocast(x):
+            cores = cores if gates is None else absorb(cores, gates)
+            return F.linear(x.to(dtype), *_whole(spec, cores, bias, padding_idx, dtype))
     x_BI, bias = flatten_input(x, spec, spec.shape[::-1], cores, bias)
     if table is None:
         table = merge_table(x_BI, spec, cores, bias, gates=gates, padding_idx=padding_idx, plan=plan)
@@ -113,9 +118,7 @@ def merge_table(
     strategy, groups = choose(ProjectionProblem, spec, x_BI.shape[0], to_dtype.itemsize, x_BI.device.type, plan=plan)
     with without_autocast(x_BI):
         if strategy == "dense" or transformed():
-            dtype = merge_dtype(cores[0].dtype)
-            table_OI = materialize(spec, [core.to(dtype) for core in cores]).to(to_dtype)
-            return WholeTable(table_OI if padding_idx is None else zero_row(table_OI, padding_idx), bias)
+            return _whole(spec, cores, bias, padding_idx, to_dtype)
         left_MNR, right_RMN = (side.to(to_dtype) for side in merge_sides(cores, groups[0].end))
         if left_MNR.shape[1] == right_RMN.shape[1] == 1:
             # views where nothing is padding: a slice copies its gradient into one of the whole table
@@ -126,6 +129,15 @@ def merge_table(
             return LowRankTable(left_OR, right_RI, bias)
     used = -(-spec.num_embeddings // right_RMN.shape[1])  # rows of L that hold valid ids
     return TwoSides(left_MNR[:used], right_RMN, bias)
+
+
+def _whole(
+    spec: TTMSpec, cores: Sequence[Tensor], bias: Tensor | None, padding_idx: int | None, dtype: torch.dtype
+) -> WholeTable:
+    """The table of cores that have absorbed the gates, in `dtype`."""
+    table_OI = materialize(spec, [core.to(merge_dtype(core.dtype)) for core in cores]).to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return WholeTable(table_OI if padding_idx is None else zero_row(table_OI, padding_idx), bias)
 
 
 class _Projection(torch.autograd.Function):

@@ -78,7 +78,7 @@ def materialize(spec: Spec, cores: Sequence[Tensor]) -> Tensor:
 
 def zero_row(table_VD: Tensor, row: int) -> Tensor:
     """The same table with zeros in one row, which then gets no gradient."""
-    return table_VD.index_fill(0, torch.tensor([row], device=table_VD.device), 0)
+    return table_VD.index_fill(0, torch.full((1,), row, device=table_VD.device), 0)
 
 
 def fold(spec: Spec, weight: Tensor) -> Tensor:

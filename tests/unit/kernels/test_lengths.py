@@ -1,5 +1,6 @@
 """No kernel touches memory that its operands do not have: wrong lengths raise, and so does a lack of scratch memory."""
 
+import ctypes
 import subprocess
 import sys
 
@@ -38,6 +39,14 @@ from ...helpers.refused import CHANGE_IDS, CHANGES, assert_all_refused, longer, 
 pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 SEED = torch.tensor(5)
 WANTED = (True, True, True)
+
+
+def test_a_size_that_is_a_tensor_is_a_number_and_never_an_address():
+    x, y = torch.ones(5), torch.zeros(5)
+    call("dropout", torch.tensor(5), x, None, 0, 3.0, y)
+    assert torch.equal(y, x)
+    with pytest.raises((TypeError, ctypes.ArgumentError)):
+        call("dropout", torch.ones(2), x, None, 0, 3.0, y)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=CHANGE_IDS)

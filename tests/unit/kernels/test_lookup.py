@@ -6,8 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from comera.kernels.cpp import compiler, lookup
 from comera.nn import TTMEmbedding, TTMEmbeddingBag
-from comera.ops.lookup import REPEATED_COLUMNS, ttm_lookup
-from comera.ops.lookup_cpp import PairTable, pair_rows
+from comera.ops.lookup import ttm_lookup
+from comera.ops.lookup.kernel import PairTable, pair_rows
+from comera.ops.lookup.plan import REPEATED_COLUMNS
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import absorb, materialize
 from comera.tt.shapes import ttm_spec

@@ -55,6 +55,8 @@ SIGNATURES = {
     "take_memory": "i p p",
 }
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
+# a tensor in the place of a number, as sizes are under torch.jit.trace, must not become an address
+_IS_POINTER = {name: [kind[0] in "pw" for kind in kinds.split()] for name, kinds in SIGNATURES.items()}
 _OF_MEMORY = ("take_memory", "memory_held")  # calls that a recording does not repeat
 _FLOP_COUNTER = "torch.utils.flop_counter"
 _log = logging.getLogger(__name__)
@@ -136,7 +138,11 @@ def call(name: str, *operands: object) -> None:
     functions = _functions()
     if isinstance(functions, str):
         raise RuntimeError(f"expected compiled kernels for {name}, but {functions}: ask select.supports before")
-    given = [each.data_ptr() if isinstance(each, Tensor) else each for each in operands]
+    kinds = _IS_POINTER[name]
+    given = [
+        each.data_ptr() if pointer and isinstance(each, Tensor) else each
+        for each, pointer in zip(operands, kinds, strict=False)  # the number of threads comes
+    ]
     if SIGNATURES[name].endswith("t"):
         given.append(torch.get_num_threads())
     check(name, functions[name](*given))

@@ -1,4 +1,4 @@
-// Rows of tables, each the product of two parts L and R, and the gradients of these (ops/lookup_cpp.py): all tables of a
+// Rows of tables, each the product of two parts L and R, and the gradients of these (ops/lookup/kernel.py): all tables of a
 // model in one call. Of the id n
 //
 //     row = L[i] R[k]ᵀ   (X × r)(r × Y),   n = i · M_R + k      backward   ∂L[i] += ∂row R[k],   ∂R[k] += ∂rowᵀ L[i]

@@ -1,13 +1,19 @@
-"""Rows of a tensor-train matrix and their sums over bags: products of rows of a left and a right part, in blocks.
+"""Rows of a tensor-train matrix and their sums over bags, from rows of a left and a right part of its cores.
 
-The plan cuts the cores into groups, each merged to a table of its own. Where a part of the cores has more than one
-group, only those of its rows that occur among the ids are made, from the rows of its own two parts:
+The plan cuts the cores into groups, each merged to a table of its own. One group is the whole table. Where a part of
+the cores has more than one group, only those of its rows that occur among the ids are made, from the rows of its own
+two parts:
 
     row(id) = L[i] R[k]ᵀ,   id = i · M_R + k,       sums[b] += w · row(id) for every use (id, b, w)
 
-The product of a single pair (i, k) is too small to run fast. So the different pairs are sorted by k and put in blocks
-that share R[k]; the last slots of a block may stay empty. R is stored with the rank last, so that no product of a block
-has a skinny result:
+The C++ kernel makes rows where it serves (kernel.py); the rest is for torch. The product of a single pair (i, k) is too
+small to run fast. A few thousand pairs are multiplied one by one, in chunks:
+
+    row(i, k) = L[i] R[k]ᵀ   (X × r)(r × Y)        backward   ∂L[i] += ∂row R[k],   ∂R[k] += ∂rowᵀ L[i]
+
+there one call of `embedding_bag` in the backward, which sums weighted rows, takes a third of the time of `bmm`. More
+pairs, and sums, are sorted by k and put in blocks that share R[k]; the last slots of a block may stay empty. R is
+stored with the rank last, so that no product of a block has a skinny result:
 
     forward   R[k] [L[i] ...]ᵀ  (Y × r)(r × nX)      backward   ∂L = ∂rows R[k]  (nX × Y)(Y × r)
                                                                 ∂R = ∂rowsᵀ L    (Y × nX)(nX × r)
@@ -16,12 +22,13 @@ Blocks are multiplied in chunks that stay in the caches, forward and backward, a
 backward are L, R and the ids. Sorting the pairs needs the ids on the host, for which an accelerator would synchronize
 and a compiled graph break: there every use is a block of its own, and all sizes are known beforehand.
 
-Shapes: N uses, B bags, G blocks of n slots each, S slots, M rows of a table, R left and Q right rank of a part, r the
-rank between two parts, X = R · columns of the left part, Y = columns · Q of the right part, Z = n·X.
+Shapes: N uses, U ids, B bags, G blocks of n slots each, S slots, P pairs of a chunk, M rows of a table, R left and Q
+right rank of a part, r the rank between two parts, X = R · columns of the left part, Y = columns · Q of the right part,
+Z = n·X.
 """
 
 from collections.abc import Sequence
-from math import inf, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -29,38 +36,155 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera.kernels import select
-from comera.kernels.recording import fixed
-from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dtypes import without_autocast
-from comera.ops.lookup_cpp import PairTable, masked, pair_rows
-from comera.ops.lookup_pairs import separate_rows
+from comera.ops.lookup.bags import Bags
+from comera.ops.lookup.kernel import PairTable, pair_rows, triton_rows
+from comera.ops.lookup.plan import DenseTable, Lookup, are_read, kernel_serves, masked, on_host
 from comera.ops.planner.groups import Group, Groups, two_parts
+from comera.ops.projection import merge_sides
+from comera.tt.dense import materialize
+from comera.tt.spec import TTMSpec
 
 BLOCK_ROWS = 128  # n·X at most: more make the products no faster
 BLOCKS_FROM = 4096  # different pairs; sorting fewer takes longer than blocks gain
+SMALL = 256  # X·Y up to which weighted sums of rows are faster than matrix products
 
 
-def on_host(ids: Tensor) -> bool:
-    """Whether the values of `ids` can be read without synchronizing or breaking a graph."""
-    return ids.device.type == "cpu" and not traced()
+def pair_table(lookup: Lookup) -> PairTable:
+    """What the kernel reads to make the rows of a `by_kernel` lookup."""
+    table = lookup.table
+    if isinstance(table, DenseTable):
+        return PairTable(lookup.ids, table.weight, None, None, table.rows, lookup.padding)
+    with without_autocast(table.cores[0]):
+        left, right, gates_R = _stored_sides(lookup.groups, lookup.merging(), lookup.gates(), table.threshold)
+    return PairTable(lookup.different, left, right, gates_R, table.rows, lookup.padding, table.threshold)
 
 
-def are_read(ids: Tensor) -> bool:
-    """Whether shapes and choices may depend on the values of `ids`: on a host, outside of a recording."""
-    return on_host(ids) and not fixed()
+def rows_of(lookup: Lookup) -> Tensor:
+    """Rows (U, D or more) of the different ids of a lookup, in the cores' `merge_dtype`; that of the padding, too."""
+    table = lookup.table
+    assert not isinstance(table, DenseTable)
+    with without_autocast(table.cores[0]):
+        cores = lookup.merging()
+        if not lookup.groups:
+            return _unplanned_rows(lookup.different, table.spec, cores)
+        if len(lookup.groups) == 1:
+            return F.embedding(lookup.different, materialize(table.spec, cores))
+        return _rows(lookup.different, lookup.groups, cores)
 
 
-def left_and_right(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def bag_sums(lookup: Lookup, bags: Bags, weights_N: Tensor | None) -> Tensor:
+    """Sums of weighted rows over bags (B, D), without those of the padding, in the cores' `merge_dtype`."""
+    ids_N, padding, cores = lookup.ids, lookup.padding, lookup.merging()
+    assert not isinstance(lookup.table, DenseTable)
+    spec = lookup.table.spec
+    if len(lookup.groups) == 1:
+        return F.embedding_bag(
+            ids_N,
+            materialize(spec, cores),
+            bags.starts,
+            mode="sum",
+            per_sample_weights=weights_N,
+            padding_idx=padding,
+        )
+    if not lookup.groups:
+        rows_ND = lookup.in_place(_unplanned_rows(ids_N, spec, cores))
+        rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
+        if bags.shape is not None:
+            return rows_ND.view(*bags.shape, rows_ND.shape[1]).sum(1)
+        return rows_ND.new_zeros(bags.starts.numel(), rows_ND.shape[1]).index_add(0, bags.of_each(), rows_ND)
+    bag_N = bags.of_each()
+    if padding is not None and on_host(ids_N.device):
+        kept_P = (ids_N != padding).nonzero().squeeze(1)
+        ids_N, bag_N = ids_N[kept_P], bag_N[kept_P]
+        weights_N = None if weights_N is None else weights_N[kept_P]
+    elif padding is not None:
+        counts_N = (ids_N != padding).to(cores[0].dtype)
+        weights_N = counts_N if weights_N is None else weights_N * counts_N
+    count = bags.starts.numel()
+    left_MXR, right_MYR, i_N, k_N = _sides(ids_N, lookup.groups, cores)
+    if len(lookup.groups) == 2 and select.lookup_rows_backend(left_MXR, right_MYR.mT) == "triton":
+        rows_ND = triton_rows(ids_N, left_MXR, right_MYR.mT.contiguous())
+        rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
+        sums_BD = rows_ND.new_zeros(count, rows_ND.shape[1]).index_add(0, bag_N, rows_ND)
+    else:
+        sums_BD = pair_sums(i_N, k_N, bag_N, count, left_MXR, right_MYR, weights_N)
+    return sums_BD[:, : spec.embedding_dim]
+
+
+def _unplanned_rows(ids_N: Tensor, spec: TTMSpec, cores: Sequence[Tensor]) -> Tensor:
+    """Rows (N, D) by plain products, for any number of ids; one outside of the table is an error when it is met."""
+    if spec.order == 1:
+        return F.embedding(ids_N, materialize(spec, cores))
+    modes = [rows * cols for rows, cols in zip(spec.row_modes, spec.col_modes, strict=True)]
+    sizes = [spec.ranks[k] * (prod(modes[:k]) + prod(modes[k:])) for k in range(1, spec.order)]
+    split = 1 + sizes.index(min(sizes))
+    left_MNR, right_RMN = merge_sides(cores, split)
+    rows, all_rows = prod(spec.row_modes[split:]), prod(spec.row_modes)
+    ids_N = torch.where((ids_N >= 0) & (ids_N < spec.num_embeddings), ids_N, all_rows)  # no padding row
+    rows_NLR = torch.bmm(left_MNR[ids_N // rows], right_RMN.transpose(0, 1)[ids_N % rows])
+    return rows_NLR.flatten(1)[:, : spec.embedding_dim]
+
+
+def _rows(ids_U: Tensor, groups: Groups, cores: Sequence[Tensor]) -> Tensor:
+    """Rows (U, D) by two groups or more. Ids that repeat are multiplied as often as they do."""
+    host = on_host(ids_U.device)
+    if host and len(groups) == 2 and kernel_serves(groups, cores):
+        limit = prod([cores[core].shape[1] for group in groups for core in group.cores])
+        return pair_rows([PairTable(ids_U, *_stored_sides(groups, cores), limit)])[0]
+    left_MXR, right_MYR, i_U, k_U = _sides(ids_U, groups, cores)
+    count, columns, rows = ids_U.numel(), left_MXR.shape[1], right_MYR.shape[0]
+    if rows == 1:  # a table of plain low rank: every row meets the same block
+        x_ZR = F.embedding(i_U, left_MXR.flatten(1)).view(count * columns, left_MXR.shape[2])
+        return (x_ZR @ right_MYR[0].t()).view(count, columns * right_MYR.shape[1])
+    if host and select.supports("lookup", left_MXR, right_MYR):
+        return pair_rows([PairTable(i_U * rows + k_U, left_MXR, right_MYR, None, left_MXR.shape[0] * rows)])[0]
+    if host and (count < BLOCKS_FROM or block_size(count, min(count, rows), columns) <= 1):
+        return separate_rows(i_U, k_U, left_MXR, right_MYR)
+    if len(groups) == 2 and select.lookup_rows_backend(left_MXR, right_MYR.mT) == "triton":
+        return triton_rows(ids_U, left_MXR, right_MYR.mT.contiguous())
+    return pair_sums(i_U, k_U, torch.arange(count, device=ids_U.device), count, left_MXR, right_MYR)
+
+
+def _stored_sides(
+    groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None, threshold: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """L, R and the gates between them as the kernel reads them: single cores as they are stored."""
+    left, right = groups
+    first, second = cores[left.first], cores[right.first]
+    if left.pair is not None or first.shape[0] != 1:
+        first = _flat(_merge(left, cores).transpose(1, 2))
+    if right.pair is not None:
+        second = _flat(_merge(right, cores).mT)
+        if gates_R is not None:
+            second, gates_R = second * masked(gates_R, threshold), None
+    return first, second, gates_R
+
+
+def _sides(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """L (M, X, r), R (M, Y, r), and for each id its row i (N,) of L and k (N,) of R; for two groups or more."""
     left, right = two_parts(groups)
     rows = prod([cores[core].shape[1] for core in range(right[0].first, right[-1].end)])
     left_MNRS, i_N = _part(ids_N // rows, left, cores)
     left_MXR = _flat(left_MNRS.transpose(1, 2))
-    if on_host(ids_N) and len(right) == 1 and right[0].pair is None:
+    if on_host(ids_N.device) and len(right) == 1 and right[0].pair is None:
         return left_MXR, _rank_last(cores[right[0].first]), i_N, ids_N % rows
     right_MNSQ, k_N = _part(ids_N % rows, right, cores)
     return left_MXR, _flat(right_MNSQ.mT), i_N, k_N
+
+
+def _part(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A part of the cores as (M, N, R, Q), all rows or only those that occur, and for each id its row there."""
+    if len(groups) == 1:
+        return _merge(groups[0], cores), ids_N
+    if are_read(ids_N.device):
+        ids_U, row_N = torch.unique(ids_N, return_inverse=True)
+    else:
+        ids_U, row_N = ids_N, torch.arange(ids_N.numel(), device=ids_N.device)
+    part = cores[groups[0].first : groups[-1].end]
+    shape = ids_U.numel(), part[0].shape[0], prod([core.shape[2] for core in part]), part[-1].shape[3]
+    return _rows(ids_U, groups, cores).view(shape).transpose(1, 2), row_N
 
 
 def _rank_last(core_RMNS: Tensor) -> Tensor:
@@ -70,69 +194,9 @@ def _rank_last(core_RMNS: Tensor) -> Tensor:
     return (core_RMNS.reshape(rank, m * n * s).t() @ torch.eye(rank, dtype=core_RMNS.dtype)).view(m, n * s, rank)
 
 
-def by_pairs(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None) -> bool:
-    """Whether the C++ kernel makes the rows from two groups of such cores; not those of a table of plain low rank."""
-    if len(groups) != 2 or not on_host(ids_N) or all(cores[core].shape[1] == 1 for core in groups[1].cores):
-        return False
-    return select.supports("lookup", *cores, *([] if gates_R is None else [gates_R]))
-
-
-def pair_table(
-    ids_N: Tensor,
-    groups: Groups,
-    cores: Sequence[Tensor],
-    limit: int,
-    gates_R: Tensor | None = None,
-    padding: int | None = None,
-    threshold: float = -inf,
-) -> PairTable:
-    """The rows `ids_N` of two groups as the kernel takes them. gates_R: those between the groups; the rest as there."""
-    left, right = groups
-    first, second = cores[left.first], cores[right.first]
-    if left.pair is not None or first.shape[0] != 1:
-        first = _flat(_merge(left, cores).transpose(1, 2))
-    if right.pair is not None:
-        second = _flat(_merge(right, cores).mT)
-        if gates_R is not None:
-            second, gates_R = second * masked(gates_R, threshold), None
-    return PairTable(ids_N, first, second, gates_R, limit, padding, threshold)
-
-
-def rows_of(ids_U: Tensor, groups: Groups, cores: Sequence[Tensor]) -> Tensor:
-    """Rows (U, D) by two groups or more. Ids that repeat are multiplied as often as they do."""
-    if by_pairs(ids_U, groups, cores):
-        table_rows = prod([cores[core].shape[1] for group in groups for core in group.cores])
-        return pair_rows([pair_table(ids_U, groups, cores, table_rows)])[0]
-    left_MXR, right_MYR, i_U, k_U = left_and_right(ids_U, groups, cores)
-    count, columns = ids_U.numel(), left_MXR.shape[1]
-    if right_MYR.shape[0] == 1:  # a table of plain low rank: every row meets the same block
-        x_ZR = F.embedding(i_U, left_MXR.flatten(1)).view(count * columns, left_MXR.shape[2])
-        return (x_ZR @ right_MYR[0].t()).view(count, columns * right_MYR.shape[1])
-    if on_host(ids_U) and select.supports("lookup", left_MXR, right_MYR):
-        rows = right_MYR.shape[0]
-        return pair_rows([PairTable(i_U * rows + k_U, left_MXR, right_MYR, None, left_MXR.shape[0] * rows)])[0]
-    if on_host(ids_U) and (count < BLOCKS_FROM or block_size(count, min(count, right_MYR.shape[0]), columns) <= 1):
-        return separate_rows(i_U, k_U, left_MXR, right_MYR)
-    return pair_sums(i_U, k_U, torch.arange(count, device=ids_U.device), count, left_MXR, right_MYR)
-
-
 def _flat(part_MXYR: Tensor) -> Tensor:
     m, x, y, r = part_MXYR.shape
     return part_MXYR.reshape(m, x * y, r)
-
-
-def _part(ids_N: Tensor, groups: Groups, cores: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """A part of the cores as (M, N, R, Q), all rows or only those that occur, and for each id its row there."""
-    if len(groups) == 1:
-        return _merge(groups[0], cores), ids_N
-    if are_read(ids_N):
-        ids_U, row_N = torch.unique(ids_N, return_inverse=True)
-    else:
-        ids_U, row_N = ids_N, torch.arange(ids_N.numel(), device=ids_N.device)
-    rows_UD = rows_of(ids_U, groups, cores)
-    part = cores[groups[0].first : groups[-1].end]
-    cols = prod([core.shape[2] for core in part])
-    return rows_UD.view(ids_U.numel(), part[0].shape[0], cols, part[-1].shape[3]).transpose(1, 2), row_N
 
 
 def _merge(group: Group, cores: Sequence[Tensor]) -> Tensor:
@@ -161,6 +225,56 @@ def _modes_first(core_RMNS: Tensor) -> Tensor:
     return moved
 
 
+def separate_rows(i_U: Tensor, k_U: Tensor, left_MXR: Tensor, right_MYR: Tensor) -> Tensor:
+    """Rows (U, X·Y) of the pairs (i, k); differentiable twice."""
+    rows: Tensor = _SeparateRows.apply(left_MXR.contiguous(), right_MYR.contiguous(), i_U, k_U)
+    return rows
+
+
+class _SeparateRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left_MXR: Tensor, right_MYR: Tensor, i_U: Tensor, k_U: Tensor) -> Tensor:
+        ctx.save_for_backward(left_MXR, right_MYR, i_U, k_U)
+        (_, x, rank), y = left_MXR.shape, right_MYR.shape[1]
+        rows = [left_MXR.new_empty(0, x * y)]
+        for part in _chunks(i_U, x, y, rank):
+            left_PXR, right_PYR = left_MXR.index_select(0, i_U[part]), right_MYR.index_select(0, k_U[part])
+            rows.append(torch.bmm(left_PXR, right_PYR.mT).flatten(1))
+        return rows[1] if len(rows) == 2 else torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, drows_UD: Tensor) -> tuple[Tensor | None, ...]:
+        left_MXR, right_MYR, i_U, k_U = ctx.saved_tensors
+        if not torch.is_grad_enabled():  # embedding_bag over a parameter would prepare for a gradient
+            left_MXR, right_MYR = left_MXR.detach(), right_MYR.detach()
+        (_, x, rank), y = left_MXR.shape, right_MYR.shape[1]
+        dleft_MXR, dright_MYR = left_MXR.new_zeros(left_MXR.shape), right_MYR.new_zeros(right_MYR.shape)
+        transposed_D = torch.arange(x * y).view(x, y).t().reshape(-1)
+        with without_autocast(drows_UD):
+            for part in _chunks(i_U, x, y, rank):
+                i_P, k_P, drows_PD = i_U[part], k_U[part], drows_UD[part]
+                dleft_MXR.index_add_(0, i_P, _products(drows_PD, x, right_MYR, k_P))
+                drows_PD = drows_PD.index_select(1, transposed_D)  # faster than transposing many small matrices
+                dright_MYR.index_add_(0, k_P, _products(drows_PD, y, left_MXR, i_P))
+        return dleft_MXR, dright_MYR, None, None
+
+
+def _chunks(i_U: Tensor, x: int, y: int, rank: int) -> list[slice]:
+    """Chunks of the pairs that stay in the caches."""
+    return chunks(i_U.numel(), 2 * rank * (x + y) + x * y, i_U.device)
+
+
+def _products(a_UD: Tensor, x: int, table_MYR: Tensor, k_U: Tensor) -> Tensor:
+    """a table[k] (U, X, R) for each of many small matrices a (X, Y), given as (U, X·Y)."""
+    pairs, (m, y, rank) = a_UD.shape[0], table_MYR.shape
+    if x * y > SMALL or not (pairs and x and y and rank):
+        return torch.bmm(a_UD.reshape(pairs, x, y), table_MYR.index_select(0, k_U))
+    ids_UD = torch.add(torch.arange(x * y) % y, k_U.unsqueeze(1), alpha=y)
+    starts, weights_K, table_KR = torch.arange(0, pairs * x * y, y), a_UD.reshape(-1), table_MYR.view(m * y, rank)
+    sums_KR = F.embedding_bag(ids_UD.view(-1), table_KR, starts, mode="sum", per_sample_weights=weights_K)
+    return sums_KR.view(pairs, x, rank)
+
+
 class _Blocks(NamedTuple):
     """Which pairs share a block, and where their rows go. Uses come in the order of the slots.
 
@@ -186,12 +300,8 @@ def pair_sums(
     weights_N: Tensor | None = None,
 ) -> Tensor:
     """sums[b] = Σ w · L[i] R[k]ᵀ (bags, X·Y) over the uses (i, k, w) with the bag b; differentiable twice."""
-    if transformed():
-        rows_ND = torch.bmm(left_MXR[i_N], right_MYR[k_N].mT).flatten(1)
-        rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
-        return rows_ND.new_zeros(bags, rows_ND.shape[1]).index_add(0, bag_N, rows_ND)
     blocks = _Blocks(i_N, k_N, bag_N, None, None)
-    if on_host(i_N):
+    if on_host(i_N.device):
         blocks, order_N = _sorted_blocks(i_N, k_N, bag_N, left_MXR)
         weights_N = None if weights_N is None else weights_N[order_N]
     sums: Tensor = _PairSums.apply(bags, left_MXR, right_MYR, weights_N, *blocks)
@@ -222,8 +332,6 @@ def block_size(pairs: int, different: int, columns: int) -> int:
 
 
 class _PairSums(torch.autograd.Function):
-    """The formulas stand at the top of the file."""
-
     @staticmethod
     def forward(
         ctx: Any, bags: int, left_MXR: Tensor, right_MYR: Tensor, weights_N: Tensor | None, *blocks: Tensor
@@ -278,7 +386,7 @@ class _BlockProducts:
         self.n = blocks.left.numel() // max(1, count)
         elements = self.n * self.x * (self.rank + self.y) + self.y * self.rank
         self.chunks = [self._chunk(part) for part in chunks(count, elements, blocks.right.device)]
-        self._reuses = on_host(blocks.right) and not torch.is_grad_enabled()
+        self._reuses = on_host(blocks.right.device) and not torch.is_grad_enabled()
         self._memory: dict[str, Tensor] = {}
 
     def _chunk(self, part: slice) -> _Chunk:
