@@ -211,7 +211,7 @@ class LookupProblem(Problem):
         return Option(by_count.get(len(groups), "groups"), groups, self._rows(groups, self.batch))
 
     def _rows(self, groups: Groups, count: int) -> Cost:
-        """Cost of merging every group, and of the products for all rows of a part that can occur (lookup/plain.py)."""
+        """Cost of merging every group, and of the products for all rows of a part that can occur."""
         spec, on, itemsize = self.spec, self.on, self.itemsize
         if len(groups) == 1:
             return merging(spec, on, groups[0])
