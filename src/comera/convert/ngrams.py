@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comera.convert.registry import converters
-from comera.convert.swap import tell_changed
+from comera.nn.changes import notify_conversion
 from comera.convert.vocabulary import guard_resizing_
 from comera.errors import ConversionError, DataError, SpecError, check_fields
 from comera.nn.adapted import refuse_adapters
@@ -198,7 +198,7 @@ def finish_ngrams_(model: nn.Module, embeddings: Sequence[nn.Module]) -> None:
             base.register_forward_pre_hook(_before, with_kwargs=True)
             base.register_forward_hook(_after, with_kwargs=True, always_call=True)
     guard_resizing_(model)
-    tell_changed(model)
+    notify_conversion(model)
 
 
 def empty_table(

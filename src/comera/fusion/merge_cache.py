@@ -38,6 +38,7 @@ from comera.tt.spec import TTSpec
 
 _FORWARD = TTLinear.forward  # which knows of factors
 
+
 class _Merged(NamedTuple):
     """The factors of one train from a batched merge."""
 

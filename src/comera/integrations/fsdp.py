@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConversionError
 from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
-from comera.pretrained.folder import with_stored_blocks
+from comera.pretrained.folder import with_stored_layout
 from comera.rank.optimizer_state import reset_state_
-from comera.tt.spec import BTTSpec, Spec
+from comera.tt.spec import Spec
 
 __all__ = ["clip_grad_norm_", "fit_ranks_", "replicate_"]
 
@@ -220,7 +220,7 @@ def fit_ranks_(
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     sizes = {key: entry.size for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
     specs: dict[TensorTrain, Spec] = {}
-    blocks: dict[str, Tensor] = {}
+    layouts: dict[str, Tensor] = {}
     for name, train in named_trains(model):
         at = f"{prefix}{name}."
         shapes = {key.removeprefix(at): size for key, size in sizes.items() if key.startswith(at)}
@@ -232,21 +232,21 @@ def fit_ranks_(
                 "changed: build the model as it was when it was saved, or give the prefix that it was saved under"
             )
         specs[train] = spec
-        if isinstance(spec, BTTSpec):  # whose shapes show the sum of its ranks alone
-            blocks[f"{at}block_ranks"] = torch.zeros(spec.blocks, dtype=torch.int32)
+        if spec.layout_name:  # the shapes of cores and gates do not show all of it
+            layouts[at + spec.layout_name] = torch.zeros(shapes[spec.layout_name], dtype=torch.int32)
     if optimizers and not any(key.startswith(optimizer_prefix) for key in stored):
         raise CheckpointError(
             f"{folder}: expected the state of optimizers, got nothing under {optimizer_prefix!r}; no rank was changed: "
             "give the optimizer_prefix that it was saved under, or no optimizers"
         )
-    if blocks:
+    if layouts:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads for itself
-            dcp.load(blocks, checkpoint_id=folder, no_dist=True)
+            dcp.load(layouts, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
     for name, train in named_trains(model):
         spec = specs[train]
-        if isinstance(spec, BTTSpec):
-            specs[train] = with_stored_blocks(spec, blocks[f"{prefix}{name}.block_ranks"], name, folder)
+        if spec.layout_name:
+            specs[train] = with_stored_layout(spec, layouts[f"{prefix}{name}.{spec.layout_name}"], name, folder)
     for train, spec in specs.items():
         train.resize_(spec)
     if optimizers:

@@ -1,4 +1,4 @@
-"""What others could not read back is not saved by them: no compressed model comes back as a dense one without weights."""
+"""What others could not read back they do not save: no compressed model comes back dense and without weights."""
 
 import subprocess
 import sys

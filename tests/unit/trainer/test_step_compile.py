@@ -1,5 +1,5 @@
-"""TrainStep in mode compile: forward and loss as one graph, the same numbers, compiled anew after a cut, and nothing left
-out in silence."""
+"""TrainStep in mode compile: forward and loss as one graph, the same numbers, compiled anew after a cut, and nothing
+left out in silence."""
 
 from collections.abc import Iterator
 from typing import Any
