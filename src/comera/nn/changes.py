@@ -1,7 +1,7 @@
 """Who wants to know when the tensor trains of a model become others.
 
-A conversion tells so, and a late stage that begins: what is noted of tensor trains outside of them, such as in a model's
-config, then follows. Neither knows who listens.
+A conversion tells so, and a late stage that begins: what is noted of tensor trains outside of them, as in the config of
+a model, then follows. Neither knows who listens.
 """
 
 from collections.abc import Callable

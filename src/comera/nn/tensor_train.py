@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -176,6 +177,13 @@ class TensorTrain(nn.Module):
         if spec != self.spec:
             self.set_(spec, [self.cores[0].new_zeros(shape) for shape in spec.core_shapes])
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        held = self._buffers.get("block_ranks")
+        ranks = () if held is None or held.is_meta else tuple(map(tuple, held.tolist()))
+        if ranks and ranks != getattr(self.spec, "rows_of_ranks", None):
+            self._note_blocks(self.cores[0].device)  # an average over buffers can make 6 of 0.9 · 7 + 0.1 · 7
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Ranks are state: `load_state_dict` takes those of the state, before it reaches the parameters."""
         names = {f"{prefix}{name}": name for name in self.state_dict()}
@@ -229,8 +237,23 @@ class TensorTrain(nn.Module):
             absorbed = absorb(cores, [d.masked_fill(d <= self.threshold, 0.0) for d in gates])
             return product(self.spec, [core.to(merge_dtype(dtype)) for core in absorbed]).to(dtype)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorTrain:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(deepcopy(vars(self), memo))
+        _COPIES.setdefault(self, WeakSet()).add(copied)
+        return copied
+
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
+
+
+_COPIES: WeakKeyDictionary[TensorTrain, WeakSet[TensorTrain]] = WeakKeyDictionary()
+
+
+def copies_of(train: TensorTrain) -> list[TensorTrain]:
+    """Those made of a tensor train by `copy.deepcopy`, as averages of a model are, as long as they live."""
+    return list(_COPIES.get(train, ()))
 
 
 class _Gates(nn.ParameterList):

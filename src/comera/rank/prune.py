@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from comera.distributed import shapes_changed
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.copies import trains_of_copies
+from comera.rank.copies import Copies, trains_of_copies
 from comera.rank.optimizer_state import Cut, cut_state
 from comera.rank.report import RankReport, RankRow
 from comera.rank.target import check_multiple
@@ -32,7 +32,7 @@ def prune_(
     optimizers: Sequence[Optimizer] = (),
     *,
     multiple: int = 1,
-    copies: Sequence[nn.Module] = (),
+    copies: Copies = (),
 ) -> RankReport:
     """Cut the slices behind pruned gates out of a model's tensor trains and their optimizer state, in place.
 
@@ -63,7 +63,8 @@ def prune_(
     """
     check_multiple(multiple)
     copied = trains_of_copies(model, copies)
-    plans = [_PrunePlan(name, train, multiple, copied[train]) for name, train in adaptable_trains(model).items()]
+    trains = {name: train for name, train in adaptable_trains(model).items() if train in copied}
+    plans = [_PrunePlan(name, train, multiple, copied[train]) for name, train in trains.items()]
     changed = [plan for plan in plans if plan.spec != plan.train.spec]
     cuts = {parameter: cut for plan in changed for parameter, cut in plan.cuts.items()}
     names: dict[Tensor, str] = {p: f"{plan.name}.{key}" for plan in changed for key, p in plan.train.named_parameters()}

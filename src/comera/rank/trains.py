@@ -10,21 +10,18 @@ from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.tt.format import check_linear
 
 
-def adaptable_trains(model: nn.Module, *, rounded: bool = False) -> dict[str, TensorTrain]:
+def adaptable_trains(model: nn.Module) -> dict[str, TensorTrain]:
     """The tensor trains of a model whose ranks may change, by name.
 
     All of them; but in a model with adapters, whose other weights stay as they are, the adapters and what is trained
-    besides them. rounded: raise RankError where these cannot be rounded (`check_roundable`).
+    besides them.
     """
     adapters = {layer.adapter.tt for layer in adapted_layers(model).values()}
-    found = {
+    return {
         name: train
         for name, train in named_trains(model)
         if not adapters or train in adapters or any(p.requires_grad for p in train.parameters())
     }
-    if rounded:
-        check_roundable(found.values())
-    return found
 
 
 def check_roundable(trains: Iterable[TensorTrain]) -> None:
