@@ -16,6 +16,7 @@ from comera.nn.size import model_size
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.budget import round_
 from comera.rank.target import smallest_size
+from comera.rank.trains import adaptable_trains
 from comera.tt.spec import BTTSpec, Spec, TTMSpec
 
 from ..helpers.oracle import padded_weight, unfoldings
@@ -45,7 +46,7 @@ def models(draw: st.DrawFn, *, pruned: bool = True) -> nn.ModuleList:
 
 def target_of(data: st.DataObject, model: nn.Module, multiple: int = 1) -> int:
     """Any target that can be met."""
-    smallest, present = smallest_size(model, multiple=multiple), model_size(model).tensorized
+    smallest, present = smallest_size(adaptable_trains(model).values(), multiple=multiple), model_size(model).tensorized
     assume(present > 0)
     return data.draw(st.integers(max(1, smallest), present), label="target")
 

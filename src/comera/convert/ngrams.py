@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comera.convert.registry import converters
-from comera.nn.changes import notify_conversion
 from comera.convert.vocabulary import guard_resizing_
 from comera.errors import ConversionError, DataError, SpecError, check_fields
 from comera.nn.adapted import refuse_adapters
+from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.ngram import NGramEmbedding, NGramTable, attach_ngrams_, begin_reading, end_reading, longest_of
 from comera.nn.ngram_context import Call, history_of, remember

@@ -11,11 +11,14 @@ from importlib import import_module
 from typing import Any
 
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from comera.errors import ConfigError
 from comera.extras import installed, require
+from comera.integrations._rates import warn_of_rates
 from comera.nn.tensor_train import named_trains
 from comera.rank.controller import RankController
+from comera.rank.copies import Copies
 from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.step_rule import parameters_of
 
@@ -36,10 +39,13 @@ class RankCallback(_Callback):
 
     It attaches a `RankController` to the optimizers, gives it the loss of every backward, the ends of epochs and the
     held-out losses, prunes at intervals and meets the target at the end. Give the same instance, or one of the same
-    settings, to the Trainer that resumes.
+    settings, to the Trainer that resumes. The averages of Lightning's callbacks (`EMAWeightAveraging`,
+    `StochasticWeightAveraging`) follow the ranks, wherever these callbacks stand in the Trainer's list.
 
     Args:
         early, late, multiple: as for `RankController`.
+        copies: averages besides those that callbacks, or the module, hold as an `AveragedModel` or an `EMAModel`; as
+            for `RankController`.
         prune_every: optimizer steps between two cuts; 0 cuts at the end only.
         monitor: name of a logged held-out loss, for `LateStage.plateau`.
 
@@ -74,22 +80,34 @@ class RankCallback(_Callback):
         late: LateStage = _LATE,
         *,
         multiple: int = 1,
+        copies: Copies = (),
         prune_every: int = 0,
         monitor: str = "val_loss",
     ) -> None:
         super().__init__()
         if prune_every < 0:
             raise ConfigError(f"prune_every: expected a number of steps, or 0 for never, got {prune_every}")
-        self.early, self.late, self.multiple = early, late, multiple
+        self.early, self.late, self.multiple, self.copies = early, late, multiple, copies
         self.prune_every, self.monitor = prune_every, monitor
         self.controller: RankController | None = None
         self._state: dict[str, Any] | None = None  # of the checkpoint, until the controller exists
         self._step = 0  # the last one that was seen to end
+        self._warned = False  # of rates
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stand behind callbacks that write an average into the model at the end: the target is met after that."""
+        others = [each for each in trainer.callbacks if each is not self]
+        behind = max((k for k, each in enumerate(others, 1) if hasattr(each, "_average_model")), default=0)
+        if behind > trainer.callbacks.index(self):
+            trainer.callbacks = [*others[:behind], self, *others[behind:]]  # a new list: the old one is walked now
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Once the optimizers exist: attach to those that hold tensor trains."""
         # trainer.model may be wrapped (DDP), and the wrapper has to follow the ranks
-        self.controller = RankController(trainer.model, self.early, self.late, multiple=self.multiple)
+        self.controller = RankController(
+            trainer.model, self.early, self.late, multiple=self.multiple, copies=self._averages(trainer)
+        )
+        self.controller.copies = lambda: self._averages(trainer)  # some are made later
         if self._state is not None:
             self.controller.load_state_dict(self._state)
             self._state = None
@@ -103,6 +121,7 @@ class RankCallback(_Callback):
         for optimizer in training or trainer.optimizers:  # if there is none, the controller says what is missing
             self.controller.attach(optimizer)
         self._step = trainer.global_step
+        self._warned = warn_of_rates(pl_module, training)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Observe the loss as `training_step` returned it, without the factors of accumulation and of a GradScaler."""
@@ -120,6 +139,7 @@ class RankCallback(_Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Count the epoch."""
         self._running.epoch_ended()
+        self._warned = self._warned or warn_of_rates(pl_module, trainer.optimizers)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Pass on the held-out loss, if the module logs it."""
@@ -146,6 +166,16 @@ class RankCallback(_Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint for the controller that `on_fit_start` makes."""
         self._state = dict(state_dict) or None
+
+    def _averages(self, trainer: Any) -> list[object]:
+        """What averages the model now: `copies`, and what callbacks and the module hold."""
+        found = list(self.copies() if callable(self.copies) else self.copies)
+        for holder in (*trainer.callbacks, trainer.lightning_module):
+            for name, value in vars(holder).items():
+                model = name == "_average_model" or isinstance(value, AveragedModel)
+                if any(named_trains(value)) if model and value is not None else hasattr(value, "shadow_params"):
+                    found.append(value)
+        return list(dict.fromkeys(found))
 
     @property
     def _running(self) -> RankController:

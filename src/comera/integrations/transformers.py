@@ -22,11 +22,13 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from comera.distributed import rewrap_
 from comera.errors import ConfigError
+from comera.integrations._rates import warn_of_rates
 from comera.integrations.transformers_formats import note_formats_
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.controller import RankController
+from comera.rank.copies import Copies
 from comera.rank.objective import EarlyStage, LateStage
-from comera.rank.optimizer_state import reset_state_, unwrap
+from comera.rank.optimizer_state import reset_state_
 from comera.tt.spec import Spec
 
 __all__ = ["RankCallback"]
@@ -47,7 +49,8 @@ class RankCallback(TrainerCallback, ExportableState):
     `label_smoothing_factor`) hands them on with `record`.
 
     Args:
-        early, late, multiple: as for `RankController`; the stages also as mappings of their fields.
+        early, late, multiple, copies: as for `RankController`; the stages also as mappings of their fields. Averages
+            that another callback makes as training begins are given by a function, `copies=lambda: [averaging.model]`.
         prune_every: optimizer steps between two cuts; 0 cuts at the end only.
 
     Attributes:
@@ -77,13 +80,15 @@ class RankCallback(TrainerCallback, ExportableState):
         late: LateStage | Mapping[str, Any] = _LATE,
         *,
         multiple: int = 1,
+        copies: Copies = (),
         prune_every: int = 0,
     ) -> None:
         if prune_every < 0:
             raise ConfigError(f"prune_every: expected a number of steps, or 0 for never, got {prune_every}")
         self.early = early if isinstance(early, EarlyStage) else EarlyStage(**early)
         self.late = late if isinstance(late, LateStage) else LateStage(**late)
-        self.multiple, self.prune_every = multiple, prune_every
+        self.multiple, self.copies, self.prune_every = multiple, copies, prune_every
+        self.averaged = copies != ()  # also of a callback that was made anew from a checkpoint, without its copies
         self.controller: RankController | None = None
         self.saved: dict[str, Any] | None = None  # state of a controller, for the next one
         self._forward: RemovableHandle | None = None
@@ -99,7 +104,7 @@ class RankCallback(TrainerCallback, ExportableState):
         saved = self.saved if self.controller is None else self.controller.state_dict()
         return {
             "args": {**settings, "multiple": self.multiple, "prune_every": self.prune_every},
-            "attributes": {"saved": saved},
+            "attributes": {"saved": saved, "averaged": self.averaged},
         }
 
     def record(self, loss: Tensor) -> None:
@@ -110,6 +115,11 @@ class RankCallback(TrainerCallback, ExportableState):
         """Attach to the optimizer, with the state of the checkpoint that the run goes on from."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._release()
+        if self.averaged and self.copies == ():
+            raise ConfigError(
+                "expected the copies that this RankCallback had: restore_callback_states_from_checkpoint makes it anew "
+                "without them. Leave that option off, as the callback finds its state in the checkpoint without it"
+            )
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = (entry[0] if isinstance(entry, list) else entry)["attributes"]["saved"]
         if saved is None and state.global_step:
@@ -118,18 +128,12 @@ class RankCallback(TrainerCallback, ExportableState):
                 stacklevel=2,
             )
         note_formats_(model)
-        self.controller = RankController(model, self.early, self.late, multiple=self.multiple)
+        options: dict[str, Any] = {"multiple": self.multiple, "copies": self.copies}
+        self.controller = RankController(model, self.early, self.late, **options)
         if saved is not None:
             self.controller.load_state_dict(saved)
         self.controller.attach(optimizer)
-        decayed = [group for group in unwrap(optimizer).param_groups if group.get("weight_decay")]
-        gates = {d for _, train in named_trains(model) for d in train.rank_params}
-        if any(parameter in gates for group in decayed for parameter in group["params"]):
-            warnings.warn(
-                "the optimizer decays gates, which pulls all ranks down whatever they are worth: give the Trainer "
-                "optimizers=(torch.optim.AdamW(comera.param_groups(model, lr=..., weight_decay=...)), None)",
-                stacklevel=2,
-            )
+        warn_of_rates(model, [optimizer])
         self._forward = model.register_forward_hook(self._see, with_kwargs=True)
         self._specs, self._done = _specs(model), False
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -186,10 +187,16 @@ class TensorTrain(nn.Module):
         """Take other ranks, to load a state that has them. Cores that get another shape are zeros then, gates ones, in
         memory of their own; the others stay, since the state may be made of them. The Parameter objects stay."""
         if spec != self.spec:
-            cores, gates = self.tensors
+            cores, gates = _entries(self.cores), _entries(self.rank_params)
             kept = [c if c.shape == s else c.new_zeros(s) for c, s in zip(cores, spec.core_shapes, strict=True)]
             ones = [d if len(d) == r else d.new_ones(r) for d, r in zip(gates, spec.inner_ranks, strict=True)]
             self.set_(spec, kept, ones)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        held = self._buffers.get(self.spec.layout_name)
+        if held is not None and not held.is_meta and held.tolist() != self.spec.layout:
+            self._note_layout(self.cores[0].device)  # an average over buffers can make 6 of 0.9 · 7 + 0.1 · 7
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Ranks are state: `load_state_dict` takes those of the state, before it reaches the parameters."""
@@ -255,8 +262,23 @@ class TensorTrain(nn.Module):
             absorbed = absorb(cores, [d.masked_fill(d <= self.threshold, 0.0) for d in gates])
             return product(self.spec, [core.to(merge_dtype(dtype)) for core in absorbed]).to(dtype)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorTrain:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(deepcopy(vars(self), memo))
+        _COPIES.setdefault(self, WeakSet()).add(copied)
+        return copied
+
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
+
+
+_COPIES: WeakKeyDictionary[TensorTrain, WeakSet[TensorTrain]] = WeakKeyDictionary()
+
+
+def copies_of(train: TensorTrain) -> list[TensorTrain]:
+    """Those made of a tensor train by `copy.deepcopy`, as averages of a model are, as long as they live."""
+    return list(_COPIES.get(train, ()))
 
 
 class _Gates(nn.ParameterList):

@@ -71,7 +71,8 @@ def param_groups(
         weight_decay: of each weight in the groups that are decayed, dense or a tensor train.
 
     Returns:
-        Dictionaries with "name", "params", "lr" and "weight_decay", for an optimizer's constructor.
+        Dictionaries with "name", "params", "lr" and "weight_decay", for an optimizer's constructor; where a rate
+        follows from the dense one, also with "times", how many times that it is.
 
     Raises:
         ConfigError: a rate that is negative or not finite, another rule, or a model without trainable parameters.
@@ -156,10 +157,13 @@ def groups_for(
             "unfreeze the parameters to train"
         )
     ordered = sorted(members, key=lambda role: (_NAMES.index(role.name), role.weight_decay))
-    return [
-        {"name": role.name, "params": members[role], "lr": lrs.get(role, lr), "weight_decay": decay(role)}
-        for role in ordered
-    ]
+    groups: list[dict[str, Any]] = []
+    for role in ordered:
+        rate = lrs.get(role, lr)
+        groups.append({"name": role.name, "params": members[role], "lr": rate, "weight_decay": decay(role)})
+        if role.core and lr:
+            groups[-1]["times"] = rate / lr
+    return groups
 
 
 def linear_cores(train: TensorTrain) -> list[Tensor]:

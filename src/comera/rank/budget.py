@@ -20,7 +20,7 @@ from comera.distributed import shapes_changed
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.allocate import allocate_all
-from comera.rank.copies import trains_of_copies
+from comera.rank.copies import Copies, trains_of_copies
 from comera.rank.ngrams import NGramGates
 from comera.rank.optimizer_state import reset_state_
 from comera.rank.prune import CutPlan, Cutting
@@ -43,7 +43,7 @@ def round_(
     optimizers: Sequence[Optimizer] = (),
     weights: Mapping[str, float] | None = None,
     multiple: int = 1,
-    copies: Sequence[nn.Module] = (),
+    copies: Copies = (),
 ) -> RankReport:
     """Round a model's tensor trains by SVD, in place, until together they fit a target size; it is always met.
 
@@ -61,8 +61,8 @@ def round_(
             which its old moments mean nothing, so its state is reset, step counts included.
         weights: how much an error in a tensor train counts, by the train's name; 1 by default.
         multiple: keep ranks at multiples of it (8 or 16 suit tensor cores).
-        copies: all that average the model's parameters (`torch.optim.swa_utils.AveragedModel`). An average over two
-            bases means nothing, so that of a rounded train starts again from the new values.
+        copies: all that average the model's parameters, as for `RankController`. An average over two bases means
+            nothing, so that of a rounded train starts again from the new values.
 
     Returns:
         Ranks and relative errors by tensor train; printable.
@@ -84,7 +84,8 @@ def round_(
         >>> sum(p.numel() for name, p in model.named_parameters() if ".tt." in name) == report.after
         True
     """
-    trains = adaptable_trains(model)
+    copied = trains_of_copies(model, copies)
+    trains = {name: train for name, train in adaptable_trains(model).items() if train in copied}
     if not trains:
         raise RankError(
             f"expected a model with compressed layers, got {type(model).__name__} without any: call tensorize_ first"
@@ -97,9 +98,8 @@ def round_(
             raise RankError(
                 f"weights: expected finite values >= 0 for tensor trains ({', '.join(trains)}), got {name!r}: {weight}"
             )
-    copied = trains_of_copies(model, copies)
     before = sum(spec_size(train.spec) for train in trains.values())
-    budget = target_of(model, target, size=before, multiple=multiple, where="target")
+    budget = target_of(trains.values(), target, size=before, multiple=multiple, where="target")
     # Compute everything before changing anything, so that an error leaves model and optimizers as they were.
     with _one_thread():
         rounded, kept = _round(trains, budget, weights, multiple) if before > budget else ({}, {})

@@ -37,7 +37,7 @@ from comera.distributed import follow_state_, several, shapes_changed, sum_
 from comera.errors import RankError
 from comera.nn.changes import notify_conversion
 from comera.rank.budget import canonicalize_, round_
-from comera.rank.copies import trains_of_copies
+from comera.rank.copies import Copies, trains_of_copies, warn_of_strays
 from comera.rank.importance import update_importance_, zero_gates_
 from comera.rank.loss_mean import LossMean
 from comera.rank.objective import EarlyStage, LateStage, late_budget, loss_behind
@@ -48,7 +48,7 @@ from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_si
 from comera.rank.state import RankState
 from comera.rank.step_rule import GivenRules, HookArgs, StepRule, parameters_of, stage_scales, step_rule
 from comera.rank.target import late_target
-from comera.rank.trains import adaptable_trains
+from comera.rank.trains import check_roundable
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
@@ -69,8 +69,9 @@ class RankController:
             wraps, so that it follows the ranks when they fall.
         early, late: the two stages. Without `late.target_size`, the early stage goes on to the end.
         multiple: keep ranks at multiples of it (8 or 16 suit tensor cores) where possible.
-        copies: all that average the model's parameters (`torch.optim.swa_utils.AveragedModel`). They are cut with it,
-            and where its tensor trains get another basis, averages start again from the new values.
+        copies: all that average the model's parameters, modules (`AveragedModel`, timm's `ModelEmaV3`) or objects with
+            the averages in a list `shadow_params` (diffusers' `EMAModel`); or a function that returns them. They are
+            cut with it, and where its tensor trains get another basis, averages start again from the new values.
 
     Attributes:
         replayed: set it if steps are captured and replayed (CUDA graphs). Then call `advance` before and
@@ -109,18 +110,19 @@ class RankController:
         late: LateStage = _LATE,
         *,
         multiple: int = 1,
-        copies: Sequence[nn.Module] = (),
+        copies: Copies = (),
     ) -> None:
         self.model, self.early, self.late, self.multiple, self.copies = model, early, late, multiple, copies
         self.replayed = False
-        self._trains = list(adaptable_trains(model, rounded=late.target_size is not None).values())
+        self._trains = list(trains_of_copies(model, () if callable(copies) else copies))
+        if late.target_size is not None:
+            check_roundable(self._trains)
         self._cores = [core for train in self._trains for core in train.cores]
         if not self._trains:
             raise RankError(
                 f"expected a model with compressed layers, got {type(model).__name__} without any: "
                 "call comera.tensorize_(model) first"
             )
-        trains_of_copies(model, copies)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         self._given = GivenRules()
@@ -258,12 +260,14 @@ class RankController:
                 "expected an early stage before the late one, but no step was taken yet: call start_late() after the "
                 "early stage, or meet_target_() to cut the model at once"
             )
-        if self.late.weighs_losses and self._mean_loss() is None:
+        if self.late.weighs_losses and self._losses.host()[0] is None:
             raise RankError(f"expected a finite loss before the late stage, but {self._no_loss()}")
         target, sizes = self._resolve_target(), self._sizes()
         specs = [train.spec for train in self._trains]
         if self.late.shrink == "sensitivity":
-            canonicalize_(self._trains, list(self._hooks), trains_of_copies(self.model, self.copies))
+            copies = trains_of_copies(self.model, self.copies)
+            warn_of_strays(self.model, copies)
+            canonicalize_(self._trains, list(self._hooks), copies)
         self._begin(target, sizes)
         if specs != [train.spec for train in self._trains]:
             shapes_changed(self.model)
@@ -280,8 +284,7 @@ class RankController:
         """Prune, then round to S0 if that was not enough (`comera.round_`); the target is met in either stage.
 
         In the early stage S0 is fixed now, as `start_late` would, and the late stage begins with it.
-        Returns a report on both. Raises RankError without a target size, or for one that cannot be met, with nothing
-        changed.
+        Returns a report on both. Raises RankError, with nothing changed, without a target size or for one too small.
         """
         early = self.stage == "early"
         target = self._resolve_target() if early else self._state.target_size
@@ -315,7 +318,7 @@ class RankController:
         if self.late.target_size is None:
             raise RankError("expected a target for the late stage, got none: set LateStage(target_size=0.2)")
         sizes = dict(zip(self._trains, self._sizes(), strict=True))
-        target = late_target(self.model, self.late.target_size, sizes, multiple=self.multiple)
+        target = late_target(self.late.target_size, sizes, multiple=self.multiple)
         if not self._losses.observed:
             warnings.warn(f"the late stage begins, but {self._no_loss()}", stacklevel=3)
         return target
@@ -324,7 +327,7 @@ class RankController:
         """Begin the late stage, at these `sizes` of the tensor trains, towards `target` parameters."""
         state = self._state
         state.target_size, state.switch_size, state.switch_step = target, sum(sizes), state.steps
-        default = _AUTHORS_LOSS if self.late.shrink == "gate_mean" else self._mean_loss()
+        default = _AUTHORS_LOSS if self.late.shrink == "gate_mean" else self._losses.host()[0]
         state.target_loss = default if self.late.target_loss is None else self.late.target_loss
         copies = trains_of_copies(self.model, self.copies)
         for train, size in zip(self._trains, sizes, strict=True):
@@ -344,9 +347,6 @@ class RankController:
     def _measured(self) -> list[Tensor]:
         """The gates whose importance a step updates: by sensitivity in the late stage all, otherwise none."""
         return [d for train in self._trains for d in train.rank_params] if self._by_sensitivity() else []
-
-    def _mean_loss(self) -> float | None:
-        return self._losses.host()[0]
 
     def _start_late_if_due(self, **counts: int) -> None:
         if self.stage == "early" and self.late.due(**counts):
@@ -375,7 +375,7 @@ class RankController:
         if size <= state.target_size:
             return
         target_loss = None if self.late.target_loss is None else state.target_loss
-        if target_loss is not None and loss_behind(self._mean_loss(), size, target_loss, state.target_size):
+        if target_loss is not None and loss_behind(self._losses.host()[0], size, target_loss, state.target_size):
             return
         steps = state.switch_step // 2 if self.late.steps is None else self.late.steps
         budget = late_budget(state.switch_size, state.target_size, passed / steps if steps else 1.0)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from comera.distributed import shapes_changed
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.copies import trains_of_copies
+from comera.rank.copies import Copies, trains_of_copies
 from comera.rank.optimizer_state import Cut, cut_state
 from comera.rank.report import RankReport, RankRow
 from comera.rank.target import check_multiple
@@ -34,7 +34,7 @@ def prune_(
     optimizers: Sequence[Optimizer] = (),
     *,
     multiple: int = 1,
-    copies: Sequence[nn.Module] = (),
+    copies: Copies = (),
 ) -> RankReport:
     """Cut the slices behind pruned gates out of a model's tensor trains and their optimizer state, in place.
 
@@ -68,6 +68,7 @@ def prune_(
     plans = [
         CutPlan(name, train, _unpruned(name, train, multiple), copied[train])
         for name, train in adaptable_trains(model).items()
+        if train in copied
     ]
     cutting = Cutting(plans, optimizers)
     report = RankReport(

@@ -2,13 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Mapping
-
-from torch import nn
+from collections.abc import Collection, Iterable, Mapping
 
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.trains import adaptable_trains
 from comera.tt.format import spec_size
 from comera.tt.ngram import NGramSpec
 
@@ -16,13 +13,13 @@ _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2*
 _BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
-def smallest_size(model: nn.Module, *, multiple: int = 1) -> int:
-    """Parameters that the model's tensor trains store with every inner rank at 1, or at `multiple` if it was higher.
+def smallest_size(trains: Iterable[TensorTrain], *, multiple: int = 1) -> int:
+    """Parameters that tensor trains store with every inner rank at 1, or at `multiple` if it was higher.
 
     A train with an inner rank of 0 is the zero weight and ends up storing nothing; one of order 1 has no inner ranks.
     An n-gram table can go as a whole.
     """
-    specs = [train.spec for train in adaptable_trains(model).values() if not isinstance(train.spec, NGramSpec)]
+    specs = [train.spec for train in trains if not isinstance(train.spec, NGramSpec)]
     return sum(
         spec_size(spec, [min(rank, multiple) for rank in spec.inner_ranks]) for spec in specs if all(spec.inner_ranks)
     )
@@ -34,16 +31,18 @@ def check_multiple(multiple: int) -> None:
         raise RankError(f"multiple: expected ranks at multiples of 1 or more, got {multiple}")
 
 
-def target_of(model: nn.Module, target: float | int | str, *, size: int, multiple: int, where: str) -> int:
-    """`resolve_target` for the tensor trains of a model, of which `size` parameters count as stored now."""
-    parameters = [p for train in adaptable_trains(model).values() for p in train.parameters()]
+def target_of(
+    trains: Collection[TensorTrain], target: float | int | str, *, size: int, multiple: int, where: str
+) -> int:
+    """`resolve_target` for tensor trains, of which `size` parameters count as stored now."""
+    parameters = [p for train in trains for p in train.parameters()]
     stored = sum(p.numel() * p.element_size() for p in parameters)
     mean = stored / max(1, sum(p.numel() for p in parameters))
-    smallest = smallest_size(model, multiple=multiple)
+    smallest = smallest_size(trains, multiple=multiple)
     return resolve_target(target, size=size, smallest=smallest, bytes_per_element=mean, where=where)
 
 
-def late_target(model: nn.Module, target: float | int | str, sizes: Mapping[TensorTrain, int], *, multiple: int) -> int:
+def late_target(target: float | int | str, sizes: Mapping[TensorTrain, int], *, multiple: int) -> int:
     """S0 of a late stage, in parameters: a fraction counts from the size at which one first began for these weights.
 
     Otherwise a run that goes on from saved weights, without the state of its controller, would apply its target to
@@ -51,7 +50,7 @@ def late_target(model: nn.Module, target: float | int | str, sizes: Mapping[Tens
     """
     began, now = sum(train.late_from or size for train, size in sizes.items()), sum(sizes.values())
     where = "LateStage.target_size"
-    found = target_of(model, target, size=began, multiple=multiple, where=where)
+    found = target_of(sizes, target, size=began, multiple=multiple, where=where)
     if began != now:
         warnings.warn(
             f"a late stage of this model began before, at {began:,} parameters in tensor trains, now {now:,}: "

@@ -12,12 +12,11 @@ from comera.tt.format import check_linear
 from comera.tt.ngram import NGramSpec
 
 
-def adaptable_trains(model: nn.Module, *, rounded: bool = False) -> dict[str, TensorTrain]:
+def adaptable_trains(model: nn.Module) -> dict[str, TensorTrain]:
     """The tensor trains of a model whose ranks may change, by name.
 
     All of them; but in a model with adapters, whose other weights stay as they are, the adapters and what is trained
-    besides them. Raises RankError where a process does not hold all of a tensor train. rounded: also where these cannot
-    be rounded (`check_roundable`).
+    besides them. Raises RankError where a process does not hold all of a tensor train.
     """
     adapters = {layer.adapter.tt for layer in adapted_layers(model).values()}
     found = {
@@ -26,8 +25,6 @@ def adaptable_trains(model: nn.Module, *, rounded: bool = False) -> dict[str, Te
         if not adapters or train in adapters or any(p.requires_grad for p in train.parameters())
     }
     check_whole(core for train in found.values() for core in train.tensors[0])
-    if rounded:
-        check_roundable(found.values())
     return found
 
 

@@ -1,15 +1,20 @@
 """RankCallback in Lightning's Trainer: what it observes, cuts and resumes."""
 
 import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
@@ -114,7 +119,7 @@ def test_held_out_losses_start_the_late_stage() -> None:
     net = Net()
     frozen = data()
     fit = trainer(ranks, 3, num_sanity_val_steps=1)
-    net.configure_optimizers = lambda: torch.optim.AdamW(net.parameters(), lr=0.0)  # type: ignore[method-assign]
+    net.configure_optimizers = lambda: torch.optim.AdamW(param_groups(net, lr=0.0))  # type: ignore[method-assign]
     fit.fit(net, frozen, frozen)
     assert ranks.state_dict()["best_held_out"] == pytest.approx(float(fit.callback_metrics["val_loss"]))
     assert ranks.controller is not None
@@ -183,3 +188,140 @@ def test_what_cannot_work_is_said_at_once() -> None:
     net.configure_optimizers = lambda: torch.optim.SGD(Net().parameters(), lr=0.1)  # type: ignore[method-assign]
     with pytest.raises(RankError, match="none of them a core or rank parameter"):
         trainer(RankCallback(), 1).fit(net, data())
+
+
+AVERAGES: dict[str, Callable[[], pl.Callback]] = {
+    "EMA": lambda: EMAWeightAveraging(decay=0.9),
+    "SWA": lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=3),
+}
+
+
+class OneRate(Net):
+    """Has one rate for all cores, which a schedule of others may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        tensorize_(self.model, TensorizeConfig(TT(order=4, rank=8)))
+
+    def training_step(self, batch: tuple[Tensor], index: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[0].roll(1, 1))
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(param_groups(self, lr=1e-2, rates="flat"))
+
+    def final(self, rows: Tensor) -> float:
+        with torch.no_grad():
+            return nn.functional.mse_loss(self.model(rows), rows.roll(1, 1)).item()
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averages_of_callbacks_follow_wherever_they_stand(name: str, tmp_path: Path) -> None:
+    rows = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    batches = DataLoader(TensorDataset(rows), batch_size=8)
+
+    def fit(*callbacks: pl.Callback) -> OneRate:
+        net = OneRate()
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        options: dict[str, Any] = {"accelerator": "cpu", "enable_checkpointing": False, "default_root_dir": tmp_path}
+        pl.Trainer(max_epochs=12, callbacks=list(callbacks), **quiet, **options).fit(net, batches)
+        return net
+
+    def ranks() -> RankCallback:
+        return RankCallback(late=LateStage(target_size=0.8, start_step=30, steps=30), prune_every=10)
+
+    plain, alone = fit(ranks()), fit(AVERAGES[name]())
+    before, after = fit(AVERAGES[name](), ranks()), fit(ranks(), AVERAGES[name]())
+    assert before.final(rows) == after.final(rows)
+    assert after.final(rows) < max(plain.final(rows), alone.final(rows)) + 0.05
+    assert model_size(after).tensorized <= 0.8 * model_size(OneRate()).tensorized
+    assert any(not torch.equal(a, b) for a, b in zip(plain.parameters(), after.parameters(), strict=True))
+
+
+def test_a_run_with_an_average_resumes_after_a_cut_to_the_bit(tmp_path: Path) -> None:
+    def fit(net: Net, epochs: int, folder: Path | None = None, path: Path | None = None) -> None:
+        run = trainer(RankCallback(late=LATE, prune_every=10), epochs, folder)
+        run.callbacks.insert(1, EMAWeightAveraging(decay=0.9))
+        run.fit(net, data(), data(), ckpt_path=path)
+
+    whole, first, resumed = Net(), Net(), Net(seed=3)
+    fit(whole, 6)
+    fit(first, 4, tmp_path)
+    fit(resumed, 6, tmp_path, tmp_path / "last.ckpt")
+    assert resumed.losses == whole.losses[40:]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_copies_that_the_callback_is_given_follow() -> None:
+    net = Net()
+    ema = AveragedModel(net.model)
+
+    class Updates(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            ema.update_parameters(pl_module.model)
+
+    fit = trainer(RankCallback(late=LATE, prune_every=10, copies=[ema]), 5)
+    fit.callbacks.append(Updates())
+    fit.fit(net, data())
+    assert [p.shape for p in ema.module.parameters()] == [p.shape for p in net.model.parameters()]
+
+
+def test_rates_that_a_schedule_overwrites_are_said() -> None:
+    class OneCycle(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(param_groups(self, lr=1e-2))
+            rates = [group["lr"] for group in optimizer.param_groups] if self.each else 1e-2
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=10)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    for each in (True, False):
+        OneCycle.each = each  # type: ignore[attr-defined]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer(RankCallback(), 1).fit(OneCycle(), data())
+        said = [one for one in said if "a schedule has overwritten the rates" in str(one.message)]
+        assert bool(said) is not each
+    run = trainer(RankCallback(), 3)
+    run.callbacks.append(StochasticWeightAveraging(1e-2, swa_epoch_start=1))
+    with pytest.warns(UserWarning, match="a schedule has overwritten the rates"):
+        run.fit(Net(), data())
+    net = Net()
+    net.configure_optimizers = lambda: torch.optim.AdamW(net.parameters(), lr=1e-2)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="the optimizer decays gates.* and has no rates of their own for cores"):
+        trainer(RankCallback(), 1).fit(net, data())
+
+
+@pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pytorch"])
+def test_lightning_under_either_name(name: str, tmp_path: Path) -> None:
+    if find_spec(name.partition(".")[0]) is None:
+        pytest.skip(f"{name} is not installed")
+    script = f"""
+import torch, {name} as pl, comera
+from comera.integrations.lightning import RankCallback
+from torch.utils.data import DataLoader, TensorDataset
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(64, 64)
+        self.model = torch.nn.Sequential(self.model)
+        comera.tensorize_(self.model, ratio=2)
+    def training_step(self, batch, index):
+        return self.model(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(comera.param_groups(self, lr=1e-2))
+ranks = RankCallback(late=comera.LateStage(target_size=0.5, start_step=4, steps=4), prune_every=2)
+assert isinstance(ranks, pl.Callback)
+options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+average = pl.callbacks.EMAWeightAveraging(decay=0.9)
+trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=[ranks, average], default_root_dir=".", **options)
+net = Net()
+before = comera.model_size(net).tensorized
+trainer.fit(net, DataLoader(TensorDataset(torch.randn(64, 64)), 8))
+averaged = average._average_model.module.model[0]
+print(comera.model_size(net).tensorized <= before // 2, averaged.tt.spec == net.model[0].tt.spec)
+"""
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert shown.stdout.splitlines()[-1] == "True True"

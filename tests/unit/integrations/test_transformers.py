@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
@@ -254,3 +255,49 @@ def test_two_processes(tmp_path: Path) -> None:
     assert whole[1] < 0.5 * comera.model_size(build()).tensorized
     assert resumed == whole
     assert [values for *_, values in others] == [whole[2], whole[2]]  # replicas stay replicas
+
+
+class Averaging(TrainerCallback):
+    """An exponential moving average, made as training begins."""
+
+    model: AveragedModel
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.model = AveragedModel(kwargs["model"], multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.model.update_parameters(kwargs["model"])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_average_of_another_callback_follows_wherever_it_stands(first: bool, tmp_path: Path) -> None:
+    average = Averaging()
+    ranks = RankCallback(late=LATE, prune_every=5, copies=lambda: [average.model])
+    trainer = trainer_of(tmp_path, *([average] if first else []), ranks=ranks)
+    if not first:
+        trainer.add_callback(average)
+    trainer.train()
+    with torch.no_grad():
+        batch = {name: torch.stack([Pairs()[k][name] for k in range(96)]) for name in ("input_ids", "labels")}
+        own, averaged, fresh = (model.eval()(**batch).loss for model in (trainer.model, average.model.module, build()))
+    assert averaged < own + 0.1 < fresh
+    assert [p.shape for p in average.model.module.parameters()] == [p.shape for p in trainer.model.parameters()]
+
+
+def test_an_average_of_another_callback_that_is_not_given_is_said(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Averaging(), ranks=RankCallback(late=LATE), max_steps=5)
+    with pytest.warns(UserWarning, match=r"a copy made by copy.deepcopy would not follow.*give it as copies=\[...\]"):
+        trainer.train()
+
+
+def test_copies_do_not_get_lost_with_a_callback_that_is_made_anew(tmp_path: Path) -> None:
+    average = Averaging()
+
+    def run(steps: int, **options: Any) -> Trainer:
+        ranks = RankCallback(late=LATE, copies=lambda: [average.model])
+        return trainer_of(tmp_path, average, ranks=ranks, max_steps=steps, save_steps=3, **options)
+
+    run(3).train()
+    with pytest.raises(ConfigError, match="expected the copies that this RankCallback had"):
+        run(6, restore_callback_states_from_checkpoint=True).train(resume_from_checkpoint=True)
+    run(6).train(resume_from_checkpoint=True)

@@ -9,6 +9,7 @@ from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.linear import TTLinear
 from comera.rank.target import check_multiple, resolve_target, smallest_size
+from comera.rank.trains import adaptable_trains
 from comera.tt.format import spec_size
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -61,15 +62,15 @@ def test_what_cannot_be_is_refused(target: Any, message: str) -> None:
 def test_the_smallest_size_counts_tied_trains_once_and_keeps_multiples_and_empty_trains() -> None:
     first = TTLinear(SPEC)
     model = nn.ModuleList([first, TTLinear(first.tt), TTLinear(SPEC.with_ranks((1, 0, 0, 0, 1)))])
-    assert smallest_size(model) == 3 + 4 + 4 + 3 + 3
-    assert smallest_size(model, multiple=4) == spec_size(SPEC.with_ranks((1, 3, 4, 3, 1)))
-    assert smallest_size(nn.Linear(2, 2)) == 0
+    assert smallest_size(adaptable_trains(model).values()) == 3 + 4 + 4 + 3 + 3
+    assert smallest_size(adaptable_trains(model).values(), multiple=4) == spec_size(SPEC.with_ranks((1, 3, 4, 3, 1)))
+    assert smallest_size(adaptable_trains(nn.Linear(2, 2)).values()) == 0
 
 
 def test_a_train_with_a_rank_of_0_takes_nothing_in_the_end_and_one_of_order_1_all_it_has() -> None:
     table = TTMEmbedding(TTMSpec(5, 3, (5,), (3,), (1, 1)))
     empty = TTLinear(SPEC.with_ranks((1, 3, 0, 3, 1)))
-    assert smallest_size(nn.ModuleList([table, empty])) == 15
+    assert smallest_size(adaptable_trains(nn.ModuleList([table, empty])).values()) == 15
 
 
 def test_where_nothing_is_stored_a_fraction_is_nothing_and_bytes_are_too_many() -> None:
