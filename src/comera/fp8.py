@@ -9,6 +9,7 @@ from comera.errors import ConversionError
 from comera.kernels.scaled_mm import MULTIPLE, unavailable_reason
 from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.ngram import NGramTable
 from comera.nn.packed import CompressedParameter
 from comera.nn.tensor_train import CompressedLayer
 from comera.ops.fp8 import Recipe
@@ -171,6 +172,8 @@ def _other(layer: nn.Module) -> str:
         return "convolutions have no FP8 product"
     if isinstance(layer, CompressedParameter):
         return "the module that reads it multiplies by it itself"
+    if isinstance(layer, NGramTable):
+        return "n-gram tables have no FP8 product"
     if isinstance(layer, CompressedLayer):
         return "TT-matrices have no FP8 product"
     return "dense layers stay as they are"

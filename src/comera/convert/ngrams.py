@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -195,6 +194,7 @@ def finish_ngrams_(model: nn.Module, embeddings: Sequence[nn.Module]) -> None:
         return
     for base, embedding in _bases(model):
         if isinstance(embedding, NGramEmbedding) and _before not in base._forward_pre_hooks.values():
+            _parameters(type(base))
             base.register_forward_pre_hook(_before, with_kwargs=True)
             base.register_forward_hook(_after, with_kwargs=True, always_call=True)
     guard_resizing_(model)
@@ -304,7 +304,8 @@ def _before(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Append the ids of a call to its cache."""
-    call = end_reading(base)
+    embedding = base.get_input_embeddings()
+    call = end_reading(base, embedding) if isinstance(embedding, NGramEmbedding) else None
     if call is not None:
         for kept in _caches(output):
             remember(kept, call.ids, call.positions)
@@ -317,9 +318,7 @@ def _caches(output: Any) -> Iterator[Any]:
 
 def _call(base: Any, embedding: NGramEmbedding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     where = type(base).__name__
-    forward: Any = type(base).forward
-    given = _signature(forward).bind_partial(base, *args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
+    given = dict(zip(_parameters(type(base)), args, strict=False)) | kwargs
     ids = given.get("input_ids")
     if not isinstance(ids, Tensor):
         raise DataError(
@@ -339,6 +338,12 @@ def _call(base: Any, embedding: NGramEmbedding, args: tuple[Any, ...], kwargs: d
     )
 
 
-@cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
+_PARAMETERS: dict[type[nn.Module], tuple[str, ...]] = {}
+
+
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names of what a forward takes, in their order."""
+    if kind not in _PARAMETERS:
+        _, *names = inspect.signature(kind.forward).parameters
+        _PARAMETERS[kind] = tuple(names)
+    return _PARAMETERS[kind]

@@ -89,8 +89,10 @@ class NGramTable(CompressedLayer):
     def forward(self, ids: NGramIds, tokens_BLI: Tensor | None = None) -> Tensor:
         """s ⊙ P f. tokens_BLI: features of each id, for a spec with `inner`."""
         (*tables, p_DF), _ = self.tt.tensors
-        f_BTF = ngram_features(ids, self.spec, tables, self.tt.gates(), tokens_BLI)
-        return F.linear(f_BTF, p_DF) * self.scale
+        gates = self.tt.gates()
+        e_BTF = ngram_features(ids, self.spec, tables, gates, tokens_BLI)
+        out_DF = p_DF * (self.scale[:, None] * torch.cat(gates)).to(p_DF.dtype)
+        return F.linear(e_BTF, out_DF)
 
     @property
     def weight(self) -> Tensor:
@@ -124,12 +126,13 @@ class NGramEmbedding(nn.Module):
     """An embedding with a table of n-grams beside it.
 
     ngrams: the table, or another module from `NGramIds` to (B, T, embedding_dim) with `longest`. plain_type: the type
-    of the embedding without it.
+    of the embedding without it. traced_reading: what `begin_reading` said, within a compiled call.
 
     See `attach_ngrams_`.
     """
 
     ngrams: nn.Module
+    traced_reading: _Reading | None = None
     plain_type: ClassVar[type[nn.Module]]
 
     def forward(self, input: Tensor, context: NGramIds | None = None) -> Tensor:
@@ -203,16 +206,23 @@ def reading(embedding: nn.Module, context: NGramIds) -> Iterator[None]:
     try:
         yield
     finally:
-        end_reading(embedding)
+        end_reading(embedding, embedding)
 
 
-def begin_reading(reader: object, embedding: nn.Module, context: NGramIds, note: Any = None) -> None:
+def begin_reading(reader: object, embedding: Any, context: NGramIds, note: Any = None) -> None:
     """As `reading`, until `end_reading` for this reader, which returns the note."""
-    _READING.set((*_READING.get(), _Reading(reader, embedding, context, note)))
+    began = _Reading(reader, embedding, context, note)
+    if torch.compiler.is_compiling():  # which knows no ContextVar
+        embedding.traced_reading = began
+    else:
+        _READING.set((*_READING.get(), began))
 
 
-def end_reading(reader: object) -> Any:
+def end_reading(reader: object, embedding: Any) -> Any:
     """Undo the last `begin_reading`, if this reader did it; None if not."""
+    if torch.compiler.is_compiling():
+        last, embedding.traced_reading = embedding.traced_reading, None
+        return None if last is None else last.note
     *before, last = _READING.get() or (None,)
     if last is None or last.reader is not reader:
         return None
@@ -228,7 +238,9 @@ def longest_of(embedding: NGramEmbedding) -> int:
 
 def _context_of(embedding: NGramEmbedding, input: Tensor, given: NGramIds | None) -> NGramIds:
     longest = longest_of(embedding)
-    if given is None:
+    if given is None and torch.compiler.is_compiling():
+        given = None if embedding.traced_reading is None else embedding.traced_reading.context
+    elif given is None:
         given = next((each.context for each in reversed(_READING.get()) if each.embedding is embedding), None)
     if given is None:
         if input.dim() != 2:

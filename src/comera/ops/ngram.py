@@ -1,11 +1,12 @@
 """Features of all n-grams of a sequence of token ids, from a chain of prefixes (tt/ngram.py; docs/method.md §1b).
 
-    e_1 = C_0[t_i],   x_n = e_{n-1} ⊙ C_{n-1}[t_{i-n+1}]  (TT: e_{n-1} C_{n-1}[·]),   e_n = ν(x_n),   f_n = g_n ⊙ e_n
+    e_1 = C_0[t_i],   x_n = e_{n-1} ⊙ C_{n-1}[t_{i-n+1}]  (TT: e_{n-1} C_{n-1}[·]),   e_n = ν(x_n)
 
     ν(x) = x / √(Σ_j w_j x_j² + ε),   w_j = 1/count on the features of the heads that order n needs, 0 elsewhere
 
-A head is needed while a gate of this order or of a longer one is unpruned on it, so that features are the same whether
-pruned gates are zero or cut out. An id that an n-gram may not reach multiplies by one (TT: by the identity).
+A head is needed while a gate of this order or of a longer one is unpruned on it; others are zero. So features are the
+same whether pruned gates are zero or cut out. An id that an n-gram may not reach multiplies by one (TT: by the
+identity). The gates themselves multiply the columns of P, which are fewer than the features of a batch.
 
 B sequences, T positions, L ids of a sequence, those before it included; V ids, W columns of a table, F all gates.
 """
@@ -53,12 +54,12 @@ def ngram_features(
     gates: Sequence[Tensor],
     tokens_BLI: Tensor | None = None,
 ) -> Tensor:
-    """The gated features f_2 … f_N of each position.
+    """The features e_2 … e_N of each position that have gates, before these.
 
     Args:
         ids: of the sequences, with at least N − 1 earlier ones.
         tables: C_0 … C_{N-1} as in `spec.core_shapes`, (V, W) or (r_0 + 1, W).
-        gates: g_2 … g_N, pruned ones exactly zero.
+        gates: g_2 … g_N, of which only matters which are pruned, exactly zero.
         tokens_BLI: u of each of the ids, for a spec with `inner`.
 
     Returns:
@@ -70,13 +71,15 @@ def ngram_features(
     Source: docs/method.md §1b.
     """
     check_ids(ids, spec)
-    weights = _needed(spec, gates)
+    needed = needed_features(spec, gates)
     dtype, r = tables[0].dtype, spec.head_rank
-    wide = [table.to(merge_dtype(dtype)) for table in tables]
+    first, *others = (table.to(merge_dtype(dtype)) for table in tables)
+    wide = [first * needed[0].to(first.dtype)]
+    wide += [c * n.to(c.dtype).repeat_interleave(r) for c, n in zip(others, needed, strict=True)]
     with without_autocast(wide[0]):
         e_BTW = _rows(ids, 0, wide[0], tokens_BLI)
         features = []
-        for n, (g, weight) in enumerate(zip(gates, weights, strict=True), start=2):
+        for n, of_n in enumerate(needed, start=2):
             heads = spec.head_counts[n - 1]
             if not heads:
                 break
@@ -88,11 +91,11 @@ def ngram_features(
             else:
                 matrices = c_BTW.unflatten(-1, (heads, r, r))
                 x_BTW = (e_BTW.unflatten(-1, (heads, 1, r)) @ matrices).flatten(-3).where(reached_BT1, e_BTW)
+            weight = (of_n / of_n.sum().clamp_min(1)).to(x_BTW.dtype)
             e_BTW = x_BTW * torch.rsqrt((x_BTW.square() @ weight)[..., None] + EPS)
             own = spec.gated[n - 2]
             whole = len(own) == heads * r
-            f_BTG = e_BTW if whole else e_BTW[..., torch.tensor(own, dtype=torch.long, device=e_BTW.device)]
-            features.append(f_BTG * g.to(f_BTG.dtype))
+            features.append(e_BTW if whole else e_BTW[..., _index(own, e_BTW.device)])
         if not features:
             return e_BTW[..., :0].to(dtype)
         return torch.cat(features, -1).to(dtype)
@@ -119,22 +122,26 @@ def _rows(ids: NGramIds, k: int, table: Tensor, tokens_BLI: Tensor | None) -> Te
     return u_BTI.to(table.dtype) @ table[:-1] + table[-1]
 
 
-def _needed(spec: NGramSpec, gates: Sequence[Tensor]) -> list[Tensor]:
-    """w of each order, over the features of its e; even where nothing is needed."""
-    r, weights = spec.head_rank, list[Tensor]()
-    longer = None
+def needed_features(spec: NGramSpec, gates: Sequence[Tensor]) -> list[Tensor]:
+    """For each order the features of its e that are of a needed head, as ones among zeros, in at least float32."""
+    r = spec.head_rank
+    needed: list[Tensor] = []
+    longer: Tensor | None = None
     with torch.no_grad():
         for n in range(spec.longest, 1, -1):
             g, heads, own = gates[n - 2], spec.head_counts[n - 1], spec.gated[n - 2]
             opened = g != 0
             if len(own) != heads * r:
-                index = torch.tensor(own, dtype=torch.long, device=g.device)
-                opened = torch.zeros(heads * r, dtype=torch.bool, device=g.device).index_copy(0, index, opened)
-            needed = opened.view(heads, r).any(1)
+                opened = torch.zeros(heads * r, dtype=torch.bool, device=g.device).index_copy(
+                    0, _index(own, g.device), opened
+                )
+            of_heads = opened.view(heads, r).any(1)
             if longer is not None:
-                needed = needed | F.pad(longer, (0, heads - len(longer)))
-            longer = needed
-            w = needed.to(merge_dtype(g.dtype))
-            w = torch.where(w.sum() > 0, w, 1.0)
-            weights.insert(0, (w / (w.sum().clamp_min(1) * r)).repeat_interleave(r))
-    return weights
+                of_heads = of_heads | F.pad(longer, (0, heads - len(longer)))
+            longer = of_heads
+            needed.insert(0, of_heads.to(merge_dtype(g.dtype)).repeat_interleave(r))
+    return needed
+
+
+def _index(columns: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(columns, dtype=torch.long, device=device)
