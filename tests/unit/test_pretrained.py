@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -313,3 +314,27 @@ def test_tensors_with_the_negative_bit_keep_their_sign(tmp_path: Path) -> None:
     model.running_mean = torch._neg_view(torch.arange(4.0))
     save_pretrained(model, tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["running_mean"], -torch.arange(4.0))
+
+
+class WithMetadata(nn.Module):
+    """As neuraloperator's models: their `state_dict` says how they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        state["_metadata"] = {"_name": "up", "width": 64}
+        return state
+
+
+@pytest.mark.parametrize("config", [None, SMALL])
+def test_a_state_that_says_how_its_model_was_made(config: TensorizeConfig | None, tmp_path: Path) -> None:
+    model = WithMetadata()
+    if config is not None:
+        tensorize_(model, config)
+    save_pretrained(model, tmp_path)
+    other = load_pretrained(WithMetadata(), tmp_path)
+    x = torch.randn(3, 64)
+    assert torch.equal(other.up(x), model.up(x))

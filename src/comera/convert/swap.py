@@ -1,6 +1,8 @@
 """Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,10 +10,10 @@ from torch import Tensor, nn
 from comera.convert.declared_ties import read_ties, rewrite_ties
 from comera.convert.packed import packed_leaves
 from comera.convert.registry import converters
-from comera.convert.vocabulary import guard_resizing_
+from comera.convert.guards import guard_methods_
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
-from comera.nn.packed import Holder, give_back_, hold_
+from comera.nn.packed import CompressedParameter, Holder, give_back_, hold_
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.spec import BTTSpec, TTMSpec
 
@@ -41,11 +43,33 @@ def tell_changed(model: nn.Module) -> None:
         act(model)
 
 
+@contextmanager
+def _or_unchanged(model: nn.Module) -> Iterator[None]:
+    """Whatever is raised inside, by the code of whoever listens too, leaves the model as it was."""
+    held: list[Any] = [*model.modules(), *(vars(module).get("config") for module in model.modules())]
+    before = [(one, type(one), dict(vars(one))) for one in held if hasattr(one, "__dict__")]
+    registered = [(part, dict(part)) for _, _, own in before for part in own.values() if isinstance(part, dict)]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for part, entries in registered:  # modules, parameters, buffers: the same dictionaries, as others may hold them
+            part.clear()
+            part.update(entries)
+        for one, kind, own in before:
+            one.__class__ = kind
+            vars(one).clear()
+            vars(one).update(own)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        raise
+
+
 def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], TensorTrain]) -> None:
     """Replace dense layers of registered types by compressed ones around these tensor trains; several may share one.
 
     A tensor train takes over the `requires_grad` of its layers' weight. Biases stay the same objects; hooks and train
-    mode move along. trains: (layer, "weight") -> tensor train, and (module, name of a parameter) of one that the module
+    mode move along. An error leaves the model as it was. trains: (layer, "weight") -> tensor train, and (module, name of a parameter) of one that the module
     reads itself, which stays the same object.
     """
     padding: dict[TensorTrain, int | None] = {}
@@ -76,11 +100,12 @@ def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], Te
             kind = BTTLinear if isinstance(tt.spec, BTTSpec) else TTLinear
             swaps[layer] = kind(tt, False if bias is None else bias)
         swaps[layer].dense_type = type(layer)
-    for module, leaf, tt in held:
-        layout = packed_leaves(module)[leaf].layout
-        assert layout is not None
-        hold_(module, leaf, tt, layout)
-    _swap_(model, swaps)
+    with _or_unchanged(model):
+        for module, leaf, tt in held:
+            layout = packed_leaves(module)[leaf].layout
+            assert layout is not None
+            hold_(module, leaf, tt, layout)
+        _swap_(model, swaps)
 
 
 def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tensor] | None = None) -> int:
@@ -93,10 +118,9 @@ def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tenso
     weights: dict[tuple[TensorTrain, bool], nn.Parameter] = {}
     swaps: dict[nn.Module, nn.Module] = {}
     holders = [module for module in model.modules() if isinstance(module, Holder)] if values is None else []
-    count = 0
-    for holder in holders:
-        count += give_back_(holder)
     for layer in model.modules():
+        if isinstance(layer, CompressedParameter):
+            continue  # its holder gives it back
         if isinstance(layer, CompressedLayer) and (values is None or layer in values):
             converter = converters()[layer.dense_type]
             key = layer.tt, converter.in_first
@@ -112,8 +136,10 @@ def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tenso
             if converter.table is None:
                 dense.register_parameter("bias", layer._parameters["bias"])
             swaps[layer] = dense
-    if swaps or holders:
-        _swap_(model, swaps)
+    with _or_unchanged(model):
+        count = sum(map(give_back_, holders))
+        if swaps or holders:
+            _swap_(model, swaps)
     return len(swaps) + count
 
 
@@ -129,5 +155,5 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     rewrite_ties(model, ties)
-    guard_resizing_(model)
+    guard_methods_(model)
     tell_changed(model)

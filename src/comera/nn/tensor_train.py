@@ -82,10 +82,10 @@ class TensorTrain(nn.Module):
             listed._parameters = _Parameters(listed._parameters)
         self.reset_parameters(generator)
 
-    def _note_blocks(self, device: torch.device) -> None:
+    def note_blocks_(self) -> None:
         """Keep the ranks of a BTT's blocks in the state, where the shapes of the parameters do not show them."""
         if isinstance(self.spec, BTTSpec):
-            ranks = torch.tensor(self.spec.rows_of_ranks, dtype=torch.int32, device=device)
+            ranks = torch.tensor(self.spec.rows_of_ranks, dtype=torch.int32, device=self.cores[0].device)
             self.register_buffer("block_ranks", ranks)
 
     @classmethod
@@ -121,7 +121,7 @@ class TensorTrain(nn.Module):
                 self.cores[-1].zero_()
         for d in self.rank_params:
             d.fill_(1.0)
-        self._note_blocks(device)  # `to_empty` has emptied them
+        self.note_blocks_()  # `to_empty` has emptied them
 
     @torch.no_grad()
     def set_(self, spec: Spec, cores: Sequence[Tensor], rank_params: Sequence[Tensor] | None = None) -> None:
@@ -138,7 +138,7 @@ class TensorTrain(nn.Module):
         if came != want or len(cores) != len(self.cores):
             raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
         self.spec = spec
-        self._note_blocks(self.cores[0].device)
+        self.note_blocks_()
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
             parameter.grad = None
             if parameter.shape == value.shape:
@@ -197,7 +197,7 @@ class TensorTrain(nn.Module):
                 f"that of the cores and gates beside them, got a sum of {int(ranks.sum())}, from {int(ranks.min())} to "
                 f"{int(ranks.max())}: the state is damaged, or of a model with other blocks"
             )
-            self._note_blocks(self.cores[0].device)
+            self.note_blocks_()
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -89,6 +89,8 @@ def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     for name, value in {**model.state_dict(keep_vars=True), **transient}.items():
+        if name == "_metadata" and not isinstance(value, Tensor):
+            continue  # of neuraloperator's models: how they were made, as the caller makes them again
         if not isinstance(value, Tensor) or value.is_meta:
             state = "is on the meta device" if isinstance(value, Tensor) else f"is a {type(value).__name__}, no tensor"
             raise CheckpointError(f"{name} of this {type(model).__name__} {state}: only tensors with data can be saved")
