@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
+from transformers import PreTrainedModel
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
@@ -185,16 +186,24 @@ def training(family: Family) -> None:
 
 
 def saving(family: Family) -> None:
-    """A model whose ranks were cut comes back into a fresh dense one, to the bit."""
-    model = built(family)
+    """A model whose ranks were cut comes back to the bit: into a fresh dense one, and by transformers' own methods."""
+    model: Any = built(family)
     round_(model, 0.7)
-    other = built(family, compressed=False)
+    expected = [*floats(model(**fed(family, model)))]
+    loaded = [built(family, compressed=False)]
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(model, folder)
-        load_pretrained(other, folder)
-    found, expected = ([*floats(each(**fed(family, each)))] for each in (other, model))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in model.parameters())
+        load_pretrained(loaded[0], folder)
+    if isinstance(model, PreTrainedModel):
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            other, info = type(model).from_pretrained(folder, output_loading_info=True)
+            loaded += [other, load_pretrained(built(family, compressed=False), folder)]
+        assert not any(info.values()), info
+    for each in loaded:
+        found = [*floats(each(**fed(family, each)))]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert sum(p.numel() for p in each.parameters()) == sum(p.numel() for p in model.parameters())
 
 
 def from_pretrained(family: Family) -> None:

@@ -4,6 +4,7 @@
 have become tensor trains. This module works on the attributes alone; it does not import transformers.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -42,9 +43,11 @@ def read_ties(model: nn.Module, swapped: Mapping[nn.Module, nn.Module]) -> list[
 
 
 def rewrite_ties(model: nn.Module, declared: list[DeclaredTies]) -> None:
-    """Declare the ties again after the swap: shared tensor trains under their names, without ties that were cut."""
+    """Declare the ties again after the swap: shared tensor trains under their names, without ties that were cut. A
+    model of which all ties are cut is none with tied tables any more: its config says so."""
     for ties in declared:
         pairs: dict[str, str] = {}
+        trains: dict[str, str] = {}
         for target, source in ties.pairs.items():
             paths = ties.layer_of(target), ties.layer_of(source)
             if paths == (None, None):
@@ -52,13 +55,23 @@ def rewrite_ties(model: nn.Module, declared: list[DeclaredTies]) -> None:
             elif paths[0] is not None and paths[1] is not None:
                 a, b = (_weight(ties.model.get_submodule(path)) for path in paths)
                 if a[1] is b[1]:
-                    pairs[f"{paths[0]}.{a[0]}"] = f"{paths[1]}.{b[0]}"
+                    kind = trains if a[0] == "tt" else pairs
+                    kind[f"{paths[0]}.{a[0]}"] = f"{paths[1]}.{b[0]}"
+        if trains or ties.pairs != ties.model._tied_weights_keys:  # it reads patterns, and from the start of a name
+            pairs = {_exactly(target): _exactly(source) for target, source in pairs.items()}
+            pairs |= {rf"{re.escape(target)}\.": rf"{re.escape(source)}\." for target, source in trains.items()}
         ties.model._tied_weights_keys = pairs
+        if not pairs:
+            ties.model.config.tie_word_embeddings = False
     if declared:
         for module in model.modules():
             if "all_tied_weights_keys" in vars(module):
                 expand: Any = module.get_expanded_tied_weights_keys
                 module.all_tied_weights_keys = expand(all_submodels=True)
+
+
+def _exactly(name: str) -> str:
+    return f"{re.escape(name)}$"
 
 
 def _weight(layer: nn.Module) -> tuple[str, Any]:

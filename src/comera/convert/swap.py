@@ -1,6 +1,8 @@
 """Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.ngram import NGramEmbedding, attach_ngrams_, plain_type
-from comera.nn.packed import Holder, give_back_, hold_
+from comera.nn.packed import CompressedParameter, Holder, give_back_, hold_
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.spec import BTTSpec, TTMSpec
 
@@ -30,12 +32,34 @@ _HOOKS = (
 )
 
 
+@contextmanager
+def _or_unchanged(model: nn.Module) -> Iterator[None]:
+    """Whatever is raised inside, by the code of whoever listens too, leaves the model as it was."""
+    held: list[Any] = [*model.modules(), *(vars(module).get("config") for module in model.modules())]
+    before = [(one, type(one), dict(vars(one))) for one in held if hasattr(one, "__dict__")]
+    registered = [(part, dict(part)) for _, _, own in before for part in own.values() if isinstance(part, dict)]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for part, entries in registered:  # modules, parameters, buffers: the same dictionaries, as others may hold them
+            part.clear()
+            part.update(entries)
+        for one, kind, own in before:
+            one.__class__ = kind
+            vars(one).clear()
+            vars(one).update(own)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        raise
+
+
 def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], TensorTrain]) -> None:
     """Replace dense layers of registered types by compressed ones around these tensor trains; several may share one.
 
     A tensor train takes over the `requires_grad` of its layers' weight. Biases stay the same objects; hooks and train
-    mode move along. trains: (layer, "weight") -> tensor train, and (module, name of a parameter) of one that the module
-    reads itself, which stays the same object.
+    mode move along. An error leaves the model as it was. trains: (layer, "weight") -> tensor train, and (module, name
+    of a parameter) of one that the module reads itself, which stays the same object.
     """
     padding: dict[TensorTrain, int | None] = {}
     layers: dict[nn.Module, TensorTrain] = {}
@@ -65,11 +89,12 @@ def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], Te
             kind = BTTLinear if isinstance(tt.spec, BTTSpec) else TTLinear
             swaps[layer] = kind(tt, False if bias is None else bias)
         swaps[layer].dense_type = plain_type(layer)
-    for module, leaf, tt in held:
-        layout = packed_leaves(module)[leaf].layout
-        assert layout is not None
-        hold_(module, leaf, tt, layout)
-    _swap_(model, swaps)
+    with _or_unchanged(model):
+        for module, leaf, tt in held:
+            layout = packed_leaves(module)[leaf].layout
+            assert layout is not None
+            hold_(module, leaf, tt, layout)
+        _swap_(model, swaps)
 
 
 def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tensor] | None = None) -> int:
@@ -82,10 +107,9 @@ def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tenso
     weights: dict[tuple[TensorTrain, bool], nn.Parameter] = {}
     swaps: dict[nn.Module, nn.Module] = {}
     holders = [module for module in model.modules() if isinstance(module, Holder)] if values is None else []
-    count = 0
-    for holder in holders:
-        count += give_back_(holder)
     for layer in model.modules():
+        if isinstance(layer, CompressedParameter):
+            continue  # its holder gives it back
         if isinstance(layer, CompressedLayer) and (values is None or layer in values):
             converter = converters()[layer.dense_type]
             key = layer.tt, converter.in_first
@@ -101,8 +125,10 @@ def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tenso
             if converter.table is None:
                 dense.register_parameter("bias", layer._parameters["bias"])
             swaps[layer] = dense
-    if swaps or holders:
-        _swap_(model, swaps)
+    with _or_unchanged(model):
+        count = sum(map(give_back_, holders))
+        if swaps or holders:
+            _swap_(model, swaps)
     return len(swaps) + count
 
 

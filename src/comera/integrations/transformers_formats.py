@@ -6,6 +6,9 @@ quantizer below to put compressed layers in, with the ranks of the stored tensor
 parameters: dtype, device maps and shards work as for a dense model. Afterwards nothing is left of the quantizer, and
 the model trains.
 
+transformers stores some families under the names and in the parts of their first release: it renames tensors, joins
+those of three layers, or permutes them. Cores are no weights, so a compressed model is stored under the names that it has.
+
 `import comera` registers the method, now or as soon as the program imports the quantizers of transformers. In a program
 that does not, transformers would only log that it does not know the method and go on with random dense weights. So the
 config also requests a fusion whose name says what to do: transformers raises for one that it does not know.
@@ -20,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -27,12 +31,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from comera._version import __version__
 from comera.convert.ngrams import empty_table, finish_ngrams_, ngram_place
-from comera.convert.registry import dense_place, refusal
+from comera.convert.registry import converters, dense_place, refusal
 from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import CheckpointError
 from comera.nn.changes import when_converted
 from comera.nn.ngram import NGramTable, attach_ngrams_
-from comera.nn.tensor_train import TensorTrain, named_trains
+from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
 from comera.pretrained.folder import SavedTrain, with_stored_layout
 from comera.pretrained.transformers_folder import QUANT_METHOD, entries_of, read_entries, with_stored_ranks
 from comera.tt.ngram import NGramSpec
@@ -41,6 +45,7 @@ from comera.tt.spec import Spec, TTMSpec, TTSpec
 __all__ = ["ComeraConfig", "ComeraQuantizer", "note_formats_"]
 
 _HINT = "comera (this model is compressed: `import comera` before from_pretrained)"
+_BLOCK_RANKS = r"\.block_ranks$"
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -48,14 +53,25 @@ class ComeraConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a compressed model.
 
     trains: names, modes, std and threshold of each tensor train, JSON-ready; ranks are those of the stored tensors.
+    as_named: whether tensors are stored under the names that the model has, and not under those of its first release,
+    as the first versions of this library left it.
 
     See `note_formats_`.
     """
 
-    def __init__(self, trains: Sequence[Mapping[str, Any]], version: str = __version__, **_: Any) -> None:
+    def __init__(
+        self, trains: Sequence[Mapping[str, Any]], version: str = __version__, as_named: bool = False, **_: Any
+    ) -> None:
         self.quant_method: Any = QUANT_METHOD
         self.version = version
         self.trains = list(trains)
+        self.as_named = as_named
+
+
+class _AsNamed(list[Any]):
+    """The `_weight_conversions` of a compressed model: none. before: those of the dense one."""
+
+    before: Any
 
 
 def note_formats_(model: nn.Module) -> None:
@@ -79,7 +95,10 @@ def note_formats_(model: nn.Module) -> None:
         return
     noted: set[int] = set()
     for module in model.modules():  # a model before its submodels, which mostly share its config
-        if not isinstance(module, library.PreTrainedModel) or id(module.config) in noted:
+        if not isinstance(module, library.PreTrainedModel):
+            continue
+        _keep_names(module, any(named_trains(module)))
+        if id(module.config) in noted:
             continue
         config: Any = module.config
         noted.add(id(config))
@@ -93,11 +112,21 @@ def note_formats_(model: nn.Module) -> None:
                 )
             continue
         if entries := entries_of(module):
-            config.quantization_config = ComeraConfig(entries)
+            config.quantization_config = ComeraConfig(entries, as_named=True)
             config.fusion_config = {**(getattr(config, "fusion_config", None) or {}), _HINT: True}
         elif formats is not None:
             del config.quantization_config
             _drop_hint(config)
+
+
+def _keep_names(model: Any, compressed: bool) -> None:
+    """Let `save_pretrained` store a compressed model under the names that it has, and a dense one as before."""
+    held = vars(model).get("_weight_conversions")
+    if compressed and not isinstance(held, _AsNamed):
+        model._weight_conversions = _AsNamed()
+        model._weight_conversions.before = held
+    elif not compressed and isinstance(held, _AsNamed):
+        model._weight_conversions = held.before
 
 
 def _method(formats: Any) -> Any:
@@ -160,37 +189,67 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
             for saved in read_entries(self.quantization_config.trains, where)
         ]
         placed = [saved for saved in placed if saved.names]
-        shapes = _stored_shapes(model, placed, checkpoint_files)
+        stored = _Stored(model, placed, checkpoint_files, as_named=self.quantization_config.as_named)
+        self._as_named = stored.as_named
         trains: dict[tuple[nn.Module, str], TensorTrain] = {}
         tables: dict[str, NGramTable] = {}
         ties: dict[str, str] = {}
+        own = {f"{name}.cores.0" for saved in placed for name in saved.names} & stored.shapes.keys()
         for found in placed:
-            saved = with_stored_ranks(found, shapes, where)
+            saved = with_stored_ranks(found, stored.shapes, where)
             if saved is None:
                 continue
-            paths = list(saved.names)
             if isinstance(saved.spec, NGramSpec):
-                at = ngram_place(modules, paths[0].rpartition(".")[0])
+                (name,) = saved.names
+                at = ngram_place(modules, name.rpartition(".")[0])
                 assert at is not None  # `_names_in` found it
                 table = empty_table(saved.spec, saved.init_std, saved.threshold, next(at.parameters()), "meta")
                 table.tt.late_from = saved.late_from
-                tables[paths[0].removesuffix(".ngrams.tt")] = table
+                tables[name.removesuffix(".ngrams.tt")] = table
                 continue
-            paths += [path for path in _tied_to(model, paths, shapes) if path not in paths]
-            places = [_fitting_place(modules, name, saved.spec, where) for name in paths]
+            first = next(name for name in saved.names if f"{name}.cores.0" in own)
+            spec: Spec = saved.spec
+            if spec.layout_name:  # the shapes of cores and gates do not show all of it
+                spec = with_stored_layout(spec, stored.read(f"{first}.{spec.layout_name}"), first, where)
+            others = [name for name in saved.names if name != first]
+            others += [
+                name for name in _tied_to(model, [first, *others], stored.shapes) if f"{name}.cores.0" not in own
+            ]
+            paths = list(dict.fromkeys([first, *others]))
+            places = [_fitting_place(modules, name, spec, where) for name in paths]
+            _keep_tied(model, {layer for layer, _ in places}, paths)
             dtype = places[0][0].get_parameter(places[0][1]).dtype
-            tt = TensorTrain(saved.spec, init_std=saved.init_std, threshold=saved.threshold, dtype=dtype, device="meta")
+            tt = TensorTrain(spec, init_std=saved.init_std, threshold=saved.threshold, dtype=dtype, device="meta")
             tt.late_from, tt.counts_elsewhere = saved.late_from, saved.counts_elsewhere
+            tt._buffers.pop("block_ranks", None)  # read already, and no parameter, as ties of theirs have to be
             trains |= dict.fromkeys(places, tt)
-            first, *others = paths
-            for name in others:
-                ties |= dict(zip(saved.shapes(name), saved.shapes(first), strict=True))
+            for name in paths[1:]:
+                ties |= {f"{name}.{key}": f"{first}.{key}" for key, _ in tt.named_parameters()}
         compress_layers_(model, trains)
         embeddings = [model.get_submodule(name) for name in tables]
         for embedding, table in zip(embeddings, tables.values(), strict=True):
             attach_ngrams_(embedding, table)
         finish_ngrams_(model, embeddings)
         model.all_tied_weights_keys |= ties  # what the file stores once is not missing under its other names
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), _BLOCK_RANKS}
+        self._missing = []
+        for path, layer in model.named_modules():
+            if isinstance(layer, CompressedLayer):
+                vars(layer)["reset_parameters"] = (
+                    _leave  # initializations may call it, and spare loaded values of others
+                )
+                bias, name = layer._parameters.get("bias"), f"{path}.bias"
+                if (
+                    bias is not None
+                    and stored.shapes.get(name) != bias.shape
+                    and name not in model.all_tied_weights_keys
+                ):
+                    self._missing.append(path)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Those that the caller of `from_pretrained` gave, for a model that is stored under the names that it has."""
+        known = _conversions(model)
+        return weight_conversions[: len(weight_conversions) - len(known)] if self._as_named else weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         """Leave a model like one that `tensorize_` has compressed."""
@@ -201,13 +260,23 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 "and accelerate cannot fetch their cores: they are small, so give them a device"
             )
         for name, tt in named_trains(model):
-            if layout := tt.spec.layout_name:
-                tt.spec = with_stored_layout(tt.spec, tt.get_buffer(layout), name, model.config.name_or_path)
-        for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-            vars(model).pop(name, None)
+            if isinstance(tt.spec, NGramSpec):
+                tt.spec = with_stored_layout(
+                    tt.spec, tt.get_buffer(tt.spec.layout_name), name, model.config.name_or_path
+                )
         for module in model.modules():
+            if isinstance(module, CompressedLayer):
+                vars(module).pop("reset_parameters", None)
+                module.tt.note_layout_()
             if hasattr(vars(module).get("config"), "_is_quantized"):
                 del module.config._is_quantized
+        for path in self._missing:
+            _draw_bias_(model, path)
+        model._keys_to_ignore_on_load_unexpected.discard(_BLOCK_RANKS)
+        if self._as_named:
+            model._weight_conversions = None  # of its class, once it is dense
+        for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+            vars(model).pop(name, None)
         note_formats_(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -241,25 +310,84 @@ def _has_place(modules: Mapping[str, nn.Module], path: str) -> bool:
     return path in modules or bool(dense_place(modules, path) or ngram_place(modules, path))
 
 
-def _stored_shapes(model: Any, placed: Sequence[SavedTrain], files: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all stored tensors, by the names in the model that transformers will load them to."""
-    # not before a model is loaded: this module is imported while these are
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    from transformers.modeling_utils import load_state_dict
+class _Stored:
+    """What files hold, by the names in the model that transformers will load it to.
 
-    stored: dict[str, Tensor] = {}
-    for file in files:
-        stored |= load_state_dict(file, map_location="meta")
-    known: dict[str, Any] = model.state_dict()
-    known |= {key: shape for saved in placed for name in saved.names for key, shape in saved.shapes(name).items()}
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    conversions = [change for change in changes if isinstance(change, WeightConverter)]
-    return {
-        rename_source_key(key, renamings, conversions, model.base_model_prefix, known)[0]: tuple(value.shape)
-        for key, value in stored.items()
-    }
+    as_named: whether these are the names in the files. A dense model may share the config of a compressed one, and
+    is stored as transformers does it: so a core has to be among them.
+    """
+
+    def __init__(self, model: Any, placed: Sequence[SavedTrain], files: Sequence[str], *, as_named: bool) -> None:
+        # not before a model is loaded: this module is imported while these are
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.modeling_utils import load_state_dict
+
+        headers = {
+            key: (file, value.shape)
+            for file in files
+            for key, value in load_state_dict(file, map_location="meta").items()
+        }
+        known: dict[str, Any] = model.state_dict()
+        known |= {key: shape for saved in placed for name in saved.names for key, shape in saved.shapes(name).items()}
+
+        def renamed(changes: Sequence[Any]) -> dict[str, str]:
+            renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+            conversions = [change for change in changes if isinstance(change, WeightConverter)]
+            prefix = model.base_model_prefix
+            return {rename_source_key(key, renamings, conversions, prefix, known)[0]: key for key in headers}
+
+        keys = renamed([])
+        self.as_named = as_named and any(f"{name}.cores.0" in keys for saved in placed for name in saved.names)
+        keys = keys if self.as_named else renamed(_conversions(model))
+        self._open: dict[str, Any] = {}
+        self._places = {name: (headers[key][0], key) for name, key in keys.items()}
+        self.shapes = {name: tuple(headers[key][1]) for name, key in keys.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One of the tensors."""
+        file, key = self._places[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt") if file.endswith(".safetensors") else torch.load(file)
+        held = self._open[file]
+        tensor: Tensor = held[key] if isinstance(held, dict) else held.get_tensor(key)
+        return tensor
+
+
+def _conversions(model: Any) -> list[Any]:
+    """How transformers renames and joins what it loads into this class of model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found: list[Any] = get_model_conversion_mapping(model)
+    return found
+
+
+def _leave(*_: object, **__: object) -> None:
+    """In place of `reset_parameters` while a model is loaded."""
+
+
+def _draw_bias_(model: Any, path: str) -> None:
+    """Initialize the bias of a compressed layer, which the file has not, as the model does it for the dense layer."""
+    layer = model.get_submodule(path)
+    above = [path.rsplit(".", k)[0] for k in range(path.count(".") + 1)]
+    owner = next((part for part in map(model.get_submodule, above) if hasattr(part, "_init_weights")), model)
+    with torch.device("meta"):
+        dense = converters()[layer.dense_type].build(layer)
+    dense.register_parameter("bias", layer.bias)
+    with torch.no_grad():
+        layer.bias.zero_()
+        owner._init_weights(dense)
+
+
+def _keep_tied(model: Any, layers: set[nn.Module], paths: Sequence[str]) -> None:
+    """Say that table and head, whose layers these are, stay tied where the caller has asked for others."""
+    untied = len(layers) > 1 and getattr(model.config, "tie_word_embeddings", None) is False
+    if untied and {model.get_input_embeddings(), model.get_output_embeddings()} <= layers:
+        model.config.tie_word_embeddings = True
+        warnings.warn(
+            f"tie_word_embeddings=False, but the folder holds one tensor train for {' and '.join(paths)}: they stay "
+            "tied. For layers of their own, materialize_ the loaded model, untie it, and tensorize_ it again",
+            stacklevel=2,
+        )
 
 
 def _tied_to(model: Any, trains: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:

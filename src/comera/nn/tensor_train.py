@@ -84,10 +84,10 @@ class TensorTrain(nn.Module):
             listed._parameters = _Parameters(listed._parameters)
         self.reset_parameters(generator)
 
-    def _note_layout(self, device: torch.device) -> None:
+    def note_layout_(self) -> None:
         """Keep in the state what the shapes of the parameters do not show, such as the ranks of a BTT's blocks."""
         if self.spec.layout_name:
-            layout = torch.tensor(self.spec.layout, dtype=torch.int32, device=device)
+            layout = torch.tensor(self.spec.layout, dtype=torch.int32, device=self.cores[0].device)
             self.register_buffer(self.spec.layout_name, layout)
 
     @classmethod
@@ -123,7 +123,7 @@ class TensorTrain(nn.Module):
                 self.cores[-1].zero_()
         for d in self.rank_params:
             d.fill_(1.0)
-        self._note_layout(device)  # `to_empty` has emptied it
+        self.note_layout_()  # `to_empty` has emptied it
         self._undrawn = False
 
     _undrawn = False  # whether `to_empty` has given it memory without values, and nothing has given it any since
@@ -149,7 +149,7 @@ class TensorTrain(nn.Module):
         if came != want or len(cores) != len(self.cores):
             raise SpecError(f"expected cores and gates of shapes {want} for {spec}, got {came}")
         self.spec, self._undrawn = spec, False
-        self._note_layout(self.cores[0].device)
+        self.note_layout_()
         for parameter, value in zip([*self.cores, *self.rank_params], [*cores, *rank_params], strict=True):
             parameter.grad = None
             if parameter.shape == value.shape:
@@ -195,7 +195,7 @@ class TensorTrain(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         held = self._buffers.get(self.spec.layout_name)
         if held is not None and not held.is_meta and held.tolist() != self.spec.layout:
-            self._note_layout(self.cores[0].device)  # an average over buffers can make 6 of 0.9 · 7 + 0.1 · 7
+            self.note_layout_()  # an average over buffers can make 6 of 0.9 · 7 + 0.1 · 7
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -217,7 +217,7 @@ class TensorTrain(nn.Module):
                 f"{int(layout.sum())}, from {int(layout.min())} to {int(layout.max())}: the state is damaged, or of a "
                 "model with other sizes"
             )
-            self._note_layout(self.cores[0].device)
+            self.note_layout_()
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,11 +123,15 @@ def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, T
         *(key for saved in trains for at in saved.names for key in saved.shapes(at)),
     }
     library = sys.modules.get("transformers.modeling_utils")
-    if library is not None and isinstance(model, library.PreTrainedModel) and not stored.keys() <= own:
-        # transformers stores some models under the names and in the parts of their first release
-        loaded, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    theirs: Any = model if library is not None and isinstance(model, library.PreTrainedModel) else None
+    computed = own.intersection(getattr(theirs, "_keys_to_ignore_on_save", None) or ()) - stored.keys()
+    if theirs is not None and (computed or not stored.keys() <= own):
+        # transformers does not store what it computes, such as sinusoidal tables, and the first versions of this
+        # library left it to store some models under the names and in the parts of their first release
+        loaded, info = type(theirs).from_pretrained(folder, dtype="auto", output_loading_info=True)
         trains = [SavedTrain.of(SavedTrain.entry(tt, names)) for tt, names in train_names(loaded).items()]
-        stored = {key: value for key, value in loaded.state_dict().items() if key not in info["missing_keys"]}
+        missing = info["missing_keys"] - computed
+        stored = {key: value for key, value in loaded.state_dict().items() if key not in missing}
     names: dict[int, list[str]] = {}  # transformers stores tied tensors once and leaves the ties to the model
     for key, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(key)
@@ -134,13 +139,6 @@ def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, T
         there = next((key for key in tied if key in stored), None)
         if there is not None:
             stored |= {key: stored[there] for key in tied if key not in stored}
-    for key, value in model.state_dict(keep_vars=True).items():  # what its class computes, it does not store
-        if (
-            key not in stored
-            and not value.is_meta
-            and key in set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-        ):
-            stored[key] = value.detach()
     return trains, stored, set()
 
 
