@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.baselines import GaLore
-from comera.optim import AdamW, AdaRankGrad, TensorGaLore, param_groups
+from comera.contrib import AdaRankGrad, TensorGaLore
+from comera.optim import AdamW, param_groups
 from comera.recipes.lm.data import LMData, LMDataConfig
 from comera.recipes.lm.model import ModelConfig
 from comera.recipes.lm.recipe import LMConfig, build_model, token_losses

@@ -33,7 +33,7 @@ _HOMES = {
 }
 # imported as attributes: comera.nn.TTLinear
 _ROOMS = frozenset(
-    {"adapters", "convert", "distributed", "fp8", "fusion", "nn", "optim", "pretrained", "rank", "recompute", "tt"}
+    "adapters contrib convert distributed fp8 fusion nn optim pretrained rank recompute tt".split()  # noqa: SIM905
 )
 
 __all__ = list(_HOMES)

@@ -1,4 +1,5 @@
 from comera import adapters as adapters
+from comera import contrib as contrib
 from comera import convert as convert
 from comera import distributed as distributed
 from comera import fp8 as fp8

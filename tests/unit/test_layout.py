@@ -26,7 +26,7 @@ FLOORS = (
     {"convert", "rank"},
     {"optim"},
     {"fp8", "recompute", "pretrained"},
-    {"adapters"},
+    {"adapters", "contrib"},
     {"trainer"},
     {"integrations"},
     {"baselines", "recipes"},
@@ -101,6 +101,15 @@ def imports_of_the_front_door(src: Path) -> list[str]:
         f"{module}:{line} imports {name}"
         for module, line, name in imports(src)
         if name == "comera" or (name.count(".") == 1 and name not in named)
+    ]
+
+
+def imports_of_contributions(src: Path) -> list[str]:
+    """What stands in contrib is chosen by name, and nothing else depends on it."""
+    return [
+        f"{module}:{line} imports {name}"
+        for module, line, name in imports(src)
+        if room(name) == "contrib" and room(module) != "contrib"
     ]
 
 
@@ -186,6 +195,7 @@ def files_that_are_not_there(src: Path) -> list[str]:
 RULES = (
     imports_against_the_order,
     imports_of_the_front_door,
+    imports_of_contributions,
     circles,
     imports_for_type_checkers,
     rooms_unlike_the_floors,
@@ -234,6 +244,8 @@ def house(tmp_path: Path) -> Path:
         (imports_against_the_order, "kernels/triton.py", "import comera.ops.linear\n", "comera.ops.linear"),
         (imports_of_the_front_door, "trainer/loop.py", "from comera import TT\n", "comera.TT"),
         (imports_of_the_front_door, "trainer/loop.py", "import comera\n", "loop:1 imports comera"),
+        (imports_of_contributions, "trainer/a.py", "def f():\n    import comera.contrib.b\n", "comera.contrib.b"),
+        (imports_of_contributions, "contrib/a.py", "from comera.contrib.b import c\n", None),
         (circles, "ops/low_rank.py", "def f():\n    from comera.ops.linear import g\n", "comera.ops.low_rank"),
         (circles, "tt/__init__.py", "__all__ = ['f']\nfrom .spec import f\n", None),
         (imports_for_type_checkers, "nn/a.py", "if typing.TYPE_CHECKING:\n    from comera.nn import x\n", "nn.a:1"),

@@ -109,7 +109,7 @@ def _contributed(name: str) -> NamedOptimizer:
     """AdamW on projected gradients, from a room that nothing here imports before its name is chosen."""
 
     def kind() -> Any:
-        return getattr(import_module("comera.optim.projected"), name)
+        return getattr(import_module("comera.contrib"), name)
 
     def state(model: nn.Module) -> list[int]:
         made = kind()(param_groups(model, lr=0.0, rates="flat"))

@@ -116,7 +116,7 @@ def plan_memory(
         model: on its device, converted and fused as it is to be trained.
         batch: a tensor, or tuple, list or mapping of tensors (samples, ...), as large as those of training.
         budget: bytes, or "28.5MB" (millions) or "24MiB" (2^20).
-        optimizer: a name of `comera.optim.OPTIMIZERS`, or a function from a model to its optimizer.
+        optimizer: a name, as `--train.optimizer` takes it, or a function from a model to its optimizer.
         loss: (model, batch) -> mean loss. Default: `model(**batch)`, `model(*batch)` or `model(batch)`, if that is a
             number or has one as its `loss`.
 

@@ -141,7 +141,7 @@ def estimate(
     those of the device that it stands for, with the kernels that this machine has, fused as the model is.
 
     loss: closure over model and batch that returns the scalar loss. No `.grad` changes.
-    optimizer: a name of `comera.optim.OPTIMIZERS`, for adarankgrad at its largest ranks; ConfigError for any other.
+    optimizer: a name of `comera.optim.names`; adarankgrad counts at its largest ranks; ConfigError for any other.
     device: what the meta device stands for: "auto", "cpu" or "cuda", as in TrainConfig.
     """
     moments, counts = optimizer_named(optimizer).state_of(model)

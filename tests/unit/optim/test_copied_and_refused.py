@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import comera
+from comera.contrib import AdaRankGrad, TensorGaLore
 from comera.convert import BTT, TTM, TensorizeConfig, tensorize_
 from comera.errors import ConfigError
-from comera.optim import SMMF, AdamW, AdaRankGrad, Muon, TensorGaLore, ZerothOrder
+from comera.optim import SMMF, AdamW, Muon, ZerothOrder
 from comera.rank import EarlyStage, LateStage, RankController
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera.contrib import AdaRankGrad, TensorGaLore
 from comera.errors import ConfigError
 from comera.fusion import fuse_
 from comera.nn.linear import BTTLinear, TTLinear
-from comera.optim import SMMF, AdaRankGrad, TensorGaLore
+from comera.optim import SMMF
 from comera.recompute.live_memory import Heap, LiveMemory
 from comera.trainer.memory import MemoryEstimate, MemoryMeter, current_memory, estimate, peak_memory
 from comera.tt.spec import BTTSpec, TTSpec

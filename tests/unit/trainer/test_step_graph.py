@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera.contrib.projected import AdaRankGrad
 from comera.errors import DataError
 from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
-from comera.optim.projected import AdaRankGrad
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.cuda_graph import GraphedStep

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import comera
+from comera.contrib import AdaRankGrad, TensorGaLore
+from comera.contrib.projected import ProjectedAdamW
+from comera.contrib.subspaces import plan
 from comera.errors import ConfigError
-from comera.optim import AdamW, AdaRankGrad, TensorGaLore
-from comera.optim.projected import ProjectedAdamW
-from comera.optim.subspaces import plan
+from comera.optim import AdamW
 from comera.rank.prune import prune_
 
 from ...helpers.next_token_net import network, train
@@ -341,6 +342,12 @@ def test_a_group_may_have_its_own_rank_and_others_may_come_later() -> None:
     assert list(step()) == [3, 5]
     optimizer.add_param_group({"params": [params[2]], "rank": 4})
     assert list(step()) == [3, 5, 4]
+
+
+def test_their_former_address_leads_to_them() -> None:
+    assert (comera.optim.AdaRankGrad, comera.optim.TensorGaLore) == (AdaRankGrad, TensorGaLore)
+    with pytest.raises(AttributeError, match=r"'comera.optim' has no attribute 'Adafactor'"):
+        _ = comera.optim.Adafactor
 
 
 def test_sparse_gradients_and_sharded_parameters_are_refused() -> None:

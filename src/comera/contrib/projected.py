@@ -7,7 +7,7 @@ A gradient is projected onto bases U_k of some of its modes, and the moments are
 
 ^ corrects the bias. With √(N / L) the update of the largest core has the root mean square of AdamW's, so AdamW's rates
 hold; GaLore has a factor by hand instead. It stays when ranks fall: the directions that are left move as before. Which
-modes are projected, how bases are found and how moments follow them: `comera.optim.subspaces`.
+modes are projected, how bases are found and how moments follow them: `comera.contrib.subspaces`.
 
 AdaRankGrad takes the smallest rank that keeps a share of the gradient's squares, and a new basis when the gradient has
 converged in the old one: when the share p = |C|² / |G|² that the subspace holds of later gradients has fallen, as a
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera.contrib.subspaces import Bases, Projection, carried, plan, project, refined, restore, restore_squares
 from comera.errors import ConfigError, check_fields
 from comera.optim.adamw import AdamW, check_dense
-from comera.optim.subspaces import Bases, Projection, carried, plan, project, refined, restore, restore_squares
 
 _WHOLE = ("cores", "tables", "ranks", "dense_no_decay")  # groups of `comera.param_groups` that are left to AdamW
 _SMOOTHING = 0.1  # of the share that a subspace holds
@@ -238,7 +238,7 @@ class AdaRankGrad(ProjectedAdamW):
 
     Example:
         >>> import comera, torch
-        >>> from comera.optim import AdaRankGrad
+        >>> from comera.contrib import AdaRankGrad
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Linear(256, 256)
         >>> optimizer = AdaRankGrad(comera.param_groups(model, lr=1e-3))
@@ -290,7 +290,7 @@ class TensorGaLore(ProjectedAdamW):
 
     Example:
         >>> import comera, torch
-        >>> from comera.optim import TensorGaLore
+        >>> from comera.contrib import TensorGaLore
         >>> model = torch.nn.Conv2d(64, 128, 3)
         >>> optimizer = TensorGaLore(comera.param_groups(model, lr=1e-3))
         >>> model(torch.randn(4, 64, 8, 8)).square().mean().backward()
@@ -365,9 +365,3 @@ def _bases(state: dict[str, Any]) -> dict[int, Tensor]:
     """Of the projected modes, in their order."""
     names = sorted(name for name in state if name.startswith("basis_"))
     return {int(name.removeprefix("basis_")): state[name] for name in names}
-
-
-def _whole(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Both moments of a projected parameter, of all of its elements."""
-    bases = _bases(state)
-    return restore(state["first"], bases), restore_squares(state["second"], bases)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera.optim.subspaces import Projection, carried, plan, project, refined, restore, restore_squares
+from comera.contrib.subspaces import Projection, carried, plan, project, refined, restore, restore_squares
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
