@@ -28,6 +28,7 @@ FLOORS = (
     {"optim"},
     {"fp8", "recompute", "pretrained"},
     {"adapters"},
+    {"graphs"},
     {"trainer"},
     {"integrations"},
     {"baselines", "recipes"},
