@@ -1,6 +1,6 @@
 """A stand-in for CUDA graphs on the CPU: it records the operations of a step and runs them again without its Python."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from comera.graphs.cuda import CudaRecorder
 from comera.graphs.graphed import RecordingError, first_line
 from comera.graphs.picture import Picture
+from comera.graphs.recording import written
 
 HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
@@ -89,10 +90,3 @@ def memory(value: Any) -> Any:
 
 def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for k, argument in enumerate(operation._schema.arguments):
-        value = args[k] if k < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors(value)

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from comera.graphs.graphed import RecordingError, replayed
+from comera.graphs.graphed import ChoiceError, RecordingError, replayed
 from comera.graphs.picture import Picture
 from comera.graphs.pool import Pool
-from comera.graphs.recording import ChoiceError, Recording
+from comera.graphs.recording import Recording
 from comera.kernels.cpp.memory import block
 from comera.kernels.recording import no_host_reads
 
@@ -75,7 +75,7 @@ class CpuRecorder:
                 try:
                     loss = way()
                 except ChoiceError as other:
-                    what = str(other)
+                    what = other.reason
                 else:
                     ways.remove(way)
                     ways.insert(0, way)

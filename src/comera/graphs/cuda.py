@@ -136,7 +136,8 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
     """Make an optimizer keep step counts and learning rates on the device."""
     for group in optimizer.param_groups:
         group["capturable"] = True
-        group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+        if not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
         for state in (optimizer.state.get(p, {}) for p in group["params"]):
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].to(device)

@@ -40,6 +40,10 @@ class RecordingError(Exception):
         self.reason, self.again, self.result = reason, again, result
 
 
+class ChoiceError(RecordingError):
+    """A replay came to another answer than the recording: where it is read, and by what."""
+
+
 class Recorder(Protocol):
     """Records steps: `CudaRecorder`, `CpuRecorder`, or in tests a stand-in.
 
@@ -199,7 +203,9 @@ def replayed(replay: Callable[[], Any]) -> Any:
     """Run a replay. Raises RecordingError if it fails, as it does for wrong values, of which the step says more."""
     try:
         return replay()
-    except (RuntimeError, ValueError, MemoryError) as error:
+    except RecordingError:
+        raise
+    except Exception as error:
         raise RecordingError(f"a replay failed: {first_line(error)}") from error
 
 

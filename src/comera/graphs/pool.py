@@ -103,4 +103,6 @@ def memory_at(at: int, size: int, held: object = None) -> Tensor:
 
 def _as(memory: Tensor, tensor: Tensor) -> Tensor:
     """Memory that is read like that of a tensor."""
-    return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    made = memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    made = made.conj() if tensor.is_conj() else made
+    return torch._neg_view(made) if tensor.is_neg() else made

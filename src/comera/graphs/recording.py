@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from comera.graphs.graphed import ChoiceError
 from comera.graphs.pool import Pool
 from comera.kernels.cpp.library import check
 
@@ -38,10 +39,6 @@ _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _TO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which read without an operation
 _MEMORY = ("data_ptr", "storage", "untyped_storage")  # which tell where values are
 _IN_PLACE = ("adamw", "clip")  # kernels that write to parameters
-
-
-class ChoiceError(Exception):
-    """A replay came to another answer than the recording: where it is read, and by what."""
 
 
 class Recording(TorchDispatchMode):
@@ -123,7 +120,7 @@ class Recording(TorchDispatchMode):
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse an operation with effects that outlive the step, and note those that can be undone."""
-        for tensor in _written(func, args, kwargs):
+        for tensor in written(func, args, kwargs):
             place = _place(tensor)
             if place in self._buffers:
                 self.written[self._buffers[place]] = None
@@ -238,8 +235,11 @@ def _into(func: Any, args: Any, kwargs: Any, kept: list[Tensor], into: tuple[Any
 
 
 def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
-    """The overload of an operation that writes into tensors which it is given, and the names of these."""
+    """The overload of an operation that writes into tensors which it is given, and the names of these. Those that
+    reduce are left out: some make all that they reduce in the place of the result, and write behind it."""
     wanted = _plain(func)
+    if "reduction" in wanted:
+        return None
     for name in func._overloadpacket.overloads():
         other = getattr(func._overloadpacket, name)
         outs = [each.name for each in other._schema.arguments if each.is_out]
@@ -274,7 +274,7 @@ def _reads(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(_READS.intersection(func.tags))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """What an operation writes to, statistics of batch norm included, of which the schema does not say so."""
     if not func._schema.is_mutable and "batch_norm" not in func._schema.name:
         return

@@ -132,7 +132,6 @@ class TrainStep:
         elif mode == "graph":
             self._refused = not_captured(optimizer, self.device, average is not None, recorder)
             if not self._refused:
-                make_capturable(optimizer, self.device)
                 self._whole, recorder = True, recorder or CudaRecorder(self.device)
                 self._graphs = GraphedStep(self._take_and_clear, recorder, self._picture, self._before_capture)
         if controller is not None:
@@ -276,13 +275,14 @@ class TrainStep:
 
     def _picture(self) -> Picture:
         """Of what steps depend on. Raises RecordingError for whole steps that would leave gradients to others."""
-        if self._whole and (
-            others := {p for p in self.model.parameters() if p.requires_grad}.difference(self.parameters)
-        ):
-            raise RecordingError(
-                f"{len(others)} parameters of the model need gradients and are not the optimizer's: a whole step as a "
-                "graph leaves none, freeze them by requires_grad_(False)"
-            )
+        if self._whole:
+            make_capturable(self.optimizer, self.device)
+            others = {p for p in self.model.parameters() if p.requires_grad}.difference(self.parameters)
+            if others:
+                raise RecordingError(
+                    f"{len(others)} parameters of the model need gradients and are not the optimizer's: a whole step "
+                    "as a graph leaves none, freeze them by requires_grad_(False)"
+                )
         return Picture(self.model, self.loss, self.optimizer, whole=self._whole, more=self._read)
 
     def _read(self) -> object:

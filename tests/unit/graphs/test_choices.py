@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from comera.kernels.cpp import compiler
 from comera.graphs import cpu
-from comera.trainer.step import TrainStep
 from comera.graphs.recording import Recording
+from comera.kernels.cpp import compiler
+from comera.trainer.step import TrainStep
 
 from ...helpers.recorded_steps import VOCABULARY, Loss, assert_equal, bert, make, of_class, run, state
 
@@ -51,7 +51,9 @@ def padded(answer: str) -> Loss:
 
 
 @pytest.mark.parametrize(("model", "answer"), [(bert, "class"), (llama, "next")])
-def test_texts_with_padding_and_without(model: Callable[[], nn.Module], answer: str, recordings: list[Recording]) -> None:
+def test_texts_with_padding_and_without(
+    model: Callable[[], nn.Module], answer: str, recordings: list[Recording]
+) -> None:
     found = []
     for mode in ("eager", "graph"):
         step, _ = make(mode, model, padded(answer))

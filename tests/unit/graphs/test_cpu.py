@@ -15,14 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import comera
 from comera.errors import IdError
+from comera.graphs.cpu import CpuRecorder
+from comera.graphs.pool import Pool
 from comera.kernels.cpp import compiler, memory
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.ops.cross_entropy import low_rank_cross_entropy
 from comera.rank.objective import LateStage
 from comera.recompute.blocks import recompute_
-from comera.graphs.cpu import CpuRecorder
-from comera.graphs.pool import Pool
 from comera.trainer.step import TrainStep
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -262,7 +262,9 @@ def test_what_a_recording_cannot_see_is_found_by_comparison() -> None:
 def test_replays_are_compared_again_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that nobody sees, in between: from the next comparison on, steps are eager."""
     monkeypatch.setattr("comera.graphs.cpu.EVERY", 8)
-    factor = iter([1.0] * 5 + [2.0] * 20)  # a warm-up for what transformers notes, one more, the recording, two compared
+    factor = iter(
+        [1.0] * 5 + [2.0] * 20
+    )  # a warm-up for what transformers notes, one more, the recording, two compared
 
     def by_time(model: nn.Module, ids: Tensor) -> Tensor:
         return of_class(model, ids) * next(factor)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from comera.errors import DataError
-from comera.recipes.examples import ExampleBatch
 from comera.graphs.cuda import CudaRecorder
 from comera.graphs.graphed import PATIENCE, GraphedStep, RecordingError, map_tensors
+from comera.recipes.examples import ExampleBatch
 
 from ...helpers.tape import TapeRecorder
 
@@ -380,7 +380,7 @@ def test_graphs_share_a_pool_as_long_as_one_lives(cuda: FakeCuda) -> None:
 
 def test_after_a_broken_capture_allocator_and_random_numbers_are_put_right(cuda: FakeCuda) -> None:
     cuda.fails = True
-    with pytest.raises(RecordingError, match="capture failed: .* not permitted when stream is capturing$"):
+    with pytest.raises(RecordingError, match=r"capture failed: .* not permitted when stream is capturing$"):
         cuda.capture(lambda: None)
     assert cuda.calls[-3:] == ["end of pool", "set state", "set fresh"]
     assert cuda.current == "main"

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.errors import DataError
+from comera.graphs.graphed import GraphedStep
 from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
 from comera.optim.projected import AdaRankGrad
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
-from comera.graphs.graphed import GraphedStep
 from comera.trainer.optimizer import lr_multiplier
 from comera.trainer.step import StepResult, TrainStep
 from comera.tt.spec import TTSpec
