@@ -1,12 +1,17 @@
 """A stand-in for CUDA graphs on the CPU: it records the operations of a step and runs them again without its Python."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from comera.graphs.cuda import CudaRecorder
+from comera.graphs.graphed import RecordingError, first_line
+from comera.graphs.picture import Picture
+from comera.graphs.recording import written
 
 HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
@@ -44,21 +49,25 @@ class Tape(TorchDispatchMode):
 class TapeRecorder:
     """Records steps on tapes, and counts its calls. reason: what watched warm-ups return."""
 
+    warm_ups = CudaRecorder.warm_ups
+
     def __init__(self, reason: str = "") -> None:
-        self.warm_ups, self.watched, self.captures, self.replays = 0, 0, 0, 0
+        self.eager, self.watched, self.captures, self.replays = 0, 0, 0, 0
         self.reason = reason
 
     def warm_up(self, step: Callable[[], Any], *, watch: bool) -> tuple[Any, str]:
-        self.warm_ups += 1
+        self.eager += 1
         self.watched += watch
         return step(), self.reason if watch else ""
 
-    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(self, step: Callable[[], Any], picture: Picture) -> Callable[[], Any]:
         random_state = torch.get_rng_state()
         tape = Tape()
         try:
             with tape:
                 result = step()
+        except RuntimeError as error:
+            raise RecordingError(f"capture failed: {first_line(error)}") from error
         finally:
             with torch.no_grad():
                 tape.undo()
@@ -81,10 +90,3 @@ def memory(value: Any) -> Any:
 
 def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for k, argument in enumerate(operation._schema.arguments):
-        value = args[k] if k < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors(value)

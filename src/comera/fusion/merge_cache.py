@@ -205,6 +205,10 @@ class MergeCache:
         """After it."""
         self._thread.inside = False
 
+    def forget(self) -> None:
+        """Drop all factors, so that the next ones are made anew; not within `one_step`."""
+        self._merged = {}
+
     @contextmanager
     def one_step(self) -> Iterator[None]:
         """A context for several forwards and backwards with one merge, whose backward runs at the end."""

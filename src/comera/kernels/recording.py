@@ -1,8 +1,8 @@
-"""Recordings of what runs on a CPU, to be run again on other values without its Python (trainer/cpu_graph.py).
+"""Recordings of what runs on a CPU, to be run again on other values without its Python (graphs/cpu.py).
 
-While one is made, no shape and no choice may depend on the values of tensors: then `fixed` is true. The tape of this
-thread takes every call of a C++ kernel and the operands of our operations; torch's own operations it sees itself.
-`memory` is where tensors are made then.
+While one is made, no shape and no choice may depend on the values of tensors: then `fixed` is true. The sink of this
+thread takes every call of a C++ kernel and the operands of our operations; torch's own operations a recording sees
+itself. `memory` is where tensors are made then.
 """
 
 import threading
@@ -13,8 +13,8 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Tape(Protocol):
-    """Takes a recording."""
+class KernelSink(Protocol):
+    """Takes calls of kernels into a recording."""
 
     def kernel(self, name: str, function: Callable[..., int], given: Sequence[object]) -> None:
         """A kernel was called with these numbers, addresses and bytes."""
@@ -31,7 +31,7 @@ class Memory(Protocol):
 
 
 class _Running(threading.local):
-    tape: Tape | None = None
+    sink: KernelSink | None = None
     memory: Memory | None = None
     fixed = False
 
@@ -39,9 +39,9 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def tape() -> Tape | None:
-    """The tape of this thread, while it records."""
-    return _running.tape
+def sink() -> KernelSink | None:
+    """The sink of this thread, while it records."""
+    return _running.sink
 
 
 def memory() -> Memory | None:
@@ -55,11 +55,11 @@ def fixed() -> bool:
 
 
 @contextmanager
-def values_unread(recorded_by: Tape | None = None, memory: Memory | None = None) -> Iterator[None]:
+def no_host_reads(recorded_by: KernelSink | None = None, memory: Memory | None = None) -> Iterator[None]:
     """A context in which no values are read: of a recording, or of a run that must be like one, to the bit."""
-    before = _running.tape, _running.memory, _running.fixed
-    _running.tape, _running.memory, _running.fixed = recorded_by or _running.tape, memory or _running.memory, True
+    before = _running.sink, _running.memory, _running.fixed
+    _running.sink, _running.memory, _running.fixed = recorded_by or _running.sink, memory or _running.memory, True
     try:
         yield
     finally:
-        _running.tape, _running.memory, _running.fixed = before
+        _running.sink, _running.memory, _running.fixed = before

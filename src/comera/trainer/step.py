@@ -10,9 +10,8 @@ backward gains little on the small gradients of a compressed model.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,14 +22,17 @@ from torch.optim import Optimizer
 
 from comera.fp8 import FP8Report, fp8_
 from comera.fusion.fuse import is_fused
-from comera.fusion.merge_cache import accumulating
+from comera.fusion.merge_cache import accumulating, caches
+from comera.graphs.cpu import CpuRecorder
+from comera.graphs.cuda import CudaRecorder, make_capturable, not_captured
+from comera.graphs.graphed import GraphedStep, Recorder, RecordingError
+from comera.graphs.picture import Picture
 from comera.kernels import select
 from comera.kernels.cpp.gradients import clip_
+from comera.kernels.recording import no_host_reads
 from comera.rank.controller import RankController
 from comera.rank.step_rule import gradients_of
 from comera.trainer.compiled import Backend, CompiledLoss
-from comera.trainer.cpu_graph import RecordedPasses
-from comera.trainer.cuda_graph import CudaRecorder, GraphedStep, Recorder, make_capturable, not_captured
 from comera.trainer.task import Batch
 
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -48,13 +50,6 @@ class StepResult(NamedTuple):
 
     loss: Tensor
     grad_norm: Tensor
-
-
-class _Identities(list[Any]):
-    """A list that compares its items by identity, not by value."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identities) and len(self) == len(other) and all(map(is_, self, other))
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
@@ -75,8 +70,9 @@ class TrainStep:
 
     Args:
         model: the model to train, on its device.
-        loss: (model, micro-batch) -> mean loss, a scalar; in mode "graph" it depends on nothing else.
-        optimizer: over the model's parameters.
+        loss: (model, micro-batch) -> mean loss, a scalar.
+        optimizer: over the model's parameters; its groups are read anew in each step. Parameters that it does not hold
+            get their gradients, too, except from a whole step as a CUDA graph.
         controller: observes the loss; its hook on `optimizer` scales the gradients and adds those of the size. In
             mode "graph", both are captured, `advance` and `between_steps` do the host's work around each replay, and a
             captured step is valid while `phase` stays equal.
@@ -85,8 +81,9 @@ class TrainStep:
         average: mean of a flat tensor over all processes, which each step calls in all of them; None for one process.
         mode: "eager"; "compile": forward and loss under torch.compile; "graph": the whole step as a CUDA graph, one for
             each shape of the batches, with learning rates in float32 tensors on the device, which leaves no gradients
-            behind; on a CPU forward and backward from recordings (cpu_graph.py). A mode that is not possible, or known
-            to be slower, falls back to eager. The property `mode` says what runs, and why.
+            behind; on a CPU forward and backward from recordings (graphs/cpu.py). When Python could see a change of
+            model, loss or optimizer, steps are recorded anew. What a recording cannot prove to be the step runs eager,
+            and so does a mode that is not possible, or known to be slower. `mode` says what runs, and why.
         recorder: captures the graphs. Default: CUDA.
         backend: of torch.compile.
 
@@ -119,49 +116,47 @@ class TrainStep:
     ) -> None:
         self.model, self.loss, self.optimizer, self.controller = model, loss, optimizer, controller
         self.max_grad_norm, self.precision, self.average = max_grad_norm, precision, average
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device: torch.device = self.parameters[0].device
-        self._held = [*dict.fromkeys([*model.parameters(), *self.parameters, *model.buffers()])]
         self._wanted, self._refused = mode, ""
-        self._graphs: GraphedStep | None = None
-        self._recorded: RecordedPasses | None = None
+        self._graphs: GraphedStep | None = None  # of whole steps, or of forward and backward
+        self._whole = False
         self._relative: dict[int, Tensor] = {}  # weights of batches, by their count: memory that captured steps read
         if mode == "compile":
             self._refused = _slower_compiled(model, self.device)
             if not self._refused:
                 self.loss = CompiledLoss(loss, backend=backend)
         elif mode == "graph" and recorder is None and self.device.type == "cpu":
-            self._recorded = RecordedPasses(self._passes, model, self.parameters)
+            self._graphs = GraphedStep(
+                self._unread_passes, CpuRecorder(lambda: self.parameters, self._forget), self._picture
+            )
         elif mode == "graph":
             self._refused = not_captured(optimizer, self.device, average is not None, recorder)
             if not self._refused:
-                make_capturable(optimizer, self.device)
-                recorder = recorder or CudaRecorder(self.device)
-                self._graphs = GraphedStep(self._take_and_clear, recorder, self._foundation, self._before_capture)
+                self._whole, recorder = True, recorder or CudaRecorder(self.device)
+                self._graphs = GraphedStep(self._take_and_clear, recorder, self._picture, self._before_capture)
         if controller is not None:
-            controller.replayed = self._graphs is not None
+            controller.replayed = self._whole
 
     @property
     def mode(self) -> str:
         """How steps run: "eager", "compile", "graph", or "eager (why nothing else)"."""
-        graphs = self._any_graphs
-        if refused := self._refused or getattr(graphs or self.loss, "reason", ""):
+        if refused := self._refused or getattr(self._graphs or self.loss, "reason", ""):
             return f"eager ({refused})"
-        if graphs and graphs.crowded:
-            return "graph (too many shapes of batches for all to be captured: use fewer lengths)"
+        if self._graphs and self._graphs.crowded:
+            return "graph (too many shapes of batches for all to be recorded: use fewer lengths)"
         return self._wanted
 
     @property
     def built(self) -> int:
         """Number of graphs captured or compiled so far."""
-        if graphs := self._any_graphs:
-            return graphs.captures
+        if self._graphs:
+            return self._graphs.captures
         return self.loss.compilations if isinstance(self.loss, CompiledLoss) else 0
 
     @property
-    def _any_graphs(self) -> GraphedStep | None:
-        """Those of whole steps, or of forward and backward."""
-        return self._graphs if self._recorded is None else self._recorded.graphs
+    def parameters(self) -> list[Tensor]:
+        """Those of the optimizer."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def set_rates(self, rates: Sequence[float]) -> None:
         """Set the learning rate of each parameter group. Does not synchronize."""
@@ -179,7 +174,7 @@ class TrainStep:
         Raises DataError in mode "graph" for batches that differ from the first ones in more than sizes.
         """
         self._weigh(len(batches), weights)
-        if self._graphs is None:
+        if self._graphs is None or not self._whole:
             return self._take(batches)
         key = self._graphs.key(batches)
         if self.controller is not None:
@@ -204,12 +199,9 @@ class TrainStep:
         self._relative[count].copy_(weights / mean)
 
     def _take(self, batches: Sequence[Batch]) -> StepResult:
-        if self._recorded is None:
-            # Set to None, so that gradients and activations never share the peak, and pruning may change the shapes.
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = self._passes(batches)
-        else:
-            loss = self._recorded(batches)
+        # Set to None, so that gradients and activations never share the peak, and pruning may change the shapes.
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._passes(batches) if self._graphs is None or self._whole else self._graphs(batches)
         if self.average is not None:
             loss = self._average(self.average, loss)
         gradients = gradients_of(self.optimizer)
@@ -236,10 +228,16 @@ class TrainStep:
                 losses.append(loss.detach().float())
         return (torch.stack(losses) * weights.float() if weights is not None else losses[0]).mean()
 
+    def _unread_passes(self, batches: Sequence[Batch]) -> Tensor:
+        """So that a step is the same to the bit, recorded or not, and so is a resumed run."""
+        with no_host_reads():
+            return self._passes(batches)
+
     def _take_and_clear(self, batches: Sequence[Batch]) -> StepResult:
         """A step that leaves no gradients: those of a captured one are in memory that the next graph reuses."""
         result = self._take(batches)
         self.optimizer.zero_grad(set_to_none=True)
+        self._forget()
         return result
 
     def _average(self, average: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
@@ -247,10 +245,11 @@ class TrainStep:
 
         Sparse gradients become dense, because their rows differ between processes.
         """
-        for p in self.parameters:
+        parameters = self.parameters
+        for p in parameters:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
         flat = average(torch.cat([loss.reshape(1), *(grad.reshape(-1) for grad in grads)]))
         mean, *means = torch.split(flat, [1, *(grad.numel() for grad in grads)])
         for grad, value in zip(grads, means, strict=True):
@@ -260,7 +259,7 @@ class TrainStep:
     def _clip(self, grads: list[Tensor]) -> Tensor:
         """Scale a gradient of a norm above `max_grad_norm` down to it; returns the norm before."""
         # A compressed model has hundreds of small gradients: one call for all of them, which a graph cannot capture.
-        if self._graphs is None and select.supports("gradients", *grads[:1]):
+        if not self._whole and select.supports("gradients", *grads[:1]):
             norm = clip_(grads, self.max_grad_norm)
             if norm is not None:
                 return norm
@@ -274,16 +273,40 @@ class TrainStep:
                 torch._foreach_mul_(each, scale.to(device))
         return grad_norm
 
-    def _foundation(self) -> object:
-        """What a captured step depends on: the memory that it reads and writes, and host-side values.
+    def _picture(self) -> Picture:
+        """Of what steps depend on. Raises RecordingError for whole steps that would leave gradients to others."""
+        if self._whole:
+            make_capturable(self.optimizer, self.device)
+            others = {p for p in self.model.parameters() if p.requires_grad}.difference(self.parameters)
+            if others:
+                raise RecordingError(
+                    f"{len(others)} parameters of the model need gradients and are not the optimizer's: a whole step "
+                    "as a graph leaves none, freeze them by requires_grad_(False)"
+                )
+        return Picture(self.model, self.loss, self.optimizer, whole=self._whole, more=self._read)
 
-        A change gives parameters other memory, and replaces the tensors of optimizer state and learning rates.
-        """
-        memory = [(tensor.data_ptr(), tensor.shape) for tensor in self._held]
-        state = _Identities(self._state_values())
-        rates = _Identities(group["lr"] for group in self.optimizer.param_groups)
-        phase = self.controller.phase if self.controller is not None else None
-        return memory, state, rates, self.model.training, phase
+    def _read(self) -> object:
+        """What a step reads of this object and of the controller."""
+        if not self._whole:
+            return self.loss, self.precision
+        return self.loss, self.precision, self.max_grad_norm, self.controller and self.controller.phase
+
+    def _held(self) -> list[Tensor]:
+        """All parameters and buffers."""
+        if self._graphs is not None and self._graphs.picture is not None:
+            return self._graphs.picture.tensors
+        return [*dict.fromkeys([*self.model.parameters(), *self.parameters, *self.model.buffers()])]
+
+    def _forget(self) -> None:
+        """Let nothing be used any more that was computed from parameters and buffers, and cached."""
+        increment_version(self._held())
+        for cache in caches(self.model):
+            cache.forget()
+
+    def _mark_written(self) -> None:
+        """Give parameters, buffers and optimizer state new versions, as the replay of a graph does not."""
+        state = (value for state in self.optimizer.state.values() for value in state.values())
+        increment_version([*self._held(), *(value for value in state if isinstance(value, Tensor))])
 
     def _before_capture(self) -> Callable[[], None]:
         """Prepare a capture, which computes nothing; returns what undoes it if it fails.
@@ -293,20 +316,13 @@ class TrainStep:
         """
         self._mark_written()
         states = {parameter: dict(state) for parameter, state in self.optimizer.state.items()}
-        datas = [tensor.data for tensor in self._held]
+        datas = [(tensor, tensor.data) for tensor in self._held()]
 
         def undo() -> None:
             self.optimizer.state.clear()
             self.optimizer.state.update(states)
-            for tensor, data in zip(self._held, datas, strict=True):
+            for tensor, data in datas:
                 tensor.data = data
             self._mark_written()
 
         return undo
-
-    def _mark_written(self) -> None:
-        """Give parameters, buffers and optimizer state new versions, as the replay of a graph does not."""
-        increment_version([*self._held, *(value for value in self._state_values() if isinstance(value, Tensor))])
-
-    def _state_values(self) -> Iterator[Any]:
-        return (value for state in self.optimizer.state.values() for value in state.values())

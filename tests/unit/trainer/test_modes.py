@@ -103,7 +103,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
 
 def test_a_run_from_graphs_is_the_eager_run_and_resumes_as_such(tmp_path: Path, tapes: TapeRecorder) -> None:
     eager = fit(Tiny(), CONFIG, tmp_path / "eager")
-    assert (tapes.warm_ups, eager.mode, records(tmp_path / "eager", "mode")) == (0, "eager", [])
+    assert (tapes.eager, eager.mode, records(tmp_path / "eager", "mode")) == (0, "eager", [])
 
     graph = replace(CONFIG, mode="graph")
     summary = fit(Tiny(), graph, tmp_path / "graph")

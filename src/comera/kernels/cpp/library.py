@@ -146,9 +146,9 @@ def call(name: str, *operands: object) -> None:
     if SIGNATURES[name].endswith("t"):
         given.append(torch.get_num_threads())
     check(name, functions[name](*given))
-    tape = recording.tape()
-    if tape is not None and name not in _OF_MEMORY:
-        tape.kernel(name, functions[name], given)
+    sink = recording.sink()
+    if sink is not None and name not in _OF_MEMORY:
+        sink.kernel(name, functions[name], given)
 
 
 def check(name: str, status: int) -> None:
@@ -224,10 +224,10 @@ def operation(flops: Callable[..., int] | None = None) -> Callable[[Callable[...
 
         def call_operation(*operands: Any) -> Result:
             if _profiler_enabled() or _get_current_dispatch_mode() is not None:
-                tape = recording.tape()
-                if tape is None:
+                sink = recording.sink()
+                if sink is None:
                     return dispatched(*operands)
-                tape.keep(*operands)
+                sink.keep(*operands)
             return run(*operands)
 
         call_operation.__name__, call_operation.__doc__ = run.__name__, run.__doc__

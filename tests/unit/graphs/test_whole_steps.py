@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from comera.contrib.projected import AdaRankGrad
 from comera.errors import DataError
+from comera.graphs.graphed import GraphedStep
 from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import EarlyStage, LateStage
-from comera.trainer.cuda_graph import GraphedStep
 from comera.trainer.optimizer import lr_multiplier
 from comera.trainer.step import StepResult, TrainStep
 from comera.tt.spec import TTSpec
@@ -114,7 +114,7 @@ def test_graphed_steps_are_eager_steps(stages: str) -> None:
     graph = Run.make("graph", recorder, late=STAGES[stages]).take(STEPS, every=15, then=prune)
     assert_same(eager, graph)
     assert graph.step.mode == "graph"
-    assert recorder.warm_ups + recorder.replays == STEPS
+    assert recorder.eager + recorder.replays == STEPS
     assert recorder.captures == graph.step.built >= 2 * len(LENGTHS)  # anew after what has shrunk
     assert recorder.replays >= STEPS // 2
     assert graph.controller.stage == ("early" if stages == "early" else "late")
@@ -197,7 +197,7 @@ def test_an_optimizer_that_replaces_its_state_goes_on_eager_with_the_same_number
         torch.manual_seed(0)
         run.take(15)
     assert_same(*runs)
-    assert runs[1].step.mode == "eager (the step puts new tensors in the place of the model's or the optimizer's)"
+    assert runs[1].step.mode == "eager (optimizer.state.exp_avg changes from step to step)"
 
 
 def test_what_a_warm_up_finds_is_told() -> None:
@@ -297,18 +297,21 @@ def test_a_controller_goes_from_a_graphed_step_back_to_an_eager_one() -> None:
 
 
 class Scaled(nn.Module):
-    """A layer that caches a function of its weight for as long as the weight's version stays."""
+    """A layer that caches a function of its weight, outside of itself, for as long as the weight's version stays."""
+
+    cached: ClassVar[dict[nn.Module, tuple[int, Tensor]]] = {}
 
     def __init__(self, *, caches: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
         self.caches = caches
-        self.cached: tuple[int, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.caches or self.cached is None or self.cached[0] != self.weight._version:
-            self.cached = self.weight._version, self.weight.detach().square()
-        return input * self.weight * self.cached[1]
+        version, square = self.cached.get(self, (-1, self.weight))
+        if not self.caches or version != self.weight._version:
+            square = self.weight.detach().square()
+            self.cached[self] = self.weight._version, square
+        return input * self.weight * square
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -328,7 +331,7 @@ def test_what_is_cached_by_version_is_computed_anew_in_captures_and_after_replay
                 seen.append(model(torch.ones(3)))  # an evaluation between two steps fills the cache
         outputs.append(seen)
     assert [torch.equal(ours, theirs) for ours, theirs in zip(*outputs, strict=True)] == [True] * 12
-    assert recorder.replays == (0 if fails else 4)
+    assert recorder.replays == (0 if fails else 3)  # the first of three warm-ups makes the state of the optimizer
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

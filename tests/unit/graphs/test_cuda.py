@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from comera.errors import DataError
+from comera.graphs.cuda import CudaRecorder
+from comera.graphs.graphed import PATIENCE, GraphedStep, RecordingError, map_tensors
 from comera.recipes.examples import ExampleBatch
-from comera.trainer.cuda_graph import WARM_UPS, CudaRecorder, GraphedStep, map_tensors
 
 from ...helpers.tape import TapeRecorder
+
+WARM_UPS = CudaRecorder.warm_ups
 
 
 class Counter:
@@ -36,15 +39,16 @@ class Counter:
         self.total += total
         return (total,)
 
-    def foundation(self) -> object:
-        return self.total.data_ptr()
+    def picture(self) -> Any:
+        address = self.total.data_ptr()
+        return lambda: "" if self.total.data_ptr() == address else "total"
 
     def keep(self) -> Callable[[], None]:
         return partial(setattr, self, "total", self.total)
 
 
 def graphed(step: Counter, recorder: TapeRecorder | None = None, **options: Any) -> GraphedStep:
-    return GraphedStep(step, recorder or TapeRecorder(), step.foundation, step.keep, **options)
+    return GraphedStep(step, recorder or TapeRecorder(), step.picture, step.keep, **options)
 
 
 def test_a_shape_warms_up_is_captured_and_replayed() -> None:
@@ -53,7 +57,7 @@ def test_a_shape_warms_up_is_captured_and_replayed() -> None:
     results = [run([torch.full((3,), float(k))])[0] for k in range(6)]
     assert [r.item() for r in results] == [0, 3, 6, 9, 12, 15]  # copies: a later replay does not overwrite them
     assert step.total.item() == 45
-    assert (recorder.warm_ups, recorder.watched, recorder.captures, recorder.replays) == (WARM_UPS, 1, 1, 4)
+    assert (recorder.eager, recorder.watched, recorder.captures, recorder.replays) == (WARM_UPS, 1, 1, 4)
     assert step.calls == WARM_UPS + 1  # from then on no Python runs
     assert (run.reason, run.captures, run.crowded) == ("", 1, False)
 
@@ -81,7 +85,7 @@ def test_the_shape_that_was_not_used_for_longest_is_forgotten() -> None:
     run([torch.ones(1)])
     assert recorder.replays == before + 1
     run([torch.ones(2)])
-    assert (recorder.replays, recorder.warm_ups) == (before + 1, 2 * WARM_UPS + 2)
+    assert (recorder.replays, recorder.eager) == (before + 1, 2 * WARM_UPS + 2)
 
 
 class Named(NamedTuple):
@@ -124,7 +128,7 @@ def test_a_micro_batch_of_another_form_is_refused_too() -> None:
 def test_values_that_are_no_tensors_belong_to_the_shape() -> None:
     recorder = TapeRecorder()
     step = Counter()
-    scaled = GraphedStep(lambda batches: (batches[0].x.sum() * batches[0].label,), recorder, step.foundation, step.keep)
+    scaled = GraphedStep(lambda batches: (batches[0].x.sum() * batches[0].label,), recorder, step.picture, step.keep)
     for factor in (2, 3, 2, 3, 2, 3, 2, 3):
         assert scaled([Named(torch.ones(2), factor)])[0].item() == 2 * factor
     assert recorder.captures == 2
@@ -145,7 +149,7 @@ def test_a_change_of_what_graphs_stand_on_drops_them() -> None:
     for _ in range(4):
         run([torch.ones(2)])
     assert step.total.item() == 16
-    assert (recorder.warm_ups, recorder.captures) == (2 * WARM_UPS, 2)
+    assert (recorder.eager, recorder.captures) == (2 * WARM_UPS, 2)
 
 
 def test_an_eager_step_that_replaces_what_graphs_stand_on_drops_them_too() -> None:
@@ -156,10 +160,10 @@ def test_an_eager_step_that_replaces_what_graphs_stand_on_drops_them_too() -> No
             step.total = step.total.clone()
         return step(batches)
 
-    run = GraphedStep(replacing, recorder, step.foundation, step.keep)
-    for size in (2, 2, 2, 5, 2, 2):
+    run = GraphedStep(replacing, recorder, step.picture, step.keep)
+    for size in (2, 2, 2, 5, 2, 2, 2):
         run([torch.ones(size)])
-    assert step.total.item() == 15
+    assert step.total.item() == 17
     assert (recorder.captures, run.reason) == (2, "")
 
 
@@ -179,7 +183,7 @@ def test_a_failed_capture_costs_no_step() -> None:
         (total,) = step(batches)
         return (total * float(total),)
 
-    run = GraphedStep(reading, TapeRecorder(), step.foundation, step.keep)
+    run = GraphedStep(reading, TapeRecorder(), step.picture, step.keep)
     assert [run([torch.ones(2)])[0].item() for _ in range(4)] == [4] * 4
     assert run.reason == "capture failed: aten._local_scalar_dense.default synchronizes with the device"
     assert step.total.item() == 8
@@ -193,14 +197,27 @@ def test_a_step_that_puts_new_tensors_in_the_place_of_old_ones_is_not_replayed()
         step.total = step.total + 1
         return result
 
-    run = GraphedStep(replacing, TapeRecorder(), step.foundation, step.keep)
-    for _ in range(WARM_UPS + 2):
+    run = GraphedStep(replacing, TapeRecorder(), step.picture, step.keep)
+    for _ in range(PATIENCE):
         run([torch.ones(2)])
-    assert (run.reason, run.captures) == (
-        "the step puts new tensors in the place of the model's or the optimizer's",
-        0,
-    )
-    assert step.total.item() == 3 * (WARM_UPS + 2)  # the one that the capture had put there is gone
+    assert (run.reason, run.captures) == ("total changes from step to step", 0)
+    assert step.total.item() == 3 * PATIENCE
+
+
+def test_a_capture_that_puts_a_new_tensor_in_place_is_undone() -> None:
+    step, recorder = Counter(), TapeRecorder()
+
+    def replacing(batches: Any) -> tuple[Tensor]:
+        result = step(batches)
+        if recorder.eager == WARM_UPS and step.calls == WARM_UPS + 1:  # what no watched step has done
+            step.total = step.total + 1
+        return result
+
+    run = GraphedStep(replacing, recorder, step.picture, step.keep)
+    for _ in range(3 * WARM_UPS):
+        run([torch.ones(2)])
+    assert (run.reason, run.captures) == ("", 1)
+    assert step.total.item() == 6 * WARM_UPS  # the one that the capture had put there is gone
 
 
 @dataclass(frozen=True)
@@ -235,7 +252,7 @@ def test_batches_of_any_structure_reach_the_graph(make: Callable[[Tensor], Any])
 
 def test_the_order_of_keys_does_not_matter() -> None:
     step, recorder = Counter(), TapeRecorder()
-    run = GraphedStep(lambda batches: (batches[0]["a"] - batches[0]["b"],), recorder, step.foundation, step.keep)
+    run = GraphedStep(lambda batches: (batches[0]["a"] - batches[0]["b"],), recorder, step.picture, step.keep)
     for k in range(6):
         a, b = torch.tensor(5.0 + k), torch.tensor(3.0)
         assert run([{"a": a, "b": b} if k % 2 else {"b": b, "a": a}])[0].item() == 2 + k
@@ -258,6 +275,7 @@ class FakeCuda:
             "CUDAGraph": type("Graph", (), {"replay": lambda graph: self.calls.append("replay")}),
             "graph": self.graph,
             "default_generators": [self],
+            "memory_snapshot": self.snapshot,
             "get_sync_debug_mode": lambda: self.sync_mode,
             "set_sync_debug_mode": lambda mode: setattr(self, "sync_mode", mode),
         }
@@ -266,6 +284,7 @@ class FakeCuda:
         monkeypatch.setattr("torch.Generator", lambda device: self)
         monkeypatch.setattr("torch._C._cuda_endAllocateToPool", self.end_pool, raising=False)
         self.recorder = CudaRecorder(torch.device("cuda"))
+        self.alive: list[Tensor] = []  # tensors in the pool
 
     def stream(self, name: str) -> Any:
         waits = lambda other: self.calls.append(f"{name} waits for {other.name}")  # noqa: E731
@@ -286,6 +305,14 @@ class FakeCuda:
         if self.fails:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nfor debugging ...")
         self.calls.append("captured")
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        picture: Any = None
+        return self.recorder.capture(step, picture)
+
+    def snapshot(self, pool: object) -> list[dict[str, Any]]:
+        blocks = [{"address": t.data_ptr(), "state": "active_allocated"} for t in self.alive]
+        return [{"blocks": [*blocks, {"address": 1, "state": "inactive"}]}]
 
     def end_pool(self, index: int, pool: Any) -> None:
         self.calls.append("end of pool")
@@ -327,7 +354,7 @@ def test_waits_of_the_host_and_its_random_numbers_are_found(cuda: FakeCuda) -> N
     assert watch(lambda: warns(prototype)) == (None, "")
     found = watch(lambda: warns(prototype, sync))[1]
     assert found.startswith("the host synchronizes with the device at ")
-    assert "test_cuda_graph.py:" in found
+    assert "test_cuda.py:" in found
     assert watch(lambda: torch.rand(1).shape)[1] == "the step draws random numbers on the host"
     assert watch(lambda: random.random() < 2)[1] == "the step draws random numbers on the host"
     with pytest.warns(UserWarning, match="mine"):
@@ -336,8 +363,8 @@ def test_waits_of_the_host_and_its_random_numbers_are_found(cuda: FakeCuda) -> N
 
 
 def test_graphs_share_a_pool_as_long_as_one_lives(cuda: FakeCuda) -> None:
-    first = cuda.recorder.capture(lambda: "first")
-    second = cuda.recorder.capture(lambda: "second")
+    first = cuda.capture(lambda: "first")
+    second = cuda.capture(lambda: "second")
     assert (first(), second()) == ("first", "second")
     assert [call for call in cuda.calls if "waits" not in call] == [
         "new pool",
@@ -347,13 +374,32 @@ def test_graphs_share_a_pool_as_long_as_one_lives(cuda: FakeCuda) -> None:
         "replay",
     ]
     del first, second
-    cuda.recorder.capture(lambda: "third")
+    cuda.capture(lambda: "third")
     assert cuda.calls.count("new pool") == 2
 
 
 def test_after_a_broken_capture_allocator_and_random_numbers_are_put_right(cuda: FakeCuda) -> None:
     cuda.fails = True
-    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-        cuda.recorder.capture(lambda: None)
+    with pytest.raises(RecordingError, match=r"capture failed: .* not permitted when stream is capturing$"):
+        cuda.capture(lambda: None)
     assert cuda.calls[-3:] == ["end of pool", "set state", "set fresh"]
     assert cuda.current == "main"
+
+
+def test_a_tensor_that_a_capture_leaves_in_the_pool_is_refused(cuda: FakeCuda) -> None:
+    """The next graph would write to it; results, and those of other graphs, are known."""
+
+    def step(*kept: Tensor) -> Callable[[], Any]:
+        result = {"loss": torch.ones(3)}
+
+        def run() -> Any:
+            cuda.alive += [result["loss"], *kept]
+            return result
+
+        return run
+
+    replays = [cuda.capture(step()) for _ in range(2)]
+    assert [replay()["loss"].sum() for replay in replays] == [3, 3]
+    with pytest.raises(RecordingError, match=r"1 tensors that the step makes outlive it") as refused:
+        cuda.capture(step(torch.ones(2)))
+    assert refused.value.again

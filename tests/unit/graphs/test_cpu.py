@@ -2,7 +2,9 @@
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import comera
 from comera.errors import IdError
+from comera.graphs.cpu import CpuRecorder
+from comera.graphs.pool import Pool
 from comera.kernels.cpp import compiler, memory
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.ops.cross_entropy import low_rank_cross_entropy
 from comera.rank.objective import LateStage
 from comera.recompute.blocks import recompute_
-from comera.trainer.cuda_graph import WARM_UPS
-from comera.trainer.recorded_memory import Pool
 from comera.trainer.step import TrainStep
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -76,7 +78,7 @@ MODELS = {"bert": (bert, of_class), "recompute": (recomputed, of_class), "llama"
 def test_recorded_steps_are_the_steps(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two lengths in turns, with dropout, in float32, with tensors that are large for the pools of memory."""
     monkeypatch.setenv("COMERA_KERNELS", kernels)
-    for size in ("kernels.cpp.memory.LARGE", "trainer.recorded_memory.LEAST"):
+    for size in ("kernels.cpp.memory.LARGE", "graphs.pool.LEAST"):
         monkeypatch.setattr(f"comera.{size}", 2**10)
     (eager, _), (graph, _) = (make(mode, *MODELS[name]) for mode in ("eager", "graph"))
     ours = run(eager), state(eager)
@@ -100,11 +102,11 @@ def test_half_precision_and_accumulation() -> None:
 
 
 def test_tables_batch_norm_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step whose memory changes is recorded anew, and one without recordings (`WARM_UPS`) is the same to the bit."""
+    """A step whose memory changes is recorded anew, and one without recordings (`warm_ups`) is the same to the bit."""
     late = LateStage(target_size=0.5, start_step=10, steps=10)
     found = []
-    for warm_ups in (2, 1000):
-        monkeypatch.setattr("comera.trainer.cuda_graph.WARM_UPS", warm_ups)
+    for warm_ups in (1, 1000):
+        monkeypatch.setattr(CpuRecorder, "warm_ups", warm_ups)
         step, controller = make("graph", Small, loss_of, late=late)
         assert controller is not None
         run(step, 40, lambda k, ranks=controller: k % 15 == 14 and ranks.prune_())
@@ -190,13 +192,13 @@ def of_bags(model: nn.Module, ids: Tensor) -> Tensor:
 
 def test_bags_whose_sizes_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for warm_ups in (2, 1000):
-        monkeypatch.setattr("comera.trainer.cuda_graph.WARM_UPS", warm_ups)
+    for warm_ups in (1, 1000):
+        monkeypatch.setattr(CpuRecorder, "warm_ups", warm_ups)
         step, _ = make("graph", Bags, of_bags)
         run(step)
         found.append(state(step))
         assert step.mode == "graph"
-        assert step.built == (2 if warm_ups == 2 else 0)
+        assert step.built == (2 if warm_ups == 1 else 0)
     assert_equal(*found)
 
 
@@ -243,15 +245,35 @@ def test_what_reads_values_or_draws_by_python_runs_eager_and_says_so(
 
 
 def test_what_a_recording_cannot_see_is_found_by_comparison() -> None:
-    """A number of Python that changes: the step goes on eager, with the same random numbers as if nothing had been."""
+    """A number of Python that changes: it runs once a step, and what is compared counts, so nothing has happened."""
+
+    def by_time(clock: Iterator[int], model: nn.Module, ids: Tensor) -> Tensor:
+        return of_class(model, ids) * (1.0 + 0.1 * (next(clock) >= 3))
+
+    found = []
+    for mode in ("eager", "graph"):
+        step, _ = make(mode, bert, partial(by_time, count()))
+        found.append((run(step, 8, lengths=(9,)), state(step)))
+    assert "what is recorded is not the step" in step.mode
+    assert found[0][0] == found[1][0]
+    assert_equal(found[0][1], found[1][1])
+
+
+def test_replays_are_compared_again_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that nobody sees, in between: from the next comparison on, steps are eager."""
+    monkeypatch.setattr("comera.graphs.cpu.EVERY", 8)
+    factor = iter(
+        [1.0] * 5 + [2.0] * 20
+    )  # a warm-up for what transformers notes, one more, the recording, two compared
 
     def by_time(model: nn.Module, ids: Tensor) -> Tensor:
-        ticks.append(None)
-        return of_class(model, ids) * (1.0 + 0.1 * (len(ticks) >= 4))
+        return of_class(model, ids) * next(factor)
 
-    ticks: list[None] = []
     step, _ = make("graph", bert, by_time)
-    run(step, 6, lengths=(9,))
+    step.set_rates([0.0] * len(step.optimizer.param_groups))
+    step.model.eval()
+    losses = [float(step([ids_of(0, (9,))]).loss) for _ in range(12)]
+    assert losses == [losses[0]] * 10 + [2 * losses[0]] * 2
     assert "what is recorded is not the step" in step.mode
 
 
@@ -263,9 +285,9 @@ def test_recordings_of_several_lengths_share_their_memory(monkeypatch: pytest.Mo
             super().__init__(block)
             pools.append(self)
 
-    monkeypatch.setattr("comera.trainer.cpu_graph.Pool", Seen)
+    monkeypatch.setattr("comera.graphs.cpu.Pool", Seen)
     for size in ("LEAST", "MOST"):
-        monkeypatch.setattr(f"comera.trainer.recorded_memory.{size}", 2**16)
+        monkeypatch.setattr(f"comera.graphs.pool.{size}", 2**16)
     held = []
     for lengths in ((12,), (12, 11, 9)):
         pools.clear()
@@ -304,9 +326,9 @@ def test_comparing_a_replay_with_the_step_takes_the_memory_of_the_recording(monk
 
     monkeypatch.setattr("comera.kernels.cpp.memory.LARGE", 2**10)
     monkeypatch.setattr("comera.kernels.cpp.memory._taken", taken)
-    monkeypatch.setattr("comera.trainer.cpu_graph.block", block)
+    monkeypatch.setattr("comera.graphs.cpu.block", block)
     step, _ = make("graph", bert, of_class)
-    run(step, WARM_UPS, lengths=(9,))
+    run(step, 2, lengths=(9,))  # after the first one transformers notes something in its config
     warm_ups = len(made)
     run(step, 6, lengths=(9,))
     assert step.built == 1

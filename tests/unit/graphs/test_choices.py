@@ -1,6 +1,7 @@
 """Steps that ask tensors a question: each answer has its recording, and a step is that of mode eager to the bit."""
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from comera.graphs import cpu
+from comera.graphs.recording import Recording
 from comera.kernels.cpp import compiler
-from comera.trainer import cpu_graph
 from comera.trainer.step import TrainStep
-from comera.trainer.tape import Tape
 
 from ...helpers.recorded_steps import VOCABULARY, Loss, assert_equal, bert, make, of_class, run, state
 
@@ -19,15 +20,15 @@ pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler
 
 
 @pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
-    made: list[Tape] = []
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    made: list[Recording] = []
 
-    class Seen(Tape):
+    class Seen(Recording):
         def __init__(self, *args: object) -> None:
             super().__init__(*args)  # type: ignore[arg-type]
             made.append(self)
 
-    monkeypatch.setattr(cpu_graph, "Tape", Seen)
+    monkeypatch.setattr(cpu, "Recording", Seen)
     return made
 
 
@@ -50,14 +51,16 @@ def padded(answer: str) -> Loss:
 
 
 @pytest.mark.parametrize(("model", "answer"), [(bert, "class"), (llama, "next")])
-def test_texts_with_padding_and_without(model: Callable[[], nn.Module], answer: str, tapes: list[Tape]) -> None:
+def test_texts_with_padding_and_without(
+    model: Callable[[], nn.Module], answer: str, recordings: list[Recording]
+) -> None:
     found = []
     for mode in ("eager", "graph"):
         step, _ = make(mode, model, padded(answer))
         found.append((run(step, 24), state(step)))
     assert step.mode == "graph"
     assert step.built == 2
-    assert len(tapes) == 4  # two lengths, with padding and without
+    assert len(recordings) == 4  # two lengths, with padding and without
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1])
 
@@ -98,18 +101,18 @@ def both(bits: int, steps: int = 40) -> TrainStep:
     return step
 
 
-def test_an_undone_replay_leaves_nothing(tapes: list[Tape]) -> None:
+def test_an_undone_replay_leaves_nothing(recordings: list[Recording]) -> None:
     step = both(bits=3)
     assert step.mode == "graph"
-    assert len(tapes) == 8
+    assert len(recordings) == 8
 
 
-def test_too_many_ways_run_eager_and_say_so(tapes: list[Tape]) -> None:
+def test_too_many_ways_run_eager_and_say_so(recordings: list[Recording]) -> None:
     step = both(bits=4)
     assert step.mode.startswith("eager (")
-    assert f"more than {cpu_graph.WAYS} ways" in step.mode
+    assert f"more than {cpu.WAYS} ways" in step.mode
     assert Path(__file__).name in step.mode
-    assert len(tapes) == cpu_graph.WAYS
+    assert len(recordings) == cpu.WAYS
 
 
 def test_a_step_that_changes_what_it_asks_runs_eager_and_says_so() -> None:
@@ -134,17 +137,16 @@ def test_a_way_that_is_not_its_step_is_found() -> None:
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         found = of_class(model, ids)
         if torch.equal(ids[0, 0] % 2, torch.tensor(1)):
-            ticks.append(None)
-            return found * (1.0 + len(ticks))
+            return found * (1.0 + next(ticks))
         return found
 
-    ticks: list[None] = []
+    ticks = count()
     step, _ = make("graph", bert, loss)
     run(step, 20, lengths=(9,))
     assert "what is recorded is not the step" in step.mode
 
 
-def test_a_choice_that_never_changes_costs_one_recording(tapes: list[Tape]) -> None:
+def test_a_choice_that_never_changes_costs_one_recording(recordings: list[Recording]) -> None:
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         found = of_class(model, ids)
         assert found > 0
@@ -152,4 +154,4 @@ def test_a_choice_that_never_changes_costs_one_recording(tapes: list[Tape]) -> N
 
     step, _ = make("graph", bert, loss)
     run(step, 12, lengths=(9,))
-    assert (step.mode, len(tapes)) == ("graph", 1)
+    assert (step.mode, len(recordings)) == ("graph", 1)

@@ -1,14 +1,16 @@
-"""Memory of what a recording makes (cpu_graph.py).
+"""Memory of what a recording makes (cpu.py).
 
 Every tensor that is made while a step is recorded takes the first free memory that holds it, of the oldest block, and
 leaves it to the next ones when it is freed: in the order of the recording, which is that of every replay. So all of a
 step's tensors, small ones too, lie close together in few blocks, in huge pages where the system has them. For one text,
 against memory of its own for each small tensor: 35 MB and 3 % of the time less.
+
+What is alive when a step is over is held by somebody (`alive`): a replay of another recording would write there.
 """
 
 from bisect import bisect
 from collections.abc import Callable
-from ctypes import c_float
+from ctypes import c_char
 from math import prod
 from weakref import ref
 
@@ -33,28 +35,35 @@ class Pool:
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialized float32 tensor."""
-        elements = prod(shape)
-        size = -(-4 * elements // LINE) * LINE
-        place = next((k for k, (_, at, end) in enumerate(self._free) if end - at >= size), None)
+        return self._take(4 * prod(shape)).view(torch.float32).view(shape)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """An uninitialized tensor of the same kind, in the same order in memory."""
+        return _as(self._take(tensor.untyped_storage().nbytes()), tensor)
+
+    def _take(self, size: int) -> Tensor:
+        """`size` bytes, at least one."""
+        whole = -(-size // LINE) * LINE
+        place = next((k for k, (_, at, end) in enumerate(self._free) if end - at >= whole), None)
         if place is None:
-            most = max(size, LEAST, min(MOST, sum(block.nbytes() for block in self._blocks)))
+            most = max(whole, LEAST, min(MOST, sum(block.nbytes() for block in self._blocks)))
             self._blocks.append(self._block(most + LINE))
             at = -(-self._blocks[-1].data_ptr() // LINE) * LINE
             self._give_back(len(self._blocks) - 1, at, at + most)
-            return self.empty(*shape)
+            return self._take(size)
         number, at, end = self._free.pop(place)
-        if at + size < end:
-            self._free.insert(place, (number, at + size, end))
-        made = vector(at, elements, self._blocks[number])
+        if at + whole < end:
+            self._free.insert(place, (number, at + whole, end))
+        made = memory_at(at, size, self._blocks[number])
         storage = made.untyped_storage()
         key = storage._cdata
 
         def freed(_: object) -> None:
             del self._lent[key]
-            self._give_back(number, at, at + size)
+            self._give_back(number, at, at + whole)
 
         self._lent[key] = ref(storage, freed), at, number
-        return made.view(shape)
+        return made
 
     def _give_back(self, number: int, at: int, end: int) -> None:
         """Join free memory of a block with what is free before and after it."""
@@ -66,6 +75,11 @@ class Pool:
             _, at, _ = self._free.pop(place)
         self._free.insert(place, (number, at, end))
 
+    @property
+    def alive(self) -> set[int]:
+        """The storages (`_cdata`) of all that lies here and is alive."""
+        return set(self._lent)
+
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is of this pool."""
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._lent
@@ -75,14 +89,20 @@ class Pool:
 
         hold: the alias keeps the block alive, as the tensor does.
         """
-        _, at, number = self._lent[tensor.untyped_storage()._cdata]
-        elements = tensor.untyped_storage().nbytes() // 4
-        flat = vector(at, elements, self._blocks[number] if hold else None).view(tensor.dtype)
-        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        storage = tensor.untyped_storage()
+        _, at, number = self._lent[storage._cdata]
+        return _as(memory_at(at, storage.nbytes(), self._blocks[number] if hold else None), tensor)
 
 
-def vector(at: int, elements: int, held: object = None) -> Tensor:
-    """Memory as float32 numbers; `held` lives as long as they do."""
-    memory = (c_float * elements).from_address(at)
+def memory_at(at: int, size: int, held: object = None) -> Tensor:
+    """`size` bytes of memory; `held` lives as long as they do."""
+    memory = (c_char * size).from_address(at)
     memory.held = held  # type: ignore[attr-defined]  # torch keeps `memory`
-    return torch.frombuffer(memory, dtype=torch.float32)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _as(memory: Tensor, tensor: Tensor) -> Tensor:
+    """Memory that is read like that of a tensor."""
+    made = memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    made = made.conj() if tensor.is_conj() else made
+    return torch._neg_view(made) if tensor.is_neg() else made

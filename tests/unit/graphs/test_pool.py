@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera.trainer.recorded_memory import LEAST, LINE, Pool, vector
+from comera.graphs.pool import LEAST, LINE, Pool, memory_at
 
 
 def test_memory_is_used_again_and_joined() -> None:
@@ -50,7 +50,7 @@ def test_no_two_tensors_share_memory() -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_where_blocks_lie_changes_nothing(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest block that holds a tensor is taken, whatever the addresses; blocks side by side are not joined."""
-    monkeypatch.setattr("comera.trainer.recorded_memory.MOST", LEAST)
+    monkeypatch.setattr("comera.graphs.pool.MOST", LEAST)
     size = LEAST  # without the line more that is asked for: these begin at one
     whole = torch.UntypedStorage(3 * size + LINE)
     start = -(-whole.data_ptr() // LINE) * LINE
@@ -58,7 +58,7 @@ def test_where_blocks_lie_changes_nothing(order: tuple[int, ...], monkeypatch: p
 
     def block(asked: int) -> torch.UntypedStorage:
         assert asked == size + LINE
-        return vector(start + next(places) * size, size // 4).untyped_storage()
+        return memory_at(start + next(places) * size, size).untyped_storage()
 
     pool = Pool(block)
     tensors = [pool.empty(LEAST // 4) for _ in order]
