@@ -18,8 +18,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from comera.graphs.graphed import Recorder, RecordingError, first_line, map_tensors, replayed
+from comera.graphs.graphed import Recorder, RecordingError, first_line, replayed
 from comera.graphs.picture import Picture
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class CudaRecorder:
             self._recover(generator, random_state)
             raise RecordingError(f"capture failed: {first_line(error)}") from error
         self._graphs.add(graph)
-        map_tensors(lambda t: held.add(t.untyped_storage().data_ptr()) or t, result)
+        held |= {t.untyped_storage().data_ptr() for t in tree_leaves(result) if isinstance(t, Tensor)}
         if self._live() - held:
             gc.collect()
         if kept := self._live() - held:

@@ -7,7 +7,7 @@ parameters: dtype, device maps and shards work as for a dense model. Afterwards 
 the model trains.
 
 transformers stores some families under the names and in the parts of their first release: it renames tensors, joins
-those of three layers, or permutes them. Cores are no weights, so a compressed model is stored under the names that it has.
+those of three layers, or permutes them. Cores are no weights, so a compressed model keeps the names that it has.
 
 `import comera` registers the method, now or as soon as the program imports the quantizers of transformers. In a program
 that does not, transformers would only log that it does not know the method and go on with random dense weights. So the
