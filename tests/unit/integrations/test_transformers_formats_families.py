@@ -28,6 +28,7 @@ from transformers import (
 )
 
 import comera
+from comera.errors import ConversionError
 from comera.nn.tensor_train import CompressedLayer, named_trains
 from comera.rank import round_
 
