@@ -14,6 +14,7 @@ from comera.kernels.cpp import (
     low_rank_cross_entropy,
     merge,
     mlp,
+    ngrams,
     residual_norm,
     rotary,
 )
@@ -111,6 +112,16 @@ def lookup_rows_and_gradients(drows, ids, lefts, rights, gates, *numbers):
     return [*rows, *lookup.pair_rows_backward(drows, ids, lefts, rights, made, gates, *numbers, wanted)]
 
 
+def ngrams_operands(batch=2, positions=5, rows=7, widths=(9, 9, 4, 2)):
+    """Gradients of features, ids, reach, tables and what orders need, as ngrams and ngrams_backward take them."""
+    orders = len(widths) - 1
+    ids = torch.randint(max(1, rows), (batch, positions + orders + 1))
+    reach = torch.arange(positions).expand(batch, positions).contiguous()
+    needed = [(torch.arange(width) % 3 != 2).float() for width in widths[1:]]
+    tables = [1 + torch.randn(rows, width) / 2 for width in widths]
+    return torch.randn(batch, positions, sum(widths[1:])), ids, reach, tables, needed
+
+
 def call_all():
     """Every kernel on shapes without, with part of, and with several vectors, tiles and blocks."""
     seed = torch.tensor(3)
@@ -177,6 +188,17 @@ def call_all():
     )
     for tables in [[each] for each in sizes] + [sizes, sizes[1:], sizes[2:]]:
         lookup_rows_and_gradients(*lookup_operands(tables))
+    for sizes in (
+        (2, 5, 7, (9, 9, 4, 0)),
+        (1, 1, 1, (1, 1)),
+        (0, 3, 4, (5, 2)),
+        (3, 0, 4, (5, 2)),
+        (3, 40, 300, (160, 160, 70, 33, 1)),
+        (2, 9, 3, (0, 0, 0)),
+    ):
+        de, ids, reach, tables, needed = ngrams_operands(*sizes)
+        e, rho = ngrams.ngrams(ids, reach, tables, needed, 1e-6)
+        ngrams.ngrams_backward(de, e, rho, ids, reach, tables, needed)
     for shape in ((3, 65), (1, 1), (0, 8), (4, 0), (40, 700)):
         z, x, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
         for drawn in (seed, None):

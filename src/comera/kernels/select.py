@@ -37,6 +37,7 @@ CPP = (
     "low_rank_cross_entropy",
     "merge",
     "lookup",
+    "ngrams",
     "gradients",
     "adamw",
     "memory",

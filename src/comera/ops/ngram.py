@@ -6,19 +6,24 @@
 
 A head is needed while a gate of this order or of a longer one is unpruned on it; others are zero. So features are the
 same whether pruned gates are zero or cut out. An id that an n-gram may not reach multiplies by one (TT: by the
-identity). The gates themselves multiply the columns of P, which are fewer than the features of a batch.
+identity). The gates themselves multiply the columns of P, which are fewer than the features of a batch. The kernel for
+heads of rank 1: kernels/cpp/csrc/ngrams.cpp.
 
 B sequences, T positions, L ids of a sequence, those before it included; V ids, W columns of a table, F all gates.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera.errors import DataError
+from comera.errors import DataError, IdError
+from comera.kernels import select
+from comera.kernels.cpp import ngrams as cpp
+from comera.kernels.tracing import transformed
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.tt.ngram import NGramSpec
 
@@ -72,33 +77,68 @@ def ngram_features(
     """
     check_ids(ids, spec)
     needed = needed_features(spec, gates)
-    dtype, r = tables[0].dtype, spec.head_rank
-    first, *others = (table.to(merge_dtype(dtype)) for table in tables)
-    wide = [first * needed[0].to(first.dtype)]
-    wide += [c * n.to(c.dtype).repeat_interleave(r) for c, n in zip(others, needed, strict=True)]
+    dtype = tables[0].dtype
+    wide = [table.to(merge_dtype(dtype)) for table in tables]
     with without_autocast(wide[0]):
-        e_BTW = _rows(ids, 0, wide[0], tokens_BLI)
-        features = []
-        for n, of_n in enumerate(needed, start=2):
-            heads = spec.head_counts[n - 1]
-            if not heads:
-                break
-            c_BTW = _rows(ids, n - 1, wide[n - 1], tokens_BLI)
-            reached_BT1 = (ids.reach >= n - 1)[..., None]
-            e_BTW = e_BTW[..., : heads * r]
-            if r == 1:
-                x_BTW = e_BTW * c_BTW.where(reached_BT1, 1.0)
-            else:
-                matrices = c_BTW.unflatten(-1, (heads, r, r))
-                x_BTW = (e_BTW.unflatten(-1, (heads, 1, r)) @ matrices).flatten(-3).where(reached_BT1, e_BTW)
-            weight = (of_n / of_n.sum().clamp_min(1)).to(x_BTW.dtype)
-            e_BTW = x_BTW * torch.rsqrt((x_BTW.square() @ weight)[..., None] + EPS)
-            own = spec.gated[n - 2]
-            whole = len(own) == heads * r
-            features.append(e_BTW if whole else e_BTW[..., _index(own, e_BTW.device)])
-        if not features:
-            return e_BTW[..., :0].to(dtype)
-        return torch.cat(features, -1).to(dtype)
+        if tokens_BLI is not None:  # a table with a row for each of the ids
+            u_ZI = tokens_BLI.flatten(0, 1).to(wide[0].dtype)
+            wide = [torch.addmm(table[-1], u_ZI, table[:-1]) for table in wide]
+            places_BL = torch.arange(len(u_ZI), device=u_ZI.device).view(tokens_BLI.shape[:2])
+            ids = NGramIds(places_BL, ids.reach)
+        needed = [own.to(wide[0].dtype) for own in needed]
+        if spec.head_rank == 1 and select.supports("ngrams", *wide) and not transformed():
+            made: Tensor = _Products.apply(ids, needed, *wide)
+        else:
+            made = _chain(spec.head_rank, ids, needed, wide)
+        if spec.columns is not None:
+            widths = [0, *(len(own) for own in needed)]
+            starts = accumulate(widths[:-1])
+            index = [start + j for start, own in zip(starts, spec.gated, strict=True) for j in own]
+            made = made.index_select(-1, torch.tensor(index, dtype=torch.long, device=made.device))
+        return made.to(dtype)
+
+
+class _Products(torch.autograd.Function):
+    """The formulas at the top of the file, by the kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: NGramIds, needed: list[Tensor], *tables: Tensor) -> Tensor:
+        try:
+            e_BTE, rho = cpp.ngrams(*ids, tables, needed, EPS)
+        except ValueError:
+            raise IdError(f"expected token ids from 0 to {len(tables[0]) - 1} for n-grams, got others") from None
+        ctx.save_for_backward(*ids, e_BTE, rho, *needed, *tables)
+        return e_BTE
+
+    @staticmethod
+    def backward(ctx: Any, de_BTE: Tensor) -> tuple[Tensor | None, ...]:
+        ids, reach, e_BTE, rho, *rest = ctx.saved_tensors
+        orders = len(rest) // 2
+        needed, tables = rest[:orders], rest[orders:]
+        if torch.is_grad_enabled():  # create_graph: by torch's own autograd
+            made = _chain(1, NGramIds(ids, reach), needed, tables)
+            return None, None, *torch.autograd.grad(made, tables, de_BTE, create_graph=True)
+        return None, None, *cpp.ngrams_backward(de_BTE, e_BTE, rho, ids, reach, tables, needed)
+
+
+def _chain(r: int, ids: NGramIds, needed: Sequence[Tensor], tables: Sequence[Tensor]) -> Tensor:
+    """All features of all orders, (B, T, their number). r: features of a head."""
+    first, *others = tables
+    e_BTW = F.embedding(ids.before(0), first * needed[0])
+    features = []
+    for n, (of_n, table) in enumerate(zip(needed, others, strict=True), start=1):
+        width = len(of_n)
+        c_BTW = F.embedding(ids.before(n), table * of_n.repeat_interleave(r))
+        reached_BT1 = (ids.reach >= n)[..., None]
+        e_BTW = e_BTW[..., :width]
+        if r == 1:
+            x_BTW = e_BTW * c_BTW.where(reached_BT1, 1.0)
+        else:
+            matrices = c_BTW.unflatten(-1, (width // r, r, r))
+            x_BTW = (e_BTW.unflatten(-1, (width // r, 1, r)) @ matrices).flatten(-3).where(reached_BT1, e_BTW)
+        e_BTW = x_BTW * torch.rsqrt((x_BTW.square() @ (of_n / of_n.sum().clamp_min(1)))[..., None] + EPS)
+        features.append(e_BTW)
+    return torch.cat(features, -1)
 
 
 def check_ids(ids: NGramIds, spec: NGramSpec) -> None:
@@ -111,15 +151,6 @@ def check_ids(ids: NGramIds, spec: NGramSpec) -> None:
     earlier = ids.ids.shape[1] - ids.reach.shape[1]
     if earlier < spec.longest - 1:
         raise DataError(f"expected {spec.longest - 1} earlier ids for n-grams to {spec.longest}, got {earlier}")
-
-
-def _rows(ids: NGramIds, k: int, table: Tensor, tokens_BLI: Tensor | None) -> Tensor:
-    """C_k[t] of the ids k positions earlier, (B, T, W)."""
-    if tokens_BLI is None:
-        return F.embedding(ids.before(k), table)
-    length, positions = ids.ids.shape[1], ids.reach.shape[1]
-    u_BTI = tokens_BLI[:, length - positions - k : length - k]
-    return u_BTI.to(table.dtype) @ table[:-1] + table[-1]
 
 
 def needed_features(spec: NGramSpec, gates: Sequence[Tensor]) -> list[Tensor]:

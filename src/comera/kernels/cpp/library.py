@@ -46,6 +46,8 @@ SIGNATURES = {
     "merge_backward": "l p p f t",
     "mlp": "i l l p l w9 l l t",
     "mlp_backward": "i l l p l w9 l l p t",
+    "ngrams": "w4 i w6 f p p t",
+    "ngrams_backward": "w4 i w6 p p p p p t",
     "pair_rows": "l w20 p t",
     "pair_rows_backward": "l w20 p t",
     "random_words": "l l p",

@@ -26,6 +26,7 @@ from comera.kernels.cpp import (
     low_rank_cross_entropy,
     merge,
     mlp,
+    ngrams,
     residual_norm,
     rotary,
     trial,
@@ -52,7 +53,7 @@ def main(path: str) -> None:
 def difference() -> str | None:
     """The first kernel whose results differ from torch's, in one line; None if there is none."""
     torch.manual_seed(0)
-    products = _low_rank, _mlp, _gated, _blocks, _merge, _lookup
+    products = _low_rank, _mlp, _gated, _blocks, _merge, _lookup, _ngrams
     for check in (*products, _norms, _attention, _rotary, _cross_entropy, _optimizer):
         for sizes in _SIZES:
             for name, found, expected in check(*sizes):
@@ -238,6 +239,28 @@ def _pairs(ids: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
     rights = [torch.einsum("rmny,r->myr", core, gates), right]
     parts = zip(ids, (left, other), rights, strict=False)
     return [*((left[n // len(right)] @ right[n % len(right)].mT).flatten(1) for n, left, right in parts), table[ids[2]]]
+
+
+def _ngrams(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
+    eps, widths = 0.1, (outputs, outputs, -(-outputs // 2))
+    ids, reach = torch.randint(inputs, (batch, 6)), torch.arange(4).expand(batch, 4).contiguous()
+    needed = [(torch.arange(width) % 3 != 1).float() for width in widths[1:]]
+    de = torch.randn(batch, 4, sum(widths[1:]))
+
+    def chain(*tables: Tensor) -> _Results:
+        e, made = tables[0][ids[:, 2:]], []
+        for k, (own, table) in enumerate(zip(needed, tables[1:], strict=True), start=1):
+            c = torch.where((reach >= k)[..., None], table[ids[:, 2 - k : 6 - k]], 1.0)
+            x = e[..., : len(own)] * c * own
+            e = x / (x.square().sum(-1, keepdim=True) / own.sum() + eps).sqrt()
+            made.append(e)
+        return [torch.cat(made, -1)]
+
+    tables = [1 + torch.randn(inputs, width) / 2 for width in widths]
+    values, grads = _reference(chain, tables, [de])
+    e, rho = ngrams.ngrams(ids, reach, tables, needed, eps)
+    yield "ngrams", [e], values
+    yield "ngrams_backward", ngrams.ngrams_backward(de, e, rho, ids, reach, tables, needed), grads
 
 
 def _optimizer(batch: int, inputs: int, outputs: int, rank: int) -> _Found:
