@@ -1,5 +1,6 @@
 """Small models of families of transformers beyond BERT's and Llama's, what they read, and one forward and backward."""
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -146,6 +147,11 @@ def inputs(name: str, padded: bool = False) -> dict[str, Tensor]:
         found["attention_mask"] = torch.ones_like(ids)
         found["attention_mask"][1, 13:] = 0
     return found
+
+
+def cache_keyword(made: nn.Module) -> str:
+    """What a model calls its cache of generation: "cache", until transformers 5.23 "past_key_values"."""
+    return "cache" if "cache" in signature(made.forward).parameters else "past_key_values"
 
 
 def trained(made: Any, name: str, **options: Any) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ from comera.ops.attention import attention
 from comera.ops.rotary import rotary
 from comera.recompute.blocks import recompute_
 
+from ...helpers.families import cache_keyword
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch.compile
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*"),  # torch's own table of forward derivatives
@@ -149,7 +151,7 @@ def test_a_prompt_in_parts_fills_the_cache_as_before(family, attended):
         for part in ids(2, 18).split((5, 12, 1), dim=1):
             with torch.no_grad():
                 one, other = (
-                    made(part, past_key_values=past, use_cache=True).logits
+                    made(part, use_cache=True, **{cache_keyword(made): past}).logits
                     for made, past in zip((plain, fused), caches, strict=True)
                 )
             close([other], [one])

@@ -291,7 +291,9 @@ def test_hooks_of_all_modules_change_what_they_would(late: bool, anywhere: list[
     assert ran["mlp"] + ran["gated activation"] == 2
 
 
-@pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:For backward hooks to be called:UserWarning", "ignore:Full backward hook:UserWarning"
+)
 def test_every_kind_of_hook_of_all_modules_sees_every_call(anywhere: list[Any]) -> None:
     made = llama()
     plain = copy.deepcopy(made)

@@ -36,6 +36,7 @@ from comera.recompute import blocks as recompute
 from comera.recompute.blocks import find_blocks, recompute_
 from comera.tt.spec import TTSpec
 
+from ...helpers.families import cache_keyword
 from ...helpers.live import Live, assert_same
 
 SMALL = TensorizeConfig(linear=TT(order=4, rank=6), embedding=TTM(order=2, rank=4))
@@ -305,14 +306,15 @@ def test_a_cache_of_keys_and_values_stays_empty_or_keeps_the_block_as_it_was() -
     recompute_(model)
     assert isinstance(model, LlamaModel)
     out = model(input_ids=torch.ones(1, 5, dtype=torch.int64), use_cache=True)
-    assert out.past_key_values.get_seq_length() == 0
+    keyword = cache_keyword(model)
+    assert out[keyword].get_seq_length() == 0
     assert_same(trained(model), before)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=torch.ones(1, 5, dtype=torch.int64), past_key_values=cache)
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64), **{keyword: cache})
     assert cache.get_seq_length() == 5
-    more = model(input_ids=torch.ones(1, 2, dtype=torch.int64), past_key_values=cache)
-    assert more.past_key_values.get_seq_length() == 7
+    more = model(input_ids=torch.ones(1, 2, dtype=torch.int64), **{keyword: cache})
+    assert more[keyword].get_seq_length() == 7
 
 
 def layer() -> TTLinear:
