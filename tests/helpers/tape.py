@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from comera.graphs.cuda import CudaRecorder
-from comera.graphs.graphed import RecordingError, first_line
+from comera.graphs.graphed import attempted
 from comera.graphs.picture import Picture
 from comera.graphs.recording import written
 
@@ -65,9 +65,7 @@ class TapeRecorder:
         tape = Tape()
         try:
             with tape:
-                result = step()
-        except RuntimeError as error:
-            raise RecordingError(f"capture failed: {first_line(error)}") from error
+                result = attempted("capture failed", step)
         finally:
             with torch.no_grad():
                 tape.undo()

@@ -25,10 +25,10 @@ from itertools import starmap
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from comera.graphs.graphed import ChoiceError, RecordingError, replayed
+from comera.graphs.graphed import ChoiceError, RecordingError, attempted, kept_by_python
 from comera.graphs.picture import Picture
 from comera.graphs.pool import Pool
 from comera.graphs.recording import Recording
@@ -103,7 +103,8 @@ class _Way:
         forget: Callable[[], object],
     ) -> None:
         self._step, self._picture, self._pool, self._forget = step, picture, pool, forget
-        self._cleared = set(cleared)
+        others = set(picture.leaves).difference(cleared)
+        self._others = [leaf in others for leaf in picture.leaves]
         self._held = pool.alive  # by somebody, from an earlier recording
         self._replays = 0
         recording = self._recording = Recording(pool, picture.buffers)
@@ -165,7 +166,7 @@ class _Way:
 
     def _replay(self, restore: Callable[[], None]) -> None:
         try:
-            replayed(self._recording.replay)
+            attempted("a replay failed", self._recording.replay)
         except BaseException:
             restore()
             raise
@@ -174,10 +175,10 @@ class _Way:
     def _hand_on(self, made: _Made) -> Tensor:
         """Leave gradients in `.grad`, until the next step; returns the loss."""
         loss, *gradients = made
-        for leaf, gradient in zip(self._picture.leaves, gradients, strict=True):
+        for leaf, gradient, other in zip(self._picture.leaves, gradients, self._others, strict=True):
             if gradient is None:
                 continue
-            if leaf in self._cleared:
+            if not other:
                 leaf.grad = gradient
             elif leaf.grad is None:
                 leaf.grad = gradient.clone()
@@ -219,10 +220,8 @@ class _Way:
         if self._pool.alive - self._held:
             gc.collect()
         if kept := self._pool.alive - self._held:
-            tensors = (t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t in self._pool)
-            shape = next((tuple(t.shape) for t in tensors if t.untyped_storage()._cdata in kept), "()")
-            reason = f"a tensor of shape {shape} that the step makes outlives it, in memory where replays would write"
-            raise RecordingError(reason, again=True, result=self.loss)
+            reason = kept_by_python(lambda storage: storage._cdata in kept)
+            raise RecordingError(reason or "a tensor outlives the step", again=True, result=self.loss)
 
 
 def _random_of_python() -> object:

@@ -18,9 +18,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from comera.graphs.graphed import Recorder, RecordingError, first_line, replayed
+from comera.graphs.graphed import Recorder, RecordingError, attempted, kept_by_python, tensors_in
 from comera.graphs.picture import Picture
 
 T = TypeVar("T")
@@ -68,33 +67,34 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self._stream.device_index]
         random_state, held = generator.get_state(), self._live()
-        try:
+
+        def captured() -> T:
             # thread_local: data loaders in other threads do not break the capture
-            with (
-                self._on_stream(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                result = step()
-        except RuntimeError as error:
+            mode = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+            with self._on_stream(), mode:
+                return step()
+
+        try:
+            result = attempted("capture failed", captured)
+        except RecordingError:
             self._recover(generator, random_state)
-            raise RecordingError(f"capture failed: {first_line(error)}") from error
+            raise
         self._graphs.add(graph)
-        held |= {t.untyped_storage().data_ptr() for t in tree_leaves(result) if isinstance(t, Tensor)}
-        if self._live() - held:
-            gc.collect()
-        if kept := self._live() - held:
-            reason = f"{len(kept)} tensors that the step makes outlive it, in memory where the next graph would write"
+        gc.collect()
+        made = self._live() - held - {t.data_ptr() for t in tensors_in(result)}
+        if reason := kept_by_python(lambda storage: storage.data_ptr() in made):
             raise RecordingError(reason, again=True)
 
         def replay() -> T:
-            replayed(graph.replay)
+            attempted("a replay failed", graph.replay)
             return result
 
         return replay
 
     def _live(self) -> set[int]:
         """Addresses of the tensors in the pool."""
-        blocks = (block for segment in torch.cuda.memory_snapshot(self._pool) for block in segment["blocks"])
+        segments = (each for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] == self._pool)
+        blocks = (block for segment in segments for block in segment["blocks"])
         return {block["address"] for block in blocks if block["state"] == "active_allocated"}
 
     def _recover(self, generator: torch.Generator, random_state: Tensor) -> None:

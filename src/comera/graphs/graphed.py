@@ -10,17 +10,19 @@ that cannot be recorded, or for which this changes too often, runs eager, and `r
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comera.errors import DataError
 from comera.graphs.picture import Picture
 
+T = TypeVar("T")
 Batch = Any
 Step = Callable[[Sequence[Batch]], Any]
 
@@ -115,7 +117,7 @@ class GraphedStep:
             del self._shapes[next(iter(self._shapes))]
             self.crowded = True
         try:
-            picture = self.picture = self.picture or self._take_picture()
+            picture = self.picture = self.picture or attempted("what steps depend on is not seen", self._take_picture)
             if shape.visits < self._recorder.warm_ups:
                 return self._warm_up(shape, batches)
             if shape.replay is None:
@@ -130,7 +132,7 @@ class GraphedStep:
             self._refuse(refused)
             if refused.result is None:
                 return self._step(batches)
-            for mine, theirs in zip(_tensors(inputs), _tensors(batches), strict=True):
+            for mine, theirs in zip(tensors_in(inputs), tensors_in(batches), strict=True):
                 if not torch.equal(mine, theirs):  # the step has written it
                     theirs.copy_(mine)
             return map_tensors(torch.clone, refused.result)
@@ -199,19 +201,23 @@ class GraphedStep:
         return tuple(key)
 
 
-def replayed(replay: Callable[[], Any]) -> Any:
-    """Run a replay. Raises RecordingError if it fails, as it does for wrong values, of which the step says more."""
+def attempted(what: str, run: Callable[[], T]) -> T:
+    """What `run`, in which no step runs, returns. Raises RecordingError, which begins with `what`, if it fails."""
     try:
-        return replay()
+        return run()
     except RecordingError:
         raise
     except Exception as error:
-        raise RecordingError(f"a replay failed: {first_line(error)}") from error
+        first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise RecordingError(f"{what}: {first_line}") from error
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says first."""
-    return str(error).strip().partition("\n")[0]
+def kept_by_python(storages: Callable[[torch.UntypedStorage], bool]) -> str:
+    """The shape of a tensor that Python holds in memory of which `storages` is true, in words; "" if there is none."""
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided and storages(each.untyped_storage()):
+            return f"a tensor of shape {tuple(each.shape)} that the step makes outlives it, where replays would write"
+    return ""
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -251,9 +257,10 @@ def _leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 def _copy(batches: Any, into: Any) -> None:
     """Copy the tensors of batches into others of the same form."""
     with torch.no_grad():
-        for source, target in zip(_tensors(batches), _tensors(into), strict=True):
+        for source, target in zip(tensors_in(batches), tensors_in(into), strict=True):
             target.copy_(source, non_blocking=True)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a structure."""
     return [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]

@@ -271,7 +271,7 @@ class FakeCuda:
             "Stream": lambda device: self.stream("aside"),
             "current_stream": lambda device=None: self.stream(self.current),
             "stream": self.on,
-            "graph_pool_handle": lambda: self.calls.append("new pool") or object(),
+            "graph_pool_handle": lambda: self.calls.append("new pool") or self.pool,
             "CUDAGraph": type("Graph", (), {"replay": lambda graph: self.calls.append("replay")}),
             "graph": self.graph,
             "default_generators": [self],
@@ -284,7 +284,9 @@ class FakeCuda:
         monkeypatch.setattr("torch.Generator", lambda device: self)
         monkeypatch.setattr("torch._C._cuda_endAllocateToPool", self.end_pool, raising=False)
         self.recorder = CudaRecorder(torch.device("cuda"))
+        self.pool = (0, 1)
         self.alive: list[Tensor] = []  # tensors in the pool
+        self.others = [torch.ones(5)]
 
     def stream(self, name: str) -> Any:
         waits = lambda other: self.calls.append(f"{name} waits for {other.name}")  # noqa: E731
@@ -310,9 +312,14 @@ class FakeCuda:
         picture: Any = None
         return self.recorder.capture(step, picture)
 
-    def snapshot(self, pool: object) -> list[dict[str, Any]]:
+    def snapshot(self) -> list[dict[str, Any]]:
         blocks = [{"address": t.data_ptr(), "state": "active_allocated"} for t in self.alive]
-        return [{"blocks": [*blocks, {"address": 1, "state": "inactive"}]}]
+        others = [{"address": t.data_ptr(), "state": "active_allocated"} for t in self.others]
+        freed = {"address": 1, "state": "inactive"}
+        return [
+            {"segment_pool_id": self.pool, "blocks": [*blocks, freed]},
+            {"segment_pool_id": (0, 0), "blocks": others},
+        ]
 
     def end_pool(self, index: int, pool: Any) -> None:
         self.calls.append("end of pool")
@@ -394,12 +401,13 @@ def test_a_tensor_that_a_capture_leaves_in_the_pool_is_refused(cuda: FakeCuda) -
 
         def run() -> Any:
             cuda.alive += [result["loss"], *kept]
+            cuda.others.append(torch.ones(7))  # of another thread
             return result
 
         return run
 
     replays = [cuda.capture(step()) for _ in range(2)]
     assert [replay()["loss"].sum() for replay in replays] == [3, 3]
-    with pytest.raises(RecordingError, match=r"1 tensors that the step makes outlive it") as refused:
+    with pytest.raises(RecordingError, match=r"a tensor of shape \(2,\) that the step makes outlives it") as refused:
         cuda.capture(step(torch.ones(2)))
     assert refused.value.again

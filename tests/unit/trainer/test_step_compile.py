@@ -1,5 +1,4 @@
-"""TrainStep in mode compile: forward and loss as one graph, the same numbers, compiled anew after a cut, and nothing
-left out in silence."""
+"""TrainStep in mode compile: forward and loss as one graph, the same numbers, anew after a cut, and what is refused."""
 
 from collections.abc import Iterator
 from typing import Any
