@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,7 +47,8 @@ def read_rows(file: Path, bad: Bad = refuse) -> Iterator[Row]:
 def parse_rows(file: Path, lines: Iterable[str], bad: Bad = refuse) -> Iterator[Row]:
     """The rows in the lines of a file, each with its end; by the suffix of the file. bad: is handed a DataError, with
     file and line, for a line that is no JSON object and a row with more or fewer fields than the header; by default it
-    raises. Raises one for a table without a header or with a column named twice, and for quotes that are opened and not closed in their line."""
+    raises. Raises one for a table without a header or with a column named twice, and for quotes that are opened and not
+    closed in their line."""
     name = file.name.removesuffix(".gz")
     if _is_table(name):
         return _table(file, lines, "\t" if name.endswith(".tsv") else ",", bad)
@@ -63,7 +65,7 @@ def _json(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[Row]:
             continue
         where, shown = f"{file}, line {number}", line.rstrip("\r\n")[:80]
         try:
-            values = json.loads(line, object_pairs_hook=lambda pairs: _object(pairs, where))
+            values = json.loads(line, object_pairs_hook=partial(_object, where=where))
             if not isinstance(values, dict):
                 raise DataError(f'{where}: expected a JSON object, such as {{"text": "..."}}, got {shown!r}')
         except DataError as error:
