@@ -15,13 +15,14 @@ CRITEO ?=
 BUDGET ?= 600s
 SEEDS ?= 3
 
-.PHONY: help install demo docs test test-versions zoo faults dist check bench bench-dlrm frontier gpu gpu-dry format clean
+.PHONY: help install demo docs test test-versions test-newest zoo faults dist check bench bench-dlrm frontier gpu gpu-dry format clean
 
 help:
 	@echo "make demo    train a language model of code dense, narrow and compressed for the same time and compare them (8 minutes)"
 	@echo "make docs    build the documentation site, with the API reference, in site/"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make test-versions TORCH=2.15.0 PYTHON=python3.11   run the tests with that PyTorch and Python, in an environment of its own"
+	@echo "make test-newest            run the tests with the newest releases of all dependencies that pyproject.toml admits, and the pinned PyTorch, or TORCH=2.15.0"
 	@echo "make zoo     check every family of models, write docs/zoo.md (30 minutes)"
 	@echo "make faults  kill, damage, interrupt and starve everything, write docs/faults.md (8 minutes)"
 	@echo "make dist    build the wheel and the sdist, try them in an empty environment"
@@ -65,6 +66,20 @@ test: install
 test-versions:
 	@$(if $(TORCH),,echo "which PyTorch? for example: make test-versions TORCH=2.15.0 PYTHON=python3.11"; exit 2)
 	@$(MAKE) --no-print-directory test VENV=.venv-$(notdir $(PYTHON))-torch-$(TORCH)
+
+# The chosen torch comes first, and stays: as a dependency of others it would come anew, built for a GPU.
+NEWEST := .venv-newest
+test-newest:
+	@$(PYTHON) -m venv $(NEWEST)
+	@sed -n 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/p' requirements.lock > $(NEWEST)/torch.txt
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(NEWEST)/torch.txt hatchling editables
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		-c $(NEWEST)/torch.txt --no-build-isolation --editable ".[train,docs,onnx,energy,dev]" scipy tensorly tensorly-torch
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps galore-torch
+	@$(NEWEST)/bin/python -m pip freeze > $(NEWEST)/requirements.txt
+	@echo "newer than requirements.lock:"; \
+		grep -v -x -i -f requirements.lock $(NEWEST)/requirements.txt | grep == || echo "nothing"
+	@OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest --numprocesses 2
 
 zoo: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "zoo or not zoo" tests/zoo --zoo-page docs/zoo.md

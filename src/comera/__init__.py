@@ -6,7 +6,7 @@ read them in `__init__.pyi`. Where a program uses transformers, its `from_pretra
 
 from importlib import import_module
 
-from comera._on_import import import_after
+from comera._on_import import import_after, warn_if_newer
 from comera._version import __version__ as __version__
 
 # public name -> module that defines it
@@ -36,6 +36,9 @@ _ROOMS = frozenset(
     "adapters contrib convert distributed fp8 fusion nn optim pretrained rank recompute tt".split()  # noqa: SIM905
 )
 
+# the first releases that pyproject.toml does not admit
+_UNTESTED = {"torch": "2.16", "transformers": "5.25"}
+
 __all__ = list(_HOMES)
 
 
@@ -55,6 +58,8 @@ def __dir__() -> list[str]:
     return [*globals(), *_HOMES, *_ROOMS]
 
 
+for _library, _release in _UNTESTED.items():
+    warn_if_newer(_library, _release)
 import_after("transformers.quantizers.auto", "comera.integrations.transformers_formats")
 for _library in ("huggingface_hub.hub_mixin", "diffusers.models.modeling_utils"):
     import_after(_library, "comera.integrations.other_savers", "refuse_compressed_everywhere_")

@@ -1,13 +1,15 @@
 """Acts once the program has imported a library, without importing the library.
 
-`import comera` needs it three times. When a program imports the quantizers of transformers, as every
-`from_pretrained` does, `comera.integrations.transformers_formats` tells them how to load compressed models. When it
-imports libraries that could not load them, `comera.integrations.other_savers` lets these refuse to save them. And
-when it imports torch's counter of FLOPs, the kernels tell it theirs (`kernels/cpp/library.py`).
+When a program imports the quantizers of transformers, as every `from_pretrained` does,
+`comera.integrations.transformers_formats` tells them how to load compressed models. When it imports libraries that could
+not load them, `comera.integrations.other_savers` lets these refuse to save them. When it imports torch's counter of
+FLOPs, the kernels tell it theirs (`kernels/cpp/library.py`). When it imports a library that is newer than the releases
+that comera was tested with, a warning says so.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -40,6 +42,26 @@ def import_after(library: str, module: str, call: str = "") -> None:
                 getattr(imported, call)()
 
     when_imported(library, act)
+
+
+def warn_if_newer(library: str, untested: str) -> None:
+    """Warn once `library` has been imported, if it is of the release `untested` ("2.16") or a later one."""
+
+    def act() -> None:
+        version = str(getattr(sys.modules[library], "__version__", ""))
+        if _numbers(version) >= _numbers(untested):
+            warnings.warn(
+                f"{library} {version} is newer than the releases that comera was tested with (before {untested}): "
+                f"install one of those, or check your results against them",
+                stacklevel=2,
+            )
+
+    when_imported(library, act)
+
+
+def _numbers(version: str) -> list[int]:
+    """Major and minor version."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 class _Watch:

@@ -12,16 +12,8 @@ from torch import Tensor, nn
 
 from comera.fusion.lazy import Lazy
 from comera.fusion.merge_cache import MergeCache, cache_of
-from comera.fusion.registry import (
-    BlockPattern,
-    Instead,
-    StandIn,
-    all_calls_are_seen,
-    call_obstacle,
-    in_fp8,
-    replaced_obstacle,
-    submodule,
-)
+from comera.fusion.obstacles import call_obstacle, in_fp8, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, Instead, StandIn, all_calls_are_seen
 from comera.fusion.same_code import code_of
 from comera.kernels import select
 from comera.kernels.tracing import traced

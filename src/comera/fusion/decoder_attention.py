@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
+from comera.fusion.obstacles import replaced_obstacle
 from comera.fusion.qkv import QKV
-from comera.fusion.registry import BlockPattern, StandIn, own_type, replaced_obstacle, resolved
+from comera.fusion.registry import BlockPattern, StandIn, own_type, resolved
 from comera.fusion.same_code import code_of, held_by, innermost
 from comera.kernels.tracing import traced
 from comera.ops.attention import attention
@@ -24,10 +25,10 @@ from comera.ops.rotary import rotary
 STOCK = "sdpa"
 """Name of torch's fused attention, among the attention functions of transformers."""
 CAUSAL = "sdpa_causal"
-"""Of the same for texts without padding, as a recipe registers it: under a name that transformers does not know no mask
-is made and none checked, so steps do not synchronize."""
+"""Name of the same for texts without padding, as a recipe registers it. For a name that it does not know transformers
+makes and checks no mask, so steps do not synchronize."""
 OURS = {STOCK: "comera", CAUSAL: "comera_causal"}
-"""Names of our attention by those that it replaces."""
+"""Names of our attention by the names that it replaces."""
 
 _ROTARY = "apply_rotary_pos_emb"
 _ROTARIES = ("transformers.models.llama.modeling_llama", "transformers.models.modernbert.modeling_modernbert")
@@ -36,11 +37,11 @@ _ROTARIES = ("transformers.models.llama.modeling_llama", "transformers.models.mo
 
 @dataclass(frozen=True)
 class RotaryAttention(BlockPattern):
-    """How an attention module with rotary embedding holds its parts: its forward calls `apply_rotary_pos_emb` of its
-    file, as Llama's does.
+    """How an attention module with rotary embedding holds its projections. Its forward calls `apply_rotary_pos_emb` of
+    its file, with the code of Llama's.
 
-    qkv: its projections, which run as one product where they can; or one layer that gives all three concatenated.
-    output, norms, dropout: of no effect any more; the forward itself calls what they name.
+    qkv: the projections, which run as one product where they can; or one layer that gives all three concatenated.
+    output, norms, dropout: without effect; they named what else the forward calls.
 
     Example:
         >>> from comera.fusion import QKV, RotaryAttention, fuse_, register_block

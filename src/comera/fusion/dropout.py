@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from comera.fusion.lazy import value_of
 from comera.kernels.cpp.library import on_cpu
 from comera.kernels.tracing import traced
 from comera.ops.dropout import dropout
@@ -17,6 +18,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        input = value_of(input)
         cheap = on_cpu(input) and not self.inplace and 0 < self.p < 1
         if not self.training or not cheap or traced() or nn.Dropout.forward is not _FORWARD:
             return super().forward(input)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from comera.fusion.lazy import value_of
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, Instead, StandIn, call_obstacle, replaced_obstacle, submodule
+from comera.fusion.obstacles import call_obstacle, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, Instead, StandIn
 from comera.fusion.residual import modules_obstacle
 from comera.fusion.sums import NO_DROPOUT, Sum, norm_of_sums
 from comera.kernels.tracing import traced

@@ -1,8 +1,8 @@
-"""Tensors that are computed when someone needs their values.
+"""Tensors that are not computed before their values are used.
 
-The code of a fused block runs as it is, on a stand-in for the block (registry.py) whose layers return such values: a
-residual sum that waits for its norm, hidden activations that wait for the layer after them. Whoever can computes both
-as one operation. Any other use computes the value, so that block is right whatever its code does.
+The own code of a fused block runs, on a stand-in (registry.py) whose layers return such tensors: a residual sum, which
+its norm computes together with itself; a hidden activation, which the last layer of an MLP computes with all layers
+before. Any other use computes the values there and then, so the code may do anything.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class Lazy:
-    """A tensor that is computed at the first use of its values."""
+    """A tensor that is computed when its values are used for the first time."""
 
     def __init__(self) -> None:
         self._value: Tensor | None = None
@@ -25,13 +25,13 @@ class Lazy:
 
     @property
     def value(self) -> Tensor:
-        """It as a tensor."""
+        """The tensor."""
         if self._value is None:
             self._value = self.compute()
         return self._value
 
     def dropped(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        """It after a dropout of which no module knows."""
+        """The tensor after `F.dropout`."""
         return F.dropout(self.value, p, training, inplace) if p and training else self
 
     def __getattr__(self, name: str) -> Any:

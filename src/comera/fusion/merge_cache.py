@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from comera.fusion.lazy import Lazy
 from comera.kernels.tracing import traced
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
@@ -144,6 +145,9 @@ class MergeCache:
 
     def _pass_down(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the forward of a `TTLinear`: its factors as one more argument."""
+        if args and isinstance(args[0], Lazy):  # a custom autograd function would not see through it
+            args = (args[0].value, *args[1:])
+            return self._pass_down(layer, args, kwargs) or (args, kwargs)
         input = args[0] if args else kwargs.get("input")
         known = type(layer).forward is _FORWARD and "forward" not in vars(layer) and isinstance(input, Tensor)
         if not known or "factors" in kwargs or len(args) > 1:

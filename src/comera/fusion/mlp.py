@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from comera.fusion.dropout import Dropout
 from comera.fusion.lazy import Lazy, value_of
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import (
-    BlockPattern,
-    Instead,
-    StandIn,
+from comera.fusion.obstacles import (
     around_obstacle,
     call_obstacle,
     checkpoints,
@@ -25,6 +22,7 @@ from comera.fusion.registry import (
     replaced_obstacle,
     submodule,
 )
+from comera.fusion.registry import BlockPattern, Instead, StandIn
 from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear
 from comera.ops.block_product import btt_linears
@@ -33,7 +31,7 @@ from comera.ops.gated import activated, gated
 from comera.ops.low_rank import LowRankFactors
 from comera.ops.mlp import fits_one_chunk, mlp
 
-# what computes an activation of ops/activations.py: modules by their type, functions by themselves
+# activations of ops/activations.py, by the type of a module and by the function
 _MODULES = {
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
@@ -45,22 +43,18 @@ _MODULES = {
 _FUNCTIONS = ((F.gelu, "gelu"), (F.relu, "relu"), (torch.relu, "relu"), (F.silu, "silu"))
 
 
-def _unchanged(module: Any, input: Tensor, output: Tensor) -> Tensor:
-    return output
-
-
 @dataclass(frozen=True)
 class MLP(BlockPattern):
     """How a module holds its MLP: down(act(up(x))), or down(act(gate(x)) · up(x)).
 
-    method: name of the method that computes it, which may do more than that. It runs as it is, but for the layers: what
-        it does to hidden activations but this, and dropout that does nothing now, has their values computed.
+    method: name of the method that computes it. Its own code runs, on a module whose layers are replaced for this call,
+        so it may do more than that. If it does something else with a hidden activation, the layers are called.
     ups: names of the layers before the activation, one, or gate and up. activation, down: names of what follows. The
         activation is a module, or a function such as `torch.relu`.
     packed: whether the layer before the activation gives gate and up concatenated, as `y.chunk(2, -1)`.
     dropout: name of the dropout before `down`, a module, or a float, the p of a dropout without a module; None without
-        one. Where it does something layers are called one by one.
-    finish, within: of no effect any more; they said what the method does beyond the MLP.
+        one. While it zeroes something, layers are called one by one.
+    finish, within: without effect; they said what the method does beyond the MLP.
 
     Example:
         >>> import torch, comera
@@ -94,7 +88,7 @@ class MLP(BlockPattern):
     ups: tuple[str, ...]
     activation: str
     down: str
-    finish: Callable[[Any, Tensor, Tensor], Tensor] = _unchanged
+    finish: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     packed: bool = False
     dropout: str | None = None
     within: bool = False
@@ -127,7 +121,7 @@ class MLP(BlockPattern):
         return output.value if isinstance(output, _Hidden) else output
 
     def stand_ins(self, module: nn.Module, cache: MergeCache, /) -> dict[str, Any]:
-        """What to put in place of the layers for one call of the method: none where they had better be called."""
+        """What to put in place of the layers for one call of the method; nothing where they must be called."""
         activation = self._activation(module)
         if activation is None or self.obstacle(module):
             return {}
@@ -165,7 +159,7 @@ class MLP(BlockPattern):
 
 
 class _Call:
-    """An MLP in one call of its module."""
+    """An MLP during one call of its module."""
 
     def __init__(self, pattern: MLP, module: nn.Module, cache: MergeCache, activation: str) -> None:
         self.pattern, self.module, self.cache, self.activation = pattern, module, cache, activation
@@ -179,7 +173,7 @@ class _Call:
         return self.act(value_of(hidden))
 
     def output(self, hidden: Any) -> Tensor:
-        """What `down` gives: that of the whole MLP at once, if nothing else happened to the hidden activation."""
+        """The output of `down`: that of the whole MLP, where nothing else has happened to the hidden activation."""
         last = "gated" if self.pattern.is_gated else "activated"
         whole = isinstance(hidden, _Hidden) and hidden.is_waiting_as(self, last)
         factors = self._factors(hidden.input) if whole else None
@@ -190,7 +184,7 @@ class _Call:
         return mlp(hidden.input, first, self.activation, factors[-1])
 
     def _factors(self, input: Tensor) -> list[LowRankFactors] | None:
-        """Of all layers; None where these had better be called."""
+        """The factors of all layers; None where these must be called, or are faster."""
         if layers_obstacle(self.module, (*self.pattern.ups, self.pattern.down)):
             return None
         if fits_one_chunk(input.shape[:-1].numel(), self.down.in_features, input.device):
@@ -269,9 +263,9 @@ def _does_nothing(dropout: nn.Module) -> bool:
 
 
 def _has_own_function(act: nn.Module, activation: str) -> bool:
-    """Whether the function that some activations of transformers hold is the one that they were made with."""
+    """Whether an activation of transformers that holds a function still holds the one that it was made with."""
     held = vars(act).get("act")
     if held is None or getattr(held, "__self__", None) is act:  # the same in Python
         return True
     approximate = {"approximate": "tanh"} if activation == "gelu_tanh" else {}
-    return getattr(held, "func", held) is F.gelu and getattr(held, "keywords", {}) == approximate
+    return getattr(held, "func", held) is _FUNCTIONS[0][0] and getattr(held, "keywords", {}) == approximate

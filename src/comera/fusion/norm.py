@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, is_hooked, known, patterns_of, replaced_obstacle
+from comera.fusion.obstacles import is_hooked, replaced_obstacle
+from comera.fusion.registry import BlockPattern, known, patterns_of
 from comera.kernels.tracing import traced
 from comera.ops.residual_norm import residual_rms_norm
 

@@ -1,4 +1,4 @@
-"""Queries, keys and values of an attention module from one product with their input (ops/)."""
+"""Queries, keys and values of an attention module from one product with their input (ops/low_rank.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera.fusion.merge_cache import MergeCache
-from comera.fusion.registry import BlockPattern, Instead, StandIn, layers_obstacle, replaced_obstacle, submodule
+from comera.fusion.obstacles import layers_obstacle, replaced_obstacle, submodule
+from comera.fusion.registry import BlockPattern, Instead, StandIn
 from comera.kernels.tracing import traced
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.ops.block_product import btt_linears
@@ -20,8 +21,7 @@ from comera.ops.low_rank import low_rank
 class QKV(BlockPattern):
     """How an attention module holds its projections.
 
-    layers: names of the layers that its forward calls with the same input; given `key_value_states`, all but the first
-        with those.
+    layers: names of the layers that the forward calls with one input; with `key_value_states`, all but the first.
 
     Example:
         >>> import torch, comera
@@ -52,8 +52,7 @@ class QKV(BlockPattern):
         return self.run_plain(StandIn(module, given) if given else module, *args, **kwargs)
 
     def stand_ins(self, module: nn.Module, cache: MergeCache, /, **kwargs: Any) -> dict[str, Any]:
-        """What to put in place of the layers for one call of the module's forward with these keywords: none where they
-        had better be called."""
+        """What to put in place of the layers for one call of the forward; nothing where they must be called."""
         if not cache.passes_down or self.obstacle(module):
             return {}
         names = self.layers if kwargs.get("key_value_states") is None else self.layers[1:]
@@ -62,7 +61,7 @@ class QKV(BlockPattern):
 
 
 class _Product:
-    """Layers in one call of their module: all of them compute when the first is called, on its input."""
+    """Layers during one call of their module: the first that is called computes all of them on its input."""
 
     def __init__(self, layers: list[Any], cache: MergeCache) -> None:
         self.layers, self._cache = layers, cache
@@ -70,7 +69,7 @@ class _Product:
         self._outputs: Sequence[Tensor] | None = None
 
     def output(self, number: int, input: Tensor) -> Any:
-        """That of one layer."""
+        """The output of one layer."""
         if self._input is None:
             self._input, self._outputs = input, self._computed(input)
         if self._outputs is None or input is not self._input:
@@ -78,7 +77,7 @@ class _Product:
         return self._outputs[number]
 
     def _computed(self, input: Tensor) -> Sequence[Tensor] | None:
-        """The outputs of all layers from one product; None where they had better be called."""
+        """The outputs of all layers from one product; None where they must be called, or are faster."""
         if not isinstance(input, Tensor):
             return None
         if isinstance(self.layers[0], BTTLinear):

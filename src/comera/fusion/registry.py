@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from inspect import Parameter, Signature, signature
-from types import FunctionType, MethodType, ModuleType
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from comera.errors import ConversionError
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.same_code import Code, code_of, forget, original
 from comera.kernels.tracing import traced
-from comera.nn.adapted import Adapted
-from comera.nn.linear import TTLinear
 
 
 class BlockPattern(ABC):
@@ -75,6 +73,23 @@ class BlockPattern(ABC):
     def run_plain(self, module: "nn.Module | StandIn", /, *args: Any, **kwargs: Any) -> Any:
         """What the method of the module's own class returns; also for what stands in for the module."""
         return getattr(own_type(module), self.method)(module, *args, **kwargs)
+
+
+_CALL = nn.Module.__call__
+_GLOBAL_HOOKS = tuple(
+    getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward_pre", "forward", "backward_pre", "backward")
+)
+
+
+def all_calls_are_seen() -> bool:
+    """Whether somebody looks at the calls of all modules, by torch's global hooks or in the place of their `__call__`.
+
+    torch's counter of FLOPs does not count: it follows the calls, and changes nothing.
+    """
+    if nn.Module.__call__ is not _CALL:
+        return True
+    owners = (getattr(hook, "__self__", None) for hooks in _GLOBAL_HOOKS if hooks for hook in hooks.values())
+    return any(type(owner).__module__ != "torch.utils.module_tracker" for owner in owners)
 
 
 class Fused:
@@ -246,7 +261,6 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
 def read_anew() -> None:
     """Look at the code of all modules again."""
     _known.clear()
-    _called_as_shipped.clear()
     forget()
 
 
@@ -306,124 +320,3 @@ def resolved(path: str, user: str) -> ModuleType | None:
         with suppress(ImportError):
             import_module(path)
     return sys.modules.get(path)
-
-
-# --- what stands in the way -------------------------------------------------------------------------------------------
-
-
-def layers_obstacle(
-    module: nn.Module, names: tuple[str, ...], kinds: tuple[type[nn.Module], ...] = (TTLinear,)
-) -> str | None:
-    """Why these layers of a module, all of one of these kinds, cannot be computed without being called one by one; None
-    if they can."""
-    first = type(submodule(module, names[0]))
-    expected = first if first in kinds else kinds[0]
-    for name in names:
-        layer = submodule(module, name)
-        if isinstance(layer, Adapted):
-            return f"{name} has an adapter"
-        if type(layer) is not expected:
-            return f"{name} is a {type(layer).__name__}, not a {expected.__name__}"
-        if isinstance(layer, TTLinear) and layer.spec.activation:
-            return f"{name} has an activation between its factors"
-        if reason := call_obstacle(layer):
-            return f"{name} {reason}"
-        if in_fp8(layer):
-            return f"{name} computes in FP8"
-        if reason := around_obstacle(module, name):
-            return reason
-    return None
-
-
-def around_obstacle(module: nn.Module, name: str) -> str | None:
-    """Why what is around a layer, such as "intermediate" of "intermediate.dense", must be called; None if not."""
-    around = name.rpartition(".")[0]
-    if not around:
-        return None
-    outer = submodule(module, around)
-    if is_hooked(outer):
-        return f"{around} has hooks"
-    if patterns_of(outer) or any(each.own for each in known(own_type(module))):
-        return None
-    return f"{around} is a {type(outer).__name__}, whose code is not known"
-
-
-def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:
-    """Why this pattern must leave the method of a module alone: that, or a method that it calls, was replaced by
-    somebody else in this instance. None if nobody has."""
-    for each in known(own_type(module)):
-        if type(each.pattern) is type(pattern):
-            for name in each.code.helpers & vars(module).keys():
-                if not any(path.partition(".")[0] == name for path in pattern.names) and is_replaced(module, name):
-                    return f"its {name} was replaced by someone else"
-    return f"its {pattern.method} was replaced by someone else" if is_replaced(module, pattern.method) else None
-
-
-def is_replaced(module: nn.Module, method: str) -> bool:
-    """Whether somebody else has replaced a method of a module."""
-    own = vars(module).get(method)
-    return own is not None and not isinstance(own, Fused)
-
-
-def checkpoints(module: nn.Module) -> bool:
-    """Whether a module of transformers is to checkpoint itself, which is a part of its plain forward."""
-    return module.training and bool(getattr(module, "gradient_checkpointing", False))
-
-
-def submodule(module: nn.Module, name: str) -> Any:
-    """`module.get_submodule(name)`, which takes several times as long."""
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module
-
-
-def in_fp8(layer: nn.Module) -> bool:
-    """Whether a layer computes in FP8 (`fp8_`), which only its own forward does."""
-    return isinstance(layer, TTLinear) and layer.fp8 is not None
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody else looks at the calls of a module, which a fused block would not make."""
-    if is_replaced(module, "forward"):
-        return True
-    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    return any(not _is_cache(hook) for hook in module._forward_pre_hooks.values())
-
-
-def _is_cache(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), MergeCache)
-
-
-_called_as_shipped: dict[type[nn.Module], FunctionType] = {}  # forwards that were compared with their files
-
-
-def call_obstacle(module: nn.Module) -> str | None:
-    """Why a module must be called, though its type is known: it has hooks, or another forward than its type was shipped
-    with. None if it need not be."""
-    kind, forward = type(module), type(module).forward
-    if is_hooked(module):
-        return "has hooks"
-    if _called_as_shipped.get(kind) is not forward:
-        code = code_of(kind, "forward", whole=False)
-        if code.changed_whole:
-            return f"computes otherwise: {code.changed_whole}"
-        _called_as_shipped[kind] = forward  # type: ignore[assignment]
-    return None
-
-
-_CALL = nn.Module.__call__
-_GLOBAL_HOOKS = tuple(
-    getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward_pre", "forward", "backward_pre", "backward")
-)
-
-
-def all_calls_are_seen() -> bool:
-    """Whether somebody looks at the calls of all modules, by torch's global hooks or in the place of their `__call__`.
-
-    torch's counter of FLOPs does not count: it follows the calls, and changes nothing.
-    """
-    if nn.Module.__call__ is not _CALL:
-        return True
-    owners = (getattr(hook, "__self__", None) for hooks in _GLOBAL_HOOKS if hooks for hook in hooks.values())
-    return any(type(owner).__module__ != "torch.utils.module_tracker" for owner in owners)

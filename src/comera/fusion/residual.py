@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.fusion.dropout import Dropout
-from comera.fusion.registry import call_obstacle
+from comera.fusion.obstacles import call_obstacle
 from comera.kernels.tracing import traced
 from comera.ops.dtypes import autocast_dtype
 from comera.ops.residual_norm import residual_layer_norm

@@ -1,4 +1,4 @@
-"""Blocks with residual sums, whose norms compute the sums with themselves (sums.py)."""
+"""Blocks whose residual sums are computed together with the norms that follow them (sums.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,37 +10,25 @@ from comera.fusion.lazy import values_of
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.mlp import MLP
 from comera.fusion.norm import RMSNorm, is_rms_norm, rms_norm_obstacle
+from comera.fusion.obstacles import checkpoints, is_replaced, replaced_obstacle, submodule
 from comera.fusion.qkv import QKV
-from comera.fusion.registry import (
-    BlockPattern,
-    StandIn,
-    checkpoints,
-    is_replaced,
-    known,
-    replaced_obstacle,
-    submodule,
-)
+from comera.fusion.registry import BlockPattern, StandIn, known
 from comera.fusion.residual import modules_obstacle
 from comera.fusion.sums import Part, Sum, dropout_of, norm_of_sums
 from comera.kernels.tracing import traced
 
 
 class _ResidualBlock(BlockPattern):
-    """A forward, or another method, that adds up what its parts return, and gives the sums to norms.
-
-    It does nothing with what a part returns (of several results, with the first) but to drop some of it out, to reshape
-    it and to add it to a tensor. A part is a module, a method, or a dropout, which with a dotted name,
-    "attention.dropout", is the last step of the module, or of the method, before the dot.
-    """
+    """A forward that adds what its parts return to its input, and passes the sums to norms."""
 
     method = "forward"
     first: str | None = None
-    """Name of the norm that comes first, which may be any."""
+    """Name of the first norm, whatever that is."""
     mlp: MLP | None = None
     qkv: QKV | None = None
 
     def parts_and_norms(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of what is added up, and of other norms, which may follow. A module may lack some."""
+        """Names of what is added, and of the other norms. A module may lack some of them."""
         raise NotImplementedError
 
     def obstacle(self, module: nn.Module) -> str | None:
@@ -53,8 +41,9 @@ class _ResidualBlock(BlockPattern):
 
     def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         if traced() or checkpoints(module):
-            contained = self.mlp or self.qkv
-            return (contained.run if contained else self._plain)(module, cache, *args, **kwargs)
+            if (contained := self.mlp or self.qkv) is not None:
+                return contained.run(module, cache, *args, **kwargs)
+            return self.run_plain(module, *args, **kwargs)
         replaced = {} if self.qkv is None else self.qkv.stand_ins(module, cache, **kwargs)
         replaced |= {} if self.mlp is None else self.mlp.stand_ins(module, cache)
         parts, norms = self.parts_and_norms()
@@ -68,9 +57,6 @@ class _ResidualBlock(BlockPattern):
                 replaced[name] = Part(part, "" if is_replaced(module, name) else dropout)
         replaced |= {name: norm_of_sums(submodule(module, name)) for name in norms if hasattr(module, name)}
         return values_of(self.run_plain(StandIn.of(module, replaced), *args, **kwargs))
-
-    def _plain(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
-        return self.run_plain(module, *args, **kwargs)
 
 
 def _norm_obstacle(name: str, norm: nn.Module, dropouts: Sequence[nn.Module]) -> str | None:
@@ -87,14 +73,13 @@ class PreNorm(_ResidualBlock):
 
     first, second: names of its norms, of a type registered as `RMSNorm`, or `nn.LayerNorm`. Only an RMSNorm gains from
         being the first.
-    parts: names of what the forward adds to x, such as attention. It does nothing with what a part returns (of several
-        results, with the first) but to drop some of it out, to reshape it and to add it to a tensor. A part may be a
-        method, or the dropout itself, which with a dotted name ("attention.dropout") ends the forward of the module, or
-        the method, before the dot.
-    mlp: an MLP in the middle of the forward, which then contains it.
+    parts: names of what the forward adds to x, such as attention: modules or methods, of whose results the first
+        counts, or dropouts. "attention.dropout" is a dropout that is the last step of the module, or the method, before
+        the dot. Between part and sum there are only dropouts and changes of shape.
+    mlp: an MLP whose layers are in the same module.
     switch: name of an attribute that is false in blocks whose norms follow their sums.
-    others: names of more norms of sums, as of a decoder that attends to an encoder between the two. A module may lack
-        them and some parts.
+    others: names of more norms, such as the one after a decoder's attention to its encoder. Modules without them, and
+        without some of the parts, are fused as well.
 
     Example:
         >>> from comera.fusion import PreNorm, fuse_, register_block
@@ -128,9 +113,8 @@ class PreNorm(_ResidualBlock):
 class PostNorm(_ResidualBlock):
     """How a module holds sums with their norms, norm(part(...) + x), in its forward.
 
-    sums: for each the names of part and norm, as in `PreNorm`. The forward does nothing with the sum but to give it to
-        the norm.
-    qkv: the projections of an attention module that ends so. mlp: an MLP in the middle of the forward.
+    sums: for each sum the names of its part, as in `PreNorm`, and of its norm.
+    qkv: the projections of an attention module that ends with a norm. mlp: an MLP whose layers are in the same module.
 
     Example:
         >>> import torch

@@ -70,8 +70,8 @@ class Code:
     def changed_whole(self) -> str | None:
         """The same for code that does not run, but is replaced as a whole: nothing may be wrapped around it, and what
         it calls of torch must be torch's."""
-        for function in self._around:
-            return self.changed or f"{_file(function)} has wrapped it"
+        if self._around:
+            return self.changed or f"{_file(self._around[0])} has wrapped it"
         for name in self.names:
             for library in (torch, nn.functional):
                 found = vars(library).get(name)
@@ -99,16 +99,12 @@ def forget() -> None:
 
 
 def original(kind: type, method: str) -> Code:
-    """A method by itself as the file of its class has it, whatever is in its place by now."""
-    code = Code()
-    for holder in kind.__mro__:
-        if method in vars(holder):
-            shipped = (_shipped(holder.__module__) or {}).get(f"{holder.__qualname__}.{method}")
-            if shipped:
-                code = reader = _Reader(kind, False)
-                reader.instructions(shipped[-1], vars(sys.modules[holder.__module__]))
-            break
-    return code
+    """A method by itself as the file of its class has it, whatever is in its place now."""
+    reader = _Reader(kind, whole=False)
+    holder = next((each for each in kind.__mro__ if method in vars(each)), kind)
+    for code in (_shipped(holder.__module__) or {}).get(f"{holder.__qualname__}.{method}", [])[-1:]:
+        reader.instructions(code, vars(sys.modules[holder.__module__]))
+    return reader
 
 
 class _Reader(Code):
@@ -142,6 +138,8 @@ class _Reader(Code):
 
     def _body(self, function: FunctionType) -> None:
         """What a function is, and each that decorators have wrapped."""
+        while (inner := getattr(function, "__wrapped__", None)) and inner.__code__ is function.__code__:
+            function = inner  # wrapped once more, for a subclass
         if function in self._seen:
             return
         self._seen.add(function)

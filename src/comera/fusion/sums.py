@@ -1,7 +1,8 @@
-"""Residual sums that wait for their norm, so that both are one operation (ops/residual_norm.py).
+"""Residual sums that wait for their norm, so that both run as one operation (ops/residual_norm.py).
 
-A block's own code runs on a stand-in (registry.py). In it a `Part`, such as attention, returns a term, which waits for
-its dropout and for what it is added to; a norm computes the sum together with itself.
+A block's own code runs on a stand-in (registry.py) with other parts and norms. A `Part`, such as attention, returns a
+term: a `Sum` that still lacks what it is added to, and whose dropout is still to be drawn. A norm computes a `Sum` and
+itself at once; any other use computes the `Sum` (lazy.py).
 """
 
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from comera.fusion.dropout import Dropout
 from comera.fusion.lazy import Lazy, value_of
 from comera.fusion.norm import add_and_rms_norm
-from comera.fusion.registry import Fused, Instead, StandIn, call_obstacle, is_hooked, submodule
+from comera.fusion.obstacles import call_obstacle, is_hooked, submodule
+from comera.fusion.registry import Fused, Instead, StandIn
 from comera.fusion.residual import add_and_layer_norm
 from comera.fusion.same_code import code_of
 
@@ -22,12 +24,12 @@ NO_DROPOUT = nn.Dropout(0.0).eval()
 
 
 def is_dropout(part: Any) -> bool:
-    """Whether a part is a dropout."""
+    """Whether a part of a block is a dropout."""
     return type(part) in (nn.Dropout, Dropout)
 
 
 def dropout_of(module: nn.Module, path: str) -> nn.Module:
-    """The dropout that is this part of a module, or ends it; one that does nothing where there is none."""
+    """The dropout that is this part of a module, or its last step; one that does nothing where there is none."""
     name, _, dropout = path.partition(".")
     part = getattr(module, name)
     if dropout:  # of a method: one of the module itself
@@ -36,9 +38,10 @@ def dropout_of(module: nn.Module, path: str) -> nn.Module:
 
 
 class Part:
-    """A part whose result waits for its dropout and for what it is added to.
+    """Returns the result of a part as a term.
 
-    dropout: name of the dropout that ends it: a module's forward, or a method of the module that has this dropout.
+    dropout: name of the dropout that is the last step of the part: a submodule of it, or, if the part is a method, of
+        the module that has the method.
     """
 
     def __init__(self, part: Any, dropout: str = "") -> None:
@@ -56,7 +59,7 @@ class Part:
         return (_term(results[0]), *results[1:]) if isinstance(results, tuple) else _term(results)
 
     def _with_waiting_dropout(self) -> Callable[..., Any]:
-        """The part, whose dropout waits for the sum where nothing stands in the way."""
+        """The part, with its dropout left to the sum where that is possible."""
         part = self._part
         if not self._dropout or (isinstance(part, nn.Module) and _must_be_called(part)):
             return part  # type: ignore[no-any-return]
@@ -71,6 +74,7 @@ class Part:
 
 
 def _must_be_called(part: nn.Module) -> bool:
+    """Whether the forward of a part is not that of its class, or of its class as the library ships it."""
     own = "forward" in vars(part) or code_of(type(part), "forward", whole=False).changed
     return bool(own) or is_hooked(part)
 
@@ -80,14 +84,14 @@ def _term(result: Any) -> "Sum":
 
 
 def norm_of_sums(norm: nn.Module) -> Instead:
-    """In place of a norm: one that computes the sum before it, too."""
+    """Stands in for a norm, and computes the sum that it is given, too."""
     return Instead(norm, lambda input: input.normed(norm) if isinstance(input, Sum) else norm(input))
 
 
 class Sum(Lazy):
-    """x + dropout(z), computed by the norm that it is given to, or when someone needs its value.
+    """x + dropout(z), computed by the norm that it is given to, or at any other use.
 
-    z None: x alone. x None: dropout(z) alone, a term, which waits for what it is added to.
+    Without z it is x alone. Without x it is a term, dropout(z), which waits for what it is added to.
     """
 
     def __init__(self, z: Tensor | None, x: Tensor | None = None, dropout: nn.Module = NO_DROPOUT) -> None:
@@ -101,7 +105,7 @@ class Sum(Lazy):
         return term if self._x is None else term + self._x
 
     def normed(self, norm: nn.Module) -> Tensor:
-        """The norm of the sum, whose value is known from then on."""
+        """The norm of the sum. The sum itself is known from then on."""
         z, x = self._z, self._x
         if x is None or (z is not None and self._value is not None):
             y: Tensor = norm(self.value)
@@ -129,11 +133,11 @@ class Sum(Lazy):
 
     @property
     def shape(self) -> Any:
-        """That of the value."""
+        """The shape of the sum."""
         return next(t for t in (self._z, self._x) if t is not None).shape
 
     def size(self, *dimension: int) -> Any:
-        """That of the value."""
+        """The shape of the sum, or its length along one dimension."""
         return self.shape[dimension[0]] if dimension else self.shape
 
     def reshape(self, *shape: Any) -> Any:

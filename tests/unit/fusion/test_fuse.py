@@ -221,6 +221,54 @@ def test_own_types_can_be_registered():
     torch.testing.assert_close(plain(x), before)
 
 
+class Gated(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.act, self.drop, self.body = nn.SiLU(), nn.Dropout(0.5), body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+BODIES = {
+    "usual": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x)),
+    "turned": lambda m, x: m.down(m.up(x) * m.act(m.gate(x))),
+    "the other is activated": lambda m, x: m.down(m.act(m.up(x)) * m.gate(x)),
+    "twice": lambda m, x: m.down(m.act(m.act(m.gate(x))) * m.up(x)),
+    "scaled": lambda m, x: m.down(2 * m.act(m.gate(x)) * m.up(x)),
+    "of two inputs": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x + 1)),
+    "added": lambda m, x: m.down(m.act(m.gate(x)) + m.up(x)),
+    "without a gate": lambda m, x: m.down(m.act(m.gate(x))),
+    "in parts": lambda m, x: m.down(torch.cat(m.act(m.gate(x)).chunk(2, -1), -1) * m.up(x)),
+    "dropped by a function": lambda m, x: m.down(F.dropout(m.act(m.gate(x)) * m.up(x), 0.5, m.training)),
+    "dropped by a module": lambda m, x: m.down(m.drop(m.act(m.gate(x)) * m.up(x))),
+    "returned, too": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x)) + (m.act(m.gate(x)) * m.up(x)).sum(),
+    "through other layers": lambda m, x: m.down(m.up(m.down(m.gate(x)))),
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("form", [CONFIG, None], ids=["tt", "dense"])
+@pytest.mark.parametrize("body", BODIES)
+def test_whatever_a_method_does_with_its_layers(body, form, train, monkeypatch):
+    register_block(Gated, MLP("forward", ups=("gate", "up"), activation="act", down="down"))
+    torch.manual_seed(0)
+    fused = nn.Sequential(Gated(BODIES[body])).double().train(train)
+    if form is not None:
+        comera.tensorize_(fused, form)
+    monkeypatch.setattr("comera.fusion.dropout.dropout", lambda x, p: F.dropout(x, p))  # torch's masks
+    x = torch.randn(40, 16, dtype=torch.float64)
+    found = []
+    for enabled in (False, True):
+        report = fuse_(fused, enabled=enabled)
+        torch.manual_seed(1)
+        y = fused(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(fused.parameters()), allow_unused=True)])
+    assert report.fused("mlp" if form is not None else "gated activation") == ("0",)
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
+
+
 def test_dropout_zeroes_the_share_and_keeps_the_mean():
     torch.manual_seed(0)
     keep, scale = keep_mask((1000, 1000), 0.1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.bert.modeling_bert import BertOutput
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import comera
 from comera.fusion import MLP, fuse_, register_block
@@ -199,6 +200,14 @@ def test_a_subclass_with_a_forward_of_its_own_is_not() -> None:
     config = AutoConfig.for_model("bert", hidden_size=24, intermediate_size=40)
     assert not patterns_of(MyOutput(config))
     assert patterns_of(SameOutput(config)) == patterns_of(BertOutput(config))
+
+
+def test_a_subclass_that_a_library_wraps_once_more_is_known() -> None:
+    """transformers wraps the forward of each class of layers, FSDP makes a class of its own of each."""
+    config = AutoConfig.for_model("llama", **SIZES)
+    layer = LlamaDecoderLayer(config, layer_idx=0)
+    layer.__class__ = type("FSDPLlamaDecoderLayer", (LlamaDecoderLayer,), {})
+    assert patterns_of(layer) == patterns_of(LlamaDecoderLayer(config, layer_idx=0)) != ()
 
 
 SIZES: dict[str, Any] = {
