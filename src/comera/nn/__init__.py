@@ -8,6 +8,7 @@ from comera.nn.packed import CompressedParameter
 from comera.nn.size import ModelSize, model_size
 from comera.nn.tables import lookup_tables
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.ops.ngram import NGramIds
 
 __all__ = [
     "BTTLinear",
@@ -15,6 +16,7 @@ __all__ = [
     "CompressedParameter",
     "ModelSize",
     "NGramEmbedding",
+    "NGramIds",
     "NGramTable",
     "TTConv",
     "TTLinear",

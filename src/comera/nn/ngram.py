@@ -128,7 +128,17 @@ class NGramEmbedding(nn.Module):
     ngrams: the table, or another module from `NGramIds` to (B, T, embedding_dim) with `longest`. plain_type: the type
     of the embedding without it. traced_reading: what `begin_reading` said, within a compiled call.
 
-    See `attach_ngrams_`.
+    Example:
+        >>> import torch, comera
+        >>> from comera.nn import NGramEmbedding, NGramIds
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256))
+        >>> _ = comera.ngrams_(model, order=3, rank=16)
+        >>> embedding, ids = model[0], torch.tensor([list(b"the cat")])
+        >>> isinstance(embedding, NGramEmbedding), embedding(ids).shape
+        (True, torch.Size([1, 7, 64]))
+        >>> goes_on = NGramIds(ids, reach=torch.arange(4, 7)[None])  # the last three bytes, after four others
+        >>> torch.allclose(embedding(ids[:, 4:], goes_on), embedding(ids)[:, 4:], atol=1e-6)
+        True
     """
 
     ngrams: nn.Module

@@ -35,6 +35,13 @@ class NGramIds(NamedTuple):
 
     ids: (B, L) int64, the T ids of the sequence and before them L − T earlier ones; any valid id where none is reached.
     reach: (B, T) int64, how many ids before each position belong to its document.
+
+    Example:
+        >>> import torch
+        >>> from comera.nn import NGramIds
+        >>> ids = NGramIds.of(torch.tensor([[7, 8, 9]]), longest=3)
+        >>> ids.ids.tolist(), ids.reach.tolist(), ids.before(1).tolist()
+        ([[0, 0, 7, 8, 9]], [[0, 1, 2]], [[0, 7, 8]])
     """
 
     ids: Tensor
@@ -47,7 +54,7 @@ class NGramIds(NamedTuple):
         return cls(F.pad(ids_BT, (longest - 1, 0)), reach_T.expand_as(ids_BT))
 
     def before(self, n: int) -> Tensor:
-        """The ids `n` positions earlier, (B, T)."""
+        """The ids n positions earlier, (B, T)."""
         length, positions = self.ids.shape[1], self.reach.shape[1]
         return self.ids[:, length - positions - n : length - n]
 
