@@ -2,9 +2,9 @@
 
 When a program imports the quantizers of transformers, as every `from_pretrained` does,
 `comera.integrations.transformers_formats` tells them how to load compressed models. When it imports libraries that
-could not load them, `comera.integrations.other_savers` lets these refuse to save them. When it imports torch's counter of
-FLOPs, the kernels tell it theirs (`kernels/cpp/library.py`). When it imports a library that is newer than the releases
-that comera was tested with, a warning says so.
+could not load them, `comera.integrations.other_savers` lets these refuse to save them. When it imports torch's
+counter of FLOPs, the kernels tell it theirs (`kernels/cpp/library.py`). When it imports a library that is newer
+than the releases that comera was tested with, a warning says so.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from comera.graphs.graphed import ChoiceError, RecordingError, attempted, kept_b
 from comera.graphs.picture import Picture
 from comera.graphs.pool import Pool
 from comera.graphs.recording import Recording
-from comera.kernels.cpp.memory import block
+from comera.kernels.cpp.memory import block, release
 from comera.kernels.recording import no_host_reads
 
 CHECKED = 2  # replays that are compared with the step: on the batch that was recorded, and on the next one
@@ -146,6 +146,7 @@ class _Way:
             raise RecordingError(reason, result=loss)
         self.loss = loss
         self._refuse_what_stays()
+        release()  # of eager steps and evaluations; a replay takes none of it
         return loss
 
     def _run(self, sink: Recording | None) -> _Made:

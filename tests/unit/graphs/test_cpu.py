@@ -336,6 +336,16 @@ def test_comparing_a_replay_with_the_step_takes_the_memory_of_the_recording(monk
     assert len(made) - warm_ups == len(blocks) > 0
 
 
+def test_memory_of_eager_steps_is_given_back_once_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comera.kernels.cpp.memory.LARGE", 2**10)
+    step, _ = make("graph", bert, of_class)
+    run(step, 2, lengths=(9,))
+    assert memory.held().held > memory.held().in_use
+    run(step, 4, lengths=(9,))
+    assert step.built == 1
+    assert memory.held().held == memory.held().in_use
+
+
 def test_a_frozen_parameter_is_recorded_anew() -> None:
     (eager, _), (graph, _) = make("eager", bert, of_class), make("graph", bert, of_class)
     states = []

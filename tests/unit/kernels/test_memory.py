@@ -114,6 +114,34 @@ def test_tensors_of_several_sizes_in_turn_keep_their_blocks_where_a_sixteenth_mo
     """)
 
 
+def test_what_was_in_use_once_is_given_back_after_some_steps():
+    """Steps of one tensor at a time, after an evaluation of many: of the same size and of others."""
+    alone(f"""if True:
+        many = [empty(rows * {ROWS}, 256) for rows in [4] * 20 + [30] * 20]
+        most = held().held
+        many.clear()
+        for _ in range(9_000):
+            empty(4 * {ROWS}, 256)
+        assert held().held == most  # the next evaluation finds it
+        for _ in range(2_000):
+            empty(4 * {ROWS}, 256)
+        assert held() == (0, 4 * 4 * {ROWS} * 256), held()
+        many = [empty(30 * {ROWS}, 256) for _ in range(20)]
+        many.clear()
+        assert held().held <= 20 * 31 * 4 * {ROWS} * 256 * 17 / 16
+    """)
+
+
+def test_all_of_it_is_given_back_on_request():
+    alone(f"""if True:
+        from comera.kernels.cpp.memory import release
+        kept, freed = empty(4 * {ROWS}, 256), empty(30 * {ROWS}, 256)
+        del freed
+        release()
+        assert held() == (4 * 4 * {ROWS} * 256,) * 2
+    """)
+
+
 def test_little_more_is_held_than_was_in_use_at_once():
     at_once = [empty(rows * ROWS, 256) for rows in (50, 60, 70)]  # more than any other test
     most = memory.held().in_use

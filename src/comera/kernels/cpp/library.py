@@ -51,6 +51,7 @@ SIGNATURES = {
     "pair_rows": "l w20 p t",
     "pair_rows_backward": "l w20 p t",
     "random_words": "l l p",
+    "release_memory": "",
     "residual_norm": "i l l p p p l p f p p i f f p p p p t",
     "residual_norm_backward": "i l l p p p p p p f p i f p p p p t",
     "rotary": "w6 w4 i t",
@@ -59,7 +60,7 @@ SIGNATURES = {
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
 # a tensor in the place of a number, as sizes are under torch.jit.trace, must not become an address
 _IS_POINTER = {name: [kind[0] in "pw" for kind in kinds.split()] for name, kinds in SIGNATURES.items()}
-_OF_MEMORY = ("take_memory", "memory_held")  # calls that a recording does not repeat
+_OF_MEMORY = ("take_memory", "memory_held", "release_memory")  # calls that a recording does not repeat
 _FLOP_COUNTER = "torch.utils.flop_counter"
 _log = logging.getLogger(__name__)
 _one_thread = threading.Lock()

@@ -63,6 +63,12 @@ def _taken(*shape: int) -> Tensor:
     return taken
 
 
+def release() -> None:
+    """Give the memory of large tensors that are no more back to the system, where the next steps make none."""
+    if _available():
+        call("release_memory")
+
+
 def held() -> Held:
     """What large tensors take at this moment. Only where there are kernels."""
     in_use, every = c_int64(), c_int64()
