@@ -275,7 +275,11 @@ def test_encoder_and_decoder_have_a_history_each(build, how):
 # --- files and copies ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [llama, gpt2, t5, bert, lambda: llama(tie_word_embeddings=True)], ids=str)
+@pytest.mark.parametrize(
+    "build",
+    [llama, gpt2, t5, bert, lambda: llama(tie_word_embeddings=True)],
+    ids=["llama", "gpt2", "t5", "bert", "tied"],
+)
 def test_from_pretrained_gives_it_back(build, tmp_path):
     model = with_ngrams(build)
     inputs = {"input_ids": ids_of(2, 6)} | ({"decoder_input_ids": ids_of(2, 5)} if build is t5 else {})

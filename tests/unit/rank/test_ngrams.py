@@ -97,7 +97,9 @@ def step(table: NGramTable, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS[:3], ids=str)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["adamw", "sgd"]
+)
 def test_a_pruned_table_goes_on_as_the_masked_one(spec: NGramSpec, kind: Any) -> None:
     masked = table_of(spec)
     optimizer = kind(masked.parameters())
