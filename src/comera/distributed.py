@@ -94,7 +94,7 @@ def check_whole(cores: Iterable[Tensor]) -> None:
     """
     for core in cores:
         by = "fully_shard" if hasattr(core, "to_local") else ""
-        if not by and (core.ndim < 3 or core.untyped_storage().nbytes() < core.numel() * core.element_size()):
+        if not by and (core.ndim < 2 or core.untyped_storage().nbytes() < core.numel() * core.element_size()):
             by = "FullyShardedDataParallel, or a wrapper like it,"  # which flattens parameters and frees their memory
         if by:
             raise RankError(

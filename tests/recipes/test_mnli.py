@@ -338,7 +338,7 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (
             {"method": "lora"},
-            "method must be one of comera, dense, galore, lte, cola, tensorly, narrow, hashing, .*, got 'lora'",
+            "method must be one of comera, dense, galore, lte, cola, tensorly, narrow, .*hashing, .*, got 'lora'",
         ),
         ({"preset": "best"}, "preset must be one of tuned, published, short, small, got 'best'"),
         ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),

@@ -30,7 +30,7 @@ from comera.nn.tensor_train import TensorTrain
 from comera.tt.ngram import NGramSpec
 
 OWN_TABLES = 1024  # the largest vocabulary whose ids have rows of their own in each of the tables, by default
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = ("cache", "past_key_values", "cache_params")  # as releases of transformers name them
 _FOREIGN_CACHES = ("mems", "past_buckets_states", "state")  # of models that keep what they saw in their own way
 
 
@@ -312,8 +312,10 @@ def _after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 
 
 def _caches(output: Any) -> Iterator[Any]:
-    parts = output if isinstance(output, tuple) else [getattr(output, name, None) for name in _CACHES]
-    yield from (part for part in parts if hasattr(getattr(part, "self_attention_cache", part), "layers"))
+    named = output if hasattr(output, "keys") else {}  # nothing of a call that failed
+    parts = output if isinstance(output, tuple) else [named[name] for name in _CACHES if name in named]
+    found = {id(part): part for part in parts if hasattr(getattr(part, "self_attention_cache", part), "layers")}
+    yield from found.values()  # one cache may have two names
 
 
 def _call(base: Any, embedding: NGramEmbedding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

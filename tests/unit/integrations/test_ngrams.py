@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ from comera.nn.ngram import detach_ngrams_
 V = 50
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TOKENS: dict[str, Any] = {"vocab_size": V, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
+
+# as the release of transformers names it
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def cache_of(output: Any) -> Any:
+    return output[CACHE]
 
 
 def llama(**options: Any) -> PreTrainedModel:
@@ -174,8 +182,8 @@ def test_a_cache_carries_the_ids(build, sizes):
     ids, cache, found = ids_of(2, 9), None, []
     with torch.no_grad():
         for part in ids.split(sizes, 1):
-            output = model(input_ids=part, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(input_ids=part, **{CACHE: cache}, use_cache=True)
+            cache = cache_of(output)
             found.append(output.logits)
     assert cache.get_seq_length() == 9
     for one, exact in zip(torch.cat(found, 1), alone(model, *ids), strict=True):
@@ -186,10 +194,10 @@ def test_nothing_is_kept_between_calls_but_in_the_cache():
     model = with_ngrams(llama)
     ids = ids_of(2, 8)
     with torch.no_grad():
-        left, right = (model(input_ids=row[None, :5], use_cache=True).past_key_values for row in ids)
+        left, right = (cache_of(model(input_ids=row[None, :5], use_cache=True)) for row in ids)
         model(input_ids=ids_of(1, 6, seed=3))
         found = [
-            model(input_ids=row[None, 5:], past_key_values=cache).logits[0]
+            model(input_ids=row[None, 5:], **{CACHE: cache}).logits[0]
             for row, cache in zip(ids, (left, right), strict=True)
         ]
     for one, exact in zip(found, alone(model, *ids), strict=True):
@@ -335,7 +343,7 @@ def test_a_table_goes_with_an_embedding_that_is_compressed_later():
     assert type(model.get_input_embeddings()).__name__ == "NGramTTMEmbedding"
     ids = ids_of(2, 9)
     output = model(ids[:, :5], use_cache=True)
-    both = torch.cat([output.logits, model(ids[:, 5:], past_key_values=output.past_key_values).logits], 1)
+    both = torch.cat([output.logits, model(ids[:, 5:], **{CACHE: cache_of(output)}).logits], 1)
     close(both, model(ids).logits)
 
 
@@ -362,22 +370,22 @@ def test_inputs_without_ids_and_caches_of_others_are_refused():
     for call in (lambda: model(inputs_embeds=embeds), lambda: model.generate(inputs_embeds=embeds, max_new_tokens=3)):
         with pytest.raises(DataError, match=r"LlamaModel: expected input_ids.*got inputs_embeds"):
             call()
-    foreign = llama().eval()(ids, use_cache=True).past_key_values
+    foreign = cache_of(llama().eval()(ids, use_cache=True))
     with pytest.raises(DataError, match="cache of a model with n-grams, got one with 6 positions"):
-        model(ids, past_key_values=foreign)
-    cache = model(ids, use_cache=True).past_key_values
+        model(ids, **{CACHE: foreign})
+    cache = cache_of(model(ids, use_cache=True))
     with pytest.raises(DataError, match="the 2 sequences in the cache, got 1"):
-        model(ids[:1], past_key_values=cache)
+        model(ids[:1], **{CACHE: cache})
     cache.layers[0].crop(-2)
     with pytest.raises(DataError, match="6 ids and"):
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     with pytest.raises(DataError, match=r"attention mask for 6 positions in the cache and 1"):
-        model(ids[:, :1], past_key_values=model(ids, use_cache=True).past_key_values, attention_mask=torch.ones(2, 2))
+        model(ids[:, :1], **{CACHE: cache_of(model(ids, use_cache=True))}, attention_mask=torch.ones(2, 2))
     with pytest.raises(DataError, match=r"position_ids \(2, 6\)"):
         model(ids, position_ids=torch.zeros(3, 2, 6).long())
     with pytest.raises(IndexError):
         model(torch.full((1, 3), V))
-    assert model(ids, past_key_values=DynamicCache()).logits.shape == (2, 6, V)  # an error leaves nothing behind
+    assert model(ids, **{CACHE: DynamicCache()}).logits.shape == (2, 6, V)  # an error leaves nothing behind
 
 
 def test_orders_and_models_that_do_not_fit_are_refused():
