@@ -59,6 +59,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.filterwarnings("ignore:the late stage expresses:UserWarning")  # a copy that trains is no average
 @pytest.mark.parametrize("controlled", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda whole: pickle.loads(pickle.dumps(whole))])
