@@ -93,10 +93,10 @@ def tensorize_(
         A model too large to hold, from the meta device:
 
         >>> with torch.device("meta"):
-        ...     model = torch.nn.Sequential(torch.nn.Linear(30_000, 30_000), torch.nn.LayerNorm(30_000))
-        >>> report = comera.tensorize_(model, ratio=500, device="cpu")
+        ...     model = torch.nn.Sequential(torch.nn.Linear(20_000, 20_000), torch.nn.LayerNorm(20_000))
+        >>> report = comera.tensorize_(model, ratio=60, device="cpu")
         >>> f"{report.dense_total:,}, now {report.total:,}", model[0].tt.cores[0].device.type
-        ('900,090,000, now 1,799,250', 'cpu')
+        ('400,060,000, now 6,667,434', 'cpu')
     """
     check_size(config, ratio)
     if config is None:

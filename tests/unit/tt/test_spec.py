@@ -127,8 +127,8 @@ def test_row_and_column_modes_pair_up():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "cp"}, "format 'tt', 'ttm' or 'btt', got 'cp'"),
-        ({"format": ["tt"]}, "format 'tt', 'ttm' or 'btt'"),
+        ({"format": "cp"}, "format 'tt', 'ttm', 'btt' or 'ngram', got 'cp'"),
+        ({"format": ["tt"]}, "format 'tt', 'ttm', 'btt' or 'ngram'"),
         ({"rank": 3}, "needs the fields"),
         ({"ranks": 3}, "lists of integers"),
         ({"ranks": None}, "lists of integers"),
