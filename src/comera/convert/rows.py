@@ -51,6 +51,7 @@ def rows_of(
 
     def parameters(module: nn.Module, besides: Collection[str] = ()) -> int:
         own = [p for name, p in module._parameters.items() if p is not None and name not in besides]
+        counted.update(own)  # tied to a layer's weight, it is not that layer's once more
         return sum(once(("stored", p), p.numel()) for p in own)
 
     def row(site: Site | None, name: str, before: str, new: nn.Module, tt: TensorTrain, bias: int) -> LayerRow:

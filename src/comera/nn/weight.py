@@ -2,7 +2,8 @@
 
     reading      dtype, device, shape, requires_grad ... make nothing; any operation makes the dense weight, once
     gradients    that of the dense weight, however it comes about, goes on to the cores and gates
-    writing      raises: nothing is stored that could be written to, and a write into a temporary tensor would be lost
+    writing      raises: nothing is stored that could be written to, and a write into a temporary tensor would be lost;
+                 but `weight.mul_(2)`, a product with a number, is the same product of one core
     memory       what was made lives as long as something holds the weight; what is made inside `released()`, as a graph
                  holds it for its backward, only until its end, and is made again when it is used
     one of many  where the maker of a stack of matrices has `at`, an index makes that one alone
@@ -115,6 +116,10 @@ class LazyWeight(Tensor):
                 for tensor in args[0]._source.tensors:
                     tensor.requires_grad_(*args[1:], **kwargs)
                 return args[0]
+            if func in _SCALES and args[0]._is_whole and isinstance(args[1], int | float) and not kwargs:
+                func(args[0]._source.tensors[0], args[1])  # the weight is linear in each core
+                args[0]._source.made = None
+                return args[0]
             if func in _READS_MEMORY:
                 args = tree_map_only(LazyWeight, LazyWeight._leaf, args)
             out = func(*args, **kwargs)
@@ -171,6 +176,7 @@ class LazyWeight(Tensor):
 
 _FREEZES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _SETS = {Tensor.data.__set__, Tensor.apply_, Tensor.map_, Tensor.map2_}  # type: ignore[attr-defined]
+_SCALES = {Tensor.mul_, Tensor.div_, Tensor.__imul__, Tensor.__itruediv__}
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _ARRAYS: set[Any] = {Tensor.__array__, Tensor.numpy}
 _READS_MEMORY: set[Any] = _ARRAYS | {

@@ -151,6 +151,20 @@ def test_a_backward_after_an_update_raises() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("scale", ["mul_", "div_"])
+def test_a_product_with_a_number_scales_the_layer(layer: CompressedLayer, scale: str) -> None:
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        result = getattr(layer.weight, scale)(4)  # as RWKV does for evaluation
+    torch.testing.assert_close(layer.weight, getattr(before, scale)(4), rtol=0, atol=0)
+    torch.testing.assert_close(result.detach(), layer.weight.detach(), rtol=0, atol=0)
+
+
+def test_a_product_with_a_number_needs_no_grad_as_for_a_parameter() -> None:
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        layers()[0].weight.mul_(4)
+
+
 WRITES: dict[str, Callable[[CompressedLayer], object]] = {
     "data.fill_": lambda layer: layer.weight.data.fill_(0),
     "data +=": lambda layer: layer.weight.data.__iadd__(torch.ones(layer.weight.shape)),
