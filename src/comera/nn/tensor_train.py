@@ -228,7 +228,15 @@ class TensorTrain(nn.Module):
                 "without: give tensorize_ the model on the meta device and device=..., in place of to_empty, or load a "
                 "state, or call reset_parameters() of each compressed layer"
             )
-        return _entries(self.cores), _entries(self.rank_params)
+        cores = _entries(self.cores)
+        if cores[0].is_meta and "_hf_hook" in vars(self.cores):
+            raise WeightError(
+                "expected cores in memory, got them offloaded by accelerate, which brings the parameters of a module "
+                "back when the module is called, but a layer reads those of its tensor train: give cpu_offload, "
+                "disk_offload or dispatch_model preload_module_classes with the types of the compressed layers by name, "
+                'as ["BTTLinear", "TTMEmbedding", "TTMProjection"]'
+            )
+        return cores, _entries(self.rank_params)
 
     def unpruned(self) -> list[Tensor]:
         """For each vector of gates a boolean one: which are not pruned. A NaN is not: it stays, to be seen."""
@@ -326,8 +334,17 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
 
 def _entries(listed: nn.ParameterList) -> list[Tensor]:
-    """The tensors of a list without its slow indexing, 3 µs each; a replica holds them as attributes only."""
-    return list(listed._parameters.values()) or list(listed)  # type: ignore[arg-type]
+    """The tensors of a list without its slow indexing, 3 µs each; a replica holds them as attributes only, and one with
+    parametrizations makes them."""
+    if listed._forward_pre_hooks:
+        raise WeightError(
+            "expected cores and gates that are read as they are stored, got forward hooks on the list of them, which "
+            "nothing calls, so that what they do would be lost: torch.nn.utils.prune and the old spectral_norm and "
+            "weight_norm register such. torch.nn.utils.parametrize and torch.nn.utils.parametrizations work on cores, "
+            "comera.prune_ cuts ranks, and comera.materialize_ makes layers dense"
+        )
+    plain = type(listed) is nn.ParameterList or type(listed) is _Gates
+    return (list(listed._parameters.values()) if plain else []) or list(listed)  # type: ignore[arg-type]
 
 
 def is_plain(tt: TensorTrain) -> bool:

@@ -125,6 +125,7 @@ class RankController:
             )
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
+        self._optimizers: list[Optimizer] = []  # as attached: they may wrap those that take the steps, and have state
         self._given = GivenRules()
         self._state, self._losses = RankState(), LossMean()
 
@@ -135,7 +136,7 @@ class RankController:
         `load_state_dict` has restored it. Raises RankError for an optimizer that is already attached or that holds no
         parameter of the tensor trains.
         """
-        optimizer = unwrap(optimizer)
+        attached, optimizer = optimizer, unwrap(optimizer)
         if optimizer in self._hooks:
             raise RankError(f"this {type(optimizer).__name__} is attached already: attach each optimizer once")
         held = parameters_of(optimizer)
@@ -150,6 +151,7 @@ class RankController:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._optimizers.append(attached)
         return self
 
     def detach(self) -> None:
@@ -159,13 +161,14 @@ class RankController:
             for hook in hooks:
                 hook.remove()
         self._hooks.clear()
+        self._optimizers.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_hooks": list(self._hooks), "_given": GivenRules()}
+        return {**vars(self), "_hooks": {}, "_given": GivenRules()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # torch copies optimizers without their hooks
-        vars(self).update(state, _hooks={})
-        for optimizer in state["_hooks"]:
+        vars(self).update(state, _optimizers=[])
+        for optimizer in state["_optimizers"]:
             self.attach(optimizer)
 
     @property
@@ -267,7 +270,7 @@ class RankController:
         if self.late.shrink == "sensitivity":
             copies = trains_of_copies(self.model, self.copies)
             warn_of_strays(self.model, copies)
-            canonicalize_(self._trains, list(self._hooks), copies)
+            canonicalize_(self._trains, self._optimizers, copies)
         self._begin(target, sizes)
         if specs != [train.spec for train in self._trains]:
             shapes_changed(self.model)
@@ -278,7 +281,7 @@ class RankController:
 
     def prune_(self) -> RankReport:
         """Cut pruned slices out of the model, its copies and the attached optimizers: see `comera.rank.prune_`."""
-        return prune_(self.model, list(self._hooks), multiple=self.multiple, copies=self.copies)
+        return prune_(self.model, self._optimizers, multiple=self.multiple, copies=self.copies)
 
     def meet_target_(self) -> RankReport:
         """Prune, then round to S0 if that was not enough (`comera.round_`); the target is met in either stage.
@@ -293,7 +296,7 @@ class RankController:
         report = replace(self.prune_(), target=target)
         if report.after > target:
             options: dict[str, Any] = {"multiple": self.multiple, "copies": self.copies}
-            report = round_(self.model, target, optimizers=list(self._hooks), **options).following(report)
+            report = round_(self.model, target, optimizers=self._optimizers, **options).following(report)
         if early:
             self._begin(target, sizes)
         return report
@@ -380,4 +383,4 @@ class RankController:
         steps = state.switch_step // 2 if self.late.steps is None else self.late.steps
         budget = late_budget(state.switch_size, state.target_size, passed / steps if steps else 1.0)
         if size > budget:
-            zero_gates_(self._trains, list(self._hooks), budget, multiple=self.multiple)
+            zero_gates_(self._trains, self._optimizers, budget, multiple=self.multiple)

@@ -13,14 +13,42 @@ Cut = Callable[[Tensor], Tensor]
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that takes the steps, inside wrappers such as Accelerate's, which hold it as `.optimizer`."""
-    inner = getattr(optimizer, "optimizer", None)
-    return unwrap(inner) if isinstance(inner, Optimizer) else optimizer
+    """The optimizer that takes the steps, inside wrappers such as Accelerate's, sharpness-aware minimization, Lookahead.
+
+    Raises RankError for one that holds several.
+    """
+    return _chain(optimizer)[-1]
+
+
+def _chain(optimizer: Optimizer) -> list[Optimizer]:
+    """A wrapper, the optimizer of the same parameters that it holds under whatever name, and so on inward."""
+    own = _parameters(optimizer)
+    held = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, Optimizer) and value is not optimizer and (not own or own & _parameters(value))
+    }
+    if len(set(held.values())) > 1:
+        raise RankError(
+            f"expected an optimizer, or one that holds another, got a {type(optimizer).__name__} with several, "
+            f"{' and '.join(held)}: attach, or pass, each of these instead"
+        )
+    return [optimizer, *(each for inner in list(held.values())[:1] for each in _chain(inner))]
+
+
+def _parameters(optimizer: Optimizer) -> set[Tensor]:
+    return {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+
+
+def _with_state(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """The optimizers, and those that they hold, that have state of their own: a wrapper may show the inner one's."""
+    found = {id(each.state): each for optimizer in optimizers for each in _chain(optimizer) if hasattr(each, "state")}
+    return list(found.values())
 
 
 def state_tensors(parameter: Tensor, optimizers: Iterable[Optimizer]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """State tensors of `parameter` that are not scalars, as (state, key, tensor), in all optimizers."""
-    for optimizer in map(unwrap, optimizers):
+    for optimizer in _with_state(optimizers):
         state = optimizer.state.get(parameter, {})
         yield from ((state, key, value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim)
 
@@ -34,7 +62,7 @@ def cut_state(
     method `edited_state`. Raises RankError for any other shape.
     """
     updates = []
-    for optimizer in map(unwrap, optimizers):
+    for optimizer in _with_state(optimizers):
         for parameter, cut in cuts.items():
             factored = _edited_state(optimizer, parameter, cut)
             updates += [(optimizer.state[parameter], key, value) for key, value in factored.items()]
@@ -58,7 +86,7 @@ def zero_state_(d: Tensor, zeroed: Tensor, optimizers: Iterable[Optimizer]) -> N
     def without(moment: Tensor) -> Tensor:
         return moment.index_fill(0, zeroed, 0)
 
-    for optimizer in map(unwrap, optimizers):
+    for optimizer in _with_state(optimizers):
         factored = _edited_state(optimizer, d, without)
         for state, key, value in state_tensors(d, [optimizer]):
             if key in factored:
@@ -79,7 +107,7 @@ def reset_state_(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) 
     Their entries stay: torch's distributed checkpoints take a step of an optimizer that has none, to save its state.
     """
     chosen = set(parameters)
-    for optimizer in map(unwrap, optimizers):
+    for optimizer in _with_state(optimizers):
         for group in optimizer.param_groups:
             for parameter in chosen.intersection(group["params"]):
                 state = optimizer.state.get(parameter)

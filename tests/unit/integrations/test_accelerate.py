@@ -1,16 +1,18 @@
 """Accelerate needs no module of ours: `load_state` takes the ranks that were cut, the controller is a custom object."""
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload
 from torch import nn
 
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.fusion import fuse_
+from comera.errors import WeightError
 from comera.nn.size import model_size
 from comera.optim.param_groups import param_groups
 from comera.rank import LateStage, RankController
@@ -80,3 +82,14 @@ def resume_in_two(rank: int, folder: str) -> int:
 
 def test_two_processes_resume_after_a_cut(tmp_path: Path) -> None:
     assert in_processes(resume_in_two, str(tmp_path)) == [2, 2]
+
+
+def test_offloaded_layers_compute_or_say_what_they_need() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(2, 64)
+    tensorize_(model, TensorizeConfig(TT(order=4, rank=6)))
+    expected = model(x)
+    offloaded = cpu_offload(copy.deepcopy(model), execution_device="cpu", preload_module_classes=["TTLinear"])
+    torch.testing.assert_close(offloaded(x), expected)
+    with pytest.raises(WeightError, match="offloaded by accelerate.*preload_module_classes"):
+        cpu_offload(model, execution_device="cpu")(x)

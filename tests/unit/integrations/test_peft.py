@@ -1,13 +1,14 @@
 """LoRA beside compressed layers."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError
@@ -106,3 +107,24 @@ def test_fused_blocks_see_adapters(fuse_first: bool) -> None:
 
     assert (out(fused=False) - bert()(IDS).last_hidden_state).abs().max() > 0.01
     torch.testing.assert_close(out(fused=True), out(fused=False))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("start", ["RANDOM", "SAMPLE_VOCAB"])
+def test_prompts_before_a_compressed_table(start: str) -> None:
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    tensorize_(model, CONFIG)
+    dense = materialize_(copy.deepcopy(model))
+    found = []
+    for each in (model, dense):
+        torch.manual_seed(1)
+        prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, prompt_tuning_init=start)
+        tuned = get_peft_model(each, prompts)
+        found.append(tuned(input_ids=IDS).logits)
+        assert [name for name, p in tuned.named_parameters() if p.requires_grad] == [
+            "prompt_encoder.default.embedding.weight"
+        ]
+    assert found[0].shape == (6, 12, 60)
+    torch.testing.assert_close(*found)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import comera
 from comera.errors import WeightError
@@ -192,3 +193,32 @@ def test_nested_inputs_of_the_first_kind(name: str) -> None:
     found = model(torch.nested.nested_tensor(parts))
     for row, part in zip(found.unbind(), parts, strict=True):
         torch.testing.assert_close(row, model(part), rtol=1e-4, atol=1e-5)
+
+
+class Twice(nn.Module):
+    def forward(self, core: Tensor) -> Tensor:
+        return 2 * core
+
+
+@pytest.mark.parametrize("cores", ["0", "1", "01"])
+def test_parametrizations_of_some_cores(cores: str) -> None:
+    layer, x = BTTLinear(BTT, bias=False), rows(3, 11)
+    expected = layer(x) * 2 ** len(cores)
+    for name in cores:
+        parametrize.register_parametrization(layer.tt.cores, name, Twice())
+    torch.testing.assert_close(layer(x), expected)
+
+
+HOOKED = {
+    "prune": lambda cores: prune.l1_unstructured(cores, "1", amount=0.9),
+    "spectral_norm": lambda cores: nn.utils.spectral_norm(cores, "1"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.*` is deprecated:FutureWarning")
+@pytest.mark.parametrize("hook", HOOKED)
+def test_hooks_that_nothing_calls_are_refused(hook: str) -> None:
+    layer = TTLinear(TT)
+    HOOKED[hook](layer.tt.cores)
+    with pytest.raises(WeightError, match=r"forward hooks on the list of them.*parametrizations work on cores"):
+        layer(rows(3, 12))

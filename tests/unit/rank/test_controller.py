@@ -1,5 +1,6 @@
 """The hook between backward() and step(): what it adds to which gradient, and what it leaves alone."""
 
+import copy
 import json
 from typing import Any
 
@@ -195,6 +196,48 @@ def test_a_wrapped_optimizer_is_found() -> None:
     controller = RankController(model).attach(Wrapper(inner))
     with pytest.raises(RankError, match="attached already"):
         controller.attach(inner)
+
+
+class Outer(torch.optim.Optimizer):
+    """Sharpness-aware minimization, Lookahead and their kind: groups and state of their own, the steps of another."""
+
+    def __init__(self, params: Any, **others: torch.optim.Optimizer) -> None:
+        super().__init__(params, {})
+        vars(self).update(others)
+        self.stepped = next(iter(others.values()))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["slow"] = p.detach() + self.state[p].get("slow", 0)
+        self.stepped.step(closure)
+
+
+def test_a_wrapper_of_any_name_is_followed_and_its_own_state_is_cut() -> None:
+    model = Tied()
+    groups = param_groups(model, lr=1e-2)
+    optimizer = Outer(groups, base_optimizer=torch.optim.AdamW(groups))
+    controller = RankController(model).attach(optimizer)
+    backward(model)
+    optimizer.step()
+    with torch.no_grad():
+        model.linear.tt.rank_params[1][:2] = 0
+    before = {p: p.shape for p in model.parameters()}
+    controller.prune_()
+    assert any(p.shape != before[p] for p in model.parameters())
+    assert all(optimizer.state[p]["slow"].shape == p.shape for p in model.parameters())
+    optimizer.step()
+    again = copy.deepcopy(controller)
+    with torch.no_grad():
+        again.model.linear.tt.rank_params[1][:1] = 0
+    again.prune_()  # of the copy's model, with the state of the copy's optimizers
+    assert all(optimizer.state[p]["slow"].shape == p.shape for p in model.parameters())
+
+
+def test_a_wrapper_of_several_optimizers_is_refused() -> None:
+    model = Tied()
+    optimizer = Outer(model.parameters(), first=sgd(model), second=sgd(model))
+    with pytest.raises(RankError, match="with several, first and second"):
+        RankController(model).attach(optimizer)
 
 
 def test_detached_optimizers_step_without_adaptation() -> None:
