@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from comera.baselines.common import Replaced, elements, is_integer
 from comera.baselines.narrow import Narrow
+from comera.convert.ngrams import CACHES
 from comera.errors import ConfigError, check_fields
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "ln_1", "ln_2")
@@ -94,7 +95,7 @@ def add_short_convs_(model: nn.Module, taps: int) -> None:
 
 def _refuse_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A call that goes on from an earlier one would be wrong in silence."""
-    cache = kwargs.get("past_key_values")
+    cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
     if cache is not None and cache.get_seq_length():
         raise ConfigError(
             "expected whole sequences for short convolutions, which keep nothing in a cache, got one with "

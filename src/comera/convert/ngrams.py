@@ -30,7 +30,7 @@ from comera.nn.tensor_train import TensorTrain
 from comera.tt.ngram import NGramSpec
 
 OWN_TABLES = 1024  # the largest vocabulary whose ids have rows of their own in each of the tables, by default
-_CACHES = ("cache", "past_key_values", "cache_params")  # as releases of transformers name them
+CACHES = ("cache", "past_key_values", "cache_params")  # as releases of transformers name them
 _FOREIGN_CACHES = ("mems", "past_buckets_states", "state")  # of models that keep what they saw in their own way
 
 
@@ -313,7 +313,7 @@ def _after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 
 def _caches(output: Any) -> Iterator[Any]:
     named = output if hasattr(output, "keys") else {}  # nothing of a call that failed
-    parts = output if isinstance(output, tuple) else [named[name] for name in _CACHES if name in named]
+    parts = output if isinstance(output, tuple) else [named[name] for name in CACHES if name in named]
     found = {id(part): part for part in parts if hasattr(getattr(part, "self_attention_cache", part), "layers")}
     yield from found.values()  # one cache may have two names
 
@@ -330,7 +330,7 @@ def _call(base: Any, embedding: NGramEmbedding, args: tuple[Any, ...], kwargs: d
     foreign = next((name for name in _FOREIGN_CACHES if given.get(name) is not None), None)
     if foreign:
         raise DataError(f"{where}: {foreign} tells nothing of the ids before, which n-grams need: give whole sequences")
-    kept = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+    kept = next((given[name] for name in CACHES if given.get(name) is not None), None)
     return Call(
         ids.view(-1, ids.shape[-1]),
         longest_of(embedding),

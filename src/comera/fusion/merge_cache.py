@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.fusion.lazy import Lazy
+from comera.kernels.select import is_irregular
 from comera.kernels.tracing import traced
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
@@ -97,12 +98,12 @@ class MergeCache:
 
         None where every layer had better do something else with so many rows, and where layers must merge their own
         cores: in a trace, without gradients outside a call of the model, for a copy of a layer that
-        is not the model's, and for an input that does not fit, which the layer reports.
+        is not the model's, for a sparse or nested input, and for one that does not fit, which the layer reports.
         """
         recording = torch.is_grad_enabled()
         if not self.passes_down or not (recording or getattr(self._thread, "inside", False)):
             return None
-        if input.ndim == 0 or input.shape[-1] != layers[0].in_features:
+        if is_irregular(input) or input.ndim == 0 or input.shape[-1] != layers[0].in_features:
             return None
         trains = [layer.tt for layer in layers]
         if any(layer not in self._layers.get(train, ()) for layer, train in zip(layers, trains, strict=True)):

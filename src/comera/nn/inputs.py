@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from comera.errors import WeightError
+
 
 def of_another_kind(layer: nn.Module, input: Any, *rest: Any) -> Any:
     """The layer's output for a jagged tensor or a proxy; None for any other input.
@@ -28,6 +30,11 @@ def of_another_kind(layer: nn.Module, input: Any, *rest: Any) -> Any:
 
 
 def one_call(layer: nn.Module, proxy: Proxy, *rest: Any) -> Any:
-    """A call of the layer in the graph of torch.fx."""
+    """A call of the layer in the graph of torch.fx. Raises WeightError where the layer itself is the model."""
     tracer: Any = proxy.tracer
+    if tracer.root is layer:
+        raise WeightError(
+            f"expected torch.fx to trace a model around the {type(layer).__name__}, which stays one call in its graph, "
+            "got the layer alone: trace torch.nn.Sequential(layer), or comera.materialize_ it first"
+        )
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), (proxy, *rest), {})

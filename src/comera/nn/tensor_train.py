@@ -233,8 +233,8 @@ class TensorTrain(nn.Module):
             raise WeightError(
                 "expected cores in memory, got them offloaded by accelerate, which brings the parameters of a module "
                 "back when the module is called, but a layer reads those of its tensor train: give cpu_offload, "
-                "disk_offload or dispatch_model preload_module_classes with the types of the compressed layers by name, "
-                'as ["BTTLinear", "TTMEmbedding", "TTMProjection"]'
+                "disk_offload or dispatch_model preload_module_classes with the types of the compressed layers, as "
+                '["BTTLinear", "TTMEmbedding", "TTMProjection"]'
             )
         return cores, _entries(self.rank_params)
 

@@ -13,7 +13,7 @@ Cut = Callable[[Tensor], Tensor]
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that takes the steps, inside wrappers such as Accelerate's, sharpness-aware minimization, Lookahead.
+    """The optimizer that takes the steps, inside wrappers such as Accelerate's, SAM and Lookahead.
 
     Raises RankError for one that holds several.
     """

@@ -11,8 +11,8 @@ from accelerate import Accelerator, cpu_offload
 from torch import nn
 
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
-from comera.fusion import fuse_
 from comera.errors import WeightError
+from comera.fusion import fuse_
 from comera.nn.size import model_size
 from comera.optim.param_groups import param_groups
 from comera.rank import LateStage, RankController
@@ -91,5 +91,5 @@ def test_offloaded_layers_compute_or_say_what_they_need() -> None:
     expected = model(x)
     offloaded = cpu_offload(copy.deepcopy(model), execution_device="cpu", preload_module_classes=["TTLinear"])
     torch.testing.assert_close(offloaded(x), expected)
-    with pytest.raises(WeightError, match="offloaded by accelerate.*preload_module_classes"):
+    with pytest.raises(WeightError, match=r"offloaded by accelerate.*preload_module_classes"):
         cpu_offload(model, execution_device="cpu")(x)

@@ -3,6 +3,7 @@ sparse and nested inputs: as dense layers do, or an error that says why not and 
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,29 @@ def test_nested_inputs_of_the_first_kind(name: str) -> None:
     found = model(torch.nested.nested_tensor(parts))
     for row, part in zip(found.unbind(), parts, strict=True):
         torch.testing.assert_close(row, model(part), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning")
+def test_fused_models_under_other_tools() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8))
+    comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=3)))
+    comera.fuse_(model)
+    many, few = rows(500, 24), rows(7, 24)
+    exact = [comera.materialize_(copy.deepcopy(model))(x) for x in (many, few)]
+    program = torch.jit.trace(model, (many,), check_trace=False)
+    for x, expected in zip((many, few), exact, strict=True):
+        torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
+    jagged = torch.nested.nested_tensor([many, few], layout=torch.jagged)
+    for found, expected in zip(model(jagged).unbind(), exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_fx_of_a_compressed_layer_alone_says_what_to_do() -> None:
+    layer = TTLinear(TT)
+    with pytest.raises(WeightError, match=r"trace torch.nn.Sequential"):
+        torch.fx.symbolic_trace(layer)
+    torch.testing.assert_close(torch.fx.symbolic_trace(nn.Sequential(layer))(rows(3, 12)), layer(rows(3, 12)))
 
 
 class Twice(nn.Module):
