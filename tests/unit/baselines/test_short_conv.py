@@ -1,4 +1,4 @@
-"""Short convolutions: what they compute, and that a cache, which they have none of, is refused under each of its names."""
+"""Short convolutions: what they compute, and that a cache is refused: they keep nothing in it."""
 
 import pytest
 import torch
