@@ -325,3 +325,12 @@ def test_methods_are_compared(tmp_path: Path, cache: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "accuracy %" in shown
     assert "macro F1 %" in shown
+    assert [row["name"] for row in json.loads((tmp_path / "all" / "compare.json").read_text())] == ["dense", "comera"]
+
+
+def test_a_folder_with_a_single_run_stands_for_it(config: ClassifyConfig, tmp_path: Path) -> None:
+    classify.run(config)
+    folder, out = str(config.folder), str(tmp_path / "out")
+    assert list(runs(config).values()) == [config.folder / "early"]
+    assert main(["inspect", folder]) == 0
+    assert main(["export", folder, "--to", "safetensors", "--out", out]) == 0

@@ -273,7 +273,10 @@ def test_what_is_no_run_is_refused(code: Run, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "file").write_text("")
     assert "found a file" in refused(capsys, tmp_path / "file", out, *to)
     assert "found another folder" in refused(capsys, tmp_path, out, *to)
-    assert "with several (run)" in refused(capsys, code.folder.parent, out, *to)
+    for name in ("one", "two"):
+        (tmp_path / "both" / name).mkdir(parents=True)
+        (tmp_path / "both" / name / "metrics.jsonl").touch()
+    assert "with several (one, two)" in refused(capsys, tmp_path / "both", out, *to)
     empty = shutil.copytree(code.folder, tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
     assert "expected checkpoints" in refused(capsys, empty, out, *to)
     alone = shutil.copytree(find_checkpoint(code.folder), tmp_path / "moved" / "checkpoints" / "step-00000003")

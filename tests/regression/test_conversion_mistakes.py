@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
+from comera.errors import ConversionError
 from comera.nn.tensor_train import named_trains
 
 CONFIG = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
@@ -88,3 +89,11 @@ def test_a_conversion_that_matches_nothing_is_no_silent_success() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(ValueError, match=r"stay dense. 0 .*left dense as configured"):
         tensorize_(model, TensorizeConfig(linear=None))
+
+
+@pytest.mark.parametrize("config", [5, TT(rank=4), {"linear": None}])
+def test_what_is_no_configuration_is_refused_with_what_to_write(config: object) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ConversionError, match=r"expected a TensorizeConfig .* ratio=10 .*, got"):
+        tensorize_(model, config)  # type: ignore[arg-type]
+    assert type(model[0]) is nn.Linear

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
 from comera.fusion import fuse_
+from comera.integrations.transformers import RankCallback
 from comera.nn import CompressedLayer
 from comera.nn.packed import HELD, Holder
 from comera.nn.size import model_size
@@ -220,6 +221,55 @@ def from_pretrained(family: Family) -> None:
     assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in model.parameters())
 
 
+def resume(family: Family) -> None:
+    """transformers' `Trainer` goes on from its checkpoint with the weights, to the bit, and the ranks that it saved."""
+    model = built(family)
+    if not isinstance(model, PreTrainedModel):
+        pytest.skip("Nothing to check: its library has no `Trainer`.")
+    with tempfile.TemporaryDirectory() as folder:
+        expected = _trained(family, model, folder, 1).state_dict()
+        seen = _Seen()
+        _trained(family, built(family), folder, 2, seen, resume=True)
+    assert seen.state.keys() == expected.keys()
+    assert all(torch.equal(seen.state[name], value) for name, value in expected.items())
+
+
+class _Seen(TrainerCallback):
+    """The state of a model as its training begins."""
+
+    def on_train_begin(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+        self.state = {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class _Trainer(Trainer):
+    """One whose loss is that of this page: many families return none."""
+
+    ranks: RankCallback
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        loss = loss_of(list(floats(model(**inputs))))
+        self.ranks.record(loss)
+        return loss
+
+
+def _trained(
+    family: Family, model: nn.Module, folder: str, steps: int, *more: TrainerCallback, resume: bool = False
+) -> nn.Module:
+    """The model after these steps, of which the last cuts its ranks; each writes a checkpoint."""
+    arguments = TrainingArguments(
+        folder, max_steps=steps, save_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+        remove_unused_columns=False, logging_strategy="no",
+    )  # fmt: skip
+    ranks = RankCallback(late=LateStage(target_size=0.7))
+    trainer = _Trainer(
+        model, arguments, data_collator=lambda _: fed(family, model), train_dataset=range(2),
+        optimizers=(AdamW(param_groups(model, lr=1e-3)), None), callbacks=[ranks, *more],
+    )  # fmt: skip
+    trainer.ranks = ranks
+    trainer.train(resume_from_checkpoint=resume)
+    return model
+
+
 def ties(family: Family) -> None:
     """Table and head share one tensor train, after `tie_weights` and a copy too."""
     if not family.tied:
@@ -333,6 +383,7 @@ CHECKS: dict[str, Callable[[Family], str | None]] = {
     "training": training,
     "saving": saving,
     "from_pretrained": from_pretrained,
+    "resume": resume,
     "ties": ties,
     "generate": generate,
     "checkpointing": checkpointing,

@@ -107,7 +107,8 @@ def _compare(argv: list[str]) -> int:
             commands[method] += ["--train.steps", "null", "--train.max_seconds", str(options.seconds)]
     for method, arguments in commands.items():  # report every mistake before the first run starts
         recipe, config, _ = parse("compare", name, arguments)
-        runs.update(recipe.runs(config))
+        own = recipe.runs(config)
+        runs |= own if len(own) > 1 else dict.fromkeys([method], *own.values())
         if (out / method).exists() and not options.resume:
             raise ConfigError(
                 f"expected a new folder for the comparison, got {out}, which already has runs: continue them with "

@@ -41,9 +41,9 @@ def export(about: str) -> argparse.ArgumentParser:
         "comera export",
         description=about,
         epilog="safetensors: weights, for comera.load_pretrained; with --dense under the original names, for "
-        "transformers' from_pretrained or load_state_dict. program: model.pt2, for torch.export.load. onnx: "
-        "model.onnx, for onnxruntime and other engines. The folder also gets the run's tokenizer. Every export is "
-        "loaded again and compared with the model before it appears.",
+        "transformers' from_pretrained or safetensors.torch.load_model. program: model.pt2, for torch.export.load. "
+        "onnx: model.onnx, for onnxruntime and other engines. The folder also gets the run's tokenizer. Every export "
+        "is loaded again and compared with the model before it appears.",
     )
     parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (last checkpoint) or checkpoint")
     parser.add_argument("--to", choices=("safetensors", "program", "onnx"), required=True, help="format to write")

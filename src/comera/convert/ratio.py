@@ -26,6 +26,11 @@ _BISECTIONS = 60
 
 def check_size(config: TensorizeConfig | None, ratio: float | None) -> None:
     """Raise ConversionError unless the size is given once: by a ratio above 1, or by the ranks of a configuration."""
+    if config is not None and not isinstance(config, TensorizeConfig):
+        raise ConversionError(
+            "tensorize_: expected a TensorizeConfig with the formats of layers, as in TensorizeConfig(linear="
+            f"comera.BTT(rank=2)), or ratio=10 for a model ten times smaller, got {config!r}"
+        )
     if ratio is None:
         if config is None:
             raise ConversionError(

@@ -48,7 +48,7 @@ class Exported:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.parameters:,} parameters, {self.bytes / 1e6:,.2f} MB; its outputs differ from the "
+            f"{self.path}: {self.parameters:,} parameters, {self.bytes / 2**20:,.2f} MB; its outputs differ from the "
             f"model's by at most {self.difference:.1e}{self.call and f'; run it with {self.call}'}"
         )
 
@@ -147,8 +147,9 @@ def tensors(outputs: Any) -> list[Tensor]:
 
 
 def count(stored: Mapping[str, Tensor]) -> int:
-    """Parameters among tensors, without the integers of buffers (ids, ranks of blocks)."""
-    return sum(tensor.numel() for tensor in stored.values() if tensor.is_floating_point())
+    """Parameters among tensors, tied ones once, without the integers of buffers (ids, ranks of blocks)."""
+    sizes = {t.data_ptr(): t.numel() for t in stored.values() if t.is_floating_point()}
+    return sum(sizes.values())
 
 
 def size(folder: Path) -> int:

@@ -1,8 +1,8 @@
 """Writes the weights of a model in one of two forms, and verifies them before they appear.
 
     compressed   model.safetensors, comera.json   for comera.load_pretrained; cores pruned, gates absorbed
-    dense        model.safetensors                for load_state_dict or from_pretrained; materialized weights under
-                                                  the names of the original architecture
+    dense        model.safetensors                for from_pretrained or safetensors' load_model; materialized weights
+                                                  under the names of the original architecture
 
 Each is written to a temporary folder, loaded again, compared with the model, and only then renamed.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file, load_model, save_file
+from torch import Tensor, nn
 
 from comera.errors import ConversionError
 from comera.export.folder import Exported, Inputs, compare, count, new_folder, one_more_row, size
@@ -89,8 +89,9 @@ def export_dense(
 ) -> Exported:
     """Write the dense state dict to `folder`: model.safetensors and, for models of transformers, config.json.
 
-    Names are those of the original architecture; a tied weight appears under each of its names. A model of transformers
-    then loads with `AutoModel...from_pretrained(folder)`, without this library.
+    Names are those of the original architecture; what is tied there, too, has the first of its names alone. A model of
+    transformers loads with `AutoModel...from_pretrained(folder)`, any other with `safetensors.torch.load_model`, or
+    `load_state_dict` where nothing is tied: without this library.
 
     Args:
         model: compressed or not.
@@ -121,12 +122,16 @@ def export_dense(
     folder = Path(folder)
     dense = dense_copy(model)
     contiguous = torch.contiguous_format
-    tensors = {name: t.detach().cpu().clone(memory_format=contiguous) for name, t in dense.state_dict().items()}
     with new_folder(folder, dense, files, overwrite) as beside:
-        replace_file(beside / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
         original = build(beside)
+        tied = original.state_dict(keep_vars=True)
+        first: dict[Any, tuple[str, Tensor]] = {}
+        for name, tensor in dense.state_dict(keep_vars=True).items():
+            first.setdefault((tensor, tied.get(name)), (name, tensor))
+        tensors = {name: t.detach().cpu().clone(memory_format=contiguous) for name, t in first.values()}
+        replace_file(beside / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
         try:
-            original.load_state_dict(load_file(beside / WEIGHTS))
+            load_model(original, beside / WEIGHTS)
         except RuntimeError as error:
             raise ConversionError(
                 f"the weights of this {type(model).__name__} do not fit the dense {type(original).__name__} "

@@ -14,7 +14,7 @@ from comera.errors import CheckpointError
 from comera.pretrained import WEIGHTS, load_pretrained
 from comera.recipes.interface import Architecture, load_recipe
 from comera.recipes.registry import RECIPES
-from comera.trainer.checkpoint import checkpoints, find_checkpoint
+from comera.trainer.checkpoint import checkpoints, find_checkpoint, run_in
 from comera.trainer.trainer_json import read_trainer
 
 
@@ -61,13 +61,9 @@ def _find(path: Path) -> Path:
         raise CheckpointError(
             f"expected a complete checkpoint in the folder of its run, got {path}: give RUN, or RUN/checkpoints/step-…"
         )
-    if (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file():
-        return find_checkpoint(path)
-    inside = sorted(metrics.parent.name for metrics in path.glob("*/metrics.jsonl"))
-    if inside:
-        raise CheckpointError(
-            f"expected one run, got {path} with several ({', '.join(inside)}): name one, such as {path / inside[-1]}"
-        )
+    run = run_in(path)
+    if (run / "config.yaml").is_file() and (run / "metrics.jsonl").is_file():
+        return find_checkpoint(run)
     what = "another folder" if path.is_dir() else "a file" if path.exists() else "nothing"
     raise CheckpointError(
         f"expected the folder of a run or of one of its checkpoints at {path}, found {what}: give one that "

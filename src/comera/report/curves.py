@@ -133,7 +133,7 @@ def _cost(run: RunData, axes: Mapping[str, str], line: _MakeLine) -> list[Chart]
         Chart("Time of a step, ms", caption, axes, drawn("step", "blue", lambda point: point.step_time * 1e3)),
         Chart(
             "Peak memory, MB",
-            "Since the last record, with everything that the process holds.",
+            "Since the last record, with all that the process holds; without evaluation and saving.",
             axes,
             drawn("peak", "blue", lambda point: point.peak_memory / MEGA or np.nan),
         ),

@@ -13,7 +13,7 @@ from comera.pretrained.folder import SavedTrain
 from comera.report.run import RunData, read_run
 from comera.report.tables import count, duration, join_ranks, megabytes, modes_of, number, times
 from comera.tables import Table
-from comera.trainer.checkpoint import find_checkpoint
+from comera.trainer.checkpoint import find_checkpoint, run_in
 from comera.tt.format import spec_size
 from comera.tt.ngram import NGramSpec
 from comera.tt.spec import BTTSpec, Spec, TTSpec
@@ -54,11 +54,7 @@ def inspect(path: str | Path) -> str:
     path = Path(path)
     if (path / WEIGHTS).exists() or (path / MANIFEST).exists():
         return _describe(path)
-    inside = sorted(metrics.parent.name for metrics in path.glob("*/metrics.jsonl"))
-    if inside and not (path / "metrics.jsonl").exists():
-        raise CheckpointError(
-            f"expected one run, got {path} with several ({', '.join(inside)}): choose one, such as {path / inside[0]}"
-        )
+    path = run_in(path)
     if any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         run, checkpoint = read_run(path), find_checkpoint(path)
         kinds = {layer.name: layer.after for layer in run.layers if layer.after != layer.before}

@@ -43,6 +43,20 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def run_in(folder: Path) -> Path:
+    """The only run inside a folder, such as one of stages; the folder itself if it is a run or has none inside.
+
+    Raises CheckpointError if there are several.
+    """
+    inside = sorted(metrics.parent for metrics in folder.glob("*/metrics.jsonl"))
+    if (folder / "metrics.jsonl").exists() or not inside:
+        return folder
+    if len(inside) > 1:
+        names = ", ".join(run.name for run in inside)
+        raise CheckpointError(f"expected one run, got {folder} with several ({names}): give one, such as {inside[-1]}")
+    return inside[0]
+
+
 def find_checkpoint(run: Path, which: Literal["last", "best"] = "last") -> Path:
     """The last checkpoint of a run folder, or the one whose evaluation was best.
 

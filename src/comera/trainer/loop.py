@@ -323,7 +323,6 @@ def _save(state: TrainState, logger: RunLogger) -> None:
         raise _failure(state, "parameters that are not finite", progress.step)
     if steady := state.step_times[_WARM_UP_STEPS:] or state.step_times:
         progress.step_time = statistics.median(steady)
-    state.take_peak_memory()
     rng, joules = zip(*gather_object([(rng_state(), state.energy.take())]), strict=True)
     progress.energy = add(progress.energy, *joules)
     if state.accelerator.is_main_process:

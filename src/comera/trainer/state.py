@@ -40,7 +40,7 @@ class TrainState:
     where only the clock ends the run.
     pending: step, loss and gradient norm of the steps that the host has not seen yet; last: loss and norm of the last
     one that it has; step_times: mean seconds of the steps between two such checks, the last at `checked_at`.
-    fp8: which layers compute in FP8, if the precision is that.
+    fp8: which layers compute in FP8, if the precision is that. peak_memory: bytes between the last record and a pause.
     """
 
     task: Task
@@ -63,6 +63,7 @@ class TrainState:
     pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     last: tuple[float, float] = (0.0, 0.0)
     step_times: list[float] = field(default_factory=list)
+    peak_memory: int = 0
 
     @property
     def stage(self) -> str | None:
@@ -82,11 +83,13 @@ class TrainState:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop both inside this context."""
+        """Stop both inside this context, and count no memory."""
+        self.peak_memory = max(self.peak_memory, self.memory.peak)
         with self.clock.paused():
             self.energy.stop()
             yield
         self.energy.start()
+        self.memory = MemoryMeter.start(self.accelerator.device)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -97,8 +100,8 @@ class TrainState:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
     def take_peak_memory(self) -> int:
-        """Peak bytes since the last call; `progress` keeps that of the whole run."""
-        peak = self.memory.peak
+        """Peak bytes of training since the last call; `progress` keeps that of the whole run."""
+        peak, self.peak_memory = max(self.peak_memory, self.memory.peak), 0
         self.progress.peak_memory = max(self.progress.peak_memory, peak)
         self.memory = MemoryMeter.start(self.accelerator.device)
         return peak

@@ -12,7 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from comera import BTT, TT, TTM, TensorizeConfig, load_pretrained, tensorize_
 from comera.errors import CheckpointError, ConfigError, ConversionError
@@ -270,6 +277,33 @@ def test_a_dense_bert_is_one_for_transformers(tied: str, tmp_path: Path) -> None
     close(plain(**inputs).logits, want)
     again = load_pretrained(fresh(tmp_path / "compressed"), tmp_path / "compressed").eval()
     close(again(**inputs).logits, want)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(300, 32), nn.Linear(32, 300, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embed(ids))
+        return logits
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_tied_table_is_stored_and_counted_once(tmp_path: Path) -> None:
+    model = Tied()
+    written = export_dense(model, (ids(2, 9),), tmp_path / "dense", lambda folder: Tied())
+    assert written.parameters == 300 * 32
+    assert written.bytes < 1.1 * 4 * 300 * 32
+    assert str(written).startswith(f"{tmp_path}/dense: 9,600 parameters, 0.04 MB;")  # 2^20 bytes, as in reports
+    assert export_program(model, (ids(2, 9),), tmp_path / "program", dense=True).parameters == 300 * 32
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, use_cache=False, bos_token_id=1, eos_token_id=1)
+    gpt2 = GPT2LMHeadModel(config).eval()
+    export_dense(gpt2, {"input_ids": ids(2, 9)}, tmp_path / "gpt2", lambda folder: GPT2LMHeadModel(config))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")
+    assert plain.lm_head.weight is plain.transformer.wte.weight
+    assert torch.equal(plain.lm_head.weight, gpt2.lm_head.weight)
 
 
 def test_a_dense_model_is_exported_unchanged(x: Tensor, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_folder_of_several_runs_names_them(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").touch()
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match=r"with several \(early, late-0.2\): choose one, such as .*early"):
+    with pytest.raises(CheckpointError, match=r"with several \(early, late-0.2\): give one, such as .*late-0.2"):
         inspect(tmp_path)
 
 
