@@ -22,12 +22,13 @@ def test_it_is_a_causal_convolution_of_each_channel() -> None:
     torch.testing.assert_close(layer(x_BTD), expected)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", CACHES[:2])
 def test_a_cache_is_refused(name: str) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
     ids, cache = torch.arange(8)[None], DynamicCache()
-    model(ids, use_cache=True, past_key_values=cache)
+    model(ids, use_cache=True, **{name: cache})
     add_short_convs_(model, 4)
     with pytest.raises(ConfigError, match="got one with 8 positions"):
         model(ids, **{name: cache})
