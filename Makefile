@@ -81,7 +81,11 @@ test-newest:
 		grep -v -x -i -f requirements.lock $(NEWEST)/requirements.txt | grep == || echo "nothing"
 	@OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest --numprocesses 2
 
+# Families of packages that are no dependencies are checked where they are installed. The CPU builds of torchvision are
+# not on the usual index; those for a GPU need such a torch:
+#     make zoo VENV=.venv-zoo TORCH=2.14.1 WITH="torchvision==0.29.1 timm diffusers neuraloperator"
 zoo: install
+	@$(if $(WITH),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WITH))
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "zoo or not zoo" tests/zoo --zoo-page docs/zoo.md
 
 faults: install

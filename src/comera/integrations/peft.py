@@ -64,7 +64,7 @@ def find_compressed_tables_() -> None:
     @wraps(own)
     def setup(self: Any, adapter_name: str) -> None:
         find = getattr(self.base_model, "get_input_embeddings", None)
-        table = None if find is None else find()
+        table: Any = None if find is None else find()
         parts = [self.base_model, *self.base_model.children()] if isinstance(table, CompressedLayer) else []
         for part in parts:  # where PEFT looks: among the parameters of a part by name
             name = next((name for name, module in part.named_modules() if module is table), None)
@@ -76,7 +76,7 @@ def find_compressed_tables_() -> None:
             for part in parts:
                 vars(part).pop("named_parameters", None)
 
-    PeftModel._setup_prompt_encoder = setup
+    PeftModel._setup_prompt_encoder = setup  # type: ignore[method-assign]
 
 
 def _and_the_table(
