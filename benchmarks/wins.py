@@ -21,10 +21,10 @@ ASSETS = ROOT / "docs" / "assets"
 WIDTH = 420  # of the drawing's own units: text of 15 is readable on a phone
 STYLE = """  <style>
   .ink { fill: #263238 } .dim { fill: #607d8b } .line { stroke: #b0bec5; fill: none }
-  .mark { fill: #00897b } .faint { fill: #90a4ae }
+  .mark { fill: #00897b }
   @media (prefers-color-scheme: dark) {
     .ink { fill: #eceff1 } .dim { fill: #b0bec5 } .line { stroke: #607d8b }
-    .mark { fill: #4db6ac } .faint { fill: #78909c }
+    .mark { fill: #4db6ac }
   }
 </style>"""
 
@@ -62,7 +62,7 @@ def scatter(title: str, unit: str, dots: Sequence[Dot], lowest: float, highest: 
         out.append(_text(at(x, 0)[0], bottom + 20, f"{x:g}", "dim", anchor="middle"))
     out.append(_text(right, bottom + 42, unit, "dim", anchor="end"))
     for dot in dots:
-        kind, middle = "mark" if dot.ours else "faint", mean(dot.ys)
+        kind, middle = "mark" if dot.ours else "dim", mean(dot.ys)
         for y in dot.ys if len(dot.ys) > 1 else ():
             x, height = at(dot.x, y)
             out.append(f'  <circle cx="{x:.1f}" cy="{height:.1f}" r="2.5" class="{kind}"/>')
@@ -82,7 +82,7 @@ def bars(title: str, found: Sequence[Bar]) -> str:
     longest = max(bar.value for bar in found)
     for bar in found:
         width = max(3.0, bar.value / longest * (WIDTH - 200))
-        kind, weight = ("mark", "bold") if bar.ours else ("faint", "")
+        kind, weight = ("mark", "bold") if bar.ours else ("dim", "")
         out.append(_text(14, y, bar.label, "ink" if bar.ours else "dim", weight=weight))
         out.append(f'  <rect x="14" y="{y + 7:.0f}" width="{width:.1f}" height="14" rx="2" class="{kind}"/>')
         out.append(_text(22 + width, y + 20, bar.shown, "ink", weight=weight))
@@ -118,7 +118,7 @@ def few_data() -> str:
         dot("small dense", "small", "dense", "end"),
         dot("same model dense", "dense", "dense", "end"),
     ]
-    return scatter("Sentence pairs told right, %", "size of the model, MB", dots, 36.0, 56.0, (2, 10, 50, 300))
+    return scatter("Sentence pairs right, %", "size of the model, MB", dots, 36.0, 56.0, (2, 10, 50, 300))
 
 
 def slow_links() -> str:

@@ -312,7 +312,8 @@ def _after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 
 
 def _caches(output: Any) -> Iterator[Any]:
-    named = output if hasattr(output, "keys") else {}  # nothing of a call that failed
+    # nothing of a call that failed; as a plain mapping, because asking outputs for an old name gives a warning
+    named = dict(output.items()) if hasattr(output, "keys") else {}
     parts = output if isinstance(output, tuple) else [named[name] for name in CACHES if name in named]
     found = {id(part): part for part in parts if hasattr(getattr(part, "self_attention_cache", part), "layers")}
     yield from found.values()  # one cache may have two names
