@@ -99,7 +99,7 @@ def _text(x: float, y: float, words: str, kind: str, *, anchor: str = "start", s
 
 
 def _svg(lines: Sequence[str], height: float) -> str:
-    box = f'viewBox="0 0 {WIDTH} {height:.0f}"'
+    box = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="Helvetica, Arial, sans-serif">'
     return "\n".join([head, STYLE, *lines, "</svg>"]) + "\n"
 

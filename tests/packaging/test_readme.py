@@ -37,7 +37,7 @@ NOT_RUN = {
     "make docs": "tests/unit/test_documents.py builds the site, with tools that are no part of the package",
     "make test": "would run this test",
 }
-STEPS = 300, 12  # of the Python block: as it says, and here
+STEPS = 600, 12  # of the Python block: as it says, and here
 
 
 def blocks() -> Iterator[tuple[str, str]]:
