@@ -101,17 +101,15 @@ def tensorize_(
         ('400,060,000, now 6,667,434', 'cpu')
     """
     plan = Plan.of(model, config, ratio, init)
-    drawn = None
+    stds = [plan.config.init_std] * len(plan.groups)
     if device is not None:
-        weights = [group.leader.dense for group in plan.groups]
-        drawn = _draw_but(model, weights, plan.config, torch.device(device))
+        stds = _draw_but(plan, torch.device(device))
     if plan.config.init == "decompose":
         return plan.apply_([plan.decompose(group, group.leader.dense) for group in plan.groups])
-    made = []
-    for group in plan.groups:
-        std = plan.config.init_std or (drawn and drawn.std(group.leader.dense)) or _std(group.leader)
-        made.append((plan.draw(group, std, device, generator), None))
-    return plan.apply_(made)
+    groups = zip(plan.groups, stds, strict=True)
+    return plan.apply_(
+        [(plan.draw(group, std or _std(group.leader), device, generator), None) for group, std in groups]
+    )
 
 
 @dataclass(frozen=True)
@@ -207,11 +205,10 @@ class Plan:
         return TensorizeReport(tuple(rows), model_size(self.model))
 
 
-def _draw_but(
-    model: nn.Module, compressed: Sequence[nn.Parameter], config: TensorizeConfig, device: torch.device
-) -> Drawn:
-    """Give a model on the meta device memory and values, but for weights that will be compressed; how these would have
-    been drawn."""
+def _draw_but(plan: Plan, device: torch.device) -> list[float | None]:
+    """Give a model on the meta device memory and values, but for weights that will be compressed; the standard
+    deviations that these would have, by group."""
+    model, config, compressed = plan.model, plan.config, [group.leader.dense for group in plan.groups]
     if config.init != "random":
         raise ConversionError("init='decompose' needs weights, but the meta device has none: use init='random'")
     elsewhere = {weight for weight in compressed if not weight.is_meta}
@@ -229,11 +226,13 @@ def _draw_but(
     drawn = Drawn(model)
     if drawn.missing:
         raise undrawn(drawn.missing)
-    if config.init_std is None:
-        for weight in compressed:
-            drawn.std(weight)  # which may raise, before anything has changed
-    draw_on_(model, device, drawn, compressed)
-    return drawn
+    stds = [config.init_std or drawn.std(weight) for weight in compressed]  # may raise, before anything has changed
+    swapped = {site.place for group in plan.groups for site in group.sites}
+    kept = {p for module in plan.names for leaf, p in module._parameters.items() if (module, leaf) not in swapped}
+    draw_on_(model, device, drawn, [weight for weight in compressed if weight not in kept])
+    for site in plan.sites:
+        site.weight = site.layer._parameters.get(site.leaf)
+    return stds
 
 
 def _count_once(model: nn.Module, weights: Mapping[TensorTrain, nn.Parameter]) -> None:
