@@ -139,6 +139,20 @@ def check_memory(step: MemoryEstimate, device: str, what: str) -> None:
         )
 
 
+def shortage(step: MemoryEstimate, device: str) -> str | None:
+    """What to say, in a line, of a training step that may need more memory than is free; None if it seems to fit.
+
+    A warning and no error: estimates are some percent off, and what others hold now they may free.
+    """
+    free = free_memory(device)
+    if not 0 < free < step.total:
+        return None
+    return (
+        f"a step needs about {step.total / 1e9:,.1f} GB, {free / 1e9:,.1f} are free: recompute activations "
+        "(train.recompute), or take a smaller batch, shorter texts or smaller ranks; `comera estimate` shows the parts"
+    )
+
+
 def estimate(
     model: nn.Module, loss: Callable[[], Tensor], *, optimizer: str = "adamw", device: str = "auto"
 ) -> MemoryEstimate:
