@@ -28,7 +28,7 @@ class Live(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.ran.append((func.__name__, tuple(tensor.shape)))
                 storage = StorageWeakRef(tensor.untyped_storage())
-                if storage not in self.own:
+                if storage not in self.own and not tensor.is_meta:
                     self.storages[storage] = tensor.untyped_storage().nbytes()
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from comera.export.runs import export_run
 from comera.kernels import select
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.tensor_train import named_trains
 from comera.rank import LateStage
 from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
@@ -39,9 +41,12 @@ from comera.recipes.lm.recipe import (
 from comera.recipes.trained import open_trained
 from comera.report import compare, inspect
 from comera.report.run import read_run
+from comera.trainer import memory
 from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
 from comera.trainer.step import TrainStep
+
+from ..helpers.allocated import peak_allocated
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
 TINY = ModelConfig(hidden=64, layers=2, heads=4)
@@ -390,10 +395,49 @@ def test_estimate_shows_all_methods_without_computing(config: LMConfig, family: 
 def test_presets_differ_by_method_in_optimizers_and_rates_alone(preset: lm.Preset) -> None:
     trains = {method: lm.preset(method, preset).train for method in lm.METHODS if installed(method)}
     muon = {method for method, train in trains.items() if train.optimizer == "muon"}
-    assert muon == {"comera", "dense", "narrow", *TOKEN_METHODS}
+    assert muon == (set() if preset.startswith("llama") else {"comera", "dense", "narrow", *TOKEN_METHODS})
     assert all(trains[method] == trains["comera"] for method in muon)
-    same = {"optimizer": "adamw", "lr": 1.0, "core_lr": None}
+    assert trains["comera"].recompute == (preset == "llama-7b")
+    same = {"optimizer": "adamw", "lr": 1.0, "core_lr": None, "recompute": False}
     assert len({replace(train, **same) for train in trains.values()}) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("preset", "dense"), [("llama-1b", 1_034_512_384), ("llama-7b", 6_607_343_616)])
+def test_large_presets_have_the_shapes_of_llamas(preset: lm.Preset, dense: int) -> None:
+    with torch.device("meta"):
+        model, report = build_model(lm.preset("comera", preset), 32_000)
+    assert report is not None
+    assert report.dense_total == dense  # of the published model, less its head: here the table is the head, too
+    assert report.ratio > 15
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_the_dense_weights_of_a_compressed_model_never_exist() -> None:
+    config = replace(lm.preset("comera", "llama-7b"), model=ModelConfig(hidden=512, layers=4, heads=8))
+    found: list[Any] = []
+    peak = peak_allocated(lambda: found.append(build_model(config, 1024)))
+    ((model, report),) = found
+    assert 4 * report.total < peak < 4 * report.dense_total / 2
+    stds = {name: tt.init_std for name, tt in named_trains(model)}
+    residual = "model.layers.3.self_attn.o_proj.tt"
+    assert stds.pop(residual) == pytest.approx(512**-0.5 / 8**0.5, rel=0.02)  # as `dense_model` draws them
+    assert stds["model.layers.3.self_attn.q_proj.tt"] == pytest.approx(512**-0.5, rel=0.02)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_too_little_memory_is_said_before_the_first_step(
+    config: LMConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = lm.estimate(config, ["comera"])["comera"].total
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed // 2)
+    lm.run(config)
+    said = capsys.readouterr().err
+    assert re.search(
+        r"^lm: a step needs about 0\.\d GB, 0\.\d are free: recompute .* a smaller batch", said, re.MULTILINE
+    )
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * needed)
+    lm.run(replace(config, out=f"{config.out}-2"))
+    assert "are free" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line: comera train | compare | inspect | estimate | export | generate | score | completion.
+"""The command line: comera train | compare | inspect | estimate | export | convert | generate | score | completion.
 
 A command imports torch and the rooms only once its arguments are parsed, so help and typing errors answer at once.
 `options` makes the options of a recipe.
@@ -263,6 +263,27 @@ def _export(argv: list[str]) -> int:
     return 0
 
 
+def _convert(argv: list[str]) -> int:
+    """Decompose a trained model of transformers that may be too large to hold, layer by layer."""
+    options = parsers.convert(first_line(_convert)).parse_args(argv)
+
+    with quick_imports():
+        from comera.integrations.decompose import convert_folder
+        from comera.recipes.progress import Progress
+
+    folder, out = typed_path(options.path, "FOLDER"), typed_path(options.out, "--out")
+
+    def show(done: int, total: int) -> None:
+        if not done:
+            bar.start("decomposing", total, "layers")
+        bar.to(done, done)
+
+    with interruptible(), Progress(quiet=False) as bar:
+        report = convert_folder(folder, out, ratio=options.ratio, progress=show)
+    print(report)
+    return 0
+
+
 def _generate(argv: list[str]) -> int:
     """Continue a text with a trained lm run; the text streams as it is written."""
     values = vars(parsers.generate(first_line(_generate)).parse_args(argv))
@@ -317,6 +338,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "inspect": _inspect,
     "estimate": _estimate,
     "export": _export,
+    "convert": _convert,
     "generate": _generate,
     "score": _score,
     "completion": _completion,

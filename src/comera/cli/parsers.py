@@ -53,6 +53,22 @@ def export(about: str) -> argparse.ArgumentParser:
     return parser
 
 
+def convert(about: str) -> argparse.ArgumentParser:
+    """`comera convert`."""
+    parser = argparse.ArgumentParser(
+        "comera convert",
+        description=about,
+        epilog="Weights are read, decomposed and released one by one. A conversion that was stopped goes on from "
+        "OUT.partial when it is started again.",
+    )
+    parser.add_argument(
+        "path", metavar="FOLDER", help="model that save_pretrained of transformers wrote, or a download"
+    )
+    parser.add_argument("--ratio", type=float, required=True, metavar="R", help="how many times smaller it becomes")
+    parser.add_argument("--out", required=True, metavar="OUT", help="new folder, for from_pretrained of transformers")
+    return parser
+
+
 def generate(about: str) -> argparse.ArgumentParser:
     """`comera generate`."""
     parser = argparse.ArgumentParser("comera generate", description=about)
@@ -101,6 +117,7 @@ def completion(about: str) -> argparse.ArgumentParser:
 WITHOUT_RECIPE: dict[str, Callable[[str], argparse.ArgumentParser]] = {
     "inspect": inspect,
     "export": export,
+    "convert": convert,
     "generate": generate,
     "score": score,
     "completion": completion,

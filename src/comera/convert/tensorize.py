@@ -4,12 +4,14 @@
 leaves the model as it was.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -98,50 +100,115 @@ def tensorize_(
         >>> f"{report.dense_total:,}, now {report.total:,}", model[0].tt.cores[0].device.type
         ('400,060,000, now 6,667,434', 'cpu')
     """
-    check_size(config, ratio)
-    if config is None:
-        config = TensorizeConfig(TT(order=2), TTM(order=2)) if init == "decompose" else TensorizeConfig()
-    config = config if init is None else replace(config, init=init)
-    if type(model) in converters():
-        raise ConversionError(
-            f"tensorize_ replaces layers inside a module: {_wrap(model)}, "
-            "or make a comera.nn.TTLinear or comera.nn.TTMEmbedding yourself"
-        )
-    instead = "compress first, then adapt_; remove_adapters_ or merge_adapters_ frees a model of them"
-    refuse_adapters(model, ConversionError, "tensorize_", instead)
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ConversionError("the model is wrapped in DistributedDataParallel: convert first, then wrap")
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ConversionError(f"{lazy[0]} has no shape yet (a lazy module): run one batch through the model first")
-    names = all_names(model)
-    sites = find_sites(names, config)
-    groups = find_groups(names, sites, config, smallest=ratio is not None)
-    if not groups and not any(isinstance(module, CompressedLayer) for module in names):
-        raise ConversionError(why_nothing(model, sites, config))
-    if ratio is not None:
-        groups = fit_groups(model, names, groups, config, ratio)
-
-    drawn = None
+    plan = Plan.of(model, config, ratio, init)
+    stds = [plan.config.init_std] * len(plan.groups)
     if device is not None:
-        drawn = _draw_but(model, [group.leader.dense for group in groups], config, torch.device(device))
-    trains: dict[tuple[nn.Module, str], TensorTrain] = {}
-    errors: dict[TensorTrain, float] = {}
-    for group in groups:
-        tt, error = _make_train(group, config, generator, drawn, device, fitted=ratio is not None)
-        trains |= dict.fromkeys([site.place for site in group.sites], tt)
-        if error is not None:
-            errors[tt] = error
-    compress_layers_(model, trains)
-    _count_once(model, {trains[site.place]: site.dense for site in sites if site.place in trains})
-    return TensorizeReport(tuple(rows_of(model, names, sites, errors, config)), model_size(model))
+        stds = _draw_but(plan, torch.device(device))
+    if plan.config.init == "decompose":
+        return plan.apply_([plan.decompose(group, group.leader.dense) for group in plan.groups])
+    groups = zip(plan.groups, stds, strict=True)
+    return plan.apply_(
+        [(plan.draw(group, std or _std(group.leader), device, generator), None) for group, std in groups]
+    )
 
 
-def _draw_but(
-    model: nn.Module, compressed: Sequence[nn.Parameter], config: TensorizeConfig, device: torch.device
-) -> Drawn:
-    """Give a model on the meta device memory and values, but for weights that will be compressed; how these would have
-    been drawn."""
+@dataclass(frozen=True)
+class Plan:
+    """What `tensorize_` will do to a model, which has no say in the values of its weights.
+
+    names: every module with its names. sites: the layers of types that can be converted. groups: the tensor trains to
+    make. fitted: their ranks follow from a ratio, so that a block tensor train may give its blocks the ranks they need.
+    """
+
+    model: nn.Module
+    config: TensorizeConfig
+    names: dict[nn.Module, list[str]]
+    sites: list[Site]
+    groups: list[Group]
+    fitted: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        config: TensorizeConfig | None,
+        ratio: float | None,
+        init: Literal["random", "decompose"] | None,
+    ) -> Plan:
+        """The plan for the arguments of `tensorize_`, which raises what this does."""
+        check_size(config, ratio)
+        if config is None:
+            config = TensorizeConfig(TT(order=2), TTM(order=2)) if init == "decompose" else TensorizeConfig()
+        config = config if init is None else replace(config, init=init)
+        if type(model) in converters():
+            raise ConversionError(
+                f"tensorize_ replaces layers inside a module: {_wrap(model)}, "
+                "or make a comera.nn.TTLinear or comera.nn.TTMEmbedding yourself"
+            )
+        instead = "compress first, then adapt_; remove_adapters_ or merge_adapters_ frees a model of them"
+        refuse_adapters(model, ConversionError, "tensorize_", instead)
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            raise ConversionError("the model is wrapped in DistributedDataParallel: convert first, then wrap")
+        lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+        if lazy:
+            raise ConversionError(f"{lazy[0]} has no shape yet (a lazy module): run one batch through the model first")
+        names = all_names(model)
+        sites = find_sites(names, config)
+        groups = find_groups(names, sites, config, smallest=ratio is not None)
+        if not groups and not any(isinstance(module, CompressedLayer) for module in names):
+            raise ConversionError(why_nothing(model, sites, config))
+        if ratio is not None:
+            groups = fit_groups(model, names, groups, config, ratio)
+        return cls(model, config, names, sites, groups, ratio is not None)
+
+    def draw(
+        self, group: Group, std: float, device: torch.device | str | None, generator: torch.Generator | None
+    ) -> TensorTrain:
+        """A tensor train with random cores, of a standard deviation of the weight."""
+        weight = group.leader.dense
+        about: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device, "generator": generator}
+        return TensorTrain(group.spec, init_std=std, threshold=self.config.threshold, **about)
+
+    def decompose(self, group: Group, weight: Tensor) -> tuple[TensorTrain, float]:
+        """The tensor train nearest to a dense weight, and its relative error."""
+        site, weight = group.leader, weight.detach()
+        if weight.is_meta:
+            raise ConversionError(
+                f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'"
+            )
+        std = self.config.init_std or _std(site, weight)
+        if site.converter.layout is not None:
+            matrix = site.converter.layout.stack(weight).reshape(group.spec.shape)
+        else:
+            matrix = weight.flatten(1)  # of a convolution (out, in, *kernel)
+            matrix = matrix.t() if not isinstance(group.spec, TTMSpec) and not site.converter.in_first else matrix
+        try:
+            if self.fitted and isinstance(group.spec, BTTSpec):  # the largest singular values of all blocks
+                whole = tt_svd(matrix, group.spec.with_ranks(group.spec.block_limit))
+                result = round_cores(whole.spec, whole.cores, ranks=group.spec.ranks)
+            else:
+                result = tt_svd(matrix, group.spec)
+        except SpecError as error:
+            raise SpecError(f"{site}: {error}") from error
+        about: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        threshold = self.config.threshold
+        tt = TensorTrain.from_tensors(result.spec, result.cores, init_std=std, threshold=threshold, **about)
+        return tt, result.error
+
+    def apply_(self, made: Sequence[tuple[TensorTrain, float | None]]) -> TensorizeReport:
+        """Put a tensor train for each group into the model. made: with the errors of their decompositions."""
+        trains = {site.place: tt for group, (tt, _) in zip(self.groups, made, strict=True) for site in group.sites}
+        errors = {tt: error for tt, error in made if error is not None}
+        compress_layers_(self.model, trains)
+        _count_once(self.model, {trains[site.place]: site.dense for site in self.sites if site.place in trains})
+        rows = rows_of(self.model, self.names, self.sites, errors, self.config)
+        return TensorizeReport(tuple(rows), model_size(self.model))
+
+
+def _draw_but(plan: Plan, device: torch.device) -> list[float | None]:
+    """Give a model on the meta device memory and values, but for weights that will be compressed; the standard
+    deviations that these would have, by group."""
+    model, config, compressed = plan.model, plan.config, [group.leader.dense for group in plan.groups]
     if config.init != "random":
         raise ConversionError("init='decompose' needs weights, but the meta device has none: use init='random'")
     elsewhere = {weight for weight in compressed if not weight.is_meta}
@@ -159,11 +226,13 @@ def _draw_but(
     drawn = Drawn(model)
     if drawn.missing:
         raise undrawn(drawn.missing)
-    if config.init_std is None:
-        for weight in compressed:
-            drawn.std(weight)  # which may raise, before anything has changed
-    draw_on_(model, device, drawn, compressed)
-    return drawn
+    stds = [config.init_std or drawn.std(weight) for weight in compressed]  # may raise, before anything has changed
+    swapped = {site.place for group in plan.groups for site in group.sites}
+    kept = {p for module in plan.names for leaf, p in module._parameters.items() if (module, leaf) not in swapped}
+    draw_on_(model, device, drawn, [weight for weight in compressed if weight not in kept])
+    for site in plan.sites:
+        site.weight = site.layer._parameters.get(site.leaf)
+    return stds
 
 
 def _count_once(model: nn.Module, weights: Mapping[TensorTrain, nn.Parameter]) -> None:
@@ -221,50 +290,9 @@ def _wrap(model: nn.Module) -> str:
     return f"a single {type(model).__name__} has no parent to hold the new layer; wrap it, as in nn.Sequential(layer)"
 
 
-def _make_train(
-    group: Group,
-    config: TensorizeConfig,
-    generator: torch.Generator | None,
-    drawn: Drawn | None,
-    device: torch.device | str | None,
-    *,
-    fitted: bool,
-) -> tuple[TensorTrain, float | None]:
-    """The tensor train of one group, and the relative error of its decomposition (None for random cores).
-
-    drawn, device: how the weight would have been drawn and where, for a model from the meta device. fitted: the ranks
-    follow from a ratio, so that a block tensor train may give its blocks the ranks they need.
-    """
-    site, weight = group.leader, group.leader.dense.detach()
-    std = config.init_std or (drawn and drawn.std(group.leader.dense)) or _std(site)
-    threshold, dtype, device = config.threshold, weight.dtype, device or weight.device
-    if config.init == "random":
-        tt = TensorTrain(group.spec, init_std=std, threshold=threshold, dtype=dtype, device=device, generator=generator)
-        return tt, None
-    if weight.is_meta:
-        raise ConversionError(f"init='decompose' needs a weight, but {site} is on the meta device: use init='random'")
-    if site.converter.layout is not None:
-        matrix = site.converter.layout.stack(weight).reshape(group.spec.shape)
-    else:
-        weight = weight.flatten(1)  # of a convolution (out, in, *kernel)
-        matrix = weight.t() if not isinstance(group.spec, TTMSpec) and not site.converter.in_first else weight
-    try:
-        if fitted and isinstance(group.spec, BTTSpec):  # the largest singular values of all blocks
-            whole = tt_svd(matrix, group.spec.with_ranks(group.spec.block_limit))
-            result = round_cores(whole.spec, whole.cores, ranks=group.spec.ranks)
-        else:
-            result = tt_svd(matrix, group.spec)
-    except SpecError as error:
-        raise SpecError(f"{site}: {error}") from error
-    tt = TensorTrain.from_tensors(
-        result.spec, result.cores, init_std=std, threshold=threshold, dtype=dtype, device=device
-    )
-    return tt, result.error
-
-
-def _std(site: Site) -> float:
+def _std(site: Site, weight: Tensor | None = None) -> float:
     """Standard deviation of the weight, or of its layer's own initialization if the weight does not show one."""
-    weight = site.dense.detach()
+    weight = site.dense.detach() if weight is None else weight
     if not weight.is_meta and weight.numel():
         values = weight.to(torch.promote_types(weight.dtype, torch.float32))
         std, mean = float(values.std(correction=0)), float(values.mean())

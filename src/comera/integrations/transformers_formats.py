@@ -189,7 +189,7 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
             for saved in read_entries(self.quantization_config.trains, where)
         ]
         placed = [saved for saved in placed if saved.names]
-        stored = _Stored(model, placed, checkpoint_files, as_named=self.quantization_config.as_named)
+        stored = Stored(model, placed, checkpoint_files, as_named=self.quantization_config.as_named)
         self._as_named = stored.as_named
         trains: dict[tuple[nn.Module, str], TensorTrain] = {}
         tables: dict[str, NGramTable] = {}
@@ -248,7 +248,7 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Those that the caller of `from_pretrained` gave, for a model that is stored under the names that it has."""
-        known = _conversions(model)
+        known = conversions(model)
         return weight_conversions[: len(weight_conversions) - len(known)] if self._as_named else weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
@@ -268,15 +268,12 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, CompressedLayer):
                 vars(module).pop("reset_parameters", None)
                 module.tt.note_layout_()
-            if hasattr(vars(module).get("config"), "_is_quantized"):
-                del module.config._is_quantized
         for path in self._missing:
             _draw_bias_(model, path)
         model._keys_to_ignore_on_load_unexpected.discard(_BLOCK_RANKS)
         if self._as_named:
             model._weight_conversions = None  # of its class, once it is dense
-        for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-            vars(model).pop(name, None)
+        forget_quantizer_(model)
         note_formats_(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -291,6 +288,15 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Whether the model can be trained."""
         return True
+
+
+def forget_quantizer_(model: Any) -> None:
+    """Leave nothing of a quantizer in a loaded model but its config's `quantization_config`."""
+    for module in model.modules():
+        if hasattr(vars(module).get("config"), "_is_quantized"):
+            del module.config._is_quantized
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        vars(model).pop(name, None)
 
 
 def _names_in(model: Any, modules: Mapping[str, nn.Module], saved: SavedTrain) -> dict[str, str]:
@@ -310,7 +316,7 @@ def _has_place(modules: Mapping[str, nn.Module], path: str) -> bool:
     return path in modules or bool(dense_place(modules, path) or ngram_place(modules, path))
 
 
-class _Stored:
+class Stored:
     """What files hold, by the names in the model that transformers will load it to.
 
     as_named: whether these are the names in the files. A dense model may share the config of a compressed one, and
@@ -332,13 +338,13 @@ class _Stored:
 
         def renamed(changes: Sequence[Any]) -> dict[str, str]:
             renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-            conversions = [change for change in changes if isinstance(change, WeightConverter)]
+            joins = [change for change in changes if isinstance(change, WeightConverter)]
             prefix = model.base_model_prefix
-            return {rename_source_key(key, renamings, conversions, prefix, known)[0]: key for key in headers}
+            return {rename_source_key(key, renamings, joins, prefix, known)[0]: key for key in headers}
 
         keys = renamed([])
         self.as_named = as_named and any(f"{name}.cores.0" in keys for saved in placed for name in saved.names)
-        keys = keys if self.as_named else renamed(_conversions(model))
+        keys = keys if self.as_named else renamed(conversions(model))
         self._open: dict[str, Any] = {}
         self._places = {name: (headers[key][0], key) for name, key in keys.items()}
         self.shapes = {name: tuple(headers[key][1]) for name, key in keys.items()}
@@ -353,7 +359,7 @@ class _Stored:
         return tensor
 
 
-def _conversions(model: Any) -> list[Any]:
+def conversions(model: Any) -> list[Any]:
     """How transformers renames and joins what it loads into this class of model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 

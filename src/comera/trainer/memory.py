@@ -62,6 +62,13 @@ def device_memory(device: str = "auto") -> int:
         return 0
 
 
+def free_memory(device: str = "auto") -> int:
+    """Bytes of that memory which nobody uses; 0 on a system that does not report it (not Linux, no GPU)."""
+    if device != "cpu" and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable")
+
+
 @dataclass(frozen=True)
 class MemoryMeter:
     """Peak memory since the start of the meter, in total and above the baseline.
@@ -130,6 +137,20 @@ def check_memory(step: MemoryEstimate, device: str, what: str) -> None:
             f"about {step.total / 2**30:,.1f} GB ({parts}): use another method, optimizer or size; `comera estimate` "
             "shows what each needs"
         )
+
+
+def shortage(step: MemoryEstimate, device: str) -> str | None:
+    """What to say, in a line, of a training step that may need more memory than is free; None if it seems to fit.
+
+    A warning and no error: estimates are some percent off, and what others hold now they may free.
+    """
+    free = free_memory(device)
+    if not 0 < free < step.total:
+        return None
+    return (
+        f"a step needs about {step.total / 1e9:,.1f} GB, {free / 1e9:,.1f} are free: recompute activations "
+        "(train.recompute), or take a smaller batch, shorter texts or smaller ranks; `comera estimate` shows the parts"
+    )
 
 
 def estimate(
@@ -206,12 +227,19 @@ def _forward_backward(trained: Sequence[nn.Parameter], loss: Callable[[], Tensor
 
 def _process_memory(field: str) -> int:
     """VmHWM or VmRSS of this process on Linux, elsewhere its peak resident set; bytes, 0 if unknown."""
-    if _PROCESS.exists():
-        for line in _PROCESS.read_text("ascii", "replace").splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
+    if found := _kilobytes(_PROCESS, field):
+        return found
     try:
         import resource
     except ImportError:  # Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _kilobytes(file: Path, field: str) -> int:
+    """Bytes in a field of a file of proc(5); 0 if there is none."""
+    if file.exists():
+        for line in file.read_text("ascii", "replace").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -115,6 +115,7 @@ def test_a_shell_completes_commands_recipes_options_and_values(
     own_options: dict[str, set[str]] = {
         "inspect": set(),
         "export": {"--to", "--dense", "--out", "--overwrite"},
+        "convert": {"--ratio", "--out"},
         "generate": {"--max_new_tokens", "--temperature", "--top_p", "--seed"},
         "score": {"--out", "--batch_size", "--max_bad_rows", "--overwrite"},
         "completion": set(),

@@ -117,6 +117,16 @@ def test_ties_and_padding_are_kept() -> None:
     assert float(dense.table.weight.detach().std()) == pytest.approx(1, rel=0.1)  # the table's, not the head's
 
 
+def test_a_weight_that_one_of_its_layers_keeps_dense_is_drawn_for_it() -> None:
+    config = comera.TensorizeConfig(comera.TT(rank=4), embedding=None)
+    model: Any = on_meta(Tied)
+    report = comera.tensorize_(model, config, device="cpu")
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert float(model.table.weight.detach().std()) == pytest.approx(1, rel=0.1)
+    assert float(model.head.weight.detach().std()) == pytest.approx(1, rel=0.2)
+    assert report.to_dict() == comera.tensorize_(Tied(), config).to_dict()
+
+
 def test_the_same_seed_gives_the_same_model() -> None:
     states = []
     for _ in range(2):

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.pytorch_utils import Conv1D
 
 from comera.baselines.narrow import nearest_heads
-from comera.convert import BTT, TT, TTM, NGrams, TensorizeConfig, ngrams_
+from comera.convert import BTT, TT, TTM, NGrams, TensorizeConfig, TensorizeReport, ngrams_, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.fusion.decoder_attention import CAUSAL
 
@@ -171,6 +171,24 @@ class CompressConfig:
         self._ngrams()
         for tie in (True, False):
             self.tensorize(ModelConfig(tie=tie))  # refuses what no layer can have
+
+    def tensorize_(self, model: PreTrainedModel, sizes: ModelConfig) -> TensorizeReport:
+        """Convert a `dense_model` that was made on the meta device: it gets memory and values on the default device,
+        those that `dense_model` gives, while its dense weights never exist. On the meta device it stays there."""
+        config = self.tensorize(sizes)
+        device = torch.empty(0).device
+        if device.type == "meta":
+            return tensorize_(model, config)
+
+        def initialize() -> None:
+            type(model).initialize_weights(model)
+            _initialize_(model, sizes)
+
+        vars(model)["initialize_weights"] = initialize  # what draws a model from the meta device calls it
+        try:
+            return tensorize_(model, config, device=device)
+        finally:
+            del vars(model)["initialize_weights"]
 
     @property
     def converts(self) -> bool:

@@ -4,7 +4,8 @@ Next-token prediction on packed blocks, in the family of Llama or GPT-2. Held-ou
 byte, which does not depend on the vocabulary, beside those of byte n-grams.
 B batch, T block size, V vocabulary."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,11 +38,11 @@ from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
 from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
-from comera.trainer.memory import MemoryEstimate, count_flops
+from comera.trainer.memory import MemoryEstimate, count_flops, shortage
 from comera.trainer.metrics import Summary
 
 NAME = "lm"
-Preset = Literal["small", "base"]
+Preset = Literal["small", "base", "llama-1b", "llama-7b"]
 METRIC = "nats_per_byte"
 METHODS: tuple[Method, ...] = (*LINEAR_METHODS, *TOKEN_METHODS)
 _WITHOUT_LINEAR: tuple[Method, ...] = ("comera", "dense", "narrow", *TOKEN_METHODS)  # where layers are no nn.Linear
@@ -64,7 +65,23 @@ def _by_method(train: TrainConfig) -> dict[Method, TrainConfig]:
     return {**rates_by_method(train, train), **dict.fromkeys(_WITHOUT_LINEAR, muon)}
 
 
-PRESETS: dict[Preset, dict[Method, TrainConfig]] = {"small": _by_method(_SMALL), "base": _by_method(_TRAIN)}
+def _of_512(recompute: bool = False) -> dict[Method, TrainConfig]:
+    """Steps of one text of 512 tokens, for models that dense training cannot hold, by AdamW, whose step takes no memory
+    besides its moments; at a rate that was not tuned. recompute: what the compressed model can."""
+    train = replace(_TRAIN, batch_size=1, lr=1e-3)
+    return rates_by_method(replace(train, recompute=recompute), train)
+
+
+PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
+    "small": _by_method(_SMALL),
+    "base": _by_method(_TRAIN),
+    "llama-1b": _of_512(),
+    "llama-7b": _of_512(recompute=True),
+}
+_LARGE: dict[Preset, ModelConfig] = {  # TinyLlama's and Llama's own
+    "llama-1b": ModelConfig(hidden=2048, layers=22, heads=32, kv_heads=4, ffn=5632),
+    "llama-7b": ModelConfig(hidden=4096, layers=32, heads=32, ffn=11008),
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,8 @@ class LMConfig:
     could have to read more than a token at a position; the others: baselines for comparison."""
     preset: Preset = "base"
     """Where the defaults come from. small: four blocks on short texts, about ten minutes on two CPU cores; base: six
-    blocks on longer texts and more steps, hours."""
+    blocks on longer texts and more steps, hours; llama-1b, llama-7b: the shapes of Llamas of that many parameters, of
+    which the compressed model alone ever exists."""
     out: str | None = None
     """Folder of the run; default: runs/lm-METHOD."""
     data: LMDataConfig = field(default_factory=LMDataConfig)
@@ -119,6 +137,9 @@ def preset(method: Method = "comera", preset: Preset = "small") -> LMConfig:
     config = LMConfig(method=method, preset=preset, train=PRESETS[preset][method])
     if preset == "small":
         return replace(config, data=LMDataConfig(block_size=128), model=ModelConfig(layers=4))
+    if preset in _LARGE:
+        compress = CompressConfig(rank=16, embedding_rank=128)
+        return replace(config, data=LMDataConfig(block_size=512), model=_LARGE[preset], compress=compress)
     return config
 
 
@@ -126,13 +147,17 @@ def build_model(config: LMConfig, vocab_size: int, separator: int = 0) -> tuple[
     """A stock model of transformers, seeded by train.seed and converted by the method, and the report of that."""
     sizes = narrow.sizes(config, partial(step_flops, vocab_size=vocab_size))
     torch.manual_seed(config.train.seed)
-    model = dense_model(sizes, vocab_size, config.context, separator)
+    compresses = config.method == "comera" and config.compress.converts
+    with torch.device("meta") if compresses else nullcontext():
+        model = dense_model(sizes, vocab_size, config.context, separator)
     if config.method == "narrow":
         return model, None
     if config.method in TOKEN_METHODS:
         return model, config.baselines[config.method].apply_(model)
     report: Conversion = None
-    if config.method != "comera" or config.compress.converts:
+    if compresses:
+        report = config.compress.tensorize_(model, config.model)
+    elif config.method != "comera":
         report = apply_method_(model, config.method, config.compress.tensorize(config.model), config.baselines)
     if config.method == "comera":
         config.compress.add_ngrams_(model)
@@ -205,6 +230,9 @@ def run(config: LMConfig, *, resume: bool = False) -> Summary:
     """Prepare the data, build the model and train it into `config.folder`; raises what `prepare` and `fit` raise."""
     main = is_main(config.train)
     data = prepare(config.data, quiet=not main)
+    step = estimate(config, [config.method], data.vocab_size)[config.method]  # before the model takes any memory
+    if lacking := shortage(step, config.train.device):
+        log(main, NAME, lacking)
     task = LMTask(config, data)
     reached = ", ".join(f"{name} {loss:.4f}" for name, loss in task.references[METRIC].items())
     log(main, NAME, f"held-out nats per byte from frequencies alone: {reached}")
@@ -218,16 +246,19 @@ def runs(config: LMConfig) -> dict[str, Path]:
     return {config.method: config.folder}
 
 
-def estimate(config: LMConfig) -> dict[str, MemoryEstimate]:
+def estimate(
+    config: LMConfig, methods: Sequence[Method] = (), vocab_size: int | None = None
+) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step for every installed method, on the meta device: nothing is allocated or
-    computed. The vocabulary is the one asked for; a small text can give fewer tokens."""
-    vocab_size = config.data.expected_vocabulary()
+    computed. methods: these alone. The vocabulary is by default the one asked for; a small text can give fewer
+    tokens."""
+    vocab_size = vocab_size or config.data.expected_vocabulary()
 
     def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
         model, report = build_model(replace(config, method=method), vocab_size)
         return model, report, partial(next_token_loss, model, _meta_batch(config))
 
-    methods = METHODS if config.model.family == "llama" else _WITHOUT_LINEAR
+    methods = methods or (METHODS if config.model.family == "llama" else _WITHOUT_LINEAR)
     return estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
 
 
