@@ -1,6 +1,6 @@
 """The report of a run: one HTML page that loads nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -226,7 +226,12 @@ def _provenance(run: RunData) -> str:
         if resumed
         else []
     )
-    cells = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(value)}</dd>" for name, value in rows)
+    return facts((str(name), value) for name, value in rows)
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and values, one pair a line."""
+    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
     return f'<dl class="facts">{cells}</dl>'
 
 

@@ -47,9 +47,21 @@ def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
     assert list(page.charts) == ["Held-out loss", "Size and held-out loss"]
     assert set(page.charts["Held-out loss"]["axes"]) == {"time", "tokens", "energy"}
     assert [line["name"] for line in page.charts["Held-out loss"]["lines"]] == ["dense", "comera"]
-    assert page.tags.count("table") == 3  # results, ranks, provenance
+    assert page.tags.count("table") == 2  # results, ranks
     assert (dense["estimated Wh"], comera["estimated Wh"]) == ("1.20", "1.20")
     assert "After 20.0 min of training each, " in page.text
+
+
+def test_links_are_on_the_names_of_runs_alone(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
+    for torch, folder in zip(("2.13.0", "2.15.0"), runs.values(), strict=True):
+        (folder / "provenance.json").write_text(json.dumps([{"comera": "0.1.0", "torch": torch}]))
+        render(folder)
+    compare(runs, tmp_path)
+    page = Page(tmp_path / "compare.html")
+    assert page.anchors == ["dense/report.html", "comera/report.html"] * 2  # results, provenance
+    assert "<dt>comera</dt><dd>0.1.0</dd>" in page.source
+    assert '<td class="txt">torch</td><td class="txt">2.13.0</td><td class="txt">2.15.0</td>' in page.source
 
 
 def test_samples_and_test_metrics_are_shown(tmp_path: Path) -> None:
