@@ -34,7 +34,8 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(field_types(type(default)))
-    inlined, files = _inline_files(argv)
+    argv = [respelled(word, set(hints)) for word in argv]
+    inlined, files = _inline_files(argv, set(hints))
     _check_fields(argv, files, set(hints), f"comera {command} {name}")
     try:
         chosen = parser.parse_args(inlined)
@@ -129,7 +130,16 @@ def _check_fields(argv: list[str], files: Mapping[str, dict[str, Any]], known: s
             raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help-all` lists all")
 
 
-def _inline_files(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+def respelled(option: str, known: set[str]) -> str:
+    """An option by the name that the recipe has: data.text is data.text_field in some, the same for other columns."""
+    name, equals, value = option.removeprefix("--").partition("=")
+    if not option.startswith("--data.") or name in known:
+        return option
+    others = {f"{name}_field", name.removesuffix("_field")} & known
+    return f"--{others.pop()}{equals}{value}" if others else option
+
+
+def _inline_files(argv: list[str], known: set[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """The arguments, with the content of each --config file in place of its path, and these contents by path."""
     import yaml
 
@@ -137,7 +147,10 @@ def _inline_files(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]
     for place, (before, word) in enumerate(pairwise(["", *argv])):
         if before == "--config" or word.startswith("--config="):
             path = word.removeprefix("--config=")
-            files[path] = _read_yaml(path)
+            files[path] = content = _read_yaml(path)
+            if isinstance(data := content.get("data"), dict):
+                prefix = "--data."
+                content["data"] = {respelled(f"{prefix}{k}", known)[len(prefix) :]: v for k, v in data.items()}
             inlined[place] = word.removesuffix(path) + yaml.safe_dump(files[path])
     return inlined, files
 

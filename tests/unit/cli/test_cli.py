@@ -116,6 +116,20 @@ def test_options_override_the_file_and_the_file_the_preset(tmp_path: Path) -> No
     assert config.train.lr == code_lm.preset("dense").train.lr
 
 
+@pytest.mark.parametrize("recipe", ["lm", "code-lm", "classify"])
+@pytest.mark.parametrize("name", ["text", "text_field"])
+def test_the_column_of_a_text_has_one_name_everywhere_and_the_other_stays(
+    recipe: str, name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data:\n  path: x.csv\n  {name}: body\n")
+    for argv in (["--config", str(file)], ["--data.path", "x.csv", f"--data.{name}", "body"]):
+        data = options.parse("train", recipe, argv)[1].data
+        assert getattr(data, "text" if recipe == "classify" else "text_field") == "body"
+    _, config, _ = options.parse("train", "mnli", ["--data.premise=question", "--data.label_field", "answer"])
+    assert (config.data.premise_field, config.data.label_field) == ("question", "answer")
+
+
 def test_each_method_starts_from_its_preset_and_options_override_it() -> None:
     for method in ("dense", "comera"):
         assert options.parse("train", "code-lm", ["--method", method])[1] == code_lm.preset(method)
