@@ -181,8 +181,12 @@ def _ranks_of_a_block(runs: Mapping[str, RunData]) -> tuple[str, Table | None]:
     blocks = list(dict.fromkeys(match[0] for name in initial if (match := re.match(r".*?\.\d+(?=\.)", name))))
     block = f"{blocks[len(blocks) // 2]}." if blocks else ""
     shown = {"initial": initial, **{f"after {name}": sizes[-1].ranks for name, sizes in compressed.items()}}
+    specs = {name: spec for run in runs.values() for name, spec in run.specs.items()}
     rows = [
-        (name.removeprefix(block).removesuffix(".tt"), *(join_ranks(ranks.get(name, ())) for ranks in shown.values()))
+        (
+            name.removeprefix(block).removesuffix(".tt"),
+            *(join_ranks(ranks.get(name, ()), specs.get(name)) for ranks in shown.values()),
+        )
         for name in initial
         if name.startswith(block)
     ]

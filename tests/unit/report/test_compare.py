@@ -7,9 +7,11 @@ from urllib.parse import unquote
 
 import pytest
 
+from comera.convert import LayerRow
 from comera.errors import DataError
 from comera.report import compare, render, results
 from comera.trainer.metrics import Summary
+from comera.tt.shapes import btt_spec
 
 from ...helpers.run_folders import TT, Page, assert_self_contained, png_size, write_run
 
@@ -106,6 +108,22 @@ def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_a_pareto_figure(tmp_
     assert row == {"tensor train": "up", "initial": "-".join(map(str, TT.inner_ranks)), "after comera": pruned}
     assert png_size(tmp_path / "out" / "pareto.png")[0] > 500
     assert "Size and held-out loss" in Page(tmp_path / "out" / "compare.html").charts
+
+
+def test_ranks_of_blocks_are_those_of_one_as_the_command_line_takes_them(tmp_path: Path) -> None:
+    spec = btt_spec(64, 256, rank=8, blocks=(4, 4))
+    row = LayerRow("blocks.0.up", "Linear", "BTTLinear", spec, spec.dense_numel, spec.numel + spec.rank_numel, None, "")
+    run = write_run(tmp_path / "comera")
+    (run / "layers.json").write_text(json.dumps([row.to_dict()]))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for k, line in enumerate(line for line in lines if line["kind"] == "size"):
+        line["ranks"] = {"blocks.0.up.tt": [4 * 4 * 8 - 8 * bool(k)]}
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    text = compare({"comera": run}, tmp_path / "out")
+    assert "| up           | 8       | 7.5          |" in text
+    page = Page(render(run)).text
+    assert "8 → 7.5" in page
+    assert "128 →" not in page
 
 
 def test_compare_works_without_a_dense_run_and_without_evaluations(tmp_path: Path) -> None:
