@@ -59,7 +59,7 @@ class Table:
         return Table(header, "l" + "r" * len(self.rows), tuple(rows))
 
     def html(self, links: Mapping[str, str] | None = None) -> str:
-        """A table element in a box that scrolls on narrow pages. links: addresses, by the text of a cell."""
+        """A table element in a box that scrolls on narrow pages. links: addresses, by the text of a header cell."""
 
         def link(cell: str) -> str:
             address = (links or {}).get(cell)
@@ -68,7 +68,7 @@ class Table:
         names = ["num" if side == "r" else "txt" for side in self.align]
         head = "".join(f'<th class="{name}">{link(cell)}</th>' for name, cell in zip(names, self.header, strict=True))
         lines = [
-            "".join(f'<td class="{name}">{link(cell)}</td>' for name, cell in zip(names, row, strict=True))
+            "".join(f'<td class="{name}">{escape(cell)}</td>' for name, cell in zip(names, row, strict=True))
             for row in self.rows
         ]
         foot = f"<tfoot><tr>{lines.pop()}</tr></tfoot>" if self.total and lines else ""

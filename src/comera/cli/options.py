@@ -6,10 +6,11 @@ import difflib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from comera.cli.imports import quick_imports
 from comera.errors import ConfigError
@@ -33,7 +34,8 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(field_types(type(default)))
-    inlined, files = _inline_files(argv)
+    argv = [respelled(word, set(hints)) for word in argv]
+    inlined, files = _inline_files(argv, set(hints))
     _check_fields(argv, files, set(hints), f"comera {command} {name}")
     try:
         chosen = parser.parse_args(inlined)
@@ -75,7 +77,19 @@ def saved_config(recipe: str, file: Path) -> Any:
 
 def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
     """A jsonargparse parser with one option per field; nested fields have dotted names."""
-    from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
+    from jsonargparse import (  # type: ignore[attr-defined]
+        ActionConfigFile,
+        ArgumentParser,
+        DefaultHelpFormatter,
+        set_parsing_settings,
+    )
+
+    class Formatter(DefaultHelpFormatter):
+        """With types in words."""
+
+        def _get_type_str(self, action: argparse.Action) -> str | None:
+            hint = getattr(action, "_typehint", None) or action.type
+            return None if hint is None else words_of(hint)
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     usage = f"{prog} [--config FILE] {'[--resume] ' if resumes else ''}[--FIELD VALUE ...]"
@@ -86,6 +100,7 @@ def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
         exit_on_error=False,
         print_config=None,
         add_help=False,
+        formatter_class=Formatter,
     )
     parser.add_argument("-h", "--help", action="store_true", help="show the options that matter most, and exit")
     parser.add_argument("--help-all", action="help", help="show all options and exit")
@@ -115,7 +130,16 @@ def _check_fields(argv: list[str], files: Mapping[str, dict[str, Any]], known: s
             raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help-all` lists all")
 
 
-def _inline_files(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+def respelled(option: str, known: set[str]) -> str:
+    """An option by the name that the recipe has: data.text is data.text_field in some, the same for other columns."""
+    name, equals, value = option.removeprefix("--").partition("=")
+    if not option.startswith("--data.") or name in known:
+        return option
+    others = {f"{name}_field", name.removesuffix("_field")} & known
+    return f"--{others.pop()}{equals}{value}" if others else option
+
+
+def _inline_files(argv: list[str], known: set[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """The arguments, with the content of each --config file in place of its path, and these contents by path."""
     import yaml
 
@@ -123,7 +147,10 @@ def _inline_files(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]
     for place, (before, word) in enumerate(pairwise(["", *argv])):
         if before == "--config" or word.startswith("--config="):
             path = word.removeprefix("--config=")
-            files[path] = _read_yaml(path)
+            files[path] = content = _read_yaml(path)
+            if isinstance(data := content.get("data"), dict):
+                prefix = "--data."
+                content["data"] = {respelled(f"{prefix}{k}", known)[len(prefix) :]: v for k, v in data.items()}
             inlined[place] = word.removesuffix(path) + yaml.safe_dump(files[path])
     return inlined, files
 
@@ -167,7 +194,27 @@ def _explain(message: str, hints: dict[str, Any]) -> str:
     found = re.search(r'Parser key "(?P<field>[^"]+)":.*value: (?P<value>.*)', message, re.DOTALL)
     if not found or found["field"] not in hints:
         return " ".join(message.split())
-    return f"{found['field']}: expected {inspect.formatannotation(hints[found['field']])}, got {found['value'].strip()}"
+    return f"{found['field']}: expected {words_of(hints[found['field']])}, got {found['value'].strip()}"
+
+
+def words_of(hint: Any, *, many: bool = False) -> str:
+    """A field's type in words, as what a user writes; many: several such values."""
+    kinds, names = get_args(hint), _MANY if many else _ONE
+    if get_origin(hint) is Literal:
+        return _listed(map(str, kinds))
+    if get_origin(hint) is tuple:
+        count = "" if kinds[1] is ... else f"{len(kinds)} "
+        return f"a list of {count}{words_of(kinds[0], many=True)}"
+    return _listed(words_of(kind, many=many) for kind in kinds) if kinds else names.get(hint, "a mapping of fields")
+
+
+_ONE = {int: "an integer", float: "a number", str: "a string", bool: "true or false", NoneType: "null"}
+_MANY = {int: "integers", float: "numbers", str: "strings"}
+
+
+def _listed(words: Iterable[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def first_line(documented: Any) -> str:

@@ -14,7 +14,7 @@ from comera.errors import DataError
 from comera.files import replace_file
 from comera.report.charts import plots
 from comera.report.curves import WATT_HOUR, charts_of_runs
-from comera.report.html import page, section
+from comera.report.html import facts, page, section
 from comera.report.run import RunData, read_run
 from comera.report.tables import SHARES, count, duration, join_ranks, label, megabytes, metric, number, times
 from comera.report.verdict import of_comparison
@@ -62,7 +62,7 @@ def compare(runs: Mapping[str, str | Path], out: str | Path) -> str:
         section(name, table.transposed().html(links) if name == "Results" else table.html())
         for name, table in tables.items()
     ]
-    body.append(section("Provenance", _provenance(data).html(links)))
+    body.append(section("Provenance", _provenance(data, links)))
     replace_file(out / "compare.html", page(title, lead, body))
     return text
 
@@ -103,13 +103,17 @@ def _link(page: Path, out: Path) -> str | None:
     return quote(os.path.relpath(page, out).replace(os.sep, "/")) if page.is_file() else None
 
 
-def _provenance(runs: Mapping[str, RunData]) -> Table:
-    """Where each run comes from, one row per run: times compare on equal machines only."""
-    names = ("started", "machine", "threads", "processes", "comera", "torch", "python", "commit", "data")
-    last = {name: run.provenance[-1] if run.provenance else {} for name, run in runs.items()}
-    shown = [name for name in names if any(entry.get(name) for entry in last.values())]
-    rows = [(name, *(str(entry.get(each) or "–") for each in shown)) for name, entry in last.items()]
-    return Table(("run", *shown), "l" * (1 + len(shown)), tuple(rows))
+def _provenance(runs: Mapping[str, RunData], links: Mapping[str, str]) -> str:
+    """Where the runs come from: what is the same for all, then what is not. Times compare on equal machines only."""
+    last = [run.provenance[-1] if run.provenance else {} for run in runs.values()]
+    rows = {}
+    for name in ("started", "machine", "threads", "processes", "comera", "torch", "python", "commit", "data"):
+        values = [str(entry.get(name) or "–") for entry in last]
+        rows[name] = [value[:16].replace("T", " ") for value in values] if name == "started" else values
+    shared = [(name, values[0]) for name, values in rows.items() if {*values} == {values[0]} != {"–"}]
+    own = tuple((name, *values) for name, values in rows.items() if len({*values}) > 1)
+    table = Table(("run", *runs), "l" * (1 + len(runs)), own).html(links) if own else ""
+    return facts(shared) + table if shared or own else "<p>Not recorded.</p>"
 
 
 def _summaries(runs: Mapping[str, RunData]) -> dict[str, Summary]:
@@ -177,8 +181,12 @@ def _ranks_of_a_block(runs: Mapping[str, RunData]) -> tuple[str, Table | None]:
     blocks = list(dict.fromkeys(match[0] for name in initial if (match := re.match(r".*?\.\d+(?=\.)", name))))
     block = f"{blocks[len(blocks) // 2]}." if blocks else ""
     shown = {"initial": initial, **{f"after {name}": sizes[-1].ranks for name, sizes in compressed.items()}}
+    specs = {name: spec for run in runs.values() for name, spec in run.specs.items()}
     rows = [
-        (name.removeprefix(block).removesuffix(".tt"), *(join_ranks(ranks.get(name, ())) for ranks in shown.values()))
+        (
+            name.removeprefix(block).removesuffix(".tt"),
+            *(join_ranks(ranks.get(name, ()), specs.get(name)) for ranks in shown.values()),
+        )
         for name in initial
         if name.startswith(block)
     ]

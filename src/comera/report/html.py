@@ -1,6 +1,6 @@
 """The report of a run: one HTML page that loads nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -226,7 +226,12 @@ def _provenance(run: RunData) -> str:
         if resumed
         else []
     )
-    cells = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(value)}</dd>" for name, value in rows)
+    return facts((str(name), value) for name, value in rows)
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and values, one pair a line."""
+    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
     return f'<dl class="facts">{cells}</dl>'
 
 
@@ -237,7 +242,7 @@ def layer_table(run: RunData) -> Table | None:
     logged = run.sizes[-1].ranks if run.sizes else {}
     rows, dense_total, stored_total = [], 0, 0
     for layer in fold(run.layers):
-        initial = join_ranks(layer.spec.inner_ranks) if layer.spec else ""
+        initial = join_ranks(layer.spec.inner_ranks, layer.spec) if layer.spec else ""
         ranks, stored = logged.get(f"{layer.name}.tt"), layer.stored
         if layer.spec is not None and ranks is not None:
             unpruned = layer.spec.with_ranks((1, *ranks, 1))
@@ -246,7 +251,7 @@ def layer_table(run: RunData) -> Table | None:
         converted = layer.after != layer.before
         kind, modes = layer.after if converted else "dense", modes_of(layer.spec) if layer.spec else ""
         ratio = times(layer.dense / stored) if converted and layer.dense and stored else ""
-        now = join_ranks(ranks or ()) if logged else initial
+        now = join_ranks(ranks or (), layer.spec) if logged else initial
         rows.append((layer.name, kind, modes, initial, now, f"{layer.dense:,}", f"{stored:,}", ratio, layer.note))
     biases = sum(layer.bias for layer in run.layers if layer.layer)
     if biases:

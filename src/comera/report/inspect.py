@@ -136,7 +136,7 @@ def _train_row(train: SavedTrain) -> _Row:
         " + ".join(name.removesuffix(".tt") for name in names),
         " + ".join(names.values()),
         modes_of(spec),
-        join_ranks(spec.inner_ranks),
+        join_ranks(spec.inner_ranks, spec),
         spec_size(spec),
         0 if train.counts_elsewhere else spec.dense_numel,
         flops,

@@ -6,6 +6,8 @@ from html import escape
 from itertools import groupby, takewhile
 
 from comera.report.run import RunData
+from comera.report.tables import join_ranks
+from comera.tt.spec import Spec
 
 _COLUMNS = 60  # time steps of a strip
 _OPEN = 8  # tensor trains up to which their table is not folded
@@ -26,7 +28,8 @@ def ranks_section(run: RunData) -> str:
     rows = []
     for name, short in zip(names, short_names(names), strict=True):
         courses = zip(*(size.ranks.get(name, first.ranks[name]) for size in at), strict=False)
-        cells = [f'<td class="rank">{_strip(course)}</td>' for course in courses]
+        spec = run.specs.get(name)
+        cells = [f'<td class="rank">{_strip(course, spec)}</td>' for course in courses]
         cells += ["<td></td>"] * (positions - len(cells))
         rows.append(f'<tr><td class="txt">{escape(short)}</td>{"".join(cells)}</tr>')
     head = "".join(f'<th class="txt">inner rank {k}</th>' for k in range(1, positions + 1))
@@ -36,7 +39,8 @@ def ranks_section(run: RunData) -> str:
     )
     caption = (
         f"From step {first.step:,} to step {last.step:,}, left to right: the share of the initial rank that is "
-        "unpruned, as color. Strips that fade early belong to the layers that need the least capacity."
+        "unpruned, as color; of blocks, the mean rank of one. Strips that fade early belong to the layers that need "
+        "the least capacity."
     )
     begun, ended = (sum(sum(size.ranks.get(name, ())) for name in names) for size in (first, last))
     change = (
@@ -47,7 +51,7 @@ def ranks_section(run: RunData) -> str:
     return f'<details{fold}><summary>{title}</summary><p class="muted">{caption}</p>{table}</details>'
 
 
-def _strip(course: Sequence[int]) -> str:
+def _strip(course: Sequence[int], spec: Spec | None) -> str:
     """A rank over time; the text beside it says where it began and ended."""
     begin, end = max(course[0], 1), course[-1]
     rects, x = "", 0
@@ -55,7 +59,8 @@ def _strip(course: Sequence[int]) -> str:
         width = len(list(group))
         rects += f'<rect x="{x}" width="{width}" height="1" fill-opacity="{0.06 + 0.84 * min(1.0, rank / begin):.2f}"/>'
         x += width
-    text = f"{course[0]:,}" if course[0] == end else f"{course[0]:,} → {end:,}"
+    first, last = join_ranks(course[:1], spec), join_ranks([end], spec)
+    text = first if course[0] == end else f"{first} → {last}"
     return f'<svg class="strip" viewBox="0 0 {len(course)} 1" preserveAspectRatio="none">{rects}</svg> {text}'
 
 

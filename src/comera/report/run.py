@@ -17,6 +17,7 @@ from comera.errors import CheckpointError, DataError
 from comera.report.confusion import Confusion
 from comera.trainer.metrics import Summary
 from comera.trainer.provenance import PROVENANCE
+from comera.tt.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,11 @@ class RunData:
             return self.summary.counted
         single = self.summary is not None and 0 < self.summary.tokens == self.summary.examples
         return "samples" if single else "tokens"
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """The initial modes and ranks of each tensor train, by its name."""
+        return {f"{layer.name}.tt": layer.spec for layer in self.layers if layer.spec is not None}
 
     @property
     def judged_by(self) -> str:

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterable
-from math import floor, isfinite, log10
+from math import floor, isfinite, log10, prod
 
-from comera.tt.spec import Spec
+from comera.tt.spec import BTTSpec, Spec
 
 SHARES = ("accuracy", "f1")  # metrics that are given in percent
 _LABELS = {"f1": "macro F1", "relative_l2": "relative L2 error"}  # of metrics whose name does not read well
@@ -50,9 +50,10 @@ def metric(name: str, value: float | None, percent: str = "") -> str:
     return f"{100 * value:.1f}{percent}" if value is not None and name in SHARES else number(value)
 
 
-def join_ranks(ranks: Iterable[int]) -> str:
-    """Inner ranks of a tensor train, such as 8-12-12."""
-    return "-".join(map(str, ranks))
+def join_ranks(ranks: Iterable[int], spec: Spec | None) -> str:
+    """Inner ranks of a tensor train, such as 8-12-12; of blocks the mean rank of one, as BTT(rank=8) gives it."""
+    count = prod(spec.blocks) if isinstance(spec, BTTSpec) else 1
+    return "-".join(f"{rank / count:.2f}".rstrip("0").rstrip(".") for rank in ranks)
 
 
 def time_unit(longest: float) -> tuple[str, float]:

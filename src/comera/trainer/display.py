@@ -9,7 +9,7 @@ _BAR = 20  # columns of the bar
 
 
 class Display:
-    """A progress bar on a terminal, elsewhere only announced lines; nothing unless `shown`.
+    """A progress bar on a terminal, elsewhere lines, at once and then in intervals that double; nothing unless `shown`.
 
     counted: the unit of the token rate.
     """
@@ -29,6 +29,7 @@ class Display:
             transient=True,
         )
         self._task = self._bar.add_task(name, total=1.0, text="")
+        self._next_line = 0.0  # seconds of training, without a terminal
 
     def __enter__(self) -> Display:
         self._bar.start()
@@ -58,6 +59,9 @@ class Display:
         if done:
             parts.append(f"{remaining(time / done * (1 - done))} left")
         parts += [f"step {step:,}", f"{tokens_per_s:,.0f} {self.counted}/s", f"{ratio:.1f}x smaller"]
+        if not self.console.is_terminal and time >= self._next_line:
+            self._next_line = max(10.0, 2 * time)
+            self.announce(f"{self.name}: {100 * done:.0f}%  {'  '.join(parts)}")
         room = self.console.width - len(f"{self.name}  100% ") - _BAR
         while len("  ".join(parts)) > room and len(parts) > 1:
             parts.pop()

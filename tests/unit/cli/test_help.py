@@ -40,7 +40,8 @@ def test_the_short_help_fits_a_screen_and_is_true(name: str, capsys: pytest.Capt
     config = recipe.preset()
     hints = dict(options.field_types(type(config)))
     described = re.split(r"\n(?=  --)", text.partition("options:\n")[2].partition("\nexamples:")[0].rstrip())
-    shown = {entry.split()[0].removeprefix("--"): " ".join(entry.split()) for entry in described}
+    entries = {options.respelled(entry.split()[0], set(hints)): " ".join(entry.split()) for entry in described}
+    shown = {option.removeprefix("--"): entry for option, entry in entries.items()}
     assert set(shown) <= set(hints) | options.RESERVED
     assert {"help-all", "print_config", "config", "resume", "out", "preset", "method"} <= set(shown)
     for option, entry in shown.items():

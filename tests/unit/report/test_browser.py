@@ -42,6 +42,7 @@ addEventListener("load", () => setTimeout(() => {
     parent.postMessage({
       name: NAME, errors, page: document.documentElement.scrollWidth - innerWidth,
       wide: wide.map((element) => `${element.tagName}.${element.className}`),
+      cut: [...document.querySelectorAll(".scroll")].filter((each) => each.scrollWidth > each.clientWidth).length,
       clipped: [...document.querySelectorAll(".chart")].filter((each) => each.scrollWidth > each.clientWidth).length,
       charts: document.querySelectorAll(".chart").length, painted: painted.length,
       fitting: [...document.querySelectorAll("canvas")].filter(fits).length,
@@ -111,6 +112,7 @@ def test_pages_fit_a_desk_and_a_phone(pages: dict[str, Path], tmp_path: Path, sc
         assert page["painted"] == page["fitting"] == page["charts"]
         assert page["loaded"] == 0
         assert page["paper"] == paper
+    assert (found["compare 400"]["cut"], found["compare 1400"]["cut"]) == (0, 0)
     assert found["report 400"]["charts"] >= 7
     assert found["compare 400"]["charts"] >= 2
     assert found["report 400"]["values"] >= 3 * found["report 400"]["charts"]

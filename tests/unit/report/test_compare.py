@@ -7,9 +7,11 @@ from urllib.parse import unquote
 
 import pytest
 
+from comera.convert import LayerRow
 from comera.errors import DataError
 from comera.report import compare, render, results
 from comera.trainer.metrics import Summary
+from comera.tt.shapes import btt_spec
 
 from ...helpers.run_folders import TT, Page, assert_self_contained, png_size, write_run
 
@@ -47,9 +49,21 @@ def test_compare_writes_table_figure_and_page(tmp_path: Path) -> None:
     assert list(page.charts) == ["Held-out loss", "Size and held-out loss"]
     assert set(page.charts["Held-out loss"]["axes"]) == {"time", "tokens", "energy"}
     assert [line["name"] for line in page.charts["Held-out loss"]["lines"]] == ["dense", "comera"]
-    assert page.tags.count("table") == 3  # results, ranks, provenance
+    assert page.tags.count("table") == 2  # results, ranks
     assert (dense["estimated Wh"], comera["estimated Wh"]) == ("1.20", "1.20")
     assert "After 20.0 min of training each, " in page.text
+
+
+def test_links_are_on_the_names_of_runs_alone(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / name, method=name) for name in ("dense", "comera")}
+    for torch, folder in zip(("2.13.0", "2.15.0"), runs.values(), strict=True):
+        (folder / "provenance.json").write_text(json.dumps([{"comera": "0.1.0", "torch": torch}]))
+        render(folder)
+    compare(runs, tmp_path)
+    page = Page(tmp_path / "compare.html")
+    assert page.anchors == ["dense/report.html", "comera/report.html"] * 2  # results, provenance
+    assert "<dt>comera</dt><dd>0.1.0</dd>" in page.source
+    assert '<td class="txt">torch</td><td class="txt">2.13.0</td><td class="txt">2.15.0</td>' in page.source
 
 
 def test_samples_and_test_metrics_are_shown(tmp_path: Path) -> None:
@@ -94,6 +108,22 @@ def test_compare_shows_accuracy_epochs_ranks_of_a_block_and_a_pareto_figure(tmp_
     assert row == {"tensor train": "up", "initial": "-".join(map(str, TT.inner_ranks)), "after comera": pruned}
     assert png_size(tmp_path / "out" / "pareto.png")[0] > 500
     assert "Size and held-out loss" in Page(tmp_path / "out" / "compare.html").charts
+
+
+def test_ranks_of_blocks_are_those_of_one_as_the_command_line_takes_them(tmp_path: Path) -> None:
+    spec = btt_spec(64, 256, rank=8, blocks=(4, 4))
+    row = LayerRow("blocks.0.up", "Linear", "BTTLinear", spec, spec.dense_numel, spec.numel + spec.rank_numel, None, "")
+    run = write_run(tmp_path / "comera")
+    (run / "layers.json").write_text(json.dumps([row.to_dict()]))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for k, line in enumerate(line for line in lines if line["kind"] == "size"):
+        line["ranks"] = {"blocks.0.up.tt": [4 * 4 * 8 - 8 * bool(k)]}
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    text = compare({"comera": run}, tmp_path / "out")
+    assert "| up           | 8       | 7.5          |" in text
+    page = Page(render(run)).text
+    assert "8 → 7.5" in page
+    assert "128 →" not in page
 
 
 def test_compare_works_without_a_dense_run_and_without_evaluations(tmp_path: Path) -> None:

@@ -154,6 +154,6 @@ def test_blocks(tmp_path: Path) -> None:
     prune_(model)
     save_pretrained(model, tmp_path)
     table = rows(inspect(tmp_path))
-    assert table["up"][:2] == ["BTT 8·8 / 16·16", str(up.spec.ranks[1])]
+    assert table["up"][:2] == ["BTT 8·8 / 16·16", f"{up.spec.ranks[1] / 128:.3g}"]
     assert table["up"][2] == f"{up.spec.numel + up.spec.rank_numel:,}"
     assert table["down"][4:] == [f"{6 * down.spec.numel / 1e3:.1f}", f"{6 * 64 * 256 / 1e3:.1f}"]

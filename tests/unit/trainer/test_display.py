@@ -43,7 +43,21 @@ def test_the_rate_is_named_after_what_the_task_counts() -> None:
 
 
 def test_without_a_terminal_only_lines_are_printed() -> None:
-    assert show(terminal=False) == "tiny: held-out loss 2.0 [best]\n"
+    first, announced = show(terminal=False).splitlines()
+    assert first.startswith("tiny: 25%  loss 2.5000  held out 2.2500  4 h 19 min left  step 1,234")
+    assert announced == "tiny: held-out loss 2.0 [best]"
+
+
+def test_without_a_terminal_progress_comes_at_once_and_then_ever_more_rarely() -> None:
+    screen = io.StringIO()
+    display = Display("tiny", console=Console(file=screen, force_terminal=False, width=160))
+    for step in range(1000):
+        about = {"loss": 1.0, "held_out_loss": None, "tokens_per_s": 1.0, "ratio": 1.0}
+        display.update(step / 1000, step=step, time=3.6 * step, **about)
+    times = [3.6 * int(line.split("step ")[1].split()[0].replace(",", "")) for line in screen.getvalue().splitlines()]
+    assert times[0] == 0
+    assert times[1] < 15
+    assert 8 <= len(times) <= 12  # an hour
 
 
 def test_nothing_is_printed_when_not_shown() -> None:
