@@ -165,6 +165,16 @@ def equation() -> str:
     )
 
 
+def ngrams() -> str:
+    """What README's example reaches, three seeds each."""
+    losses: dict[str, list[float]] = {}
+    for row in measured("first_example"):
+        losses.setdefault(row["width"], []).append(float(row["nats_per_byte"]))
+    labels = {"128": "dense, 128 wide", "96": "ours: 96 wide, and a table of strings of six bytes"}
+    found = [Bar(label, mean(losses[key]), f"{mean(losses[key]):.2f}", key == "96") for key, label in labels.items()]
+    return bars("Nats per byte after half a minute", found)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "wins-few-data": few_data,
     "wins-slow-links": slow_links,
