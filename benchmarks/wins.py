@@ -179,6 +179,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "wins-few-data": few_data,
     "wins-slow-links": slow_links,
     "wins-tables": tables,
+    "wins-equation": equation,
+    "wins-ngrams": ngrams,
 }
 
 
