@@ -36,7 +36,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "unfused": ("comera", {"fuse": False}),
     "recomputed": ("comera", {"recompute": True}),
 }
-CASES = [f"{recipe} {way}" for recipe, way in product(RECIPES, WAYS)]
+LARGE = ("llama-1b", "llama-7b")  # presets of lm, as they are
+CASES = [f"{recipe} {way}" for recipe, way in product(RECIPES, WAYS)] + [f"lm {preset}" for preset in LARGE]
 BATCH, STEPS = 8, 3
 MB = 2**20
 
@@ -44,6 +45,8 @@ MB = 2**20
 def config_of(case: str) -> Any:
     """The recipe's configuration for a case."""
     recipe, way = case.split()
+    if way in LARGE:
+        return lm.preset("comera", way)  # type: ignore[arg-type]
     method, options = WAYS[way]
     config = RECIPES[recipe].preset(method, "base")
     return replace(config, train=replace(config.train, batch_size=BATCH, **options))
@@ -88,8 +91,9 @@ def vocabulary_of(recipe: str, config: Any) -> int:
 def measure(case: str) -> int:
     """Peak bytes of a case, in this process."""
     recipe, config = case.split()[0], config_of(case)
-    tiny = replace(config.model, hidden=64, layers=1, heads=2)
-    peak(recipe, replace(config, model=tiny, train=replace(config.train, batch_size=2)))
+    like = config if case.split()[1] in WAYS else config_of("lm recomputed")
+    tiny = replace(like.model, hidden=64, layers=1, heads=2)
+    peak(recipe, replace(like, model=tiny, train=replace(like.train, batch_size=2)))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return peak(recipe, config)

@@ -308,7 +308,7 @@ def _check_room(plan: Plan, partial: Path) -> None:
     there = next(place for place in partial.absolute().parents if place.exists())
     done = sum(file.stat().st_size for file in partial.glob("*.safetensors"))
     disk, room = 2 * trains + dense - done, shutil.disk_usage(there).free
-    memory, free = trains + dense + 3 * largest, free_memory("cpu")
+    memory, free = trains + dense + 2 * largest, free_memory("cpu")
     for need, has, what, why in (
         (disk, room, f"on the disk of {there}", "layers that are done and then the whole"),
         (memory, free, "of memory", f"the result, and an SVD of {largest / 1e9:,.1f} GB in float64"),
