@@ -291,7 +291,7 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
         ModelConfig(dropout=1.0)
     with pytest.raises(ConfigError, match=r"compress\.format must be tt, btt or dense, got 'cp'"):
         CompressConfig(format="cp")  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"BTT needs rank to be an integer >= 0 or None, got \(4, 4\)"):
+    with pytest.raises(SpecError, match=r"BTT needs rank to be an integer >= 1 or None, got \(4, 4\)"):
         CompressConfig(format="btt", rank=(4, 4))
     with pytest.raises(ConfigError, match=r"data\.block_size \(600\) must not be above model\.max_positions \(512\)"):
         CodeLMConfig(data=CodeDataConfig(block_size=600))

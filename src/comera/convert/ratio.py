@@ -1,9 +1,11 @@
 """The ranks at which a whole model becomes a given number of times smaller.
 
-Every layer gets the same share of its own full rank, the largest at which the model fits. What is left goes to the
-layers with the smallest share, rank by rank, then to single inner ranks.
+Every layer gets the same share of its own full rank, the largest at which the model fits, and a small one beside large
+tables more: at least a tenth of an equal part of the budget. What is left goes to the layers with the smallest share,
+rank by rank, then to single inner ranks.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +23,8 @@ from comera.tt.spec import Spec
 
 LEAST_ROW = 16
 """Parameters of each row, from which on a table of plain low rank takes the place of a TT-matrix; not measured."""
+_FLOOR = 10
+"""How many times less than an equal part of the budget a layer may get: a small layer's ranks cost next to nothing."""
 _BISECTIONS = 60
 
 
@@ -95,13 +99,19 @@ def fit_ranks(specs: Sequence[Spec], budget: int, min_ratio: float) -> list[Spec
     """
     tops = [_top(spec, min_ratio) for spec in specs]
 
-    def at(share: float) -> list[int]:
-        return [
-            max(spec.levels[0], min(top, int(share * spec.levels[-1]))) for spec, top in zip(specs, tops, strict=True)
-        ]
-
     def size(levels: Iterable[int]) -> int:
         return sum(spec_size(spec, spec.ranks_at(level)) for spec, level in zip(specs, levels, strict=True))
+
+    part = budget // (_FLOOR * max(1, len(specs)))
+    floors = [_level_within(spec, top, part) for spec, top in zip(specs, tops, strict=True)]
+    if size(floors) > budget:
+        floors = [spec.levels[0] for spec in specs]
+
+    def at(share: float) -> list[int]:
+        return [
+            max(floor, min(top, int(share * spec.levels[-1])))
+            for spec, floor, top in zip(specs, floors, tops, strict=True)
+        ]
 
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
@@ -149,6 +159,12 @@ def _top(spec: Spec, min_ratio: float) -> int:
         smaller = spec_size(spec, spec.ranks_at(middle)) * min_ratio < spec.dense_numel
         low, high = (middle, high) if smaller else (low, middle - 1)
     return low
+
+
+def _level_within(spec: Spec, top: int, part: int) -> int:
+    """The largest level up to `top` that stores at most `part` parameters; the smallest one if none does."""
+    above = range(spec.levels[0] + 1, top + 1)
+    return spec.levels[0] + bisect_right(above, part, key=lambda level: spec_size(spec, spec.ranks_at(level)))
 
 
 def _total(groups: Iterable[Group]) -> int:

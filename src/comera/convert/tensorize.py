@@ -57,8 +57,8 @@ def tensorize_(
             with the ranks that `ratio` asks for. With init="decompose" all have two cores instead, `TT(order=2)` and
             `TTM(order=2)`: they keep most of trained weights (docs/results.md).
         ratio: how many times smaller the whole model becomes, parameters that stay dense included; more only by what
-            ranks, being integers, leave over. Every layer gets the same share of its own full rank. The formats then
-            have no ranks of their own.
+            ranks, being integers, leave over. Every layer gets the same share of its own full rank, a small one beside
+            large tables more. The formats then have no ranks of their own.
         init: that of the config by default: "random" cores, or "decompose" the present weights.
         generator: source of the random cores.
         device: for a model that was made on the meta device: where it gets memory and values, layers compressed, so

@@ -52,7 +52,9 @@ from comera.rank.trains import check_roundable
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
-_ZERO_EVERY = 20  # steps between two rounds of zeroing gates: about as far as the importances look back
+# Most steps between two rounds of zeroing gates, about as far as the importances look back. A stage has at least as
+# many rounds, the last at its end.
+_ZERO_EVERY = 20
 
 
 class RankController:
@@ -219,8 +221,9 @@ class RankController:
         state = self._state
         measured = self._by_sensitivity()  # in this step; False if this step starts the stage
         self._start_late_if_due(steps=state.steps)
-        passed = state.steps - state.switch_step
-        if measured and passed and passed % _ZERO_EVERY == 0:
+        passed, steps = state.steps - state.switch_step, self._late_steps
+        every = min(_ZERO_EVERY, max(1, steps // _ZERO_EVERY)) if steps else _ZERO_EVERY
+        if measured and passed and (passed % every == 0 or passed == steps):
             self._zero_gates(passed)
 
     @property
@@ -286,7 +289,8 @@ class RankController:
     def meet_target_(self) -> RankReport:
         """Prune, then round to S0 if that was not enough (`comera.round_`); the target is met in either stage.
 
-        In the early stage S0 is fixed now, as `start_late` would, and the late stage begins with it.
+        In the early stage S0 is fixed now, as `start_late` would, and the late stage begins with it. What rounding has
+        to cut because the stage has not begun or not ended costs quality, and there is a warning.
         Returns a report on both. Raises RankError, with nothing changed, without a target size or for one too small.
         """
         early = self.stage == "early"
@@ -295,6 +299,13 @@ class RankController:
         sizes = self._sizes()
         report = replace(self.prune_(), target=target)
         if report.after > target:
+            if left := self._left_to_do():
+                warnings.warn(
+                    f"{left}, so the model is cut from {report.after:,} to {target:,} parameters in tensor trains at "
+                    "once: train on to recover, or begin earlier (LateStage's start_step, or start_late), with "
+                    "LateStage.steps that end before the training does",
+                    stacklevel=2,
+                )
             options: dict[str, Any] = {"multiple": self.multiple, "copies": self.copies}
             report = round_(self.model, target, optimizers=self._optimizers, **options).following(report)
         if early:
@@ -325,6 +336,20 @@ class RankController:
         if not self._losses.observed:
             warnings.warn(f"the late stage begins, but {self._no_loss()}", stacklevel=3)
         return target
+
+    @property
+    def _late_steps(self) -> int:
+        """Steps over which the budget falls, by sensitivity."""
+        return self._state.switch_step // 2 if self.late.steps is None else self.late.steps
+
+    def _left_to_do(self) -> str:
+        """What of the late stage is not done; "" if all of it is."""
+        if self.stage == "early":
+            return "the late stage never began"
+        passed = self._state.steps - self._state.switch_step
+        if not self._by_sensitivity() or passed >= self._late_steps:
+            return ""
+        return f"the late stage ends after {passed:,} of its {self._late_steps:,} steps"
 
     def _begin(self, target: int, sizes: Sequence[int]) -> None:
         """Begin the late stage, at these `sizes` of the tensor trains, towards `target` parameters."""
@@ -380,7 +405,7 @@ class RankController:
         target_loss = None if self.late.target_loss is None else state.target_loss
         if target_loss is not None and loss_behind(self._losses.host()[0], size, target_loss, state.target_size):
             return
-        steps = state.switch_step // 2 if self.late.steps is None else self.late.steps
-        budget = late_budget(state.switch_size, state.target_size, passed / steps if steps else 1.0)
+        done = passed / self._late_steps if self._late_steps else 1.0
+        budget = late_budget(state.switch_size, state.target_size, done)
         if size > budget:
             zero_gates_(self._trains, self._optimizers, budget, multiple=self.multiple)

@@ -8,6 +8,7 @@ A run's clock counts training: batches, steps and logging, but not evaluation, p
 """
 
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import isfinite
@@ -286,13 +287,12 @@ def _meet_target(state: TrainState, logger: RunLogger) -> None:
     """Bring a complete run to its target size."""
     if state.controller is None or (state.stage == "early" and state.config.late.target_size is None):
         return
-    if state.stage == "early":
-        logger.announce(
-            "the late stage never began, so the model is cut to its target size only now: start it earlier "
-            "(train.late) or train longer"
-        )
     _prune(state, logger)
-    report = state.controller.meet_target_()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        report = state.controller.meet_target_()
+    for each in said:
+        logger.announce(str(each.message))
     if report.action == "rounded":
         logger.log_round(report)
 

@@ -19,7 +19,7 @@ from comera.rank import LateStage, RankController
 
 from ...helpers.processes import in_processes
 
-LATE = LateStage(target_size=0.5, start_step=4, steps=20)
+LATE = LateStage(target_size=0.5, start_step=4, steps=2)
 
 
 def start(*, fused: bool = False, seed: int = 0) -> tuple[Accelerator, nn.Module, Any, RankController]:

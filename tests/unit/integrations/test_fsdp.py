@@ -31,7 +31,7 @@ from comera.rank import LateStage, RankController, round_
 
 from ...helpers.processes import in_processes
 
-LATE = LateStage(target_size=0.5, start_step=4, steps=4)
+LATE = LateStage(target_size=0.5, start_step=4, steps=2)
 TRAINS, BLOCKS = TT(order=4, rank=6), BTT(rank=2)
 
 

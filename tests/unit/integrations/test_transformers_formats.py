@@ -32,6 +32,8 @@ from comera.nn.tensor_train import named_trains
 
 from ...helpers.compressed_bert import BLOCKS, SMALL, bert, compressed_bert
 
+pytestmark = pytest.mark.filterwarnings("ignore:the late stage :UserWarning")  # short ones, in these tests
+
 IDS = torch.arange(2, 18).reshape(2, 8)
 
 

@@ -148,6 +148,42 @@ def test_the_target_is_met(shrink: Any, kind: str) -> None:
     assert all(torch.isfinite(torch.tensor(losses + train(model, controller, optimizer, 3))))
 
 
+@pytest.mark.parametrize(
+    ("late", "called", "after", "message"),
+    [
+        (LateStage(target_size=0.5), False, 0, r"the late stage never began, .* to [\d,]+ .*at once: .*start_step"),
+        (LateStage(target_size=0.5, steps=60), True, 12, r"after 12 of its 60 steps, .* to [\d,]+ .*at once"),
+        (LateStage(target_size=0.5, steps=60), True, 60, None),
+        (LateStage(target_size=1.0), False, 0, None),  # nothing to cut
+    ],
+)
+def test_a_target_that_is_met_at_once_and_not_by_the_stage_warns(
+    late: LateStage, called: bool, after: int, message: str | None
+) -> None:
+    model, controller, optimizer = begun(late)
+    if called:
+        controller.start_late()
+    train(model, controller, optimizer, after)
+    if message is None:
+        controller.meet_target_()
+        return
+    with pytest.warns(UserWarning, match=message):
+        controller.meet_target_()
+
+
+@pytest.mark.parametrize("steps", [1, 7, 30])
+def test_a_short_stage_falls_over_all_of_its_steps(steps: int) -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.5, steps=steps))
+    controller.start_late()
+    sizes = []
+    for _ in range(steps):
+        train(model, controller, optimizer, 1)
+        sizes.append(controller.size())
+    assert controller.target_size is not None
+    assert sizes[-1] <= controller.target_size
+    assert len(set(sizes)) >= min(steps, 5)
+
+
 def test_the_layer_of_least_importance_goes_first() -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.6, steps=40))
     controller.start_late()
