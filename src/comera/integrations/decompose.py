@@ -118,8 +118,10 @@ def _write(model: Any, folder: Path, partial: Path, out: Path) -> None:
     for file in folder.iterdir():
         if file.suffix in _BESIDE and file.name != INDEX and not (whole / file.name).exists():
             shutil.copyfile(file, whole / file.name)
-    for written in [*whole.iterdir(), whole]:
+    for written in whole.iterdir():
+        shutil.copymode(whole / CONFIG, written)  # safetensors lets the owner alone read what it writes
         flush(written)
+    flush(whole)
     replace_folder(whole, out)
     shutil.rmtree(partial)
 

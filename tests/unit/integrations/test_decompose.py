@@ -259,5 +259,6 @@ def test_the_command_converts(folders: Folders, capsys: pytest.CaptureFixture[st
     assert command_line.main(arguments) == 0
     assert "16 of 16 layers compressed" in capsys.readouterr().out
     assert (folders.out / "tokenizer.json").exists()
+    assert len({file.stat().st_mode for file in folders.out.iterdir()}) == 1
     assert command_line.main(arguments) == 2
     assert "which exists: give another" in capsys.readouterr().err
