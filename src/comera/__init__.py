@@ -19,6 +19,7 @@ _HOMES = {
     "LateStage": "rank",
     "RankController": "rank",
     "TensorizeConfig": "convert",
+    "compress": "run",
     "fp8_": "fp8",
     "fuse_": "fusion",
     "load_pretrained": "pretrained",

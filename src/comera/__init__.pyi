@@ -30,3 +30,4 @@ from comera.rank import LateStage as LateStage
 from comera.rank import RankController as RankController
 from comera.rank import round_ as round_
 from comera.recompute.blocks import recompute_ as recompute_
+from comera.run import compress as compress

@@ -29,6 +29,7 @@ FLOORS = (
     {"adapters", "contrib", "graphs"},
     {"trainer"},
     {"integrations"},
+    {"run"},
     {"baselines", "recipes"},
     {"report"},
     {"export"},

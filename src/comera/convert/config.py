@@ -68,7 +68,8 @@ class BTT:
     Args:
         rank: of every block, one integer, clipped to what the blocks allow. None leaves it to the `ratio` of
             `tensorize_`.
-        blocks: number of input and of output blocks. By default, about the square roots of the features.
+        blocks: number of input and of output blocks. By default, about the square roots of the features; (4, 4) with a
+            higher rank learned more inside a language model, less in its output head (docs/log.md).
 
     Raises:
         SpecError: values that fit no layer.
