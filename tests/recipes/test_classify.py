@@ -32,7 +32,7 @@ from comera.recipes.classify.data import ClassifyDataConfig
 from comera.recipes.classify.model import CompressConfig, EncoderConfig, outside
 from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
 from comera.recipes.classify.task import confusion_matrix, macro_f1
-from comera.recipes.examples import ExampleBatch
+from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.stages import runs
 from comera.report import read_run
 from comera.trainer.checkpoint import checkpoints

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from comera.cli.imports import quick_imports
 from comera.errors import ConfigError
+from comera.recipes.registry import RECIPES
 
 RESERVED = {"config", "resume", "help", "help-all", "print_config"}  # options that are not fields
 
@@ -30,10 +31,12 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
         from comera.recipes.interface import load_recipe  # loads torch
 
         recipe = load_recipe(name)
+    renamed = RECIPES[name].renamed
+    argv = _renamed_words(argv, renamed)
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(field_types(type(default)))
-    inlined, files = _inline_files(argv)
+    inlined, files = _inline_files(argv, renamed)
     _check_fields(argv, files, set(hints), f"comera {command} {name}")
     try:
         chosen = parser.parse_args(inlined)
@@ -64,8 +67,9 @@ def _yaml(config: Any) -> str:
 
 def short_help(command: str, name: str) -> str:
     """The help of a recipe that fits a screen; it loads nothing."""
-    file = Path(__file__).parents[1] / "recipes" / name.replace("-", "_") / "help.txt"
-    return file.read_text("utf-8").replace("comera train", f"comera {command}", 1).rstrip()
+    entry = RECIPES[name]
+    folder = Path(__file__).parents[2].joinpath(*entry.module.split("."))
+    return folder.with_name(entry.help).read_text("utf-8").replace("comera train", f"comera {command}", 1).rstrip()
 
 
 def saved_config(recipe: str, file: Path) -> Any:
@@ -115,15 +119,33 @@ def _check_fields(argv: list[str], files: Mapping[str, dict[str, Any]], known: s
             raise ConfigError(f"unknown field {shown}: {hint} `{prog} --help-all` lists all")
 
 
-def _inline_files(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """The arguments, with the content of each --config file in place of its path, and these contents by path."""
+def _renamed_words(argv: list[str], renamed: Mapping[str, str]) -> list[str]:
+    """The arguments, with options and presets by their present names."""
+    words = []
+    for before, word in pairwise(["", *argv]):
+        option, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        if before == "--preset":
+            option = renamed.get(option, option)
+        elif option == "--preset":
+            value = renamed.get(value, value)
+        elif option.startswith("--"):
+            option = f"--{renamed.get(option[2:], option[2:])}"
+        words.append(option + equals + value)
+    return words
+
+
+def _inline_files(argv: list[str], renamed: Mapping[str, str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The arguments, with the content of each --config file in place of its path, and these contents by path. renamed:
+    fields and presets that had other names before."""
     import yaml
 
     inlined, files = list(argv), {}
     for place, (before, word) in enumerate(pairwise(["", *argv])):
         if before == "--config" or word.startswith("--config="):
             path = word.removeprefix("--config=")
-            files[path] = _read_yaml(path)
+            files[path] = {renamed.get(name, name): value for name, value in _leaves(_read_yaml(path))}
+            if "preset" in files[path]:
+                files[path]["preset"] = renamed.get(files[path]["preset"], files[path]["preset"])
             inlined[place] = word.removesuffix(path) + yaml.safe_dump(files[path])
     return inlined, files
 

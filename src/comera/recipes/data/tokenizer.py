@@ -1,16 +1,22 @@
-"""Tokenizers of texts and pairs of texts: a given one, or one trained on the training texts."""
+"""Tokenizers: a given one, or one trained on the training texts; and their files in the folder of a run and in every
+export of it, as transformers' AutoTokenizer reads them."""
 
-from collections.abc import Iterable, Mapping
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from comera.errors import ConfigError, DataError
-from comera.recipes.corpus import byte_level, sample_texts, train_tokenizer
-from comera.recipes.tokenizer_files import FILE, SETTINGS, tokenizer_files
+from comera.recipes.data.documents import Part, as_text
 
+FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+LONGEST_WORD = 256  # characters; training a byte-pair encoding takes time in proportion to its longest words
+_KINDS = (r"[^\W\d_]", r"\d", r"[^\w\s]", "_", r"\s")  # of characters that make a word
+LONG_WORD = re.compile("|".join(rf"{kind}{{{LONGEST_WORD + 1}}}" for kind in _KINDS))
 SPECIAL_TOKENS = CLS, SEP, PAD, MASK, UNKNOWN = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 ROLES = {"cls_token": CLS, "sep_token": SEP, "pad_token": PAD, "mask_token": MASK, "unk_token": UNKNOWN}
 BYTE_ROLES = {role: f"<{name}>" for role, name in zip(ROLES, ("s", "/s", "pad", "mask", "unk"), strict=True)}
@@ -18,6 +24,78 @@ SHORTEST = 5  # [CLS] a [SEP] b [SEP]
 VOCABULARY, MERGES, BYTE_VOCABULARY = "vocab.txt", "merges.txt", "vocab.json"
 TOKENIZER_FILES = (FILE, VOCABULARY, BYTE_VOCABULARY)  # of which a folder with a tokenizer has one
 TRAINING_BYTES = 16_000_000  # of texts that a tokenizer is trained on, at most
+
+
+def tokenizer_files(tokenizer: Tokenizer, longest: int, **settings: Any) -> dict[str, str]:
+    """The files of a tokenizer, text by name. longest: tokens of a text. settings: further ones, tokens by role, such
+    as eos_token, among them."""
+    stored = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest, **settings}
+    stored |= {"clean_up_tokenization_spaces": False}
+    return {FILE: tokenizer.to_str(pretty=True), SETTINGS: json.dumps(stored, indent=2) + "\n"}
+
+
+def stored_tokenizer(run: Path) -> dict[str, str]:
+    """Those files of a run's folder; raises ConfigError if they are missing."""
+    try:
+        return {name: (run / name).read_text("utf-8") for name in (FILE, SETTINGS)}
+    except OSError as error:
+        raise ConfigError(
+            f"expected the run's tokenizer in {error.filename}, got none ({error.strerror}): put it back, it "
+            "was written when the run started and is in every export of it"
+        ) from None
+
+
+def byte_level(model: models.BPE) -> Tokenizer:
+    """A byte-level tokenizer, as in GPT-2 and RoBERTa."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, special ones first."""
+    tokenizer = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def sample_texts(texts: Iterable[tuple[str, str]], limit: int, long_words: list[str]) -> Iterator[str]:
+    """Texts to train a tokenizer on, of about `limit` bytes, out of (name, text) in this order; the names of those with
+    long words, which are not among them, go to `long_words`."""
+    for name, text in texts:
+        if limit <= 0:
+            return
+        if LONG_WORD.search(text[:limit]):
+            long_words.append(name)
+            continue
+        yield text[:limit]
+        limit -= len(text.encode())
+
+
+def train_on(train: Part, limit: int, vocab_size: int, special_tokens: Sequence[str]) -> tuple[Tokenizer, list[str]]:
+    """A byte-level BPE tokenizer, trained on a random but fixed subset of the documents, of about `limit` bytes, and
+    the names of those that it was not trained on for their long words."""
+    long_words = list[str]()
+    named = ((document.key, document.text) for document in train.sample(limit).read())
+    return train_tokenizer(sample_texts(named, limit, long_words), vocab_size, special_tokens), long_words
+
+
+def report_skipped(skipped: Mapping[str, int], long_words: Sequence[str]) -> list[str]:
+    """Lines to print about files that were skipped, and about texts that the tokenizer was not trained on."""
+    lines = [f"skipped files: {as_text(skipped)}"] if any(skipped.values()) else []
+    if long_words:
+        lines.append(
+            f"the tokenizer was not trained on {len(long_words):,} files with words of more than {LONGEST_WORD} "
+            f"characters, such as {long_words[0]}"
+        )
+    return lines
 
 
 class TextTokenizer(NamedTuple):
@@ -57,30 +135,26 @@ class TextTokenizer(NamedTuple):
         return tokenizer_files(self.tokenizer, longest, **self.roles, **about)
 
 
-def parse_vocabulary(words: bytes, file: Path, option: str = "data.vocab") -> dict[str, int]:
-    """Token ids from the lines of a vocab.txt; raises DataError for other files and missing special tokens."""
+def vocabulary_tokenizer(file: Path, option: str) -> TextTokenizer:
+    """BERT's lower-case WordPiece tokenizer of the words in a vocab.txt. It recognizes no special tokens in text: a
+    "[SEP]" in a sentence is ordinary text. Raises DataError for other files and missing special tokens."""
     try:
-        lines = words.decode().rstrip("\n").split("\n")
+        lines = file.read_bytes().decode().rstrip("\n").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: expected a vocabulary in UTF-8, got {error.object[:40]!r}: check {option}") from error
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}): check {option}") from error
     vocab = {line.rstrip("\r"): number for number, line in enumerate(lines)}
-    missing = [token for token in SPECIAL_TOKENS if token not in vocab]
-    if missing:
+    if missing := [token for token in SPECIAL_TOKENS if token not in vocab]:
         raise DataError(
             f"{file}: expected a WordPiece vocabulary with {', '.join(SPECIAL_TOKENS)}, got {len(lines):,} lines "
             f"without {', '.join(missing)}: set {option}"
         )
-    return vocab
-
-
-def wordpiece(vocab: dict[str, int]) -> Tokenizer:
-    """BERT's lower-case WordPiece tokenizer. It recognizes no special tokens in text: a "[SEP]" in a sentence is
-    ordinary text."""
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing((SEP, vocab[SEP]), (CLS, vocab[CLS]))
-    return tokenizer
+    return TextTokenizer(tokenizer, ROLES)
 
 
 def given_tokenizer(path: Path, option: str) -> TextTokenizer:
@@ -90,8 +164,7 @@ def given_tokenizer(path: Path, option: str) -> TextTokenizer:
     if (path.is_dir() and (folder / SETTINGS).is_file()) or not path.exists():
         return _from_transformers(path, option)
     if path.name == VOCABULARY or (path.is_dir() and not (folder / FILE).is_file() and (folder / VOCABULARY).is_file()):
-        file = folder / VOCABULARY
-        return TextTokenizer(wordpiece(parse_vocabulary(file.read_bytes(), file, option)), ROLES)
+        return vocabulary_tokenizer(folder / VOCABULARY, option)
     try:
         if path.is_dir() and (folder / BYTE_VOCABULARY).is_file():
             model = models.BPE.from_file(str(folder / BYTE_VOCABULARY), str(folder / MERGES))
