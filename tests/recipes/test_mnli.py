@@ -368,7 +368,8 @@ def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
         named = {"small": "mnli-small", "short": "mnli-short", "published": "mnli-published", "tuned": "mnli"}
         words |= {"preset": named[words["preset"]]} if "preset" in words else {}
         assert options.parse("train", "mnli", argv)[1] == mnli.preset(**words)  # type: ignore[arg-type]
-        assert options.parse("train", "classify", ["--preset", "mnli-small", *argv])[1].data.form == "mnli"
+        same = [f"--{name}={value}" for name, value in ({"preset": "mnli-small"} | words).items()]
+        assert options.parse("train", "classify", same)[1] == options.parse("train", "mnli", argv)[1]
     argv = ["--preset", "published", "--late_targets", "[0.5, 0.1]", "--late_epochs", "0.5"]
     argv += ["--train.late.loss_weight", "0.2", "--train.core_lr", "3e-4", "--model.layers", "2", "--out", "here"]
     _, config, _ = options.parse("train", "mnli", argv)
@@ -379,6 +380,47 @@ def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
         name: Path("here", path)
         for name, path in (("early", "early"), ("late 0.5", "late-0.5"), ("late 0.1", "late-0.1"))
     }
+
+
+def test_the_names_of_before_mean_the_same(tmp_path: Path) -> None:
+    old = {
+        "preset": "short",
+        "method": "dense",
+        "data": {"path": "pairs.csv", "premise_field": "q", "label_field": "good", "vocab": "words.txt"},
+        "compress": {"format": "btt", "order": 6, "rank": 12, "blocks": [4, 8], "embedding_order": 4},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    argv = ["--config", str(tmp_path / "config.yaml"), "--data.hypothesis_field=a", "--data.held_out_path", "held.csv"]
+    _, config, _ = options.parse("train", "mnli", argv)
+    assert config.data.named == ("q", "a", "good")
+    assert (config.data.tokenizer, config.data.valid, config.data.max_examples) == ("words.txt", "held.csv", 20_000)
+    assert (config.preset, config.method, config.folder) == ("mnli-short", "dense", Path("runs/mnli-dense"))
+    assert (config.compress.rank, config.compress.blocks, config.compress.ratio) == (12, (4, 8), None)
+    with pytest.raises(ConfigError, match=r"unknown field --data\.premise_field"):
+        options.parse("train", "classify", ["--data.premise_field", "q"])
+
+
+def test_a_run_and_prepared_data_of_before_are_understood(
+    config: ClassifyConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, late_targets=(), train=replace(config.train, steps=1))
+    config = replace(config, data=replace(config.data, cache=str(config.folder.parent / "cache")))
+    folder = prepare(config.data).folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("texts", "label", "guessed", "names", "long_words", "roles"):  # what mnli did not note
+        del manifest[name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_sums(folder)
+    capsys.readouterr()
+    mnli.run(config)
+    assert "mnli: columns: text 'premise', text 'hypothesis', label 'label'" in capsys.readouterr().err
+    assert json.loads((folder / "manifest.json").read_text()) == manifest  # it was not made anew
+    known = open_trained(config.folder / "early", saved_config).model
+    (config.folder / "early" / "config.json").unlink()  # which mnli did not write
+    again = open_trained(config.folder / "early", saved_config).model
+    assert again.config.label2id == known.config.label2id
+    for one, two in zip(known.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_the_command_line_resumes_with_the_configuration_of_the_runs(config: ClassifyConfig) -> None:
