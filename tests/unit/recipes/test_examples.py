@@ -183,8 +183,8 @@ def test_steps_per_epoch_and_batches_of_the_data(tmp_path: Path) -> None:
     ]
     rows = [tuple(row) for i in range(6) for row in data.train_batch(i, 4, seed=0).input_ids.tolist()]
     assert len(rows) == 21
-    assert sum(len(batch.labels) for batch in data.dev_batches(2)) == 5
-    assert torch.equal(next(data.dev_batches(2)).input_ids, next(data.dev_batches(2)).input_ids)
+    assert sum(len(batch.labels) for batch in data.dev.sorted(2)) == 5
+    assert torch.equal(next(data.dev.sorted(2)).input_ids, next(data.dev.sorted(2)).input_ids)
 
 
 def test_the_second_time_the_cache_is_opened_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

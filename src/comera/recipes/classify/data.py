@@ -173,10 +173,6 @@ class PreparedExamples:
         example once, in a new order; its last batch may be smaller. Those of a batch have near-equal length."""
         return self.train.shuffled(index, batch_size, seed)
 
-    def dev_batches(self, batch_size: int) -> Iterator[ExampleBatch]:
-        """All held-out examples once, sorted by length: the same batches every time."""
-        return self.dev.sorted(batch_size)
-
 
 @dataclass(frozen=True)
 class Found:

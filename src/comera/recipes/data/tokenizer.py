@@ -161,51 +161,35 @@ def given_tokenizer(path: Path, option: str) -> TextTokenizer:
     """The tokenizer of a checkpoint, of a tokenizer.json, or of a vocabulary, in a folder or a file: WordPiece of a
     vocab.txt, byte-level BPE of vocab.json and merges.txt. Raises ConfigError for none, and for one without padding."""
     folder = path if path.is_dir() else path.parent
-    if (path.is_dir() and (folder / SETTINGS).is_file()) or not path.exists():
-        return _from_transformers(path, option)
-    if path.name == VOCABULARY or (path.is_dir() and not (folder / FILE).is_file() and (folder / VOCABULARY).is_file()):
+    has = {name: path.is_dir() and (folder / name).is_file() for name in (SETTINGS, *TOKENIZER_FILES)}
+    if path.name == VOCABULARY or (has[VOCABULARY] and not has[FILE] and not has[SETTINGS]):
         return vocabulary_tokenizer(folder / VOCABULARY, option)
     try:
-        if path.is_dir() and (folder / BYTE_VOCABULARY).is_file():
+        if has[SETTINGS] or not path.exists():
+            found = AutoTokenizer.from_pretrained(str(path))
+            tokenizer = Tokenizer.from_str(found.backend_tokenizer.to_str())
+            roles = {role: str(name) for role, name in found.special_tokens_map.items() if isinstance(name, str)}
+        elif has[BYTE_VOCABULARY]:
             model = models.BPE.from_file(str(folder / BYTE_VOCABULARY), str(folder / MERGES))
             return _byte_level(byte_level(model))
-        file = path / FILE if path.is_dir() else path
-        tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
-    except Exception as error:  # the library raises no narrower type
-        raise ConfigError(
-            f"{option}: expected {FILE}, {VOCABULARY}, or a folder with one or with {BYTE_VOCABULARY} and {MERGES}, "
-            f"got {path} ({' '.join(str(error).split())[:200]})"
-        ) from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    known = {role: name for roles in (ROLES, BYTE_ROLES) for role, name in roles.items() if tokenizer.token_to_id(name)
-             is not None}  # fmt: skip
-    return _checked(TextTokenizer(tokenizer, known), path, option)
-
-
-def _from_transformers(path: Path, option: str) -> TextTokenizer:
-    try:
-        found = AutoTokenizer.from_pretrained(str(path))
-        tokenizer = Tokenizer.from_str(found.backend_tokenizer.to_str())
+        else:
+            tokenizer = Tokenizer.from_str((path / FILE if path.is_dir() else path).read_text("utf-8"))
+            known = [*ROLES.items(), *BYTE_ROLES.items()]
+            roles = {role: name for role, name in known if tokenizer.token_to_id(name) is not None}
     except Exception as error:  # of many kinds, from the network to a missing file
-        reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{option}: expected a tokenizer that transformers reads, with a {FILE}, got {path} ({reason}): set "
+            f"{option}: expected {FILE}, {VOCABULARY}, a folder with one or with {BYTE_VOCABULARY} and {MERGES}, or a "
+            f"tokenizer that transformers reads, with a {FILE}, got {path} ({' '.join(str(error).split())[:200]}): set "
             "data.tokenizer"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    roles = {role: str(name) for role, name in found.special_tokens_map.items() if isinstance(name, str)}
-    return _checked(TextTokenizer(tokenizer, roles), path, option)
-
-
-def _checked(found: TextTokenizer, path: Path, option: str) -> TextTokenizer:
-    if found.tokenizer.token_to_id(found.roles.get("pad_token", "")) is None:
+    if tokenizer.token_to_id(roles.get("pad_token", "")) is None:
         raise ConfigError(
             f"{option}: expected a tokenizer with a token for padding, got {path} with "
-            f"{', '.join(found.roles.values()) or 'no special tokens'}: add one to it, or take another data.tokenizer"
+            f"{', '.join(roles.values()) or 'no special tokens'}: add one to it, or take another data.tokenizer"
         )
-    return found
+    return TextTokenizer(tokenizer, roles)
 
 
 def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
