@@ -24,7 +24,7 @@ import torch
 from common import about, in_turns, update
 from step import make_step
 
-from comera.recipes.examples import ExampleBatch
+from comera.recipes.data.prepared import ExampleBatch
 
 SPINS = ("default", "100000", "30000", "10000", "1000")
 SIDES = {"dense": "dense", "compressed": "fused"}

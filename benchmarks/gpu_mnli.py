@@ -23,9 +23,10 @@ import torch
 from common import about, update
 
 from comera.baselines import Method
-from comera.recipes.bert import ModelConfig
-from comera.recipes.mnli import recipe as mnli
-from comera.recipes.mnli.data import prepare
+from comera.recipes.classify import mnli
+from comera.recipes.classify.data import prepare
+from comera.recipes.classify.model import EncoderConfig
+from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
 from comera.recipes.stages import runs
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
@@ -33,7 +34,7 @@ from comera.trainer.metrics import Summary
 METHODS: tuple[Method, ...] = ("dense", "comera")
 EARLY, LATE = 6.0, 2.0  # epochs of the recipe
 PROBE = 60  # timed steps, captures included
-TINY = ModelConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1)
+TINY = EncoderConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1)
 
 
 def main() -> None:
@@ -95,10 +96,10 @@ def measure(method: Method, options: argparse.Namespace, folder: Path) -> Iterat
         }
 
 
-def configure(method: Method, options: argparse.Namespace, folder: Path) -> mnli.MNLIConfig:
+def configure(method: Method, options: argparse.Namespace, folder: Path) -> ClassifyConfig:
     """The published preset with this data."""
-    config = mnli.preset(method, "published")
-    data = replace(config.data, path=options.data, vocab=options.vocab, cache=str(folder / "cache"))
+    config = mnli.preset(method, "mnli-published")
+    data = replace(config.data, path=options.data, tokenizer=options.vocab, cache=str(folder / "cache"))
     train = replace(config.train, precision=options.precision, mode="graph", progress=False, log_every=50, eval_every=0)
     if options.dry:
         data = replace(data, max_examples=256, max_length=32)
@@ -107,11 +108,11 @@ def configure(method: Method, options: argparse.Namespace, folder: Path) -> mnli
     return replace(config, model=TINY) if options.dry else config
 
 
-def seconds_a_step(config: mnli.MNLIConfig, out: Path) -> tuple[float, int]:
+def seconds_a_step(config: ClassifyConfig, out: Path) -> tuple[float, int]:
     """Seconds of a step in a short run, captures included, and steps per epoch."""
     data = prepare(config.data)
     epoch = data.steps_per_epoch(config.train.batch_size)
-    task = mnli.MNLITask(config, data)
+    task = ClassifyTask(config, data)
     train = replace(config.train, epochs=None, steps=min(PROBE, epoch), eval_batches=1)
     summary = fit(task, train, out)
     return summary.time / summary.steps, epoch

@@ -29,16 +29,16 @@ from common import about, in_turns, update
 
 from comera.fusion import fuse_
 from comera.optim.param_groups import param_groups
-from comera.recipes.bert import ModelConfig
+from comera.recipes.classify.model import EncoderConfig
+from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
-from comera.recipes.examples import ExampleBatch
-from comera.recipes.mnli.recipe import CompressConfig, build_model, preset
+from comera.recipes.data.prepared import ExampleBatch
 from comera.trainer.compiled import CompiledLoss
 from comera.trainer.memory import MemoryMeter
 from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522
-TINY = ModelConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
+TINY = EncoderConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
 # precision, batch, and the goal for the best mode; the most important first
 CASES: tuple[tuple[str, int, float | None], ...] = (
     ("bf16", 128, 2.5),
@@ -64,12 +64,12 @@ class Way:
         device = torch.device("cpu" if dry else "cuda")
         self.kernels = "all" if side == "comera, kernels" else "none"
         self.meter = MemoryMeter.start(device)
-        config = preset("dense" if side == "dense" else "comera", "tuned")
+        config = preset("dense" if side == "dense" else "comera", "mnli")
         if dry:
-            config = replace(config, model=TINY, compress=CompressConfig(order=4, rank=4, embedding_rank=4))
+            config = replace(config, model=TINY, compress=replace(config.compress, order=4, rank=4, embedding_rank=4))
         words = 100 if dry else VOCABULARY
         with nullcontext() if dry else device:
-            model: Any = build_model(config, words)[0]
+            model: Any = untrained(config, words)[0]
         if side not in ("dense", "comera, plain"):
             fuse_(model)
         ids = torch.randint(words, (samples, 16 if dry else LENGTH), generator=torch.Generator().manual_seed(0))

@@ -25,14 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
-from comera.recipes.bert import ModelConfig
+from comera.recipes.classify.model import EncoderConfig
+from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
-from comera.recipes.examples import ExampleBatch
-from comera.recipes.mnli.recipe import CompressConfig, build_model, preset
+from comera.recipes.data.prepared import ExampleBatch
 from comera.trainer.step import TrainStep
 
 BATCH, LENGTH, VOCABULARY, PORT = 8, 128, 30_522, 29_500
-TINY = ModelConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
+TINY = EncoderConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
 WARM_UPS = 1
 CLONE_NEWNET = 0x40000000
 
@@ -76,10 +76,10 @@ def enter(space: str) -> None:
 def measure(side: str, steps: int, dry: bool, address: str, rank: int, world: int, out: int) -> NoReturn:
     """In a process of its own, which ends here: writes to `out` seconds of each step, and bytes sent in all of them."""
     dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=world)
-    config = preset("comera" if side == "compressed" else "dense", "tuned")
+    config = preset("comera" if side == "compressed" else "dense", "mnli")
     if dry:
-        config = replace(config, model=TINY, compress=CompressConfig(order=4, rank=4, embedding_rank=4))
-    model: Any = build_model(config, 100 if dry else VOCABULARY)[0]
+        config = replace(config, model=TINY, compress=replace(config.compress, order=4, rank=4, embedding_rank=4))
+    model: Any = untrained(config, 100 if dry else VOCABULARY)[0]
     fuse_(model)
     # every process has drawn the same parameters: to send them would take longer than the steps
     # PowerSGD sends in callbacks, and those of several buckets come in another order in each process: gloo aborts

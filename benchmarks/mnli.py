@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 from common import about, changes, measured, update, write
 
 from comera.baselines import Method
-from comera.recipes.mnli import recipe as mnli
+from comera.recipes.classify import mnli
+from comera.recipes.classify.recipe import ClassifyConfig, Preset
 from comera.report.run import RunData, read_run
 
 NAME, SPEED = "mnli", "mnli_speed"
@@ -43,17 +44,17 @@ class Case(NamedTuple):
     """A preset of the recipe, with what differs from it in training and model, and the number of steps of `speed`."""
 
     method: Method
-    preset: mnli.Preset
+    preset: Preset
     train: dict[str, Any]
     dropout: float
     speed_steps: int = 200
 
 
 CASES = {
-    "comera": Case("comera", "short", {"epochs": 2.0}, 0.1),
-    "dense": Case("dense", "short", {"epochs": 0.45}, 0.1, speed_steps=60),
-    "narrow": Case("narrow", "short", {"epochs": 3.5, "lr": 1e-4}, 0.1),
-    "small": Case("dense", "small", {"epochs": 3.0}, 0.3),
+    "comera": Case("comera", "mnli-short", {"epochs": 2.0}, 0.1),
+    "dense": Case("dense", "mnli-short", {"epochs": 0.45}, 0.1, speed_steps=60),
+    "narrow": Case("narrow", "mnli-short", {"epochs": 3.5, "lr": 1e-4}, 0.1),
+    "small": Case("dense", "mnli-small", {"epochs": 3.0}, 0.3),
 }
 
 
@@ -87,7 +88,7 @@ def main() -> None:
                 update(NAME, rows, KEY)
 
 
-def configuration(options: argparse.Namespace, case: str, seed: int) -> mnli.MNLIConfig:
+def configuration(options: argparse.Namespace, case: str, seed: int) -> ClassifyConfig:
     """The preset, with what differs in this case, for as many steps as passes over all pairs have."""
     method, preset, train, dropout, _ = CASES[case]
     config = mnli.preset(method, preset)
@@ -117,7 +118,7 @@ def speed(options: argparse.Namespace, case: str) -> Iterator[dict[str, Any]]:
             yield {"case": case, "stage": stage, "step_ms": f"{step_ms:.4g}", **about()}
 
 
-def finished(config: mnli.MNLIConfig) -> Iterator[tuple[str, RunData]]:
+def finished(config: ClassifyConfig) -> Iterator[tuple[str, RunData]]:
     """The stages of a run that are there, in order; none after one that was interrupted."""
     for stage, folder in mnli.runs(config).items():
         found = read_run(folder)
@@ -126,7 +127,7 @@ def finished(config: mnli.MNLIConfig) -> Iterator[tuple[str, RunData]]:
         yield stage if config.method == "comera" else "dense", found
 
 
-def run(config: mnli.MNLIConfig, case: str, seed: int) -> Iterator[dict[str, Any]]:
+def run(config: ClassifyConfig, case: str, seed: int) -> Iterator[dict[str, Any]]:
     """Train, or go on, and one row for each stage."""
     mnli.run(config, resume=config.folder.exists())
     for stage, found in finished(config):

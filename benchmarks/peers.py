@@ -51,9 +51,9 @@ from comera.baselines import Applied
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
-from comera.recipes.examples import ExampleBatch
-from comera.recipes.mnli.recipe import build_model, preset
+from comera.recipes.data.prepared import ExampleBatch
 from comera.recompute.blocks import recompute_
 from comera.trainer.memory import MemoryMeter, reset_peak
 from comera.trainer.step import TrainStep
@@ -96,10 +96,10 @@ class Side:
     def __init__(self, name: str, samples: int, *, tiny: bool = False) -> None:
         torch.manual_seed(0)
         method, *variants = name.split(", ")
-        config = preset(method, "tuned")  # type: ignore[arg-type]
+        config = preset(method, "mnli")  # type: ignore[arg-type]
         if tiny:
             config = replace(config, model=replace(config.model, hidden=96, layers=1, ffn=192))
-        model, applied = build_model(config, VOCABULARY)
+        model, applied = untrained(config, VOCABULARY)
         ids = torch.randint(1000, 30_000, (samples, LENGTH), generator=torch.Generator().manual_seed(0))
         mask = torch.ones(ids.shape, dtype=torch.bool)
         self.batch = ExampleBatch(ids, torch.zeros_like(ids), mask, ids[:, 0] % 3)

@@ -35,9 +35,9 @@ from torch.utils._pytree import tree_leaves
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
-from comera.recipes.examples import ExampleBatch
-from comera.recipes.mnli.recipe import build_model, preset
+from comera.recipes.data.prepared import ExampleBatch
 from comera.recompute.blocks import recompute_
 from comera.recompute.live_memory import LiveMemory
 from comera.trainer.memory import MemoryMeter
@@ -110,7 +110,7 @@ def count_least(side: str, options: argparse.Namespace) -> dict[str, float]:
 def make_step(side: str, batch_size: int, length: int, loss: Loss = example_loss) -> Step:
     """A step of one side, on its own model."""
     kind, _, recomputed = side.partition(", ")
-    model, _ = build_model(preset("dense" if kind == "dense" else "comera", "tuned"), 30_522)
+    model, _ = untrained(preset("dense" if kind == "dense" else "comera", "mnli"), 30_522)
     if kind == "fused":
         fuse_(model)
     if recomputed:

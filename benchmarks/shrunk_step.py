@@ -25,9 +25,9 @@ import comera
 from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
-from comera.recipes.examples import ExampleBatch
-from comera.recipes.mnli.recipe import build_model, preset
+from comera.recipes.data.prepared import ExampleBatch
 from comera.trainer.step import TrainStep
 
 SETTINGS = ((1, 0.1), (8, 0.1), (1, 0.0))  # multiple of the ranks, dropout
@@ -53,8 +53,8 @@ def make_steps(
 ) -> tuple[dict[str, Callable[[], object]], dict[str, nn.Module]]:
     """A step of each model on one batch of this shape, before and after the cut, and the models."""
     torch.manual_seed(0)
-    config = preset(preset="tuned")
-    full, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
+    config = preset(preset="mnli")
+    full, _ = untrained(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
     models: dict[str, nn.Module] = {"before": full, "after": copy.deepcopy(full)}
     comera.round_(models["after"], target, multiple=multiple)
     ids = torch.randint(1000, 30_000, shape)

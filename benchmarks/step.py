@@ -36,12 +36,12 @@ from comera.fusion import fuse_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.rank import RankController
+from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
-from comera.recipes.examples import ExampleBatch
+from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import Batch
 from comera.recipes.lm.model import ModelConfig
-from comera.recipes.mnli.recipe import build_model, preset
 from comera.recompute.blocks import recompute_
 from comera.trainer.step import TrainStep
 
@@ -78,8 +78,8 @@ def make_step(side: str, batch: ExampleBatch | Batch, dropout: float, precision:
     model: nn.Module
     loss: Callable[[Any, Any], torch.Tensor]
     if isinstance(batch, ExampleBatch):
-        config = preset(method, "tuned")
-        model, _ = build_model(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
+        config = preset(method, "mnli")
+        model, _ = untrained(replace(config, model=replace(config.model, dropout=dropout)), 30_522)
         loss = example_loss
     else:
         sizes = ModelConfig(hidden=768, layers=12, heads=12, dropout=dropout)

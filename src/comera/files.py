@@ -1,4 +1,4 @@
-"""Files replaced as a whole, and checksums that show whether a folder's files are intact."""
+"""Files replaced as a whole, checksums that show whether a folder's files are intact, and paths as users type them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,24 @@ from pathlib import Path
 
 import xxhash
 
+from comera.errors import ConfigError
+
 NO_ROOM = (ENOSPC, EDQUOT, EFBIG)  # errors of a disk that is full, or of what a user may put on it
 SUMS = "XXH128SUMS"  # in the format of the program xxh128sum, as SHA256SUMS is in that of sha256sum
 _SUM = re.compile(r"([0-9a-f]{32})  ([^/\n]+)")
+
+
+def typed_path(text: str, name: str) -> Path:
+    """A path with ~ expanded. name: of the option. Raises ConfigError for one that cannot be."""
+    try:
+        if not text.strip():
+            raise ValueError("it is empty")
+        text.encode()  # safetensors and YAML take no other paths
+        path = Path(text).expanduser()
+        path.resolve()
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(f"{name}: expected a path, got {text!r} ({error})") from None
+    return path
 
 
 def replace_file(path: Path, content: str | bytes | Callable[[Path], object]) -> Path:

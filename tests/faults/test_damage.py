@@ -23,8 +23,8 @@ from comera.files import write_sums
 from comera.optim.param_groups import param_groups
 from comera.pretrained import load_pretrained, read_manifest, save_pretrained
 from comera.rank.controller import RankController
-from comera.recipes.cache import open_or_make
 from comera.recipes.code_lm import data as code
+from comera.recipes.data.cache import open_or_make
 from comera.recipes.dlrm import criteo
 from comera.trainer.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from comera.trainer.random_state import rng_state, set_rng_state

@@ -21,7 +21,7 @@ from comera.files import replace_file
 from comera.optim.param_groups import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
 from comera.rank.controller import RankController
-from comera.recipes.cache import open_or_make
+from comera.recipes.data.cache import open_or_make
 from comera.trainer.checkpoint import clean, find_checkpoint, load_checkpoint, save_checkpoint
 from comera.trainer.random_state import rng_state
 from comera.trainer.trainer_json import Progress

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from comera.recipes.classify.prepared import PreparedExamples
-from comera.recipes.examples import ARRAYS, Examples
-from comera.recipes.mnli.data import MNLIDataConfig, prepare
+from comera.recipes.classify.data import MNLI, ClassifyDataConfig, PreparedExamples, prepare
+from comera.recipes.data.prepared import ARRAYS, Examples
 
 Rows = list[tuple[str, str, Any]]
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -44,8 +44,8 @@ def write_jsonl(folder: Path, train: Iterable[Any] = TRAIN, dev: Iterable[Any] =
     return folder
 
 
-def config_of(folder: Path, **fields: Any) -> MNLIDataConfig:
-    return MNLIDataConfig(path=str(folder), cache=str(folder.parent / "cache"), **fields)
+def config_of(folder: Path, **fields: Any) -> ClassifyDataConfig:
+    return replace(MNLI, path=str(folder), cache=str(folder.parent / "cache"), **fields)
 
 
 def read(folder: Path, **fields: Any) -> PreparedExamples:

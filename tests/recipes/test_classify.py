@@ -32,7 +32,7 @@ from comera.recipes.classify.data import ClassifyDataConfig
 from comera.recipes.classify.model import CompressConfig, EncoderConfig, outside
 from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
 from comera.recipes.classify.task import confusion_matrix, macro_f1
-from comera.recipes.examples import ExampleBatch
+from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.stages import runs
 from comera.report import read_run
 from comera.trainer.checkpoint import checkpoints
@@ -232,7 +232,7 @@ def test_configurations_that_do_not_fit_are_refused(config: ClassifyConfig) -> N
     small = classify.preset()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"method": "lora"}, "method must be one of"),
-        ({"preset": "large"}, "preset must be one of small, base, got 'large'"),
+        ({"preset": "large"}, "preset must be one of small, base, mnli, .*, got 'large'"),
         ({"data": ClassifyDataConfig(max_length=600)}, r"max_length \(600\) must not be above model.max_positions"),
         ({"compress": CompressConfig(init="decompose")}, "decompose needs trained weights: set model"),
         (

@@ -19,8 +19,7 @@ from comera.nn.size import model_size
 from comera.pretrained import load_pretrained
 from comera.recipes.bert import ModelConfig
 from comera.recipes.code_lm import recipe as code_lm
-from comera.recipes.code_lm.data import prepare
-from comera.recipes.code_lm.function_data import IGNORED, FunctionData, PaddedBatch
+from comera.recipes.code_lm.data import IGNORED, FunctionData, PaddedBatch, prepare
 from comera.recipes.code_lm.recipe import CodeLMConfig, CodeLMTask, build_model, masked_loss
 from comera.trainer.checkpoint import find_checkpoint
 

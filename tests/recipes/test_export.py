@@ -31,6 +31,11 @@ from comera.files import write_sums
 from comera.nn.tensor_train import CompressedLayer
 from comera.rank.objective import EarlyStage
 from comera.recipes.bert import ModelConfig
+from comera.recipes.classify import mnli
+from comera.recipes.classify.data import MNLI
+from comera.recipes.classify.data import prepare as prepare_pairs
+from comera.recipes.classify.model import EncoderConfig
+from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
 from comera.recipes.code_lm import recipe as code_lm
 from comera.recipes.code_lm.data import CodeDataConfig
 from comera.recipes.dlrm import recipe as dlrm
@@ -40,8 +45,6 @@ from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import LMDataConfig
 from comera.recipes.lm.data import prepare as lm_prepare
 from comera.recipes.lm.model import ModelConfig as LMModelConfig
-from comera.recipes.mnli import recipe as mnli
-from comera.recipes.mnli.data import MNLIDataConfig
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 
@@ -53,6 +56,7 @@ TRAIN = TrainConfig(
 DENSE = ("--to", "safetensors", "--dense")
 SHAPES = ((1, 5), (5, 9), (2, 24))  # rows and tokens
 BERT = ModelConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1, max_positions=40)
+ENCODER = EncoderConfig(**vars(BERT))
 TABLES = (700, 40, 1500, 400, *[7] * 22)
 
 
@@ -115,9 +119,9 @@ def mnli_run(out: Path, cache: Path) -> Run:
     for part in ("train", "dev_matched"):
         (cache / f"{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 20))
     (cache / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
-    data = MNLIDataConfig(path=str(cache), max_length=24, cache=str(cache / "prepared"))
-    ranks = mnli.CompressConfig(order=4, rank=4, embedding_order=2, embedding_rank=3)
-    config = mnli.MNLIConfig(out=str(out), late_targets=(), data=data, model=BERT, compress=ranks, train=TRAIN)
+    data = replace(MNLI, path=str(cache), max_length=24, cache=str(cache / "prepared"))
+    ranks = replace(mnli.preset().compress, order=4, rank=4, embedding_order=2, embedding_rank=3)
+    config = ClassifyConfig(out=str(out), data=data, model=ENCODER, compress=ranks, train=TRAIN)
     mnli.run(config)
 
     def inputs(rows: int, length: int = 10) -> dict[str, Tensor]:
@@ -126,7 +130,7 @@ def mnli_run(out: Path, cache: Path) -> Run:
         mask[0, length - 3 :] = 0
         return {"input_ids": ids, "token_type_ids": (ids > 5).long(), "attention_mask": mask}
 
-    task = mnli.MNLITask(config, mnli.prepare(data, quiet=True))
+    task = ClassifyTask(config, prepare_pairs(data, quiet=True))
     return trained(out / "early", task, BertForSequenceClassification.from_pretrained, inputs)
 
 

@@ -22,13 +22,12 @@ from comera.export.runs import export_run
 from comera.files import write_sums
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes import stages
-from comera.recipes.bert import ModelConfig
-from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.classify import mnli
+from comera.recipes.classify.data import MNLI, ClassifyDataConfig, PreparedExamples, prepare
+from comera.recipes.classify.model import CompressConfig, EncoderConfig
+from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask, step_flops, untrained
 from comera.recipes.classify.task import example_loss, scores
-from comera.recipes.examples import ExampleBatch
-from comera.recipes.mnli import recipe as mnli
-from comera.recipes.mnli.data import MNLIDataConfig, prepare
-from comera.recipes.mnli.recipe import CompressConfig, MNLIConfig, MNLITask, build_model, step_flops
+from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.stages import runs
 from comera.recipes.trained import open_trained
 from comera.trainer.checkpoint import find_checkpoint
@@ -37,8 +36,8 @@ from comera.trainer.metrics import Summary
 
 from ..helpers.run_folders import course
 
-TINY = ModelConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1, max_positions=32)
-RANKS = CompressConfig(order=4, rank=6, embedding_order=2, embedding_rank=6)
+TINY = EncoderConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1, max_positions=32)
+RANKS = CompressConfig(ratio=None, format="tt", order=4, rank=6, embedding_order=2, embedding_rank=6)
 ANSWERS = {"certainly": "entailment", "perhaps": "neutral", "never": "contradiction"}
 PAIRS = 60
 BATCH = 8
@@ -55,7 +54,7 @@ def rows(count: int) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def data_config(tmp_path_factory: pytest.TempPathFactory) -> MNLIDataConfig:
+def data_config(tmp_path_factory: pytest.TempPathFactory) -> ClassifyDataConfig:
     folder = tmp_path_factory.mktemp("mnli")
     pairs = list(rows(PAIRS))
     blank = {"premise": "a man eats", "hypothesis": "never", "label": "-"}
@@ -63,20 +62,20 @@ def data_config(tmp_path_factory: pytest.TempPathFactory) -> MNLIDataConfig:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     words = sorted({word for row in pairs for name in ("premise", "hypothesis") for word in row[name].split()})
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
-    return MNLIDataConfig(path=str(folder), max_length=24, cache=str(tmp_path_factory.mktemp("cache")))
+    return replace(MNLI, path=str(folder), max_length=24, cache=str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="module")
-def data(data_config: MNLIDataConfig) -> PreparedExamples:
+def data(data_config: ClassifyDataConfig) -> PreparedExamples:
     return prepare(data_config, quiet=True)
 
 
 @pytest.fixture
-def config(data_config: MNLIDataConfig, tmp_path: Path) -> MNLIConfig:
+def config(data_config: ClassifyDataConfig, tmp_path: Path) -> ClassifyConfig:
     train = TrainConfig(
         epochs=1, batch_size=BATCH, lr=1e-3, early=EarlyStage(0.1), prune_every=2, progress=False, device="cpu"
     )
-    return MNLIConfig(
+    return ClassifyConfig(
         out=str(tmp_path / "run"),
         late_targets=(0.8, 0.5),
         late_epochs=0.5,
@@ -98,9 +97,9 @@ def same(one: ExampleBatch, two: ExampleBatch) -> bool:
 
 @pytest.mark.parametrize("method", ["comera", "dense"])
 def test_padding_changes_nothing_and_the_mask_is_the_models_own(
-    config: MNLIConfig, data: PreparedExamples, method: Method
+    config: ClassifyConfig, data: PreparedExamples, method: Method
 ) -> None:
-    model = build_model(replace(config, method=method), data.vocab_size)[0].double().eval()
+    model = untrained(replace(config, method=method), data.vocab_size)[0].double().eval()
     batch = data.train_batch(0, BATCH, seed=0)
     own = model(
         input_ids=batch.input_ids,
@@ -114,17 +113,17 @@ def test_padding_changes_nothing_and_the_mask_is_the_models_own(
     torch.testing.assert_close(scores(model, padded), own.logits, rtol=1e-10, atol=1e-12)
 
 
-def test_all_parameters_are_trained(config: MNLIConfig, data: PreparedExamples) -> None:
-    model, _ = build_model(config, data.vocab_size)
+def test_all_parameters_are_trained(config: ClassifyConfig, data: PreparedExamples) -> None:
+    model, _ = untrained(config, data.vocab_size)
     example_loss(model, data.train_batch(0, BATCH, seed=0)).backward()
     without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
     assert without <= {"bert.encoder.layer.0.attention.self.key.bias"}  # softmax cancels it
 
 
 def test_evaluation_is_the_share_of_right_answers_over_all_held_out_pairs(
-    config: MNLIConfig, data: PreparedExamples
+    config: ClassifyConfig, data: PreparedExamples
 ) -> None:
-    task = MNLITask(config, data)
+    task = ClassifyTask(config, data)
     task.model.eval()
     batches = list(task.eval_batches())
     assert sum(len(batch.labels) for batch in batches) == data.dev_size == 22
@@ -138,9 +137,9 @@ def test_evaluation_is_the_share_of_right_answers_over_all_held_out_pairs(
         torch.testing.assert_close(mean["loss"], example_loss(task.model, batch))
 
 
-def test_the_first_held_out_batches_are_not_the_shortest(config: MNLIConfig, data: PreparedExamples) -> None:
+def test_the_first_held_out_batches_are_not_the_shortest(config: ClassifyConfig, data: PreparedExamples) -> None:
     tasks = [
-        MNLITask(replace(config, method=m, train=replace(config.train, seed=s)), data)
+        ClassifyTask(replace(config, method=m, train=replace(config.train, seed=s)), data)
         for m, s in (("comera", 0), ("dense", 7))
     ]
     one, two = (list(task.eval_batches()) for task in tasks)
@@ -149,9 +148,9 @@ def test_the_first_held_out_batches_are_not_the_shortest(config: MNLIConfig, dat
     assert lengths != sorted(lengths)
 
 
-def test_early_late_and_dense_runs_meet_the_same_batches(config: MNLIConfig, data: PreparedExamples) -> None:
-    early, late = MNLITask(config, data), MNLITask(config, data, first=EPOCH)
-    dense = MNLITask(replace(config, method="dense"), data)
+def test_early_late_and_dense_runs_meet_the_same_batches(config: ClassifyConfig, data: PreparedExamples) -> None:
+    early, late = ClassifyTask(config, data), ClassifyTask(config, data, first=EPOCH)
+    dense = ClassifyTask(replace(config, method="dense"), data)
     assert early.steps_per_epoch == EPOCH
     for step in range(EPOCH):
         assert same(early.train_batch(step, 0, 0, 1), dense.train_batch(step, 0, 0, 1))
@@ -159,8 +158,8 @@ def test_early_late_and_dense_runs_meet_the_same_batches(config: MNLIConfig, dat
         assert not same(early.train_batch(step, 0, 0, 1), late.train_batch(step, 0, 0, 1))
 
 
-def test_micro_batches_of_all_processes_are_one_sequence(config: MNLIConfig, data: PreparedExamples) -> None:
-    task = MNLITask(replace(config, train=replace(config.train, accumulation=3)), data, first=2)
+def test_micro_batches_of_all_processes_are_one_sequence(config: ClassifyConfig, data: PreparedExamples) -> None:
+    task = ClassifyTask(replace(config, train=replace(config.train, accumulation=3)), data, first=2)
     order = [(step, micro, rank) for step in range(2) for micro in range(3) for rank in range(2)]
     for index, (step, micro, rank) in enumerate(order, start=2 * 3 * 2):
         assert same(task.train_batch(step, micro, rank, 2), data.train_batch(index, BATCH, seed=0))
@@ -168,7 +167,7 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: MNLIConfig, dat
 
 
 @pytest.mark.parametrize("method", LINEAR_METHODS)
-def test_two_steps(config: MNLIConfig, data: PreparedExamples, method: Method) -> None:
+def test_two_steps(config: ClassifyConfig, data: PreparedExamples, method: Method) -> None:
     config = replace(config, method=method, late_targets=(), train=replace(config.train, steps=2))
     summary = mnli.run(config)
     assert (summary.method, summary.recipe, summary.steps, summary.examples) == (method, "mnli", 2, 2 * BATCH)
@@ -181,7 +180,7 @@ def test_two_steps(config: MNLIConfig, data: PreparedExamples, method: Method) -
 
 
 def test_a_narrow_model_costs_as_much_as_the_compressed_one_keeps_its_width_and_leaves(
-    config: MNLIConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: ClassifyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wide = replace(config.model, hidden=128, heads=4, ffn=512)
     config = replace(config, method="narrow", model=wide, train=replace(config.train, steps=2))
@@ -205,7 +204,7 @@ def test_a_narrow_model_costs_as_much_as_the_compressed_one_keeps_its_width_and_
         mnli.run(replace(config, baselines=BaselineConfig(narrow=Narrow(hidden=8))), resume=True)
 
 
-def test_a_run_from_before_formats_had_names_resumes(config: MNLIConfig) -> None:
+def test_a_run_from_before_formats_had_names_resumes(config: ClassifyConfig) -> None:
     config = replace(config, late_targets=(), train=replace(config.train, steps=2))
     summary = mnli.run(config)
     folder = runs(config)["early"]
@@ -219,7 +218,7 @@ def test_a_run_from_before_formats_had_names_resumes(config: MNLIConfig) -> None
     assert mnli.run(config, resume=True).held_out_loss == summary.held_out_loss
 
 
-def test_late_stages_start_from_the_early_one_and_meet_their_targets(config: MNLIConfig) -> None:
+def test_late_stages_start_from_the_early_one_and_meet_their_targets(config: ClassifyConfig) -> None:
     last = mnli.run(config)
     folders = runs(config)
     assert list(folders) == ["early", "late 0.8", "late 0.5"]
@@ -242,7 +241,7 @@ def test_late_stages_start_from_the_early_one_and_meet_their_targets(config: MNL
         assert yaml.safe_load((folder / "config.yaml").read_text())["out"] == str(config.folder)
 
 
-def test_the_dense_baseline_is_as_long_as_the_early_stage_and_one_late_stage(config: MNLIConfig) -> None:
+def test_the_dense_baseline_is_as_long_as_the_early_stage_and_one_late_stage(config: ClassifyConfig) -> None:
     dense = replace(config, method="dense")
     assert runs(dense) == {"dense": dense.folder}
     summary = mnli.run(dense)
@@ -252,7 +251,7 @@ def test_the_dense_baseline_is_as_long_as_the_early_stage_and_one_late_stage(con
 
 
 def test_a_protocol_that_is_killed_between_its_runs_goes_on_as_if_nothing_had_happened(
-    config: MNLIConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: ClassifyConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     straight = mnli.run(config)
     killed = replace(config, out=str(tmp_path / "killed"))
@@ -277,7 +276,7 @@ def test_a_protocol_that_is_killed_between_its_runs_goes_on_as_if_nothing_had_ha
         assert course(runs(killed)[name]) == course(folder)
 
 
-def test_an_interruption_ends_the_protocol_there(config: MNLIConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_ends_the_protocol_there(config: ClassifyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     fit = stages.fit
     begun: list[tuple[Any, ...]] = []
 
@@ -292,7 +291,7 @@ def test_an_interruption_ends_the_protocol_there(config: MNLIConfig, monkeypatch
     assert begun == [("early", 1, None, None), ("late-0.8", 0.5, 0.8, 2)]
 
 
-def test_a_run_does_not_resume_on_other_data_another_model_or_other_batches(config: MNLIConfig) -> None:
+def test_a_run_does_not_resume_on_other_data_another_model_or_other_batches(config: ClassifyConfig) -> None:
     config = replace(config, late_targets=(0.5,), late_epochs=0.25)
     mnli.run(config)
     late = config.folder / "late-0.5"
@@ -308,39 +307,36 @@ def test_a_run_does_not_resume_on_other_data_another_model_or_other_batches(conf
             mnli.run(replace(config, **change), resume=True)
 
 
-def test_training_learns_to_answer(config: MNLIConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_learns_to_answer(config: ClassifyConfig, capsys: pytest.CaptureFixture[str]) -> None:
     train = replace(config.train, epochs=20, lr=5e-3, early=EarlyStage(0.0), eval_every=0)
-    ranks = CompressConfig(order=2, rank=16, embedding_order=2, embedding_rank=16)
+    ranks = replace(RANKS, order=2, rank=16, embedding_rank=16)
     model = replace(TINY, dropout=0.0)
     summary = mnli.run(replace(config, late_targets=(), model=model, compress=ranks, train=train))
     shown = capsys.readouterr().err
-    assert (
-        "1 pairs skipped (no label: 1); always answering 'entailment' is correct for 0.3636 of the 22 held-out" in shown
-    )
+    assert f"skipped 1 rows of {config.data.path}/train.jsonl: no label (the first: " in shown
+    assert "mnli: always answering 'entailment' is correct for 0.3636 of the 22 held-out examples" in shown
     assert summary.metrics["accuracy"] > 0.9
 
 
-def test_estimate_shows_all_methods_without_data(config: MNLIConfig) -> None:
-    estimates = mnli.estimate(replace(mnli.preset(preset="tuned"), data=MNLIDataConfig(path="on/the-hub")))
+def test_estimate_shows_all_methods_without_data(config: ClassifyConfig) -> None:
+    estimates = mnli.estimate(replace(mnli.preset(preset="mnli"), data=replace(MNLI, path="on/the-hub")))
     assert set(estimates) == set(LINEAR_METHODS)
     assert estimates["dense"].weights / estimates["comera"].weights > 40
     assert estimates["dense"].flops / estimates["comera"].flops > 3
-    model, _ = build_model(
-        replace(config, method="dense"), len(Path(config.data.path, "vocab.txt").read_text().split())
-    )
+    model, _ = untrained(replace(config, method="dense"), len(Path(config.data.path, "vocab.txt").read_text().split()))
     assert mnli.estimate(config)["dense"].gradients == sum(p.numel() * 4 for p in model.parameters())
     with pytest.raises(DataError, match="WordPiece vocabulary"):
-        mnli.estimate(replace(config, data=replace(config.data, vocab="nowhere.txt")))
+        mnli.estimate(replace(config, data=replace(config.data, tokenizer="nowhere.txt")))
 
 
 def test_configurations_that_do_not_fit_are_refused() -> None:
-    train = mnli.preset(preset="tuned").train
+    train = mnli.preset(preset="mnli").train
     wrong: list[tuple[dict[str, Any], str]] = [
         (
             {"method": "lora"},
             "method must be one of comera, dense, galore, lte, cola, tensorly, narrow, .*hashing, .*, got 'lora'",
         ),
-        ({"preset": "best"}, "preset must be one of tuned, published, short, small, got 'best'"),
+        ({"preset": "best"}, "preset must be one of small, base, mnli, .*, got 'best'"),
         ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
         ({"late_targets": (float("nan"),)}, "> 0 and < 1, got nan"),
         ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
@@ -350,11 +346,14 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
             {"train": replace(train, late=LateStage(target_size=0.2, start_epoch=1))},
             "set late_targets and train.epochs",
         ),
-        ({"data": MNLIDataConfig(max_length=600)}, r"max_length \(600\) must not be above model.max_positions \(512\)"),
+        (
+            {"data": ClassifyDataConfig(max_length=600)},
+            r"max_length \(600\) must not be above model.max_positions \(512\)",
+        ),
     ]
     for fields, said in wrong:
         with pytest.raises(ConfigError, match=said):
-            MNLIConfig(**fields)
+            ClassifyConfig(**fields)
 
 
 def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
@@ -366,7 +365,11 @@ def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
         ["--preset=small", "--method=dense"],
     ):
         words = dict(zip(*[iter(" ".join(argv).replace("=", " ").replace("--", "").split())] * 2, strict=True))
+        named = {"small": "mnli-small", "short": "mnli-short", "published": "mnli-published", "tuned": "mnli"}
+        words |= {"preset": named[words["preset"]]} if "preset" in words else {}
         assert options.parse("train", "mnli", argv)[1] == mnli.preset(**words)  # type: ignore[arg-type]
+        same = [f"--{name}={value}" for name, value in ({"preset": "mnli-small"} | words).items()]
+        assert options.parse("train", "classify", same)[1] == options.parse("train", "mnli", argv)[1]
     argv = ["--preset", "published", "--late_targets", "[0.5, 0.1]", "--late_epochs", "0.5"]
     argv += ["--train.late.loss_weight", "0.2", "--train.core_lr", "3e-4", "--model.layers", "2", "--out", "here"]
     _, config, _ = options.parse("train", "mnli", argv)
@@ -379,7 +382,48 @@ def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
     }
 
 
-def test_the_command_line_resumes_with_the_configuration_of_the_runs(config: MNLIConfig) -> None:
+def test_the_names_of_before_mean_the_same(tmp_path: Path) -> None:
+    old = {
+        "preset": "short",
+        "method": "dense",
+        "data": {"path": "pairs.csv", "premise_field": "q", "label_field": "good", "vocab": "words.txt"},
+        "compress": {"format": "btt", "order": 6, "rank": 12, "blocks": [4, 8], "embedding_order": 4},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    argv = ["--config", str(tmp_path / "config.yaml"), "--data.hypothesis_field=a", "--data.held_out_path", "held.csv"]
+    _, config, _ = options.parse("train", "mnli", argv)
+    assert config.data.named == ("q", "a", "good")
+    assert (config.data.tokenizer, config.data.valid, config.data.max_examples) == ("words.txt", "held.csv", 20_000)
+    assert (config.preset, config.method, config.folder) == ("mnli-short", "dense", Path("runs/mnli-dense"))
+    assert (config.compress.rank, config.compress.blocks, config.compress.ratio) == (12, (4, 8), None)
+    with pytest.raises(ConfigError, match=r"unknown field --data\.premise_field"):
+        options.parse("train", "classify", ["--data.premise_field", "q"])
+
+
+def test_a_run_and_prepared_data_of_before_are_understood(
+    config: ClassifyConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, late_targets=(), train=replace(config.train, steps=1))
+    config = replace(config, data=replace(config.data, cache=str(config.folder.parent / "cache")))
+    folder = prepare(config.data).folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("texts", "label", "guessed", "names", "long_words", "roles"):  # what mnli did not note
+        del manifest[name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_sums(folder)
+    capsys.readouterr()
+    mnli.run(config)
+    assert "mnli: columns: text 'premise', text 'hypothesis', label 'label'" in capsys.readouterr().err
+    assert json.loads((folder / "manifest.json").read_text()) == manifest  # it was not made anew
+    known = open_trained(config.folder / "early", saved_config).model
+    (config.folder / "early" / "config.json").unlink()  # which mnli did not write
+    again = open_trained(config.folder / "early", saved_config).model
+    assert again.config.label2id == known.config.label2id
+    for one, two in zip(known.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_command_line_resumes_with_the_configuration_of_the_runs(config: ClassifyConfig) -> None:
     config = replace(config, late_targets=(), train=replace(config.train, steps=1))
     mnli.run(config)
     _, resumed, resume = options.parse("train", "mnli", ["--resume", "--out", str(config.folder)])

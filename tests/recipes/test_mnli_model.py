@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from comera.nn.size import model_size
-from comera.recipes.bert import ModelConfig
-from comera.recipes.mnli import recipe as mnli
-from comera.recipes.mnli.recipe import build_model
+from comera.recipes.classify import mnli
+from comera.recipes.classify.model import EncoderConfig
+from comera.recipes.classify.recipe import untrained
 
 
 def test_the_full_model_has_the_published_shapes_and_sizes() -> None:
     with torch.device("meta"):
-        dense, _ = build_model(mnli.preset("dense", "tuned"), 30_522)
-        model, report = build_model(mnli.preset(preset="tuned"), 30_522)
+        dense, _ = untrained(mnli.preset("dense", "mnli"), 30_522)
+        model, report = untrained(mnli.preset(preset="mnli"), 30_522)
     assert report is not None
     shapes = {row.name: str(row.spec) for row in report.rows if row.spec}
     square = "TT 12·8·8 / 8·8·12 ranks 12-30-30-30-12"
@@ -39,9 +39,9 @@ def test_the_full_model_has_the_published_shapes_and_sizes() -> None:
 
 
 def test_the_full_model_has_the_published_settings() -> None:
-    config = mnli.preset("comera", "published")
+    config = mnli.preset("comera", "mnli-published")
     with torch.device("meta"):
-        bert = build_model(config, 30_522)[0].config
+        bert = untrained(config, 30_522)[0].config
     assert (bert.num_hidden_layers, bert.hidden_size, bert.num_attention_heads, bert.intermediate_size) == (
         6,
         768,
@@ -58,10 +58,10 @@ def test_the_full_model_has_the_published_settings() -> None:
 
 
 def test_other_widths_and_vocabularies_get_balanced_modes() -> None:
-    config = replace(mnli.preset(preset="tuned"), model=ModelConfig(hidden=512, layers=1, heads=8, ffn=2048))
+    config = replace(mnli.preset(preset="mnli"), model=EncoderConfig(hidden=512, layers=1, heads=8, ffn=2048))
     with torch.device("meta"):
-        _, report = build_model(config, 30_522)
-        _, other = build_model(replace(mnli.preset(preset="tuned"), model=ModelConfig(layers=1)), 8_000)
+        _, report = untrained(config, 30_522)
+        _, other = untrained(replace(mnli.preset(preset="mnli"), model=EncoderConfig(layers=1)), 8_000)
     assert report is not None
     assert other is not None
     for row in [row for row in report.rows if row.spec] + [row for row in other.rows if row.spec]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from comera.recipes import stages
-from comera.recipes.mnli import recipe as mnli
+from comera.recipes.classify import mnli
 from comera.trainer.config import TrainConfig
 
 
@@ -32,6 +32,6 @@ def test_rates_fall_in_the_late_stages_alone_where_there_are_any(
         return SimpleNamespace(name="mnli", steps_per_epoch=4)
 
     monkeypatch.setattr(stages, "fit", fit)
-    config = replace(mnli.preset(preset="tuned"), out=str(tmp_path), late_targets=targets)
+    config = replace(mnli.preset(preset="mnli"), out=str(tmp_path), late_targets=targets)
     stages.fit_stages(config, make_task, resume=False)
     assert begun == expected

@@ -21,7 +21,7 @@ from tests.unit.trainer.test_loop import CONFIG, Tiny, losses
 from comera import report
 from comera.cli.main import main
 from comera.errors import CheckpointError, DataError, TrainingError
-from comera.recipes.cache import open_or_make
+from comera.recipes.data.cache import open_or_make
 from comera.trainer.checkpoint import checkpoints, find_checkpoint
 from comera.trainer.loop import fit
 

@@ -25,7 +25,7 @@ from comera.cli.options import first_line, parse, saved_config
 from comera.cli.output import UNREAD, is_unread
 from comera.errors import ComeraError, ConfigError, TrainingError
 from comera.extras import TRAIN, require
-from comera.recipes.paths import typed_path
+from comera.files import typed_path
 from comera.recipes.registry import RECIPES
 
 _PIPE = "COMERA_COMPARISON_PIPE"  # for the run that a comparison has started: the file that it watches

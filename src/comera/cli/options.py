@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from comera.cli.imports import quick_imports
 from comera.errors import ConfigError
+from comera.recipes.registry import RECIPES
 
 RESERVED = {"config", "resume", "help", "help-all", "print_config"}  # options that are not fields
 
@@ -31,11 +32,13 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
         from comera.recipes.interface import load_recipe  # loads torch
 
         recipe = load_recipe(name)
+    renamed = RECIPES[name].renamed
+    argv = _renamed_words(argv, renamed)
     default = recipe.preset()
     parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
     hints = dict(field_types(type(default)))
     argv = [respelled(word, set(hints)) for word in argv]
-    inlined, files = _inline_files(argv, set(hints))
+    inlined, files = _inline_files(argv, renamed, set(hints))
     _check_fields(argv, files, set(hints), f"comera {command} {name}")
     try:
         chosen = parser.parse_args(inlined)
@@ -66,8 +69,9 @@ def _yaml(config: Any) -> str:
 
 def short_help(command: str, name: str) -> str:
     """The help of a recipe that fits a screen; it loads nothing."""
-    file = Path(__file__).parents[1] / "recipes" / name.replace("-", "_") / "help.txt"
-    return file.read_text("utf-8").replace("comera train", f"comera {command}", 1).rstrip()
+    entry = RECIPES[name]
+    folder = Path(__file__).parents[2].joinpath(*entry.module.split("."))
+    return folder.with_name(entry.help).read_text("utf-8").replace("comera train", f"comera {command}", 1).rstrip()
 
 
 def saved_config(recipe: str, file: Path) -> Any:
@@ -139,18 +143,36 @@ def respelled(option: str, known: set[str]) -> str:
     return f"--{others.pop()}{equals}{value}" if others else option
 
 
-def _inline_files(argv: list[str], known: set[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """The arguments, with the content of each --config file in place of its path, and these contents by path."""
+def _renamed_words(argv: list[str], renamed: Mapping[str, str]) -> list[str]:
+    """The arguments, with options and presets by their present names."""
+    words = []
+    for before, word in pairwise(["", *argv]):
+        option, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        if before == "--preset":
+            option = renamed.get(option, option)
+        elif option == "--preset":
+            value = renamed.get(value, value)
+        elif option.startswith("--"):
+            option = f"--{renamed.get(option[2:], option[2:])}"
+        words.append(option + equals + value)
+    return words
+
+
+def _inline_files(
+    argv: list[str], renamed: Mapping[str, str], known: set[str]
+) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The arguments, with the content of each --config file in place of its path, and these contents by path. renamed:
+    fields and presets that had other names before. known: all fields."""
     import yaml
 
     inlined, files = list(argv), {}
     for place, (before, word) in enumerate(pairwise(["", *argv])):
         if before == "--config" or word.startswith("--config="):
             path = word.removeprefix("--config=")
-            files[path] = content = _read_yaml(path)
-            if isinstance(data := content.get("data"), dict):
-                prefix = "--data."
-                content["data"] = {respelled(f"{prefix}{k}", known)[len(prefix) :]: v for k, v in data.items()}
+            leaves = {renamed.get(name, name): value for name, value in _leaves(_read_yaml(path))}
+            files[path] = {respelled(f"--{name}", known)[2:]: value for name, value in leaves.items()}
+            if "preset" in files[path]:
+                files[path]["preset"] = renamed.get(files[path]["preset"], files[path]["preset"])
             inlined[place] = word.removesuffix(path) + yaml.safe_dump(files[path])
     return inlined, files
 

@@ -18,7 +18,7 @@ def settings(config: Any) -> Narrow | None:
     return own if isinstance(own, Narrow) else None
 
 
-def _width(method: str) -> str:
+def width_name(method: str) -> str:
     """The width's name in a run's identity."""
     return f"baselines.{method}.hidden"
 
@@ -46,14 +46,14 @@ def note(task: Any, width: int | None, whole: Callable[[], nn.Module]) -> None:
     if settings(task.config) is not None:
         with torch.device("meta"):
             task.dense_total = sum(p.numel() for p in whole().parameters())
-        task.identity[_width(task.method)] = width
+        task.identity[width_name(task.method)] = width
 
 
 def about(task: Any) -> list[str]:
     """What became of the model, in lines to print: none for other methods."""
     if settings(task.config) is None:
         return []
-    width = task.identity[_width(task.method)]
+    width = task.identity[width_name(task.method)]
     return [f"{task.method}: dense and {width} wide instead of {task.config.model.hidden}"]
 
 
@@ -62,5 +62,5 @@ def as_begun(config: Any, identity: Mapping[str, Any]) -> Any:
     own = settings(config)
     if own is None:
         return config
-    as_it_was = replace(own, hidden=identity[_width(config.method)])
+    as_it_was = replace(own, hidden=identity[width_name(config.method)])
     return replace(config, baselines=replace(config.baselines, **{config.method: as_it_was}))

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from comera.baselines import COMMON_METHODS, Applied, Conversion, Method, installed
-from comera.files import replace_file
+from comera.files import replace_file, typed_path
 from comera.pretrained import load_pretrained
-from comera.recipes.paths import typed_path
 from comera.recipes.stages import log
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig

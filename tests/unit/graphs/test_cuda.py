@@ -17,7 +17,7 @@ from torch import Tensor
 from comera.errors import DataError
 from comera.graphs.cuda import CudaRecorder
 from comera.graphs.graphed import PATIENCE, GraphedStep, RecordingError, map_tensors
-from comera.recipes.examples import ExampleBatch
+from comera.recipes.data.prepared import ExampleBatch
 
 from ...helpers.tape import TapeRecorder
 

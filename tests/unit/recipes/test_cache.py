@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from comera.errors import DataError
-from comera.recipes import cache
-from comera.recipes.cache import open_or_make
+from comera.recipes.data import cache
+from comera.recipes.data.cache import open_or_make
 from comera.recipes.dlrm.criteo.batches import RowEncoder
 
 from ...helpers.click_rows import ROWS, read, write

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +13,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from comera.errors import ConfigError, DataError
-from comera.recipes.classify.columns import find_columns
-from comera.recipes.classify.data import ClassifyDataConfig, prepare
-from comera.recipes.classify.prepared import PreparedExamples
-from comera.recipes.examples import Examples
+from comera.recipes.classify.data import ClassifyDataConfig, PreparedExamples, prepare
+from comera.recipes.classify.rows import find_columns
+from comera.recipes.data.prepared import Examples
 
+from ...helpers.data_sets import data_set, put_on_hub, save
 from ...helpers.mnli_rows import ids_of, write_vocabulary
 from ...helpers.review_rows import Row, reviews, write_csv
 
@@ -98,38 +96,22 @@ def test_the_second_time_the_cache_is_opened_and_says_the_same(
     assert capsys.readouterr().err == said
 
 
-class FakeSplit:
-    """As much of datasets.Dataset as is used."""
-
-    def __init__(self, rows: list[Row], names: list[str] | None) -> None:
-        self.rows = [(text, names.index(label) if names else label) for text, label in rows]
-        self.features = {"label": SimpleNamespace(names=names)}
-        self.column_names = ["sentence", "label"]
-
-    def with_format(self, kind: None) -> FakeSplit:
-        return self
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, part: slice) -> dict[str, list[Any]]:
-        return {name: [row[k] for row in self.rows[part]] for k, name in enumerate(self.column_names)}
-
-
 @pytest.mark.parametrize("names", [None, ["positive", "negative"]])
 @pytest.mark.parametrize("where", ["hub", "saved"])
 def test_data_sets_have_splits_and_names(
     where: str, names: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = {"train": reviews(40), "validation": reviews(8, 1), "test": reviews(9, 2)}
-    splits = {name: FakeSplit(rows, names) for name, rows in parts.items()}
-    if names:
-        splits["test"].rows[0] = (splits["test"].rows[0][0], -1)  # as where a benchmark keeps its labels
-    library = SimpleNamespace(load_from_disk=lambda path: splits, load_dataset=lambda path, subset: splits)
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "dataset_dict.json").write_text("{}")
-    path = "someone/reviews" if where == "hub" else tmp_path / "saved"
+    splits = {}
+    for name, rows in parts.items():
+        texts, labels = map(list, zip(*rows, strict=True))
+        numbers = [names.index(label) for label in labels] if names else labels
+        if names and name == "test":
+            numbers[0] = -1  # as where a benchmark keeps its labels
+        splits[name] = data_set({"sentence": texts, "label": numbers}, **({"label": names} if names else {}))
+    if where == "hub":
+        put_on_hub(monkeypatch, splits)
+    path = "someone/reviews" if where == "hub" else save(tmp_path / "saved", splits)
     data = read(path, tmp_path, test="test")
     assert data.test is not None
     assert (data.train_size, data.dev_size, len(data.test)) == (40, 8, 8 if names else 9)
@@ -139,9 +121,9 @@ def test_data_sets_have_splits_and_names(
         read(path, tmp_path, valid="dev")
 
 
-def test_a_library_that_is_missing_and_a_path_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="`datasets`, which is not installed: pip install datasets"):
+def test_a_hub_without_the_data_set_and_a_path_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_hub(monkeypatch, FileNotFoundError("Dataset 'someone/reviews' doesn't exist on the Hub"))
+    with pytest.raises(DataError, match=r"got someone/reviews, which could not be loaded \(FileNotFoundError: Dataset"):
         read("someone/reviews", tmp_path)
     with pytest.raises(ConfigError, match=r"data\.path: expected a file of rows.*, got none: run `comera train"):
         prepare(ClassifyDataConfig())
@@ -282,7 +264,7 @@ def test_held_out_labels_and_columns_are_those_of_training(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"v\.csv, line 2: expected as label negative \(0\), positive \(1\), or"):
         read(train, tmp_path, valid=str(valid))
     valid = write_csv(tmp_path / "v.csv", [("good", "positive")], ("text", "label"))
-    with pytest.raises(DataError, match=r"v\.csv: expected the columns sentence, label as in .*: check data\.valid"):
+    with pytest.raises(DataError, match=r"v\.csv: expected the columns sentence, label, got text, label: set data\.v"):
         read(train, tmp_path, valid=str(valid))
 
 
@@ -337,7 +319,9 @@ def test_a_file_that_is_no_tokenizer_is_refused(content: str, tmp_path: Path) ->
     file = write_csv(tmp_path / "a.csv", reviews(20))
     with pytest.raises(ConfigError, match=r"data\.tokenizer: expected tokenizer\.json, .* got .*tokenizer\.json \("):
         read(file, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: expected a tokenizer that transformers reads"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer: expected tokenizer\.json, .* or a tokenizer that transformers reads"
+    ):
         read(file, tmp_path, tokenizer=str(tmp_path / "nowhere"))
 
 

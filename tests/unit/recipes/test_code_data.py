@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +16,10 @@ import torch
 
 from comera.errors import ConfigError, DataError
 from comera.recipes.code_lm import data as code
-from comera.recipes.code_lm.data import CodeData, CodeDataConfig, find_sources, prepare, split_sources
-from comera.recipes.code_lm.vocabulary import MASK, START
+from comera.recipes.code_lm.data import CodeData, CodeDataConfig, prepare, source_files
+from comera.recipes.code_lm.masking import MASK, START
+from comera.recipes.data import tokenizer
+from comera.recipes.data.documents import Source, split
 
 
 def write_sources(folder: Path, count: int = 40) -> Path:
@@ -57,17 +61,29 @@ def test_training_and_held_out_files_are_disjoint_and_cover_all(data: CodeData) 
     assert set(map(bytes, np.array(data.train))).isdisjoint(map(bytes, np.array(data.held_out)))
 
 
-def test_a_file_stays_on_its_side_when_others_go(config: CodeDataConfig, sources: Path) -> None:
-    everything, _ = find_sources(sources, config)
-    train, held_out = split_sources(everything, 0.2)
-    train_of_half, held_out_of_half = split_sources(everything[::2], 0.2)
-    assert set(train_of_half) <= set(train)
-    assert set(held_out_of_half) <= set(held_out)
+def sides(into: Path, sources: Path, config: CodeDataConfig, share: float) -> tuple[set[str], set[str]]:
+    """The files to train on and those that are held out."""
+    parts = split(into, source_files(sources, config), None, share, None, Counter())
+    return {file.key for file in parts["train"].read()}, {file.key for file in parts["held_out"].read()}
+
+
+def test_a_file_stays_on_its_side_when_others_go(config: CodeDataConfig, sources: Path, tmp_path: Path) -> None:
+    for name in ("all", "half"):
+        (tmp_path / name).mkdir()
+    train, held_out = sides(tmp_path / "all", sources, config, 0.2)
+    half = shutil.copytree(sources, tmp_path / "sources")
+    for file in sorted(half.rglob("*.py"))[::2]:
+        file.unlink()
+    train_of_half, held_out_of_half = sides(tmp_path / "half", half, config, 0.2)
+    assert train_of_half < train
+    assert held_out_of_half < held_out
 
 
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_both_sides_get_a_file_however_extreme_the_share(config: CodeDataConfig, sources: Path, share: float) -> None:
-    train, held_out = split_sources(find_sources(sources, config)[0], share)
+def test_both_sides_get_a_file_however_extreme_the_share(
+    config: CodeDataConfig, sources: Path, tmp_path: Path, share: float
+) -> None:
+    train, held_out = sides(tmp_path, sources, config, share)
     assert min(len(train), len(held_out)) == 1
     assert len(train) + len(held_out) == 40
 
@@ -90,16 +106,19 @@ def test_hidden_and_installed_folders_other_suffixes_and_bad_files_are_skipped(t
     (tmp_path / "copy.py").write_bytes((tmp_path / "package0" / "module0.py").read_bytes())
     (tmp_path / "dangling.py").symlink_to(tmp_path / "nowhere.py")
     os.mkfifo(tmp_path / "pipe.py")  # reading it would wait for a writer
-    found, skipped = find_sources(tmp_path, CodeDataConfig())
+    corpus = source_files(tmp_path, CodeDataConfig())
+    found, skipped = corpus.identity, corpus.skipped
     assert len(found) == len(good)
     assert {s.path for s in found} <= good | {"copy.py"}
     assert skipped == {"no_file": 1, "unreadable": 1, "not_utf8": 1, "empty": 1, "repeated": 1}
 
 
 def test_max_bytes_takes_the_same_random_part_every_time(sources: Path) -> None:
-    whole = find_sources(sources, CodeDataConfig())[0]
-    part = find_sources(sources, CodeDataConfig(max_bytes=8_000))[0]
-    assert part == find_sources(sources, CodeDataConfig(max_bytes=8_000))[0]
+    def found(**fields: int) -> list[Source]:
+        return list(source_files(sources, CodeDataConfig(**fields)).identity)
+
+    whole, part = found(), found(max_bytes=8_000)
+    assert part == found(max_bytes=8_000)
     assert set(part) < set(whole)
     assert sum(s.size for s in part) <= 8_000
     assert part != whole[: len(part)]
@@ -283,8 +302,8 @@ def test_texts_with_endless_words_do_not_train_the_tokenizer(
 ) -> None:
     write_sources(tmp_path / "src", 8)
     seen: list[str] = []
-    train = code.train_tokenizer
-    monkeypatch.setattr(code, "train_tokenizer", lambda texts, *rest: train(seen_in(texts, seen), *rest))
+    train = tokenizer.train_tokenizer
+    monkeypatch.setattr(tokenizer, "train_tokenizer", lambda texts, *rest: train(seen_in(texts, seen), *rest))
     fields = {"path": str(tmp_path / "src"), "vocab_size": 290, "cache": str(tmp_path / "cache")}
     assert prepare(CodeDataConfig(**fields)).manifest["long_words"] == 0
     assert "not trained" not in capsys.readouterr().err

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,10 @@ import torch
 from accelerate.utils import send_to_device
 
 from comera.errors import ConfigError
-from comera.recipes import examples
-from comera.recipes.classify.prepared import PreparedExamples
-from comera.recipes.examples import ExampleBatch, Examples, ExampleWriter
-from comera.recipes.mnli.data import MNLIDataConfig, prepare
+from comera.files import SUMS
+from comera.recipes.classify.data import MNLI, ClassifyDataConfig, PreparedExamples, prepare
+from comera.recipes.data import prepared as examples
+from comera.recipes.data.prepared import ExampleBatch, Examples, ExampleWriter
 
 COUNT = 1003
 PAD = 0
@@ -153,7 +155,7 @@ def test_tokens_are_stored_as_small_as_they_are(tmp_path: Path, top: int, dtype:
 # The cache, with MNLI in it.
 
 
-def write_mnli(folder: Path) -> MNLIDataConfig:
+def write_mnli(folder: Path) -> ClassifyDataConfig:
     data = folder / "mnli"
     data.mkdir()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"]
@@ -161,7 +163,7 @@ def write_mnli(folder: Path) -> MNLIDataConfig:
     for name, count in (("train", 21), ("dev_matched", 5)):
         lines = [f'{{"premise": "{"a b " * (i + 1)}", "hypothesis": "c", "label": {i % 3}}}' for i in range(count)]
         (data / f"{name}.jsonl").write_text("\n".join(lines))
-    return MNLIDataConfig(path=str(data), max_length=32, cache=str(folder / "cache"))
+    return replace(MNLI, path=str(data), max_length=32, cache=str(folder / "cache"))
 
 
 def contents(data: PreparedExamples) -> dict[str, bytes]:
@@ -181,15 +183,15 @@ def test_steps_per_epoch_and_batches_of_the_data(tmp_path: Path) -> None:
     ]
     rows = [tuple(row) for i in range(6) for row in data.train_batch(i, 4, seed=0).input_ids.tolist()]
     assert len(rows) == 21
-    assert sum(len(batch.labels) for batch in data.dev_batches(2)) == 5
-    assert torch.equal(next(data.dev_batches(2)).input_ids, next(data.dev_batches(2)).input_ids)
+    assert sum(len(batch.labels) for batch in data.dev.sorted(2)) == 5
+    assert torch.equal(next(data.dev.sorted(2)).input_ids, next(data.dev.sorted(2)).input_ids)
 
 
 def test_the_second_time_the_cache_is_opened_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_mnli(tmp_path)
     first = prepare(config, quiet=True)
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # not even the library is needed
-    again = prepare(MNLIDataConfig(**{**vars(config), "buckets": 2}), quiet=True)
+    again = prepare(replace(config, buckets=2), quiet=True)
     assert again.folder == first.folder
     assert again.train_batch(0, 21, seed=0).input_ids.shape == (21, 32)
 
@@ -198,7 +200,7 @@ def test_other_contents_vocabulary_or_settings_give_another_cache(tmp_path: Path
     config = write_mnli(tmp_path)
     data = Path(config.path)
     fields = ({}, {"max_length": 16}, {"max_examples": 7})
-    folders = [prepare(MNLIDataConfig(**{**vars(config), **field}), quiet=True).folder for field in fields]
+    folders = [prepare(replace(config, **field), quiet=True).folder for field in fields]
     for file in (data / "vocab.txt", data / "dev_matched.jsonl", data / "train.jsonl"):
         file.write_text(file.read_text().replace("f", "g").replace('"c"', '"d"'))
         folders.append(prepare(config, quiet=True).folder)
@@ -209,9 +211,12 @@ def test_preparing_again_elsewhere_gives_the_same_bytes(tmp_path: Path) -> None:
     config = write_mnli(tmp_path)
     one = prepare(config, quiet=True)
     moved = Path(config.path).rename(tmp_path / "moved")
-    two = prepare(MNLIDataConfig(path=str(moved), max_length=32, cache=str(tmp_path / "other")), quiet=True)
+    two = prepare(replace(MNLI, path=str(moved), max_length=32, cache=str(tmp_path / "other")), quiet=True)
     assert one.folder.name == two.folder.name
-    assert contents(one) == contents(two)
+    ours, theirs = contents(one), contents(two)
+    noted = [json.loads(each.pop("manifest.json")) for each in (ours, theirs)]
+    assert noted[0] | {"names": noted[1]["names"]} == noted[1]  # which say where the pairs were
+    assert {**ours, SUMS: b""} == {**theirs, SUMS: b""}
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "train.tokens.npy", "train.labels.npy", "dev.offsets.npy"])
@@ -249,9 +254,10 @@ def test_an_interrupted_preparation_leaves_nothing(
 def test_a_killed_preparation_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
     config = write_mnli(tmp_path)
     program = f"""
+import json
 import os
-from comera.recipes.mnli import data as mnli
-from comera.recipes.examples import ExampleWriter
+from comera.recipes.classify import data as mnli
+from comera.recipes.data.prepared import ExampleWriter
 write = ExampleWriter.write
 ExampleWriter.write = lambda self, folder, part: write(self, folder, part) if part == "train" else os._exit(9)
 mnli.prepare(mnli.{config!r}, quiet=True)
@@ -288,7 +294,7 @@ def test_a_cache_that_is_a_file_is_a_config_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("COMERA_DATA" not in os.environ, reason="COMERA_DATA names no folder with mnli/ and vocab/")
 def test_the_real_sample(tmp_path: Path) -> None:
-    config = MNLIDataConfig(path=str(Path(os.environ["COMERA_DATA"], "mnli")), cache=str(tmp_path))
+    config = replace(MNLI, path=str(Path(os.environ["COMERA_DATA"], "mnli")), cache=str(tmp_path))
     data = prepare(config, quiet=True)
     assert (data.train_size, data.dev_size, data.vocab_size) == (41_379, 9_815, 30_522)
     assert data.label_counts["dev"] == {"entailment": 3_479, "neutral": 3_123, "contradiction": 3_213}

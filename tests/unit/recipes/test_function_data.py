@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import sysconfig
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,21 +14,22 @@ import pytest
 import torch
 
 from comera.errors import ConfigError, DataError
-from comera.recipes.code_lm import function_data
-from comera.recipes.code_lm.config import CodeDataConfig
-from comera.recipes.code_lm.data import prepare
-from comera.recipes.code_lm.function_data import (
+from comera.recipes.code_lm import data as function_data
+from comera.recipes.code_lm.data import (
     BUCKETS,
     IGNORED,
     PAIR,
+    CodeDataConfig,
     FunctionData,
     FunctionReader,
     PaddedBatch,
+    prepare,
     prepare_functions,
 )
 from comera.recipes.code_lm.functions import functions_of
-from comera.recipes.code_lm.vocabulary import Special
+from comera.recipes.code_lm.masking import Special
 
+from ...helpers.data_sets import data_set, save
 from ...helpers.function_files import function, write_modules, write_roberta, write_rows
 
 SUFFIXES = (".py", ".jsonl", ".jsonl.gz")
@@ -177,15 +176,10 @@ def test_rows_that_cannot_be_written_are_counted() -> None:
     assert rows == {"rows not_utf8": 2}
 
 
-def test_a_folder_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dataset(list[dict[str, Any]]):
-        _fingerprint = "1"
-
-    rows = [{"func_code_string": function(k, documented=True), "func_documentation_string": "Words."} for k in range(9)]
-    library = SimpleNamespace(load_from_disk=lambda path: {"train": Dataset(rows)})
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "dataset_dict.json").write_text("{}")
+def test_a_folder_of_datasets(tmp_path: Path) -> None:
+    codes = [function(k, documented=True) for k in range(9)]
+    rows = data_set({"func_code_string": codes, "func_documentation_string": ["Words."] * 9})
+    save(tmp_path / "saved", {"train": rows})
     config = CodeDataConfig(
         form="functions", path=str(tmp_path / "saved"), vocab_size=300, held_out=0.3, cache=str(tmp_path / "cache")
     )

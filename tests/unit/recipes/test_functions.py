@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from comera.recipes.code_lm.functions import Example, functions_of, mined, split_row
-from comera.recipes.sources import Document
+from comera.recipes.data.documents import Document
 
 FILE = '''"""Of the module."""
 import os

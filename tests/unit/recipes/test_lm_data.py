@@ -5,12 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,13 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from comera.errors import ConfigError, DataError
-from comera.recipes.corpus import train_tokenizer
+from comera.recipes.data.documents import LARGE_FILE
+from comera.recipes.data.tokenizer import train_tokenizer
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.ngrams import NAMES, ngram_losses
 from comera.recipes.lm.tokenizer import END_OF_TEXT, byte_tokenizer, run_files, separator_of, token_bytes
-from comera.recipes.sources import LARGE_FILE
+
+from ...helpers.data_sets import data_set, put_on_hub, save
 
 TEXTS = [f"Document {i}: é, 漢字 and 🙂.\n" + f"def f_{i}(x):\n    return x + {i}\n" * 9 for i in range(30)]
 
@@ -53,16 +53,8 @@ def jsonl_gz(tmp_path: Path) -> Path:
     return tmp_path / "packed"
 
 
-class Rows(list):  # type: ignore[type-arg]
-    """What the recipe uses of `datasets.Dataset`."""
-
-    _fingerprint = "f00d"
-
-
 def saved_dataset(tmp_path: Path) -> Path:
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "state.json").write_text("{}")
-    return tmp_path / "saved"
+    return save(tmp_path / "saved", data_set({"text": TEXTS}))
 
 
 def hub(tmp_path: Path) -> Path:
@@ -74,16 +66,11 @@ def documents(data: LMData) -> list[str]:
     return whole.decode().split("\0")[:-1]
 
 
-@pytest.fixture
-def datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows({"text": text} for text in TEXTS)
-    library = SimpleNamespace(load_from_disk=lambda path: rows, load_dataset=lambda name, subset: {"train": rows})
-    monkeypatch.setitem(sys.modules, "datasets", library)
-
-
 @pytest.mark.parametrize("kind", [folder, jsonl, jsonl_gz, saved_dataset, hub])
-@pytest.mark.usefixtures("datasets")
-def test_every_kind_of_data_gives_all_its_documents(kind: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_every_kind_of_data_gives_all_its_documents(
+    kind: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_hub(monkeypatch, {"train": data_set({"text": TEXTS})})
     data = prepare(config(tmp_path, kind(tmp_path)), quiet=True)
     assert sorted(documents(data)) == sorted(TEXTS)
     assert data.vocab_size == 290
@@ -209,20 +196,13 @@ def test_malformed_rows_are_errors(rows: str, message: str, tmp_path: Path) -> N
         prepare(config(tmp_path, tmp_path / "rows.jsonl"), quiet=True)
 
 
-def test_no_text_no_folder_and_no_library_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
+def test_no_text_and_no_folder_are_errors(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "image.png").write_bytes(b"\x89PNG")
     with pytest.raises(DataError, match=r"two documents.*got 0 \(skipped: none\): check data\.path, data\.suffixes"):
         prepare(config(tmp_path, tmp_path / "bare"), quiet=True)
     with pytest.raises(DataError, match=r"nowhere, which does not exist: check data\.path"):
         prepare(config(tmp_path, tmp_path / "nowhere"), quiet=True)
-    with pytest.raises(
-        ConfigError, match=r"some-texts does not exist; the hub's data sets need `pip install datasets`"
-    ):
-        prepare(config(tmp_path, hub(tmp_path)), quiet=True)
-    with pytest.raises(ConfigError, match=r"a folder of the library datasets, which needs `pip install datasets`"):
-        prepare(config(tmp_path, saved_dataset(tmp_path)), quiet=True)
     for path in (tmp_path / "a", tmp_path / "b"):
         path.mkdir()
         (path / "tiny.txt").write_text(path.name)
@@ -231,14 +211,10 @@ def test_no_text_no_folder_and_no_library_are_errors(tmp_path: Path, monkeypatch
 
 
 def test_the_hub_says_what_it_did_not_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str, subset: str | None) -> Any:
-        raise FileNotFoundError(f"Dataset '{name}' does not exist")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    put_on_hub(monkeypatch, FileNotFoundError("Dataset 'someone/some-texts' does not exist"))
     with pytest.raises(DataError, match=r"data\.path: expected a file, a folder or a data set .*does not exist"):
         prepare(config(tmp_path, hub(tmp_path)), quiet=True)
-    splits = SimpleNamespace(load_dataset=lambda name, subset: {"test": Rows()})
-    monkeypatch.setitem(sys.modules, "datasets", splits)
+    put_on_hub(monkeypatch, {"test": data_set({"text": TEXTS})})
     with pytest.raises(DataError, match=r"a data set with the split train, got .* with test"):
         prepare(config(tmp_path, hub(tmp_path)), quiet=True)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import BertTokenizerFast
 
 from comera.errors import ConfigError
-from comera.recipes.classify import prepared
-from comera.recipes.mnli.data import MNLIDataConfig, prepare
-from comera.recipes.mnli.files import LABELS
-from comera.recipes.progress import Progress
+from comera.recipes.classify import data as prepared
+from comera.recipes.classify.data import MNLI, prepare
+from comera.recipes.classify.data import MNLI_LABELS as LABELS
+from comera.recipes.data.cache import Progress
 
 from ...helpers.mnli_rows import TRAIN, config_of, ids_of, random_pairs, read, write_jsonl, write_vocabulary
 
@@ -39,7 +40,7 @@ def test_the_longer_sentence_is_cut_first(tmp_path: Path) -> None:
 
 def test_special_tokens_written_in_a_sentence_are_ordinary_text(tmp_path: Path) -> None:
     data = read(write_jsonl(tmp_path / "mnli", [("a [SEP] b", "[CLS] [MASK] [PAD]", 0)]))
-    ids, special = ids_of(data.train)[0], data.manifest["special_tokens"]
+    ids, special = ids_of(data.train)[0], data.tokenizer.tokenizer.get_vocab()
     assert [ids.count(special[token]) for token in ("[CLS]", "[SEP]", "[MASK]", "[PAD]")] == [1, 2, 0, 0]
     assert data.train.boundaries.tolist() == [ids.index(special["[SEP]"]) + 1]
 
@@ -68,7 +69,7 @@ def test_max_examples_takes_the_first_training_pairs_that_count(tmp_path: Path) 
 )
 def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"data\.{field} must be .*, got"):
-        MNLIDataConfig(**{field: value})
+        replace(MNLI, **{field: value})
 
 
 def test_what_is_said_on_the_way(
@@ -76,14 +77,15 @@ def test_what_is_said_on_the_way(
 ) -> None:
     monkeypatch.setattr(prepared, "ENCODE_EXAMPLES", 2)
     prepare(config_of(write_jsonl(tmp_path / "mnli")))
-    assert capsys.readouterr().err == "MNLI: 3 pairs to train on, 2 held out\n"
-    counts: list[int | None] = []
-    to = Progress.to
-    monkeypatch.setattr(Progress, "to", lambda bar, done, count: counts.append(count) or to(bar, done, count))
+    assert capsys.readouterr().err.splitlines() == [
+        "mnli: columns: text 'premise', text 'hypothesis', label 'label'",
+        f"mnli: 3 examples to train on, 2 held out; 3 labels: {', '.join(LABELS)}; 34 different tokens",
+    ]
+    counts: list[int] = []
+    add = Progress.add
+    monkeypatch.setattr(Progress, "add", lambda bar, amount: counts.append(amount) or add(bar, amount))
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     prepare(config_of(tmp_path / "mnli", max_length=64))
-    assert counts == [2, 3, 2]
-    shown = capsys.readouterr().err
-    assert "preparing MNLI" in shown
-    assert "3 examples" in shown
+    assert counts == [2, 1, 2]
+    assert "preparing the texts" in capsys.readouterr().err

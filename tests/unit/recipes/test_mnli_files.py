@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
+import datasets
 import pytest
 
 from comera.errors import DataError
-from comera.recipes.mnli.data import MNLIDataConfig, prepare
-from comera.recipes.mnli.files import LABELS
+from comera.recipes.classify.data import MNLI, prepare
+from comera.recipes.classify.data import MNLI_LABELS as LABELS
 
+from ...helpers.data_sets import data_set, put_on_hub, save
 from ...helpers.mnli_rows import DEV, TRAIN, Rows, assert_same_arrays, read, write_jsonl, write_vocabulary
 
 
@@ -55,98 +55,71 @@ def test_quotes_in_a_table_are_ordinary_characters(tmp_path: Path) -> None:
     assert read(tmp_path / "mnli").train_size == 2
 
 
-class FakeDataset:
-    """As much of datasets.Dataset as is used: its columns, features and slices."""
+def splits_of(names: list[str] | None, train: Rows = TRAIN) -> dict[str, datasets.Dataset]:
+    """TRAIN and DEV, labels as numbers of these names or as text."""
 
-    def __init__(self, rows: Rows, names: list[str] | None) -> None:
-        self.rows = rows
-        self.features = {"label": SimpleNamespace(names=names) if names else SimpleNamespace(dtype="string")}
-        self.column_names = ["promptID", "premise", "hypothesis", "label"]
+    def split(rows: Rows) -> datasets.Dataset:
+        columns = dict(zip(("premise", "hypothesis", "label"), map(list, zip(*rows, strict=True)), strict=True))
+        if names is None:
+            return data_set({"promptID": [0] * len(rows), **columns})
+        return data_set(columns | {"label": [names.index(label) for label in columns["label"]]}, label=names)
 
-    def with_format(self, kind: None) -> FakeDataset:
-        return self
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, part: slice) -> dict[str, list[Any]]:
-        columns = ("premise", "hypothesis", "label")
-        return {name: [row[i] for row in self.rows[part]] for i, name in enumerate(columns)}
-
-
-def fake_datasets(monkeypatch: pytest.MonkeyPatch, names: list[str] | None = None) -> list[str]:
-    """Put a library `datasets` in place that has TRAIN and DEV under every name; returns what was asked of it."""
-
-    def numbered(rows: Rows) -> Rows:
-        return [(a, b, names.index(c)) for a, b, c in rows] if names else rows
-
-    splits = {"train": FakeDataset(numbered(TRAIN), names), "validation_matched": FakeDataset(numbered(DEV), names)}
-    asked: list[str] = []
-
-    def load(path: str) -> dict[str, FakeDataset]:
-        asked.append(path)
-        return splits
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=load, load_dataset=load))
-    return asked
+    return {"train": split(train), "validation_matched": split(DEV)}
 
 
 @pytest.mark.parametrize("names", [None, list(LABELS), ["contradiction", "entailment", "neutral"]])
 def test_a_folder_saved_by_datasets_gives_the_same_arrays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str] | None
 ) -> None:
-    monkeypatch.setattr("comera.recipes.classify.files.DATASETS_ROWS", 2)
-    asked = fake_datasets(monkeypatch, names)
-    saved = tmp_path / "saved"
+    saved = save(tmp_path / "saved", splits_of(names))
     write_vocabulary(saved / "vocab.txt")
-    (saved / "train").mkdir()
-    (saved / "dataset_dict.json").write_text('{"splits": ["train", "validation_matched"]}')
-    (saved / "train" / "state.json").write_text('{"_fingerprint": "1"}')
     first = read(saved)
     assert_same_arrays(first, read(write_jsonl(tmp_path / "mnli")))
-    assert asked == [str(saved)]
-    monkeypatch.setitem(sys.modules, "datasets", None)  # the second time the library is not needed
-    assert read(saved).folder == first.folder
-    (saved / "train" / "state.json").write_text('{"_fingerprint": "2"}')
-    with pytest.raises(DataError, match="`datasets`, which is not installed: pip install datasets"):
-        read(saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_from_disk", None)  # the second time nothing is loaded
+        assert read(saved).folder == first.folder
+    other = save(tmp_path / "other", splits_of(names, [*TRAIN[:2], ("a", "b", "neutral")]))
+    write_vocabulary(other / "vocab.txt")
+    assert read(other).folder != first.folder
 
 
 def test_a_data_set_on_the_hub_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_datasets(monkeypatch, list(LABELS))
+    asked = put_on_hub(monkeypatch, splits_of(list(LABELS)))
     vocab = write_vocabulary(tmp_path / "words" / "vocab.txt")
-    config = MNLIDataConfig(path="someone/mnli", vocab=str(vocab.parent), cache=str(tmp_path / "cache"))
+    config = replace(MNLI, path="someone/mnli", tokenizer=str(vocab.parent), cache=str(tmp_path / "cache"))
     assert_same_arrays(prepare(config, quiet=True), read(write_jsonl(tmp_path / "mnli")))
     assert prepare(config, quiet=True).train_size == 3
     assert asked == ["someone/mnli"]
 
 
 def test_a_hub_that_cannot_be_reached_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(path: str) -> None:
-        raise ConnectionError(f"no route to {path}")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
+    put_on_hub(monkeypatch, ConnectionError("no route to someone/mnli"))
     vocab = str(write_vocabulary(tmp_path / "vocab.txt"))
-    config = MNLIDataConfig(path="someone/mnli", vocab=vocab, cache=str(tmp_path / "cache"))
+    config = replace(MNLI, path="someone/mnli", tokenizer=vocab, cache=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"got someone/mnli, which could not be loaded \(ConnectionError: no route"):
         prepare(config, quiet=True)
     with pytest.raises(DataError, match=r"got no folder at data\.path \('someone/mnli'\) .*: unpack https://"):
-        prepare(MNLIDataConfig(path="someone/mnli"), quiet=True)
+        prepare(replace(MNLI, path="someone/mnli"), quiet=True)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("splits", "message"),
     [
-        (lambda splits: splits.pop("train"), "expected the split train, got validation_matched"),
-        (lambda splits: splits["train"].column_names.remove("label"), r"columns premise, hypothesis, label, got"),
-        (lambda splits: splits["train"].rows.append(("a", "b", 7)), r"hub/x \(train\), line 4: .* got 7"),
+        ({"validation_matched": splits_of(None)["train"]}, "with the split train, got hub/x with validation_matched"),
+        (
+            {"train": splits_of(None)["train"].remove_columns("label")},
+            r"columns premise, hypothesis, label, got promptID, premise, hypothesis: set data\.text",
+        ),
+        (
+            {"train": data_set({"premise": ["a"] * 4, "hypothesis": ["b"] * 4, "label": [0, 1, 2, 7]})},
+            r"hub/x \(train\), line 4: .* got 7",
+        ),
     ],
 )
 def test_other_data_from_datasets_are_data_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], object], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, splits: dict[str, datasets.Dataset], message: str
 ) -> None:
-    fake_datasets(monkeypatch, list(LABELS))
-    change(sys.modules["datasets"].load_dataset("hub/x"))
+    put_on_hub(monkeypatch, splits)
     vocab = str(write_vocabulary(tmp_path / "vocab.txt"))
     with pytest.raises(DataError, match=message):
-        prepare(MNLIDataConfig(path="hub/x", vocab=vocab, cache=str(tmp_path / "cache")), quiet=True)
+        prepare(replace(MNLI, path="hub/x", tokenizer=vocab, cache=str(tmp_path / "cache")), quiet=True)

@@ -5,27 +5,28 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from comera.errors import ConfigError, DataError
+from comera.errors import DataError
 from comera.recipes.classify import data as classify
-from comera.recipes.classify.prepared import PreparedExamples
+from comera.recipes.classify.data import MNLI, PreparedExamples
 from comera.recipes.code_lm import data as code
+from comera.recipes.data.documents import TextReader, open_corpus
+from comera.recipes.data.tables import read_rows
 from comera.recipes.dlrm import criteo
 from comera.recipes.lm import data as lm
-from comera.recipes.mnli.data import MNLIDataConfig
-from comera.recipes.mnli.data import prepare as prepare_pairs
-from comera.recipes.rows import read_rows
-from comera.recipes.sources import TextReader, open_corpus
 
+from ...helpers.data_sets import data_set, put_on_hub, save
 from ...helpers.mnli_rows import ids_of, write_vocabulary
 
 TEXTS = [f'def f_{i}(x):\n    return "a, b", x + {i}\n' for i in range(60)]
@@ -81,9 +82,9 @@ def read_table(recipe: str, file: Path, tmp_path: Path, **fields: Any) -> Any:
     if recipe == "classify":
         return classify.prepare(classify.ClassifyDataConfig(**fields, vocab_size=300), quiet=True)
     if recipe == "mnli":
-        fields |= {"premise_field": "text", "hypothesis_field": "other"}
+        fields |= {"text": "text", "pair": "other"}
         vocab = write_vocabulary(tmp_path / "words" / "vocab.txt")
-        return prepare_pairs(MNLIDataConfig(**fields, vocab=str(vocab)), quiet=True)
+        return classify.prepare(replace(MNLI, **fields, tokenizer=str(vocab)), quiet=True)
     if recipe == "dlrm":
         return criteo.prepare(criteo.CriteoConfig(**fields, numbers=("other",), categories=("text",)), quiet=True)
     named = {"code_field": "text"} if recipe == "functions" else {"block_size": 16}
@@ -222,45 +223,16 @@ def test_code_lm_reads_rows(write: Write, tmp_path: Path) -> None:
     assert code.prepare(config, quiet=True).folder == data.folder
 
 
-def as_dataset(monkeypatch: pytest.MonkeyPatch, columns: dict[str, list[Any]], **features: Any) -> None:
-    """Put a library `datasets` in place that has these columns, in one split, under every name."""
-
-    class Dataset:
-        """What the recipes use of `datasets.Dataset`."""
-
-        _fingerprint = "1"
-
-        def __init__(self) -> None:
-            self.column_names, self.features = list(columns), features
-
-        def __len__(self) -> int:
-            return len(next(iter(columns.values())))
-
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-
-        def __getitem__(self, part: slice) -> dict[str, list[Any]]:
-            return {name: values[part] for name, values in columns.items()}
-
-        def with_format(self, kind: None) -> Dataset:
-            return self
-
-    library = SimpleNamespace(
-        load_from_disk=lambda path: Dataset(), load_dataset=lambda path, subset=None: {"train": Dataset()}
-    )
-    monkeypatch.setitem(sys.modules, "datasets", library)
-
-
 def test_code_lm_reads_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_dataset(monkeypatch, {"code": TEXTS})
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "state.json").write_text("{}")
+    rows = data_set({"code": TEXTS})
+    save(tmp_path / "saved", rows)
+    put_on_hub(monkeypatch, {"train": rows})
     config = {"text_field": "code", "vocab_size": 300, "block_size": 16, "cache": str(tmp_path / "cache")}
     saved = code.prepare(code.CodeDataConfig(path=str(tmp_path / "saved"), **config), quiet=True)
     hub = code.prepare(code.CodeDataConfig(path="someone/code", **config), quiet=True)
     np.testing.assert_array_equal(saved.train, hub.train)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="need `pip install datasets`"):
+    put_on_hub(monkeypatch, ConnectionError("no route"))
+    with pytest.raises(DataError, match=r"got someone/code, which could not be loaded \(ConnectionError: no route\)"):
         code.prepare(code.CodeDataConfig(path="someone/code", **config), quiet=True)
 
 
@@ -269,10 +241,10 @@ PAIRS = [{"first": f"a {w}", "second": f"{w} he", "answer": ("yes", "no")[i % 3 
 
 
 def pairs(path: Path, tmp_path: Path, **fields: Any) -> PreparedExamples:
-    named = {"premise_field": "first", "hypothesis_field": "second", "label_field": "answer", "held_out": 0.2}
+    named = {"text": "first", "pair": "second", "label": "answer", "held_out": 0.2}
     vocab = str(write_vocabulary(tmp_path / "words" / "vocab.txt"))
-    config = MNLIDataConfig(path=str(path), vocab=vocab, cache=str(tmp_path / "cache"), **(named | fields))
-    return prepare_pairs(config, quiet=True)
+    config = replace(MNLI, path=str(path), tokenizer=vocab, cache=str(tmp_path / "cache"), **(named | fields))
+    return classify.prepare(config, quiet=True)
 
 
 @pytest.mark.parametrize("write", [write_csv, write_packed_csv, write_tsv, write_jsonl])
@@ -291,13 +263,13 @@ def test_held_out_pairs_in_a_file_of_their_own_and_numbers_as_labels(tmp_path: P
     (tmp_path / "dev").mkdir()
     train = write_csv(tmp_path, [row | {"answer": k % 11} for k, row in enumerate(PAIRS)])
     dev = write_jsonl(tmp_path / "dev", [row | {"answer": 10} for row in PAIRS[:5]])
-    data = pairs(train, tmp_path, held_out_path=str(dev))
+    data = pairs(train, tmp_path, valid=str(dev))
     assert (data.train_size, data.dev_size) == (90, 5)
     assert data.label_names == tuple(map(str, range(11)))
     assert data.label_counts["dev"]["10"] == 5
     other = write_jsonl(tmp_path / "dev", [PAIRS[0] | {"answer": "maybe"}])
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: expected as label 0 \(0\), .* got 'maybe'"):
-        pairs(train, tmp_path, held_out_path=str(other))
+        pairs(train, tmp_path, valid=str(other))
 
 
 def test_mnlis_labels_keep_their_numbers(tmp_path: Path) -> None:
@@ -308,7 +280,7 @@ def test_mnlis_labels_keep_their_numbers(tmp_path: Path) -> None:
 def test_a_data_set_of_one_split_and_other_labels_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {name: [row[name] for row in PAIRS] for name in PAIRS[0]}
     columns["answer"] = [int(answer == "yes") for answer in columns["answer"]]
-    as_dataset(monkeypatch, columns, answer=SimpleNamespace(names=["no", "yes"]))
+    put_on_hub(monkeypatch, {"train": data_set(columns, answer=["no", "yes"])})
     data = pairs(Path("someone/pairs"), tmp_path)
     assert data.label_names == ("no", "yes")
     read = pairs(write_csv(tmp_path, PAIRS), tmp_path)
@@ -316,19 +288,19 @@ def test_a_data_set_of_one_split_and_other_labels_is_divided(tmp_path: Path, mon
         assert ids_of(ours) == ids_of(theirs)
         np.testing.assert_array_equal(ours.labels, theirs.labels)
     with pytest.raises(DataError, match=r"expected the columns first, b, answer, got first, second, answer: set data"):
-        pairs(Path("someone/pairs"), tmp_path, hypothesis_field="b")
+        pairs(Path("someone/pairs"), tmp_path, pair="b")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"label_field": "label"},
+            {"label": "label"},
             r"line 2: expected the fields .* label, got first, second, answer: set",
         ),
-        ({"held_out_path": "nowhere.csv"}, r"expected a file of pairs .*, got .*nowhere\.csv, which is no file"),
+        ({"valid": "nowhere.csv"}, r"expected a file of rows .*, got .*nowhere\.csv, which is no file"),
         ({"held_out": 1e-9}, r"\(the 1e-09 of it that is held out\): expected labeled .* and data\.held_out"),
-        ({"label_field": "first"}, r"such as '.*': is data\.label_field the column of the labels\?"),
+        ({"label": "first"}, r"such as '.*': is data\.label the column of the labels\?"),
     ],
 )
 def test_pairs_that_cannot_be_read_are_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -342,5 +314,50 @@ def test_one_label_alone_and_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected two labels or more, got yes alone: check data"):
         pairs(write_csv(tmp_path, [row | {"answer": "yes"} for row in PAIRS]), tmp_path)
     (tmp_path / "pairs.xlsx").write_bytes(b"PK")
-    with pytest.raises(DataError, match=r"expected a file of pairs \(\.jsonl .*, got .*xlsx, which is another file"):
+    with pytest.raises(DataError, match=r"expected a file of rows \(\.jsonl .*, got .*xlsx, which is another file"):
         pairs(tmp_path / "pairs.xlsx", tmp_path)
+
+
+OFFLINE = """
+import sys
+from pathlib import Path
+sys.addaudithook(lambda event, args: event.startswith("socket.") and sys.exit(f"network: {event} {args}"))
+from comera.recipes.classify.data import ClassifyDataConfig
+from comera.recipes.classify.data import prepare as classify
+from comera.recipes.lm.data import LMDataConfig
+from comera.recipes.lm.data import prepare as lm
+
+folder = Path(sys.argv[1])
+lm(LMDataConfig(path=str(folder / "rows.csv"), vocab_size=256, block_size=16, cache=str(folder / "cache")))
+classify(ClassifyDataConfig(path=str(folder / "rows.csv"), vocab_size=300, cache=str(folder / "cache")))
+"""
+
+
+def test_local_files_are_read_without_the_network_and_leave_nothing_at_home(tmp_path: Path) -> None:
+    write_csv(tmp_path, [{"text": text, "label": k % 2} for k, text in enumerate(TEXTS)])
+    (tmp_path / "home").mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    away = kept | {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", OFFLINE, str(tmp_path)], env=away, check=True, capture_output=True)
+    assert list((tmp_path / "home").rglob("*")) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.csv", "home", "cache"}
+
+
+OPENED: list[Any] = []  # an audit hook stays until the process ends
+sys.addaudithook(
+    lambda event, args: event == "open" and str(args[0]).endswith("rows.csv") and OPENED.append(str(args[0]))
+)
+
+
+@pytest.mark.parametrize("recipe", ["lm", "files", "functions", "classify", "mnli"])
+def test_what_is_prepared_is_read_twice_at_most(recipe: str, tmp_path: Path) -> None:
+    code = '"def f{0}(a):\n  b = a + {0}\n  return b"'
+    rows = ["text,other,label", *(f"{code.format(k)},he had {k},{k % 2}" for k in range(200))]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    for most in (2, 1):  # the second time the prepared data is opened
+        OPENED.clear()
+        assert read_table(recipe, tmp_path / "rows.csv", tmp_path, **FIELDS.get(recipe, {}))
+        assert 1 <= list(map(str, OPENED)).count(str(tmp_path / "rows.csv")) <= most
+
+
+FIELDS: dict[str, dict[str, Any]] = {"classify": {"text": "text", "label": "label"}}

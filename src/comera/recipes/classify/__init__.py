@@ -1,8 +1,9 @@
-"""Classification of texts and of pairs: `recipe` trains; `files` reads the rows, `prepared` tokenizes them, `task` says
-what is learned, for this recipe and for mnli."""
+"""Classification of texts and of pairs: `recipe` trains; `rows` reads the rows, `data` makes tokens of them, and `task`
+says what is learned; `mnli` is the recipe under the name that its presets for MNLI had."""
 
 from comera.extras import require
 
-require("comera.recipes.classify", "comera[train]", "accelerate", "rich", "tokenizers", "transformers", "yaml")
+_PACKAGES = ("accelerate", "datasets", "rich", "tokenizers", "transformers", "yaml")
+require("comera.recipes.classify", "comera[train]", *_PACKAGES)
 
-__all__ = ["data", "files", "prepared", "recipe", "task"]
+__all__ = ["data", "mnli", "recipe", "rows", "task"]

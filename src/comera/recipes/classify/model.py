@@ -14,12 +14,15 @@ from comera.baselines import BaselineConfig, Conversion, Method, apply_method_
 from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
 from comera.errors import CheckpointError, ConfigError, ConversionError, check_fields
+from comera.files import typed_path
 from comera.nn.tensor_train import CompressedLayer
 from comera.recipes.bert import ModelConfig
-from comera.recipes.paths import typed_path
 
 CONFIG = "config.json"  # of transformers; in a run's folder, so that its model can be built without the checkpoint
 SEGMENTS = 2
+# The published modes of BERT's token embedding; for linear layers, balanced modes already give the published ones.
+_TABLE = (30_522, 768)
+_TABLE_ROWS, _TABLE_COLUMNS = (16, 20, 10, 10), (4, 4, 8, 6)
 
 
 @dataclass(frozen=True)
@@ -59,19 +62,23 @@ class CompressConfig:
 
     ratio: float | None = 5.0
     """How many times smaller the whole model becomes, at the start; none with ranks."""
-    format: Literal["btt", "tt"] | None = None
+    format: Literal["btt", "tt", "dense"] | None = None
     """Format of linear layers. btt, a block tensor train, learns most for what it costs; tt, a tensor train, goes to
-    much smaller sizes. Default: btt; tt for decomposed weights, of which two factors keep most."""
+    much smaller sizes; dense leaves them as they are. Default: btt; tt for decomposed weights, of which two factors
+    keep most."""
     order: int | None = None
     """Cores in the tensor train of a linear layer; tt only. Default: 4, 2 for decomposed weights."""
-    rank: int | None = None
-    """Initial rank of linear layers, in place of a ratio."""
+    rank: int | tuple[int, ...] | None = None
+    """Initial rank of linear layers, in place of a ratio: one value, clipped where the modes or blocks allow less, or
+    for tt one per inner rank."""
+    blocks: tuple[int, int] | None = None
+    """Input and output blocks of linear layers; btt only. Default: about the square roots of the features."""
     embedding: Literal["ttm", "low_rank"] = "ttm"
     """Format of the token embedding: ttm, a TT-matrix, or low_rank, a product of two matrices in which every token has
     parameters of its own."""
     embedding_order: int | None = None
     """Cores in the TT-matrix of the token embedding; ttm only. Default: 3, 2 for decomposed weights."""
-    embedding_rank: int | None = None
+    embedding_rank: int | tuple[int, ...] | None = None
     """Initial TT-rank of the token embedding, in place of a ratio."""
     init: Literal["random", "decompose"] | None = None
     """Start from random cores, or from the decomposed weights of a checkpoint. Default: decompose with
@@ -81,7 +88,7 @@ class CompressConfig:
         ranks = (self.rank, self.embedding_rank)
         checks = {
             "ratio": (self.ratio is None or 1 < self.ratio < float("inf"), "a number > 1, or none with ranks"),
-            "format": (self.format in (None, "btt", "tt"), "btt or tt"),
+            "format": (self.format in (None, "btt", "tt", "dense"), "btt, tt or dense"),
             "embedding": (self.embedding in ("ttm", "low_rank"), "ttm or low_rank"),
             "init": (self.init in (None, "random", "decompose"), "random or decompose"),
         }
@@ -100,7 +107,10 @@ class CompressConfig:
         blocks = blocks if self.format is None else self.format == "btt"
         order = order if self.order is None else self.order
         table_order = table_order if self.embedding_order is None else self.embedding_order
-        linear = BTT(rank=self.rank) if blocks else TT(order=order, rank=self.rank)
+        linear: TT | BTT | None = None
+        if self.format != "dense":
+            rank: Any = self.rank  # BTT refuses several
+            linear = BTT(rank=rank, blocks=self.blocks) if blocks else TT(order=order, rank=rank)
         table = TTM(order=table_order, rank=self.embedding_rank)
         if self.embedding == "low_rank":
             table = TTM.low_rank(self.embedding_rank)
@@ -202,13 +212,22 @@ def convert_(
     *,
     trained: bool,
     empty: bool = False,
+    published: bool = False,
 ) -> Conversion:
     """Convert a dense model in place, as the method does; returns the report of that. trained: its weights are those
-    of a checkpoint; empty: they are not there yet, as before a run's own are loaded, so that nothing is decomposed."""
+    of a checkpoint; empty: they are not there yet, as before a run's own are loaded, so that nothing is decomposed.
+    published: as in the paper, BERT's token embedding has the modes of there, and baselines keep the classifier
+    alone."""
     if method == "narrow":
         return None
     kept = outside(model)
     formats = compress.tensorize(kept, trained)
+    if published:
+        table: Any = model.get_input_embeddings()
+        if (*table.weight.shape, compress.embedding, compress.embedding_order) == (*_TABLE, "ttm", len(_TABLE_ROWS)):
+            modes = replace(formats.embedding, row_modes=_TABLE_ROWS, col_modes=_TABLE_COLUMNS)  # type: ignore[type-var]
+            formats = replace(formats, embedding=modes)
+        kept = ("classifier",)
     formats = replace(formats, init="random") if empty else formats
     if method == "comera" and compress.ratio is not None:
         try:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from comera.baselines import Conversion
 from comera.files import replace_file
-from comera.recipes.classify.prepared import PreparedExamples
-from comera.recipes.examples import ExampleBatch
+from comera.recipes.classify.data import PreparedExamples
+from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.stages import is_main, log
 from comera.recipes.task import RecipeTask, evaluate_last, write_test
 from comera.trainer.metrics import Summary, to_json

@@ -2,6 +2,8 @@
 
 from comera.extras import require
 
-require("comera.recipes.code_lm", "comera[train]", "accelerate", "rich", "tokenizers", "transformers", "yaml")
+require(
+    "comera.recipes.code_lm", "comera[train]", "accelerate", "datasets", "rich", "tokenizers", "transformers", "yaml"
+)
 
 __all__ = ["data", "recipe"]

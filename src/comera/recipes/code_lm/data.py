@@ -1,52 +1,215 @@
-"""Source code as packed blocks of tokens, and masked batches for BERT-style pre-training.
+"""Source code as sequences of tokens, and masked batches of them for BERT-style pre-training.
 
-    files -> training | held-out (by a hash of the path) -> byte-level BPE -> <s> file </s> <s> file </s> ... -> blocks
+    form files       files -> training | held-out -> byte-level BPE -> <s> file </s> <s> file </s> ... -> blocks
+    form functions   documents -> training | held-out -> functions -> <s> code </s> or <s> docstring </s> code </s>, cut
 
-Preparation is deterministic and happens once: tokens and tokenizer stay in a cache folder named by a digest of the
-files' contents and the settings. Batches are pure functions of their place in the run, so a resumed run sees the same
-ones.
-B batch, T block size, P masked positions, V vocabulary."""
+A sequence of functions holds one example, and a batch examples of near-equal length, padded to one of a few lengths.
+Packed blocks, as of whole files, would have no padding, but would cut pairs in two at their ends, and show a function
+others that no user of the encoder puts beside it; and among examples of near-equal length there is little padding.
+Preparation is deterministic and happens once. Batches are pure functions of their place in the run, so a resumed run
+sees the same ones.
+B batch, T block size or tokens of a padded example, P masked positions, N examples, V vocabulary."""
 
-import json
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from comera.errors import DataError
-from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.code_lm.config import CodeDataConfig as CodeDataConfig
-from comera.recipes.code_lm.function_data import FunctionData, prepare_functions
-from comera.recipes.code_lm.masking import HELD_OUT_SEED, Masking
-from comera.recipes.code_lm.vocabulary import ROLES, SPECIAL_TOKENS, Special, run_files
-from comera.recipes.corpus import (
-    Source,
-    find_files,
-    id_dtype,
-    open_tokens,
-    permutation,
-    place,
-    read,
-    report_skipped,
-    sample_texts,
-    train_rows,
-    train_tokenizer,
-    write_tokens,
+from comera.errors import ConfigError, DataError, check_fields
+from comera.files import typed_path
+from comera.recipes.code_lm.functions import mined
+from comera.recipes.code_lm.masking import (
+    HELD_OUT_SEED,
+    ROLES,
+    SPECIAL_TOKENS,
+    Array,
+    Masking,
+    Special,
+    frame_,
+    run_files,
 )
-from comera.recipes.paths import typed_path
-from comera.recipes.progress import Progress
-from comera.recipes.sources import Document, Part, TextReader, is_dataset, open_corpus, sample, split
-from comera.recipes.tokenizer_files import FILE
-from comera.recipes.tokenizers import TextTokenizer
+from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
+from comera.recipes.data.documents import (
+    SUFFIXES,
+    Corpus,
+    Document,
+    Part,
+    TextReader,
+    as_text,
+    find_files,
+    is_dataset,
+    joined,
+    open_corpus,
+    read,
+    split,
+    text_of,
+)
+from comera.recipes.data.prepared import (
+    ENCODE_EXAMPLES,
+    Examples,
+    ExampleWriter,
+    id_dtype,
+    open_stream,
+    permutation,
+    read_manifest,
+    train_rows,
+    write_manifest,
+    write_streams,
+)
+from comera.recipes.data.tokenizer import (
+    BYTE_ROLES,
+    FILE,
+    TextTokenizer,
+    given_tokenizer,
+    report_skipped,
+    train_on,
+)
 
-FORMAT = 2  # of the cache folder; raise it when its contents, or how they are made, change
+FORMATS = {"files": 2, "functions": 1}  # of the cache folders; raise them when contents, or how they are made, change
+BUCKETS = 8  # lengths that batches of functions are padded to
+COUNTED_TOKENS = 2**23  # of the functions to train on, at most, that the frequencies are taken from
+IGNORED = -100  # a label that no loss counts
+SINGLE, PAIR = range(2)  # labels of the stored functions
+
+# Columns of CodeSearchNet: of its files, and of the data set on the hub.
+CODE_FIELDS = ("original_string", "whole_func_string", "func_code_string", "code")
+DOCSTRING_FIELDS = ("docstring", "func_documentation_string")
+PATH_FIELDS = ("path", "func_path_in_repository")
+
+SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256  # a byte-level BPE starts with the 256 bytes
+FEWEST_TOKENS = {"files": 4, "functions": 8}  # of a sequence: a pair has three special ones
+Form = Literal["files", "functions"]
+
+
+@dataclass(frozen=True)
+class CodeDataConfig:
+    """The source code and how it becomes sequences of tokens."""
+
+    form: Form = "files"
+    """files: whole files, packed into blocks; functions: single functions and pairs of a docstring and its function,
+    one in each sequence."""
+    path: str | None = None
+    """Folder of source code, including subfolders; a file of JSON lines, CSV or TSV (also .gz), a folder written by
+    save_to_disk of Hugging Face's datasets, or the name of a data set on their hub, with a source file in each row, or
+    of form functions a function; default: Python's own standard library, and for functions the installed packages."""
+    suffixes: tuple[str, ...] = SUFFIXES
+    """File name suffixes to read in a folder. Functions are mined from Python alone; .jsonl and .jsonl.gz hold rows."""
+    text_field: str = "text"
+    """Field of JSON lines, column of tables and data sets that holds the source code; form files."""
+    code_field: str | None = None
+    """The same for the function in a row of form functions; default: the first of original_string, whole_func_string,
+    func_code_string and code that a row has."""
+    docstring_field: str | None = None
+    """And for its docstring; default: docstring or func_documentation_string. Without any, that in the code."""
+    subset: str | None = None
+    """Subset of a data set on the hub, for those that have several."""
+    max_bytes: int | None = None
+    """Read only a random subset of the files or rows, of at most about this many bytes; the same subset every time."""
+    held_out: float = 0.05
+    """Fraction of the files or rows held out of training, to measure the loss on."""
+    tokenizer: str | None = None
+    """Folder with RoBERTa's vocab.json and merges.txt, with vocab.txt or with tokenizer.json, or one of the latter two;
+    default: trained on the training part."""
+    vocab_size: int = 8192
+    """Tokens of the vocabulary: of the byte-level BPE to train, including five special tokens and the 256 bytes, or of
+    the given tokenizer."""
+    tokenizer_bytes: int = 4_000_000
+    """Bytes of training files to train the tokenizer on."""
+    block_size: int = 128
+    """Tokens in a block: the sequence length; longer functions are cut."""
+    mask_share: float = 0.15
+    """Fraction of the tokens that are masked and predicted."""
+    cache: str | None = None
+    """Folder for prepared data; default: $XDG_CACHE_HOME/comera, or ~/.cache/comera."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "suffixes", tuple(self.suffixes))
+        fewest = FEWEST_TOKENS.get(self.form, 0)
+        checks = {
+            "form": (self.form in FEWEST_TOKENS, f"one of {', '.join(FEWEST_TOKENS)}"),
+            "suffixes": (bool(self.suffixes), "at least one suffix, such as .py"),
+            "max_bytes": (self.max_bytes is None or self.max_bytes > 0, "a number > 0, or none"),
+            "held_out": (0 < self.held_out < 1, "a fraction between 0 and 1"),
+            "vocab_size": (self.vocab_size >= SMALLEST_VOCABULARY, f"at least {SMALLEST_VOCABULARY}"),
+            "tokenizer_bytes": (self.tokenizer_bytes > 0, "a number > 0"),
+            "block_size": (self.block_size >= fewest, f"at least {fewest} tokens"),
+            "mask_share": (0 < self.mask_share < 0.3, "a fraction between 0 and 0.3"),
+        }
+        check_fields(self, "data.", checks)
+        named = {name for name in ("code_field", "docstring_field") if getattr(self, name) is not None}
+        if self.form == "files" and named:
+            raise ConfigError(f"data.{min(named)} is for data.form functions: set data.text_field, or data.form")
+        if self.form == "functions" and self.text_field != CodeDataConfig.text_field:
+            raise ConfigError("data.text_field is for data.form files: set data.code_field and data.docstring_field")
+
+    def given_tokenizer(self) -> TextTokenizer | None:
+        """The tokenizer that is not to be trained. Raises ConfigError for one without the special tokens that masked
+        language modeling needs, and of another size than `vocab_size`."""
+        if self.tokenizer is None:
+            return None
+        found = given_tokenizer(typed_path(self.tokenizer, "data.tokenizer"), "data.tokenizer")
+        Special.of(found)
+        if found.size != self.vocab_size:
+            raise ConfigError(
+                f"data.vocab_size: expected the {found.size:,} tokens of {self.tokenizer}, got {self.vocab_size:,}: "
+                f"set data.vocab_size to {found.size}"
+            )
+        return found
+
+
+class FunctionReader(NamedTuple):
+    """Files of Python are documents; in rows, one field holds a function and another one its docstring. code,
+    docstring: names of the fields; None: the first known one."""
+
+    code: str | None
+    docstring: str | None
+
+    @property
+    def identity(self) -> list[str | None]:
+        return [self.code, self.docstring]
+
+    def file(self, path: str, text: str) -> Iterator[Document]:
+        yield Document(path, text)
+
+    def row(self, row: Any, rows: Counter[str]) -> Iterator[Document]:
+        code = self._field(row, self.code, CODE_FIELDS, "data.code_field")
+        docstring = self._field(row, self.docstring, DOCSTRING_FIELDS, "data.docstring_field")
+        if code is None and docstring is None and row:
+            raise DataError(
+                f"expected rows with a function in one of the fields {', '.join(CODE_FIELDS)}, got one with "
+                f"{', '.join(map(repr, row))}: set data.code_field"
+            )
+        texts = [
+            "" if name is None or row[name] is None else text_of(row, name, option, rows)
+            for name, option in ((code, "data.code_field"), (docstring, "data.docstring_field"))
+        ]
+        if None in texts:
+            return
+        function, comment = (text or "" for text in texts)
+        if not function.strip():
+            rows["rows without_code"] += 1
+            return
+        # All functions of a file are on the same side, where it is known: they resemble one another.
+        path = next((row[name] for name in PATH_FIELDS if isinstance(row.get(name), str) and row[name]), function)
+        yield Document(path, function, comment)
+
+    def _field(self, row: Any, named: str | None, known: tuple[str, ...], option: str) -> str | None:
+        if named is None:
+            return next((name for name in known if name in row), None)
+        if named not in row:
+            raise DataError(
+                f"{option}: expected rows with the field {named!r}, got one with {', '.join(map(repr, row)) or 'none'}"
+            )
+        return named
 
 
 class Batch(NamedTuple):
@@ -57,28 +220,25 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
-class CodeData:
-    """Prepared source code: training and held-out blocks, memory-mapped, and their tokenizer. train, held_out: (blocks,
-    T) arrays of token ids. manifest: where they come from."""
+class PaddedBatch(NamedTuple):
+    """One masked batch: input_ids (B, T) int64; attention_mask (B, T) bool, False in the padding; positions (P,) int64
+    into the flattened ids; labels (P,) int64. P follows from B and T alone, so that steps have few shapes; where the
+    padding leaves fewer tokens to mask, the last labels are IGNORED."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    positions: Tensor
+    labels: Tensor
+
+
+class Prepared:
+    """Prepared source code and its tokenizer. folder: where it lies. manifest: where it comes from."""
 
     def __init__(self, folder: Path, config: CodeDataConfig) -> None:
-        self.config, self.folder = config, folder
-        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        self.config, self.folder, self.manifest = config, folder, read_manifest(folder)
         self.vocab_size: int = self.manifest["vocab_size"]
         self.special = Special(*self.manifest.get("special", ()))  # of a given tokenizer
         self.masking = Masking(self.vocab_size, self.special)
-        self.train, self.held_out = self._blocks("train"), self._blocks("held_out")
-
-    def _blocks(self, part: str) -> np.ndarray[Any, Any]:
-        tokens, width = self.manifest[part]["tokens"], self.config.block_size
-        if tokens < width:
-            raise DataError(
-                f"expected at least one block of {width} tokens in the {part.replace('_', '-')} part, got {tokens} "
-                f"tokens from {self.manifest[part]['files']} files: "
-                "give a folder with more code or a smaller data.block_size"
-            )
-        flat = open_tokens(self.folder / f"{part}.bin", self.manifest["dtype"], tokens)
-        return flat[: tokens // width * width].reshape(-1, width)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -89,12 +249,27 @@ class CodeData:
         """Files of the run: the tokenizer. longest: tokens of a text."""
         return run_files(self.tokenizer, longest, self.manifest.get("roles", ROLES))
 
+    def _log_frequencies(self, tokens: Array) -> Tensor:
+        counts = np.bincount(tokens.reshape(-1), minlength=self.vocab_size) + 1.0
+        return torch.from_numpy(np.log(counts / counts.sum())).float()
+
+
+class CodeData(Prepared):
+    """Whole files. train, held_out: (blocks, T) arrays of token ids, memory-mapped."""
+
+    def __init__(self, folder: Path, config: CodeDataConfig) -> None:
+        super().__init__(folder, config)
+        self.train, self.held_out = self._blocks("train"), self._blocks("held_out")
+
+    def _blocks(self, part: str) -> Array:
+        width = self.config.block_size
+        flat = open_stream(self.folder, part, width, f"at least one block of {width} tokens")
+        return flat[: len(flat) // width * width].reshape(-1, width)
+
     def log_frequencies(self) -> Tensor:
         """Log of each token's frequency in the training part, float32 (V,): counted over up to 65,536 evenly spaced
         blocks, plus one per token so that none is impossible."""
-        blocks = self.train[:: -(-len(self.train) // 65_536)]
-        counts = np.bincount(blocks.reshape(-1), minlength=self.vocab_size) + 1.0
-        return torch.from_numpy(np.log(counts / counts.sum())).float()
+        return self._log_frequencies(self.train[:: -(-len(self.train) // 65_536)])
 
     def train_batch(self, index: int, size: int, seed: int) -> Batch:
         """The `index`-th batch of `size` blocks; each epoch permutes all blocks anew and draws new masks."""
@@ -118,106 +293,135 @@ class CodeData:
             flat = [p + row * width for row, p in enumerate(positions)]
             yield Batch(torch.cat(ids), torch.cat(flat), torch.cat(labels))
 
-    def _mask(self, blocks: np.ndarray[Any, Any], count: int, rng: np.random.Generator) -> Batch:
+    def _mask(self, blocks: Array, count: int, rng: np.random.Generator) -> Batch:
         """Mask `count` tokens, never special ones."""
         ids = blocks.astype(np.int64).reshape(-1)
         masked = self.masking.mask_(ids, count, rng)
         return Batch(*(torch.from_numpy(a) for a in (ids.reshape(blocks.shape), *masked)))
 
 
+class FunctionData(Prepared):
+    """Functions. train, held_out: examples, memory-mapped."""
+
+    def __init__(self, folder: Path, config: CodeDataConfig) -> None:
+        super().__init__(folder, config)
+        self.train, self.held_out = (
+            Examples(folder, part, config.block_size, BUCKETS, self.special.pad) for part in ("train", "held_out")
+        )
+
+    def log_frequencies(self) -> Tensor:
+        """The same of up to COUNTED_TOKENS evenly spaced tokens."""
+        return self._log_frequencies(self.train.tokens[:: -(-len(self.train.tokens) // COUNTED_TOKENS)])
+
+    def steps_per_epoch(self, size: int, processes: int = 1) -> int:
+        """Steps that cover all training examples, with `processes` batches per step."""
+        return -(-self.train.batches_per_epoch(size) // processes)
+
+    def train_batch(self, index: int, size: int, seed: int) -> PaddedBatch:
+        """The `index`-th batch of `size` examples of near-equal length; each epoch has all of them in a new order, its
+        last batch may be smaller, and new masks are drawn."""
+        examples = self.train.shuffled(index, size, seed)
+        ids_BT = examples.input_ids.numpy()
+        flat, rng = ids_BT.reshape(-1), np.random.default_rng([seed, 1, index])
+        count = max(1, round(self.config.mask_share * len(self.masking.candidates(flat))))
+        return self._padded(ids_BT, examples.attention_mask, *self.masking.mask_(flat, count, rng))
+
+    def held_out_batches(self, size: int) -> Iterator[PaddedBatch]:
+        """All held-out examples in batches of `size`, of near-equal length, in an order in which the first few batches
+        represent all. Masks depend on the data alone, not on the seed, the method or the batch size."""
+        order = np.argsort(self.held_out.lengths, kind="stable")
+        batches = [order[first : first + size] for first in range(0, len(order), size)]
+        for place in permutation(len(batches), HELD_OUT_SEED, 0):
+            examples = self.held_out.batch(batches[place])
+            ids_BT = examples.input_ids.numpy()
+            width, places, labels = ids_BT.shape[1], list[Array](), list[Array]()
+            for k, (row, ids_T) in enumerate(zip(batches[place], ids_BT, strict=True)):
+                count = max(1, round(self.config.mask_share * len(self.masking.candidates(ids_T))))
+                own, hidden = self.masking.mask_(ids_T, count, np.random.default_rng([HELD_OUT_SEED, 1, int(row)]))
+                places.append(own + k * width)
+                labels.append(hidden)
+            flat = np.concatenate(places), np.concatenate(labels)
+            yield self._padded(ids_BT, examples.attention_mask, *flat)
+
+    def _padded(self, ids_BT: Array, mask_BT: Tensor, positions: Array, labels: Array) -> PaddedBatch:
+        count = max(len(positions), masked_at_most(self.config.mask_share, ids_BT.size))
+        positions_P, labels_P = np.zeros(count, np.int64), np.full(count, IGNORED, np.int64)
+        positions_P[: len(positions)], labels_P[: len(labels)] = positions, labels
+        return PaddedBatch(torch.from_numpy(ids_BT), mask_BT, torch.from_numpy(positions_P), torch.from_numpy(labels_P))
+
+
+def masked_at_most(share: float, tokens: int) -> int:
+    """Masked positions of a batch of so many tokens, padding included."""
+    return max(1, round(share * tokens))
+
+
 def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData | FunctionData:
-    """Read, tokenize and cache the source code that `config` names, in its form; a second call with the same files
-    opens the cache. One process prepares while the others wait; a killed one leaves nothing that looks complete. Raises
-    DataError for a missing folder, or one without enough code, ConfigError for a tokenizer that is of no use."""
+    """Read, tokenize and cache the source code that `config` names, in its form; a second call with the same contents
+    opens the cache. One process prepares while the others wait; a killed one leaves nothing that looks complete. Says
+    what was skipped or cut. Raises DataError for a path that is missing, or without enough code, ConfigError for a
+    tokenizer that is of no use."""
     return prepare_blocks(config, quiet=quiet) if config.form == "files" else prepare_functions(config, quiet=quiet)
 
 
 def prepare_blocks(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
     """What `prepare` does for whole files."""
     root = typed_path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path, "data.path")
-    given = config.given_tokenizer()
-    settings: list[Any] = [FORMAT, config.vocab_size, config.tokenizer_bytes, config.held_out]
+    given, subset = config.given_tokenizer(), config.max_bytes
+    settings: list[Any] = [FORMATS["files"], config.vocab_size, config.tokenizer_bytes, config.held_out]
     if given:
         settings += [given.tokenizer.to_str(), dict(given.roles)]
     if root.is_dir() and not is_dataset(root):
-        sources, skipped = find_sources(root, config)
-        settings.append(sources)
-        parts: Callable[[Counter[str]], dict[str, Part]] = lambda _: _parts_of_files(root, sources, config)  # noqa: E731
+        corpus, subset = source_files(root, config), None
+        settings.append(corpus.identity)
     else:
         corpus = open_corpus(root, "data.path", config.suffixes, TextReader(config.text_field), config.subset)
-        skipped = corpus.skipped
-        settings += [config.max_bytes, corpus.identity]
-        parts = lambda rows: split(corpus, None, config.held_out, config.max_bytes, rows)  # noqa: E731
+        settings += [subset, corpus.identity]
     return open_or_make(
         cache_folder(config.cache) / f"code-{settings_digest(settings)}",
         lambda folder: CodeData(folder, config),
-        lambda folder: _write(folder, parts, Counter(skipped), given, config, quiet),
+        lambda folder: _write_blocks(folder, corpus, subset, given, config, quiet),
     )
 
 
-def _parts_of_files(root: Path, sources: Sequence[Source], config: CodeDataConfig) -> dict[str, Part]:
-    def part(files: Sequence[Source]) -> Part:
-        documents = lambda: (Document(file.path, read(root, file)) for file in files)  # noqa: E731
-        return Part(documents, len(files), sum(file.size for file in files))
-
-    return dict(zip(("train", "held_out"), map(part, split_sources(sources, config.held_out)), strict=True))
-
-
-def find_sources(root: Path, config: CodeDataConfig) -> tuple[list[Source], dict[str, int]]:
-    """The source files below `root`, sorted by path, and how many were skipped, by reason (see `find_files`)."""
+def source_files(root: Path, config: CodeDataConfig) -> Corpus:
+    """The source files below `root` (see `find_files`), each of them a document. Raises DataError for fewer than
+    two."""
     sources, skipped = find_files(root, config.suffixes, config.max_bytes)
     if len(sources) < 2:
         raise DataError(
             f"expected at least two source files in {root}, one to train on and one to hold out, got {len(sources)} "
-            f"(skipped: {skipped}): check data.path, data.suffixes ({' '.join(config.suffixes)}) "
+            f"(skipped: {as_text(skipped) or 'none'}): check data.path, data.suffixes ({' '.join(config.suffixes)}) "
             f"and data.max_bytes ({config.max_bytes})"
         )
-    return sources, skipped
+    return Corpus(str(root), sources, skipped, lambda _: (Document(each.path, read(root, each)) for each in sources))
 
 
-def split_sources(sources: Sequence[Source], share: float) -> tuple[list[Source], list[Source]]:
-    """Training and held-out files, by a hash of the path: a file keeps its side when others come and go."""
-    places = {s: place("held-out", s.path) for s in sources}
-    first, last = min(places, key=places.__getitem__), max(places, key=places.__getitem__)  # at least one on each side
-    held_out = {s for s in sources if s != last and (places[s] < share or s == first)}
-    return [s for s in sources if s not in held_out], [s for s in sources if s in held_out]
-
-
-def _write(
-    folder: Path,
-    make_parts: Callable[[Counter[str]], dict[str, Part]],
-    skipped: Counter[str],
-    given: TextTokenizer | None,
-    config: CodeDataConfig,
-    quiet: bool,
+def _write_blocks(
+    folder: Path, corpus: Corpus, subset: int | None, given: TextTokenizer | None, config: CodeDataConfig, quiet: bool
 ) -> None:
+    skipped, long_words = Counter(corpus.skipped), list[str]()
     with Progress(quiet) as progress:
         progress.start("training the tokenizer", None)
-        long_words: list[str] = []
-        parts = make_parts(skipped)
+        parts = split(folder, corpus, None, config.held_out, subset, skipped)
         if given:
-            tokenizer, special = given.tokenizer, Special.of(given)
+            tokenizer, special, size = given.tokenizer, Special.of(given), given.size
         else:
-            texts = sample_texts(sample(parts["train"], config.tokenizer_bytes), config.tokenizer_bytes, long_words)
-            tokenizer, special = train_tokenizer(texts, config.vocab_size, SPECIAL_TOKENS), Special()
+            tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, config.vocab_size, SPECIAL_TOKENS)
+            special, size = Special(), tokenizer.get_vocab_size()
         (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
-        size = given.size if given else tokenizer.get_vocab_size()
         dtype = id_dtype(size)
-        manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": size, "dtype": dtype.name}
+        manifest: dict[str, Any] = {"format": FORMATS["files"], "vocab_size": size, "dtype": dtype.name}
         if given:
             manifest |= {"special": list(special), "roles": dict(given.roles)}
 
-        def encode(texts: list[str]) -> Iterator[np.ndarray[Any, Any]]:
+        def encode(texts: list[str]) -> Iterator[Array]:
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 yield np.array([special.start, *encoding.ids, special.end], dtype)
 
         progress.start("tokenizing the source code", sum(part.bytes for part in parts.values()))
-        for name, part in parts.items():
-            tokens = write_tokens(folder / f"{name}.bin", (d.text for d in part.read()), encode, progress)
-            manifest[name] = {"files": part.documents, "bytes": part.bytes, "tokens": tokens}
-    manifest["skipped"], manifest["long_words"] = dict(skipped), len(long_words)
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        manifest |= write_streams(folder, parts, encode, progress, "files")
+    write_manifest(folder, manifest | {"skipped": dict(skipped), "long_words": len(long_words)})
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
         lines = [
@@ -226,3 +430,111 @@ def _write(
             *report_skipped(skipped, long_words),
         ]
         print(*(f"source code: {line}" for line in lines), sep="\n", file=sys.stderr)
+
+
+def prepare_functions(config: CodeDataConfig, *, quiet: bool = False) -> FunctionData:
+    """Mine, tokenize and cache the functions that `config` names; a second call with the same contents opens the cache.
+    One process prepares while the others wait; a killed one leaves nothing that looks complete. Says what was skipped
+    or cut. Raises DataError for a path that is missing or without functions, ConfigError for a tokenizer that is of no
+    use."""
+    corpus, given = _corpus(config), config.given_tokenizer()
+    vocabulary = [given.tokenizer.to_str(), dict(given.roles)] if given else [config.vocab_size, config.tokenizer_bytes]
+    settings: list[object] = [
+        FORMATS["functions"],
+        vocabulary,
+        config.held_out,
+        config.max_bytes,
+        config.block_size,
+        corpus.identity,
+    ]
+    data = open_or_make(
+        cache_folder(config.cache) / f"functions-{settings_digest(settings)}",
+        lambda folder: FunctionData(folder, config),
+        lambda folder: _write_functions(folder, corpus, given, config, quiet),
+    )
+    if not quiet:
+        print(*(f"functions: {line}" for line in _about(data)), sep="\n", file=sys.stderr)
+    return data
+
+
+def _corpus(config: CodeDataConfig) -> Corpus:
+    """The documents to mine: those of data.path, else the standard library and the installed packages."""
+    reader = FunctionReader(config.code_field, config.docstring_field)
+    roots = [config.path]
+    if config.path is None:
+        paths = sysconfig.get_paths()
+        roots = [root for root in dict.fromkeys(paths[name] for name in ("stdlib", "purelib", "platlib"))
+                 if Path(root).is_dir()]  # fmt: skip
+    return joined(
+        [
+            open_corpus(typed_path(root, "data.path"), "data.path", config.suffixes, reader, config.subset)
+            for root in roots
+            if root is not None
+        ]
+    )
+
+
+def _write_functions(
+    folder: Path, corpus: Corpus, given: TextTokenizer | None, config: CodeDataConfig, quiet: bool
+) -> None:
+    skipped = Counter({f"files {reason}": count for reason, count in corpus.skipped.items()})
+    long_words: list[str] = []
+    with Progress(quiet) as progress:
+        progress.start("reading", None)
+        parts, tokenizer = split(folder, corpus, None, config.held_out, config.max_bytes, skipped), given
+        if tokenizer is None:
+            progress.start("training the tokenizer", None)
+            trained, long_words = train_on(parts["train"], config.tokenizer_bytes, config.vocab_size, SPECIAL_TOKENS)
+            tokenizer = TextTokenizer(trained, BYTE_ROLES)
+        frame_(tokenizer.tokenizer, tokenizer.roles)
+        (folder / FILE).write_text(tokenizer.tokenizer.to_str(pretty=True), "utf-8")
+        special, cutting = Special.of(tokenizer), tokenizer.cutting(config.block_size)
+        masking = Masking(tokenizer.size, special)
+        manifest: dict[str, Any] = {
+            "format": FORMATS["functions"],
+            "vocab_size": tokenizer.size,
+            "special": list(special),
+        }
+        manifest |= {"roles": dict(tokenizer.roles), "sources": corpus.name}
+        progress.start("mining functions", sum(part.bytes for part in parts.values()))
+        seen: set[bytes] = set()
+        for name, part in parts.items():
+            writer, pairs, cut = ExampleWriter(), 0, 0
+            examples = mined(_watched(part, progress), skipped, seen)
+            while chunk := list(islice(examples, ENCODE_EXAMPLES)):
+                texts: list[Any] = [(each.docstring, each.code) if each.docstring else each.code for each in chunk]
+                for text, encoding in zip(texts, cutting.encode_batch_fast(texts), strict=True):
+                    if not len(masking.candidates(np.array(encoding.ids))):
+                        skipped["functions without_tokens"] += 1
+                        continue
+                    kind = PAIR if isinstance(text, tuple) else SINGLE
+                    pairs, cut = pairs + (kind == PAIR), cut + bool(encoding.overflowing)
+                    writer.add(encoding.ids, len(encoding.ids), kind)
+            if not len(writer):
+                raise DataError(
+                    f"expected functions in the {name.replace('_', '-')} part of {corpus.name}, got none (skipped: "
+                    f"{as_text(skipped) or 'none'}): check data.path, data.suffixes, data.max_bytes and data.held_out"
+                )
+            manifest[name] = {**writer.write(folder, name), "files": len(part), "pairs": pairs, "cut": cut}
+    manifest |= {"skipped": dict(skipped), "long_words": len(long_words)}
+    write_manifest(folder, manifest)
+
+
+def _watched(part: Part, progress: Progress) -> Iterator[Document]:
+    for document in part.read():
+        yield document
+        progress.add(len(document.text.encode()))
+
+
+def _about(data: FunctionData) -> Iterator[str]:
+    """What was read, skipped and cut."""
+    manifest = data.manifest
+    for name, about in ((name, manifest[name]) for name in ("train", "held_out")):
+        yield (
+            f"{about['examples']:,} {name.replace('_', '-')} examples ({about['pairs']:,} pairs, {about['tokens']:,} "
+            f"tokens) from {about['files']:,} files or rows; {about['cut']:,} cut to {data.config.block_size} tokens"
+        )
+    if any(manifest["skipped"].values()):
+        yield f"skipped: {as_text(manifest['skipped'])}"
+    if manifest["long_words"]:
+        yield f"the tokenizer was not trained on {manifest['long_words']:,} texts with very long words"

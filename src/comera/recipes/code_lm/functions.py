@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from comera.recipes.sources import Document
+from comera.recipes.data.documents import Document
 
 FEWEST_LINES = 3  # of a mined function, without its docstring: shorter ones are mostly stubs (as in CodeSearchNet)
 

@@ -32,14 +32,21 @@ from comera.rank.objective import LateStage
 from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.bert import BertFormats, ModelConfig
-from comera.recipes.code_lm.config import CodeDataConfig
-from comera.recipes.code_lm.data import Batch, CodeData, prepare
-from comera.recipes.code_lm.function_data import IGNORED, FunctionData, PaddedBatch, masked_at_most
-from comera.recipes.code_lm.vocabulary import Special
+from comera.recipes.code_lm.data import (
+    IGNORED,
+    Batch,
+    CodeData,
+    CodeDataConfig,
+    FunctionData,
+    PaddedBatch,
+    masked_at_most,
+    prepare,
+)
+from comera.recipes.code_lm.masking import Special
+from comera.recipes.data.tokenizer import stored_tokenizer
 from comera.recipes.interface import Architecture
 from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
-from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate, count_flops

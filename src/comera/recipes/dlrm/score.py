@@ -19,12 +19,11 @@ from torch import Tensor
 
 from comera.errors import CheckpointError, ConfigError, DataError
 from comera.files import replace_file
-from comera.recipes.cache import cache_folder
+from comera.recipes.data.cache import Progress, cache_folder
 from comera.recipes.dlrm.criteo.batches import RowEncoder
 from comera.recipes.dlrm.criteo.files import END_MISSING, START, find_files, read_blocks
 from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, CriteoRows, RowFormat
 from comera.recipes.dlrm.criteo.table import open_table
-from comera.recipes.progress import Progress
 from comera.recipes.trained import Trained
 from comera.trainer.step import autocast, set_precision_
 

@@ -2,6 +2,7 @@
 
 from comera.extras import require
 
-require("comera.recipes.lm", "comera[train]", "accelerate", "rich", "tokenizers", "transformers", "yaml")
+_PACKAGES = ("accelerate", "datasets", "rich", "tokenizers", "transformers", "yaml")
+require("comera.recipes.lm", "comera[train]", *_PACKAGES)
 
 __all__ = ["data", "generate", "recipe"]

@@ -21,18 +21,20 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from comera.errors import ConfigError, DataError, check_fields
-from comera.recipes.cache import cache_folder, open_or_make, settings_digest
-from comera.recipes.corpus import (
+from comera.errors import ConfigError, check_fields
+from comera.files import typed_path
+from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
+from comera.recipes.data.documents import TEXT_SUFFIXES, Corpus, TextReader, open_corpus, split
+from comera.recipes.data.prepared import (
     id_dtype,
-    open_tokens,
+    open_stream,
     permutation,
-    report_skipped,
-    sample_texts,
+    read_manifest,
     train_rows,
-    train_tokenizer,
-    write_tokens,
+    write_manifest,
+    write_streams,
 )
+from comera.recipes.data.tokenizer import FILE, report_skipped, train_on
 from comera.recipes.lm.ngrams import ngram_losses
 from comera.recipes.lm.tokenizer import (
     BYTES,
@@ -43,10 +45,6 @@ from comera.recipes.lm.tokenizer import (
     separator_of,
     size_of,
 )
-from comera.recipes.paths import typed_path
-from comera.recipes.progress import Progress
-from comera.recipes.sources import TEXT_SUFFIXES, Corpus, Part, TextReader, open_corpus, sample, split
-from comera.recipes.tokenizer_files import FILE
 
 FORMAT = 1  # of the cache folders; raise it when their contents, or how they are made, change
 HELD_OUT_SEED = 0x5EED  # the same order of held-out blocks for every method and every training seed
@@ -129,21 +127,16 @@ class LMData:
 
     def __init__(self, folder: Path, config: LMDataConfig) -> None:
         self.config, self.folder = config, folder
-        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        self.manifest = read_manifest(folder)
         self.vocab_size: int = self.manifest["vocab_size"]
         self.separator: int = self.manifest["separator"]
         self.tokenizer = read_tokenizer(folder)
         self.bytes = ByteTable(self.tokenizer, self.separator)
-        self.train, self.held_out = self._stream("train"), self._stream("held_out")
-
-    def _stream(self, part: str) -> np.ndarray[Any, Any]:
-        tokens, width = self.manifest[part]["tokens"], self.config.block_size
-        if tokens <= width:
-            raise DataError(
-                f"expected more than one block of {width} tokens in the {part.replace('_', '-')} part, got {tokens} "
-                f"tokens from {self.manifest[part]['documents']} documents: give more text or a smaller data.block_size"
-            )
-        return open_tokens(self.folder / f"{part}.bin", self.manifest["dtype"], tokens)
+        width = config.block_size
+        self.train, self.held_out = (
+            open_stream(folder, part, width + 1, f"more than one block of {width} tokens")
+            for part in ("train", "held_out")
+        )
 
     def blocks(self, stream: np.ndarray[Any, Any]) -> int:
         """How many blocks a stream has; what does not fill one at its end is dropped."""
@@ -223,8 +216,11 @@ def _write(
     long_words: list[str] = []
     with Progress(quiet) as progress:
         progress.start("reading", None)
-        parts = split(corpus, apart, config.held_out, config.max_bytes, skipped)
-        tokenizer = given or _trained(parts["train"], config, long_words, progress)
+        parts, tokenizer = split(folder, corpus, apart, config.held_out, config.max_bytes, skipped), given
+        if tokenizer is None:
+            progress.start("training the tokenizer", None)
+            size = config.vocab_size or DEFAULT_VOCABULARY
+            tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, size, [END_OF_TEXT])
         (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
         tokenizer.encode_special_tokens = True  # a "<|endoftext|>" in a text is ordinary text
         separator = separator_of(tokenizer)
@@ -243,11 +239,9 @@ def _write(
                 yield ids
 
         progress.start("tokenizing the text", sum(part.bytes for part in parts.values()))
-        for name, part in parts.items():
-            tokens = write_tokens(folder / f"{name}.bin", (d.text for d in part.read()), encode, progress)
-            manifest[name] = {"documents": part.documents, "bytes": part.bytes, "tokens": tokens}
+        manifest |= write_streams(folder, parts, encode, progress, "documents")
     manifest |= {"dtype": dtype.name, "skipped": dict(skipped), "long_words": len(long_words)}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_manifest(folder, manifest)
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
         lines = [
@@ -256,10 +250,3 @@ def _write(
             *report_skipped(skipped, long_words),
         ]
         print(*(f"text: {line}" for line in lines), sep="\n", file=sys.stderr)
-
-
-def _trained(train: Part, config: LMDataConfig, long_words: list[str], progress: Progress) -> Tokenizer:
-    """A tokenizer, trained on a random but fixed subset of the training documents."""
-    progress.start("training the tokenizer", None)
-    texts = sample_texts(sample(train, config.tokenizer_bytes), config.tokenizer_bytes, long_words)
-    return train_tokenizer(texts, config.vocab_size or DEFAULT_VOCABULARY, [END_OF_TEXT])

@@ -20,9 +20,9 @@ from comera.baselines import has_own_layers
 from comera.baselines.short_conv import ShortConv
 from comera.errors import CheckpointError, ConfigError, check_fields
 from comera.pretrained import MANIFEST, WEIGHTS, load_pretrained, read_manifest
+from comera.recipes.data.tokenizer import FILE
 from comera.recipes.lm.recipe import NAME
 from comera.recipes.lm.tokenizer import read_tokenizer, size_of, token_bytes
-from comera.recipes.tokenizer_files import FILE
 from comera.recipes.trained import open_trained
 
 

@@ -29,13 +29,13 @@ from comera.baselines import (
 from comera.errors import ConfigError, check_fields
 from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
+from comera.recipes.data.tokenizer import stored_tokenizer
 from comera.recipes.interface import Architecture
 from comera.recipes.lm.data import Batch, LMData, LMDataConfig, prepare
 from comera.recipes.lm.model import CLASSES, CompressConfig, ModelConfig, dense_model
 from comera.recipes.lm.tokenizer import run_files
 from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
-from comera.recipes.tokenizer_files import stored_tokenizer
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.memory import MemoryEstimate, count_flops, shortage

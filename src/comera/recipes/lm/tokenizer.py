@@ -10,8 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from comera.errors import ConfigError
-from comera.recipes.corpus import byte_level
-from comera.recipes.tokenizer_files import FILE, tokenizer_files
+from comera.recipes.data.tokenizer import FILE, byte_level, tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256  # a vocabulary of this size is that of plain bytes: token ids are byte values

@@ -20,11 +20,11 @@ import numpy as np
 
 from comera.errors import DataError
 from comera.files import replace_file
+from comera.recipes.data.cache import Progress
 from comera.recipes.dlrm.criteo.config import CriteoConfig
 from comera.recipes.dlrm.criteo.files import BLOCK, END_MISSING, START, Block, Place, read_blocks
 from comera.recipes.dlrm.criteo.ids import IDS
 from comera.recipes.dlrm.criteo.parse import ALL_KINDS, CATEGORIES, CUT_SHORT, INTEGERS, Array, RowFormat, Rows
-from comera.recipes.progress import Progress
 
 LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
 CHECKPOINT = 100  # blocks between two saves of the state

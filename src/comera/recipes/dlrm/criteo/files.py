@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from comera.errors import DataError
-from comera.recipes.paths import typed_path
+from comera.files import typed_path
 
 TRAIN = ("train.txt", "train.txt.gz")  # as published, in a folder with a test file that has no labels
 DAY = re.compile(r"day_?(\d+)(\.txt|\.tsv)?(\.gz)?")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from comera.errors import ConfigError, DataError
-from comera.recipes.cache import cache_folder, open_or_make, settings_digest
+from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
 from comera.recipes.dlrm.criteo.batches import HASHED, MANIFEST, NUMBERED, PARTS, ClickData
 from comera.recipes.dlrm.criteo.columns import DENSE, LABELS, RAW, Columns, State, features, read_columns, too_many_bad
 from comera.recipes.dlrm.criteo.config import HELD_OUT, LEAST_ROWS, SYNTHETIC, CriteoConfig
@@ -27,7 +27,6 @@ from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, make_ids
 from comera.recipes.dlrm.criteo.parse import CriteoRows, RowFormat
 from comera.recipes.dlrm.criteo.synthetic import ClickLog
 from comera.recipes.dlrm.criteo.table import is_table, open_table
-from comera.recipes.progress import Progress
 
 _FORMAT = 2  # of the cache folder; raise it when its contents, or how they are made, change
 

@@ -17,11 +17,11 @@ import numpy as np
 import xxhash
 
 from comera.errors import ConfigError, DataError
+from comera.recipes.data.tables import check_names
 from comera.recipes.dlrm.criteo.config import CriteoConfig
 from comera.recipes.dlrm.criteo.files import GZIP_ERRORS, Place, first_line
 from comera.recipes.dlrm.criteo.ids import MISSING
 from comera.recipes.dlrm.criteo.parse import ALL_KINDS, LABEL, NUMBER, TOO_FEW, TOO_MANY, UNREADABLE, Rows, quote
-from comera.recipes.rows import check_names
 
 
 @dataclass(frozen=True)

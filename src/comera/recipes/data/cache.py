@@ -1,4 +1,5 @@
-"""Prepared data, made once and reused: a cache folder that exists is complete.
+"""Prepared data, made once and reused: a cache folder that exists is complete; rows on their way there, and a progress
+bar for the wait.
 
 Each opening reads the data whole and compares checksums, several GB a second from memory, else as fast as the disk. Of
 more than VERIFIED_BYTES only small files are compared, and a line says so. Damaged data is made anew, and so is data
@@ -10,18 +11,23 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from filelock import FileLock
+from rich import progress as rich
+from rich.console import Console
 
 from comera.errors import ConfigError
-from comera.files import SUMS, damage, write_sums
-from comera.recipes.paths import typed_path
+from comera.files import SUMS, damage, typed_path, write_sums
 
 VERIFIED_BYTES = 64 * 2**30  # a minute from a fast disk
 SMALL_BYTES = 64 * 2**20
+GATHERED_ROWS = 256  # written at a time
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -79,6 +85,22 @@ def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path]
         return load(folder)
 
 
+def gather(folder: Path, rows: Iterable[Mapping[str, Any]], kinds: Mapping[str, str]) -> Any:
+    """Rows in an Arrow file, memory-mapped, as a `datasets.Dataset`: what is read once can be passed over again and
+    again. kinds: the type of each column. folder: where the file lies, without a name, until nobody reads it."""
+    import pyarrow as pa
+    from datasets import Dataset
+
+    file, left = folder / "rows.arrow", iter(rows)
+    schema = pa.schema([pa.field(name, kind) for name, kind in kinds.items()])
+    with pa.OSFile(str(file), "wb") as out, pa.ipc.new_stream(out, schema) as writer:
+        while chunk := list(islice(left, GATHERED_ROWS)):
+            writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema))
+    data = Dataset.from_file(str(file))
+    file.unlink()
+    return data
+
+
 def _damage(folder: Path) -> str | None:
     """How prepared data differs from its checksums; None if it is intact, as far as its size lets it be read whole."""
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if not path.name.startswith(".")}
@@ -91,3 +113,34 @@ def _damage(folder: Path) -> str | None:
         )
         sizes = {name: size for name, size in sizes.items() if size <= SMALL_BYTES}
     return damage(folder, sizes.keys() - {SUMS})
+
+
+class Progress(ExitStack):
+    """A context manager that shows a progress bar on stderr; silent if `quiet`, or if stderr is no terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        super().__init__()
+        columns = (
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.TaskProgressColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn("{task.fields[note]}"),
+        )
+        live = sys.stderr.isatty() and not quiet
+        bar = rich.Progress(*columns, console=Console(stderr=True), transient=True, disable=not live)
+        self._bar = self.enter_context(bar)
+
+    def start(self, what: str, total: int | None, unit: str = "") -> None:
+        """Begin a new bar in place of the last one; total: None if unknown; unit: of the count in `to`."""
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._task, self._unit = self._bar.add_task(what, total=total, note=""), unit
+
+    def to(self, done: int, count: int | None = None) -> None:
+        """Move the bar to `done` of the total; count: items processed, shown beside the bar."""
+        self._bar.update(self._task, completed=done, note="" if count is None else f"{count:,} {self._unit}")
+
+    def add(self, amount: int = 1) -> None:
+        """Move the bar forward; any thread may call this."""
+        self._bar.advance(self._task, amount)

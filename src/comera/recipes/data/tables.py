@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -93,17 +94,19 @@ def check_names(names: Sequence[str], what: str, where: str) -> None:
             )
 
 
-def column_names(file: Path, wanted: Iterable[str]) -> list[str]:
-    """The columns of a table; the fields of JSON lines, each of which may lack some: those of the first FIRST_ROWS, and
-    of further ones until all that are wanted have occurred."""
-    found, wanted, table = dict[str, None](), set(wanted), _is_table(file.name)
-    for number, row in enumerate(read_rows(file, lambda error: None), 1):
+def open_rows(file: Path, wanted: Iterable[str], bad: Bad) -> tuple[list[str], Iterator[Row]]:
+    """The columns of a file, and its rows. Of JSON lines, each of which may lack some, the fields of the first
+    FIRST_ROWS, and of further ones until all that are wanted have occurred. Raises DataError for a file without
+    rows, and what `read_rows` raises."""
+    rows, first, found, wanted = read_rows(file, bad), list[Row](), dict[str, None](), set(wanted)
+    for row in rows:
+        first.append(row)
         found |= dict.fromkeys(row.values)
-        if table or (number >= FIRST_ROWS and wanted <= found.keys()):
+        if _is_table(file.name) or (len(first) >= FIRST_ROWS and wanted <= found.keys()):
             break
     if not found:
         raise DataError(f"{file}: expected rows, got none: check data.path")
-    return list(found)
+    return list(found), chain(first, rows)
 
 
 def _table(file: Path, lines: Iterable[str], delimiter: str, bad: Bad) -> Iterator[Row]:

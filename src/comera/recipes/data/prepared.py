@@ -1,12 +1,15 @@
-"""Batches of texts or pairs of texts of near-equal length, from memory-mapped arrays.
+"""Prepared tokens in memory-mapped files, and batches of them, which are pure functions of their place in the run:
+streams, cut into blocks, and examples, texts or pairs of texts, in batches of near-equal length.
 
     epoch: shuffle -> pools of many batches -> sort each pool by length -> cut into batches -> shuffle the batches
 
 Every batch is padded to a bucket, one of a few lengths, so that few shapes occur.
 B batch, T tokens of a padded example, N examples."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +17,94 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comera.errors import DataError
+from comera.recipes.data.cache import Progress
+from comera.recipes.data.documents import Part
+
+MANIFEST = "manifest.json"
+ENCODE_BYTES = 1_000_000  # text per call of the tokenizer
+ENCODE_EXAMPLES = 4096  # likewise, of examples: bounds memory, and keeps all cores busy
 ARRAYS = ("tokens", "offsets", "boundaries", "labels")
 POOL = 64  # batches sorted together: a larger pool means less padding, a smaller one more random batches
 
 Array = np.ndarray[Any, Any]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What is noted of prepared data."""
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Note it beside the arrays."""
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest type of token ids in a file."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def _chunks(sized: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    total = 0
+
+    def place_of(item: tuple[str, int]) -> int:
+        nonlocal total
+        total += item[1]
+        return total // ENCODE_BYTES
+
+    for _, chunk in groupby(sized, place_of):
+        yield list(chunk)
+
+
+def write_streams(
+    folder: Path,
+    parts: Mapping[str, Part],
+    encode: Callable[[list[str]], Iterable[Array]],
+    progress: Progress,
+    what: str,
+) -> dict[str, dict[str, int]]:
+    """Write the tokens of each part to a file of its own; returns what the manifest says of them. encode: token ids of
+    each text, called for about ENCODE_BYTES at a time: bounds memory, and keeps all cores busy. what: the name by which
+    the manifest counts the documents."""
+    noted = {}
+    for name, part in parts.items():
+        tokens = 0
+        with open(folder / f"{name}.bin", "wb") as out:
+            sized = ((document.text, len(document.text.encode())) for document in part.read())
+            for chunk in _chunks(sized):
+                for ids in encode([text for text, _ in chunk]):
+                    ids.tofile(out)
+                    tokens += len(ids)
+                progress.add(sum(size for _, size in chunk))
+        noted[name] = {what: len(part), "bytes": part.bytes, "tokens": tokens}
+    return noted
+
+
+def open_stream(folder: Path, part: str, fewest: int, expected: str) -> Array:
+    """The token ids of a part, memory-mapped. Raises DataError for fewer than `fewest`; expected: says how many."""
+    manifest = read_manifest(folder)
+    about, tokens = manifest[part], manifest[part]["tokens"]
+    if tokens < fewest:
+        name, (what, count) = part.replace("_", "-"), next(iter(about.items()))
+        raise DataError(
+            f"expected {expected} in the {name} part, got {tokens} tokens from {count} {what}: give more text, or a "
+            "smaller data.block_size"
+        )
+    return np.memmap(folder / f"{part}.bin", dtype=manifest["dtype"], mode="r", shape=(tokens,))
+
+
+@lru_cache(maxsize=4)
+def permutation(length: int, seed: int, epoch: int) -> Array:
+    """The order of an epoch's blocks."""
+    return np.random.default_rng([seed, 0, epoch]).permutation(length)
+
+
+def train_rows(blocks: int, index: int, size: int, seed: int) -> list[int]:
+    """The blocks of the `index`-th batch of `size`: each epoch permutes all blocks anew."""
+    epochs, offsets = np.divmod(np.arange(index * size, (index + 1) * size), blocks)
+    return [int(permutation(blocks, seed, int(e))[o]) for e, o in zip(epochs, offsets, strict=True)]
 
 
 class ExampleBatch(NamedTuple):
