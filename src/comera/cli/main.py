@@ -269,7 +269,7 @@ def _convert(argv: list[str]) -> int:
 
     with quick_imports():
         from comera.integrations.decompose import convert_folder
-        from comera.recipes.progress import Progress
+        from comera.recipes.data.cache import Progress
 
     folder, out = typed_path(options.path, "FOLDER"), typed_path(options.out, "--out")
 

@@ -126,8 +126,8 @@ def test_the_column_of_a_text_has_one_name_everywhere_and_the_other_stays(
     for argv in (["--config", str(file)], ["--data.path", "x.csv", f"--data.{name}", "body"]):
         data = options.parse("train", recipe, argv)[1].data
         assert getattr(data, "text" if recipe == "classify" else "text_field") == "body"
-    _, config, _ = options.parse("train", "mnli", ["--data.premise=question", "--data.label_field", "answer"])
-    assert (config.data.premise_field, config.data.label_field) == ("question", "answer")
+    _, config, _ = options.parse("train", "mnli", ["--data.premise_field=question", "--data.label_field", "answer"])
+    assert (config.data.text, config.data.label) == ("question", "answer")
 
 
 def test_each_method_starts_from_its_preset_and_options_override_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -167,7 +167,10 @@ def _exported(folder: Path) -> PreTrainedModel:
         with torch.device("cpu" if dense else "meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         if dense:
-            model.load_state_dict(load_file(folder / WEIGHTS))
+            missing, others = load_model(model, folder / WEIGHTS, strict=False)  # older exports have ties twice
+            unknown = {*others} - model.state_dict().keys()
+            if missing or unknown:
+                raise ValueError(f"missing {sorted(missing)}, unexpected {sorted(unknown)}")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
