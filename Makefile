@@ -37,7 +37,8 @@ help:
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: requirements.lock pyproject.toml
+# the editable installation compiles the kernels
+$(VENV)/.installed: requirements.lock pyproject.toml hatch_build.py src/comera/kernels/cpp/compiler.py $(wildcard src/comera/kernels/cpp/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned packages need Python 3.11 or later, found " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
@@ -128,6 +129,7 @@ frontier: install
 	@$(BIN)/python benchmarks/frontier_page.py
 
 gpu:
+	-@PYTHONPATH=src $(PYTHON) -m comera.kernels.cpp.compiler
 	@REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_kernels.py
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_step.py
@@ -140,4 +142,4 @@ format: install
 	@$(BIN)/ruff format src tests benchmarks examples hatch_build.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) src/comera/kernels/cpp/prebuilt .pytest_cache .mypy_cache .ruff_cache .hypothesis

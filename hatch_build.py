@@ -1,13 +1,12 @@
-"""Puts the compiled kernels into a wheel, for every level of this machine's kind of processor, and tags it for that.
+"""Compiles the kernels when comera is installed: for this processor where an editable installation looks for them, else
+into the wheel, for every level of this machine's kind of processor, and tags it for that.
 
-Without a GCC, or with COMERA_WHEEL_KERNELS=none, the wheel is pure: its kernels are compiled at first use, or not used.
+Without a GCC, or with COMERA_WHEEL_KERNELS=none, there are none, one line says why, and the wheel is pure.
 """
 
 import importlib.util
 import os
 import platform
-import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -24,46 +23,27 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the kernels; one line says why there are none."""
-        if version == "editable":
-            return
         self._folder = tempfile.TemporaryDirectory(prefix="comera-wheel-")
-        reason = self._compile(_compiler(Path(self.root) / "src" / PACKAGE), build_data)
-        if reason is not None:
-            self.app.display_warning(f"a wheel without compiled kernels: {reason}")
-
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what was compiled."""
-        if version != "editable":
-            self._folder.cleanup()
-
-    def _compile(self, compiler: ModuleType, build_data: dict[str, Any]) -> str | None:
-        wanted = os.environ.get("COMERA_WHEEL_KERNELS", "all")
+        wanted, editable = os.environ.get("COMERA_WHEEL_KERNELS", "all"), version == "editable"
         if wanted not in ("all", "none"):
             raise ValueError(f"expected COMERA_WHEEL_KERNELS to be all or none, got {wanted!r}")
+        compiler = _compiler(Path(self.root) / "src" / PACKAGE)
         if wanted == "none":
-            return "COMERA_WHEEL_KERNELS=none"
-        levels, program = compiler.LEVELS.get(platform.machine()), compiler.find()
-        if sys.platform != "linux" or levels is None:
-            return "there are kernels for Linux on x86-64 and aarch64"
-        if program is None:
-            return "no C++ compiler was found (CXX, c++, g++, clang++)"
-        version = compiler.digest(compiler.source_texts())
-        made = {}
-        try:
-            if compiler.is_clang(program):
-                return f"{program} is Clang, whose OpenMP is not torch's"
-            for level in levels:
-                path = Path(self._folder.name) / compiler.prebuilt_name(level, version)
-                self.app.display_info(f"compiling the kernels for {level}")
-                compiler.make(program, level, path, "-s")
-                compiler.seal(path, path.name)
-                made[str(path)] = f"{PACKAGE}/prebuilt/{path.name}"
-        except subprocess.CalledProcessError as error:
-            return f"{error.cmd[0]} could not compile them: {' '.join(error.stderr.split())[-300:]}"
-        build_data["force_include"].update(made)
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().translate(str.maketrans('-.', '__'))}"
-        return None
+            made = "COMERA_WHEEL_KERNELS=none"
+        elif editable:
+            made = compiler.install(compiler.PREBUILT, compiler.levels()[:1])
+        else:
+            made = compiler.install(Path(self._folder.name), list(compiler.LEVELS.get(platform.machine(), ())))
+        if isinstance(made, str):
+            self.app.display_warning(f"without compiled kernels: {made}")
+        elif not editable:
+            build_data["force_include"].update({str(path): f"{PACKAGE}/prebuilt/{path.name}" for path in made})
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().translate(str.maketrans('-.', '__'))}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what was compiled for a wheel."""
+        self._folder.cleanup()
 
 
 def _compiler(folder: Path) -> ModuleType:

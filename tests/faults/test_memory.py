@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from comera.kernels.cpp import build, compiler
+from comera.kernels.cpp import compiler
 from comera.kernels.cpp import memory as kernel_memory
 from comera.kernels.select import unavailable_reason
 
@@ -129,21 +129,13 @@ def test_scratch_memory_that_cannot_be_had_is_an_error(limits: int, record_prope
 
 @pytest.mark.faults
 @pytest.mark.skipif(sanitizers._runtime() is None, reason="the compiler has no address sanitizer")
-def test_random_shapes_under_sanitizers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runtime, program = sanitizers._runtime(), compiler.find()
+def test_random_shapes_under_sanitizers(tmp_path: Path, record_property: Record) -> None:
+    runtime, use = sanitizers._runtime(), sanitizers.sanitized(tmp_path)
     assert runtime is not None
-    assert program is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, *sanitizers.FLAGS))
-        made = build.cached(build.cache_folder(), program)  # here, where the compiler runs without the sanitizer
-    use = f"from pathlib import Path; from comera.kernels.cpp import library; library.on_trial = Path({str(made)!r})\n"
     wrong, rounds = [], 60
     for seed in range(4):
         options = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-        run = _python(use + RANDOM, str(rounds), str(seed), XDG_CACHE_HOME=str(tmp_path), **options)
+        run = _python(use + RANDOM, str(rounds), str(seed), **options)
         if run.returncode != 0 or "all kernels ran" not in run.stdout:
             wrong.append(f"seed {seed}: {run.stderr[-1500:]}")
     settle(record_property, "sanitizers: rounds of all kernels, random shapes", 4 * rounds, wrong)

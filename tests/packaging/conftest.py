@@ -1,5 +1,6 @@
 """The built distributions, and environments that they are installed in, without a network and the source tree."""
 
+import shutil
 import sys
 import sysconfig
 import tomllib
@@ -59,6 +60,19 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip.write_text(f'#!/bin/sh\nexec {folder / "python"} -m pip "$@"\n')
     pip.chmod(0o755)
     return folder
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what a checkout has and the commands need: an installation must write nothing into this tree."""
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    names = ".gitignore pyproject.toml hatch_build.py README.md LICENSE CHANGELOG.md CITATION.cff Makefile"
+    for name in names.split():
+        shutil.copy(ROOT / name, copy)
+    for name in ("src", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+    return copy
 
 
 @pytest.fixture(scope="session")

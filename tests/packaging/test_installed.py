@@ -4,10 +4,13 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tests.helpers.distributions import environment, run
+
+from comera.kernels.cpp import compiler
 
 STEPS = Path(__file__).parent / "first_steps.py"
 COMMANDS = ("train lm", "train dlrm", "compare lm", "inspect a", "estimate lm", "export a --to onnx --out b")
@@ -19,7 +22,7 @@ from comera.kernels.cpp import library
 from comera.optim import AdamW
 ran, call = set(), library._functions()
 for name, function in list(call.items()):
-    call[name] = lambda *given, name=name, function=function: ran.add(name) or function(*given)
+    call[name] = function._replace(run=lambda *given, name=name, run=function.run: ran.add(name) or run(*given))
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(96, 384), torch.nn.GELU(), torch.nn.Linear(384, 96))
 comera.tensorize_(model, comera.TensorizeConfig(linear=comera.TT()), ratio=4)
@@ -55,10 +58,10 @@ def test_a_model_is_converted_trained_saved_and_loaded(bare: Path, tmp_path: Pat
 
 
 def test_the_wheels_kernels_serve_where_there_is_no_compiler(bare: Path, tmp_path: Path) -> None:
-    """A step of training runs on them, from a folder that had nothing compiled, with torch's own OpenMP."""
+    """A step of training runs on them, with torch's own OpenMP."""
     if not list(bare.parent.rglob("comera/kernels/cpp/prebuilt/*.so")):
         pytest.skip("the wheel was built without a compiler")
-    away = {"PATH": str(tmp_path / "missing"), "CXX": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    away = {"PATH": str(tmp_path / "missing"), "CXX": ""}
     script = tmp_path / "step.py"
     script.write_text(KERNELS)
     shown = run(str(bare / "python"), "-I", str(script), cwd=tmp_path, **away)
@@ -67,8 +70,26 @@ def test_the_wheels_kernels_serve_where_there_is_no_compiler(bare: Path, tmp_pat
     assert re.fullmatch(r"(x86-64-v[234]|armv8-a)-[0-9a-f]{16}", version)
     assert {"merge", "merge_backward", "low_rank", "low_rank_backward"} <= set(kernels.split())
     assert openmp == "1"
-    (passed,) = (tmp_path / "cache").rglob("*-*")
-    assert passed.name.startswith("passed-")
+
+
+def test_an_editable_installation_has_kernels_and_says_when_they_are_old(
+    empty: Path, checkout: Path, compiler_variables: Mapping[str, str], tmp_path: Path
+) -> None:
+    if not compiler_variables or not compiler.levels():
+        pytest.skip("no compiler, or a processor that there are no kernels for")
+    pip = (str(empty / "pip"), "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    run(*pip, "--disable-pip-version-check", "--editable", str(checkout), cwd=tmp_path, **compiler_variables)
+    folder = checkout / "src" / "comera" / "kernels" / "cpp"
+    (made,) = (folder / "prebuilt").iterdir()
+    code = "from comera.kernels.cpp import library; print(library.unavailable_reason(), library.version())"
+    shown = run(str(empty / "python"), "-I", "-c", code, cwd=tmp_path)
+    assert (shown.stdout, shown.stderr) == (f"None {made.stem}\n", "")
+    with open(folder / "csrc" / "gated.cpp", "a") as file:
+        file.write("// changed\n")
+    shown = run(str(empty / "python"), "-I", "-c", code, cwd=tmp_path)
+    assert "none are compiled from these sources" in shown.stdout
+    assert shown.stderr.startswith("torch's own operations take the place of comera's C++ kernels: none are compiled")
+    assert shown.stderr.count("\n") == 1
 
 
 def test_every_command_without_the_extra_is_one_line(bare: Path, tmp_path: Path) -> None:

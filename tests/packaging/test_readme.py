@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,19 +60,6 @@ def test_every_command_runs_or_has_a_reason() -> None:
     assert {kind(line) for line in lines()} == {*CHEAP, *NOT_RUN}
     assert not set(CHEAP) & set(NOT_RUN)
     assert {kind(f"make {argv[0]}") for argv in commands(TEXT, "make")} <= {*CHEAP, *NOT_RUN}
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of what a checkout has and the commands need: an installation must write nothing into this tree."""
-    copy = tmp_path / "checkout"
-    copy.mkdir()
-    names = "pyproject.toml hatch_build.py README.md LICENSE CHANGELOG.md CITATION.cff Makefile"
-    for name in names.split():
-        shutil.copy(ROOT / name, copy)
-    for name in ("src", "examples"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return copy
 
 
 def test_it_runs_from_top_to_bottom(empty: Path, checkout: Path, tmp_path: Path) -> None:

@@ -18,30 +18,14 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import ConfigError
 from comera.kernels import float32_products
-from comera.kernels.cpp import library
+from comera.kernels.cpp import compiler, library
 from comera.kernels.cpp.library import on_cpu
 from comera.kernels.cpp.library import unavailable_reason as unavailable_reason
 from comera.kernels.scaled_mm import unavailable_reason as scaled_mm_unavailable_reason
 from comera.kernels.tracing import constant_when_traced, traced
 
 TRITON = ("low_rank", "block_product", "lookup_rows")
-CPP = (
-    "low_rank",
-    "block_product",
-    "mlp",
-    "gated",
-    "attention",
-    "rotary",
-    "residual_norm",
-    "cross_entropy",
-    "low_rank_cross_entropy",
-    "merge",
-    "lookup",
-    "ngrams",
-    "gradients",
-    "adamw",
-    "memory",
-)
+CPP = tuple(sorted(path.stem for path in compiler.SOURCES.glob("*.cpp") if path.stem != "exports"))
 NAMES = tuple(dict.fromkeys((*TRITON, *CPP)))
 
 # The C++ low-rank products beside torch's, forward and backward together, 768 features, two cores of an AMD EPYC 7003:
@@ -174,7 +158,7 @@ def kernels_in_use(device: torch.device) -> str:
     """Names and version of the kernels that may compute on a device, "none" for torch's own operations, and the library
     of torch's products where that is not its default.
 
-    Results of other ones differ by rounding. The version of the C++ kernels stands for source, compiler and processor.
+    Results of other ones differ by rounding. The version of the C++ kernels stands for source, flags and level.
     """
     products = ""
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The compiled kernels: the one table of their C signatures, the one caller, and their operations in torch.
+"""The compiled kernels: the one caller of their functions, which they list themselves, and their operations in torch.
 
 Operations are what profilers, FLOP counters and recomputation see. Lengths are checked here, before any pointer is
 passed on: they raise RuntimeError with what was expected and what was given.
@@ -22,44 +22,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from comera._on_import import when_imported
 from comera.kernels import recording
-from comera.kernels.cpp import build, trial
+from comera.kernels.cpp import compiler
 
-# Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
-# threads. The library derives the same text from its functions' types (exports.h) and is refused where the two differ.
-SIGNATURES = {
-    "adamw": "l p p w3 w2 p w4 d d d d t",
-    "attention": "w7 w4 p l f f i p t",
-    "attention_backward": "w7 w4 p l f f i p t",
-    "block_product": "l l w17 p t",
-    "block_product_backward": "l l w17 p p t",
-    "clip": "l p p d p t",
-    "cross_entropy": "l l p p l p p t",
-    "dropout": "l p p i f p t",
-    "gated": "i l p p p t",
-    "gated_backward": "i l p p p p p t",
-    "low_rank": "l l p l w9 l t",
-    "low_rank_cross_entropy": "l l l p p i p p l p p p p t",
-    "low_rank_output": "l l w9 l t",
-    "low_rank_backward": "l l p l w9 l p t",
-    "memory_held": "p p",
-    "merge": "l p p f t",
-    "merge_backward": "l p p f t",
-    "mlp": "i l l p l w9 l l t",
-    "mlp_backward": "i l l p l w9 l l p t",
-    "ngrams": "w4 i w6 f p p t",
-    "ngrams_backward": "w4 i w6 p p p p p t",
-    "pair_rows": "l w20 p t",
-    "pair_rows_backward": "l w20 p t",
-    "random_words": "l l p",
-    "release_memory": "",
-    "residual_norm": "i l l p p p l p f p p i f f p p p p t",
-    "residual_norm_backward": "i l l p p p p p p f p i f p p p p t",
-    "rotary": "w6 w4 i t",
-    "take_memory": "i p p",
-}
+# of arguments, as exports.h writes them; p, and wN for structs of N words, are pointers
 _KINDS = {"i": ctypes.c_int, "t": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
-# a tensor in the place of a number, as sizes are under torch.jit.trace, must not become an address
-_IS_POINTER = {name: [kind[0] in "pw" for kind in kinds.split()] for name, kinds in SIGNATURES.items()}
 _OF_MEMORY = ("take_memory", "memory_held", "release_memory")  # calls that a recording does not repeat
 _FLOP_COUNTER = "torch.utils.flop_counter"
 _log = logging.getLogger(__name__)
@@ -67,7 +33,18 @@ _one_thread = threading.Lock()
 
 Result = TypeVar("Result")
 T = TypeVar("T", Tensor, Tensor | None)
-Functions = dict[str, Callable[..., int]]
+
+
+class Function(NamedTuple):
+    """A C function. sizes: of each operand 0 for a number, for a pointer the bytes of what it points to, 1 for any;
+    without the number of threads, which comes last where it is taken."""
+
+    run: Callable[..., int]
+    sizes: tuple[int, ...]
+    takes_threads: bool
+
+
+Functions = dict[str, Function]
 
 
 class _Kernels(NamedTuple):
@@ -76,9 +53,6 @@ class _Kernels(NamedTuple):
     version: str
     functions: Functions
 
-
-on_trial: Path | None = None
-"""The one library that this process uses, whose trial it is (trial.py)."""
 
 _library = torch.library.Library("comera", "FRAGMENT")
 _flop_formulas: dict[str, Callable[..., int]] = {}
@@ -130,28 +104,30 @@ _dry = _Dry()
 
 
 def call(name: str, *operands: object) -> None:
-    """Call the C function `name` of SIGNATURES, with torch's number of threads where it takes that.
+    """Call the C function `name`, with torch's number of threads where it takes that.
 
     operands: numbers; for pointers tensors, `words`, addresses, or None for C's null pointer.
     Raises MemoryError when it could not get scratch memory, RuntimeError where there are no kernels, ValueError
-    where the function itself refuses numbers in its operands.
+    for operands that the function does not take, in number or length, and where it refuses numbers in them.
     """
     if dry_running():
         return
     functions = _functions()
     if isinstance(functions, str):
         raise RuntimeError(f"expected compiled kernels for {name}, but {functions}: ask select.supports before")
-    kinds = _IS_POINTER[name]
-    given = [
-        each.data_ptr() if pointer and isinstance(each, Tensor) else each
-        for each, pointer in zip(operands, kinds, strict=False)  # the number of threads comes
-    ]
-    if SIGNATURES[name].endswith("t"):
+    function = functions[name]
+    given: list[object] = []
+    for each, size in zip(operands, function.sizes, strict=True):
+        # a tensor in the place of a number, as sizes are under torch.jit.trace, must not become an address
+        given.append(each.data_ptr() if size and isinstance(each, Tensor) else each)
+        if size and isinstance(each, bytes) and len(each) % size:
+            raise ValueError(f"expected structs of {size} bytes for the kernel {name}, got {len(each)} bytes")
+    if function.takes_threads:
         given.append(torch.get_num_threads())
-    check(name, functions[name](*given))
+    check(name, function.run(*given))
     sink = recording.sink()
     if sink is not None and name not in _OF_MEMORY:
-        sink.kernel(name, functions[name], given)
+        sink.kernel(name, function.run, given)
 
 
 def check(name: str, status: int) -> None:
@@ -268,35 +244,40 @@ def _kernels() -> _Kernels | str:
 
 @cache
 def _chosen() -> _Kernels | str:
-    if on_trial is not None:
-        return _bound(on_trial)
-    chosen = build.choose(_tried)
-    if isinstance(chosen, str):
-        _log.warning("torch's own operations take the place of comera's C++ kernels: %s", chosen)
-    return chosen
-
-
-def _tried(path: Path) -> _Kernels | str:
-    return trial.refusal(path) or _bound(path)
+    reasons: list[str] = []
+    for path in compiler.built():
+        kernels = _bound(path)
+        if not isinstance(kernels, str):
+            if reasons:
+                _log.warning("not the best of comera's C++ kernels are used: %s", "; ".join(reasons))
+            return kernels
+        reasons.append(kernels)
+    why = "; ".join(reasons) or "none are compiled from these sources for this processor"
+    reason = f"{why}: python -m comera.kernels.cpp.compiler compiles them, or says why not"
+    _log.warning("torch's own operations take the place of comera's C++ kernels: %s", reason)
+    return reason
 
 
 def _bound(path: Path) -> _Kernels | str:
-    """The functions of a library; in one line why it does not fit. Raises OSError if it cannot be loaded."""
-    _find_openmp()
-    library = ctypes.CDLL(str(path))
+    """The functions of a library; in one line why it is not to be used."""
     try:
-        found = library.comera_signatures
-    except AttributeError as error:
-        return f"the compiled kernels could not be loaded: {error}"
-    found.restype = ctypes.c_char_p
-    exported = dict(item.split("=") for item in found().decode().split(";") if item)
-    for name in sorted(SIGNATURES.keys() | exported.keys()):
-        if exported.get(name) != SIGNATURES.get(name):
-            given, expected = (each.get(name, "absent") for each in (exported, SIGNATURES))
-            return f"the compiled kernels do not fit: expected {name} ({expected}), {library._name} has ({given})"
-    functions: Functions = {name: getattr(library, name) for name in SIGNATURES}
-    for name, kinds in SIGNATURES.items():
-        functions[name].argtypes = [_KINDS.get(kind, ctypes.c_void_p) for kind in kinds.split()]  # type: ignore[attr-defined]
+        if not compiler.is_whole(path):
+            return f"{path} is damaged"
+        _find_openmp()
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path} could not be loaded: {compiler.one_line(str(error))}"
+    library.comera_wrong.restype = library.comera_signatures.restype = ctypes.c_char_p
+    if wrong := library.comera_wrong():
+        return f"{path} computes {wrong.decode()} wrongly"
+    functions: Functions = {}
+    for item in filter(None, library.comera_signatures().decode().split(";")):
+        name, _, text = item.partition("=")
+        kinds = text.split()
+        run = getattr(library, name)
+        run.argtypes = [_KINDS.get(kind, ctypes.c_void_p) for kind in kinds]
+        sizes = tuple(8 * int(kind[1:]) if kind[0] == "w" else int(kind == "p") for kind in kinds if kind != "t")
+        functions[name] = Function(run, sizes, kinds[-1:] == ["t"])
     return _Kernels(path.stem, functions)
 
 

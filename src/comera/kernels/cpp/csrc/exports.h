@@ -1,5 +1,5 @@
-// The functions that Python calls, and their signatures as text. A signature is derived from the function's type, so it
-// cannot be out of date; library.py compares all of them with its own table before it calls anything.
+// The functions that Python calls, and their signatures as text: the one list of them, which library.py reads. A signature is
+// derived from the function's type, so it cannot be out of date.
 //
 // Kinds of arguments: i int, l long, f float, d double, p pointer, wN pointer to structs of N 64-bit words, t number of
 // threads. Every function returns a status: 0, 1 if memory ran out, or 2 if it refused numbers in its operands.

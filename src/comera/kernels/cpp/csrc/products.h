@@ -122,14 +122,10 @@ static inline long padded(long n, long to) { return (n + to - 1) / to * to; }
 template <int apart>
 static inline void exchange(Vec& a, Vec& b) {
     Vec first, second;
-#ifdef __clang__
-    for (int i = 0; i < W; ++i) first[i] = i & apart ? b[i - apart] : a[i], second[i] = i & apart ? b[i] : a[i + apart];
-#else
     Int low, high;
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) low[i] = i & apart ? i - apart + W : i, high[i] = i & apart ? i + W : i + apart;
     first = __builtin_shuffle(a, b, low), second = __builtin_shuffle(a, b, high);
-#endif
     a = first, b = second;
 }
 
