@@ -8,11 +8,9 @@ from comera.extras import require
 
 require("comera.integrations.peft", "peft", "peft")
 
-from collections.abc import Callable, Iterator
-from functools import partial, wraps
 from typing import Any
 
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
@@ -50,40 +48,6 @@ def with_compressed(config: LoraConfig) -> LoraConfig:
         {TTLinear: _Linear, BTTLinear: _Linear, TTMProjection: _Linear, TTMEmbedding: _Embedding}
     )
     return config
-
-
-def find_compressed_tables_() -> None:
-    """Let the prompts of PEFT find a compressed token embedding: it looks for a parameter with a row for each token.
-
-    `import comera` calls this once the program has imported PEFT.
-    """
-    own = PeftModel._setup_prompt_encoder
-    if hasattr(own, "__wrapped__"):
-        return
-
-    @wraps(own)
-    def setup(self: Any, adapter_name: str) -> None:
-        find = getattr(self.base_model, "get_input_embeddings", None)
-        table: Any = None if find is None else find()
-        parts = [self.base_model, *self.base_model.children()] if isinstance(table, CompressedLayer) else []
-        for part in parts:  # where PEFT looks: among the parameters of a part by name
-            name = next((name for name, module in part.named_modules() if module is table), None)
-            if name is not None:
-                part.named_parameters = partial(_and_the_table, part.named_parameters, f"{name}.weight", table)
-        try:
-            own(self, adapter_name)
-        finally:
-            for part in parts:
-                vars(part).pop("named_parameters", None)
-
-    PeftModel._setup_prompt_encoder = setup  # type: ignore[method-assign]
-
-
-def _and_the_table(
-    named: Callable[..., Iterator[tuple[str, Tensor]]], name: str, table: nn.Module, *args: Any, **kwargs: Any
-) -> Iterator[tuple[str, Any]]:
-    yield from named(*args, **kwargs)
-    yield name, table.weight
 
 
 class _Beside:
