@@ -319,7 +319,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(content: str, tmp_path: Path) ->
     file = write_csv(tmp_path / "a.csv", reviews(20))
     with pytest.raises(ConfigError, match=r"data\.tokenizer: expected tokenizer\.json, .* got .*tokenizer\.json \("):
         read(file, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: expected tokenizer\.json, .* or a tokenizer that transformers reads"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: expected .* or a tokenizer that transformers reads"):
         read(file, tmp_path, tokenizer=str(tmp_path / "nowhere"))
 
 
