@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import measured
+from figures import GREY, ORANGE, PURPLE, TEAL, png, styled
 from frontier import TUNING, parse
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
-
-from comera.report.style import GREY, ORANGE, PURPLE, TEAL, png, styled
 
 PAGE = Path(__file__).parents[1] / "docs" / "frontier.md"
 FIGURE = PAGE.with_suffix(".png")

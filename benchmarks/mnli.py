@@ -189,9 +189,8 @@ def without_curve(row: dict[str, str]) -> dict[str, str]:
 
 def draw() -> None:
     """Accuracy over minutes, one line for each stage of each run; and the best of the early stage over pairs."""
+    from figures import GREY, INK, ORANGE, TEAL, png, styled
     from matplotlib.figure import Figure  # only this part needs it
-
-    from comera.report.style import GREY, INK, ORANGE, TEAL, png, styled
 
     lines: dict[tuple[str, str], dict[str, Any]] = {
         ("comera", "early"): {"color": TEAL},

@@ -15,11 +15,10 @@ import dlrm_tables
 import mnli
 import sst2
 from common import measured
+from figures import INK, ORANGE, TEAL, png, styled
 from goals import GOALS, LIMITS, Rows
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-
-from comera.report.style import INK, ORANGE, TEAL, png, styled
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 FIGURE = PAGE.with_suffix(".png")

@@ -6,7 +6,7 @@ from comera.errors import MissingPackageError
 
 # Of the extra `train`: what is imported -> the name under which it is installed, where that is another one.
 TRAIN = (
-    *("accelerate", "datasets", "filelock", "jsonargparse", "matplotlib", "polars", "yaml", "rich"),
+    *("accelerate", "datasets", "filelock", "jsonargparse", "polars", "yaml", "rich"),
     *("shtab", "tokenizers", "transformers"),
 )
 NAMES = {"yaml": "pyyaml"}

@@ -1,7 +1,6 @@
 """Run folders as `fit` writes them, and parsed pages, for the tests of the report."""
 
 import json
-import struct
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -138,12 +137,6 @@ def assert_self_contained(page: Page) -> None:
     assert len(page.ids) == len(set(page.ids))
     assert "@import" not in page.source
     assert page.source.count("url(") == page.source.count("url(#")
-
-
-def png_size(path: Path) -> tuple[int, ...]:
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", data[16:24])
 
 
 def late_run(folder: Path) -> Path:

@@ -40,7 +40,7 @@ ROOMS = {
     "comera.trainer": "comera.trainer needs accelerate, rich, pyyaml: pip install 'comera[train]'",
     "comera.trainer.loop": "comera.trainer needs accelerate, rich, pyyaml: pip install 'comera[train]'",
     "comera.baselines": "comera.baselines needs accelerate, rich, pyyaml: pip install 'comera[train]'",
-    "comera.report": "comera.report needs accelerate, matplotlib, rich, pyyaml: pip install 'comera[train]'",
+    "comera.report": "comera.report needs accelerate, rich, pyyaml: pip install 'comera[train]'",
     "comera.recipes.lm.recipe": "comera.recipes.lm needs accelerate, datasets, rich, tokenizers",
     "comera.recipes.code_lm.recipe": "comera.recipes.code_lm needs accelerate, datasets, rich, tokenizers",
     "comera.recipes.classify.recipe": "comera.recipes.classify needs accelerate, datasets, rich, tokenizers",

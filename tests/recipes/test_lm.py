@@ -332,7 +332,6 @@ def test_ngrams_are_shown_stored_and_drawn(config: LMConfig, capsys: pytest.Capt
     text = compare(runs, Path(str(config.out)))
     assert "nats per byte" in text.splitlines()[0]
     assert f"{references['trigrams']:.3f}" in text.partition("For comparison, nats per byte")[2]
-    assert (Path(str(config.out)) / "metric.png").stat().st_size > 10_000
     page = (Path(str(config.out)) / "compare.html").read_text()
     assert page.count("trigrams") >= 2  # in the figure and in the table
 

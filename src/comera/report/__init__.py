@@ -2,7 +2,7 @@
 
 from comera.extras import require
 
-require("comera.report", "comera[train]", "accelerate", "filelock", "matplotlib", "rich", "yaml")
+require("comera.report", "comera[train]", "accelerate", "filelock", "rich", "yaml")
 
 from comera.report.compare import compare, results
 from comera.report.html import render

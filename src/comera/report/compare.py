@@ -24,12 +24,11 @@ from comera.trainer.metrics import Summary
 
 
 def compare(runs: Mapping[str, str | Path], out: str | Path) -> str:
-    """Write compare.md, .json, .png and .html into `out` and return the tables in Markdown.
+    """Write compare.md, .json and .html into `out` and return the tables in Markdown.
 
-    Runs with a metric besides the loss add a second figure, pareto.png; compressed runs add a table of the ranks of one
-    block. runs: name -> run folder, in display order; step times are compared with the run named "dense", or else with
-    the first run of that method. Raises DataError without runs, or for one that is missing, malformed or unfinished;
-    nothing is written then.
+    Compressed runs add a table of the ranks of one block. runs: name -> run folder, in display order; step times are
+    compared with the run named "dense", or else with the first run of that method. Raises DataError without runs, or
+    for one that is missing, malformed or unfinished; nothing is written then.
 
     Example:
         >>> from comera.report import compare
@@ -37,15 +36,11 @@ def compare(runs: Mapping[str, str | Path], out: str | Path) -> str:
         >>> print(compare(runs, "runs/compare"))  # and as a page, runs/compare/compare.html
         | method | held-out loss | parameters | size MB | ratio | ...
     """
-    from comera.report.plots import PLOTS_OF_RUNS  # matplotlib, only to draw
-    from comera.report.style import write_figures
-
     data = {name: read_run(folder) for name, folder in runs.items()}
     summaries = _summaries(data)
     tables = _tables(data, summaries)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    captions = write_figures(PLOTS_OF_RUNS, data, out)
     rows = [{"name": name, "run": str(data[name].folder), **asdict(summary)} for name, summary in summaries.items()]
     replace_file(out / "compare.json", json.dumps(rows, indent=1) + "\n")
     title = f"{next(iter(summaries.values())).recipe}: comparison of runs"
@@ -53,8 +48,8 @@ def compare(runs: Mapping[str, str | Path], out: str | Path) -> str:
     text = "\n\n".join(
         table.markdown() if name == "Results" else f"{name}:\n\n{table.markdown()}" for name, table in tables.items()
     )
-    pictures = "\n\n".join(f"![{caption}]({name}.png)" for name, caption in captions.items())
-    replace_file(out / "compare.md", f"# {title}\n\n{' '.join(verdict)}\n\n{text}\n\n{pictures}\n")
+    curves = "[Curves, links and provenance](compare.html)"
+    replace_file(out / "compare.md", f"# {title}\n\n{' '.join(verdict)}\n\n{text}\n\n{curves}\n")
     lead = "".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict)
     links = {name: link for name, run in data.items() if (link := _link(run.folder / "report.html", out))}
     body = [section("Curves", drawn)] if (drawn := plots(charts_of_runs(data))) else []

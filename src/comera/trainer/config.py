@@ -1,6 +1,7 @@
 """Configuration of a training run. The docstring under a field is its help text on the command line."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -21,6 +22,7 @@ _FREE = {
 
 
 _EVAL_STEPS = 100  # between evaluations, without eval_every and epochs
+_log = logging.getLogger(__name__)
 
 # Names under which earlier versions stored fields, in config.yaml and in the identities of checkpoints: present names.
 _RENAMED = {"clip": "max_grad_norm"}
@@ -48,6 +50,10 @@ def upgrade_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     stored = dict(stored)
     if stored.pop("tensorboard", False):  # a switch of its own
         before["trackers"] = ["tensorboard"]
+    trackers = stored.get("trackers")
+    if isinstance(trackers, list) and "csv" in trackers:
+        _log.warning("train.trackers: there is no csv any more; metrics.jsonl has all of it")
+        stored["trackers"] = [name for name in trackers if name != "csv"]
     return before | {_RENAMED.get(name, name): value for name, value in stored.items()}
 
 
@@ -163,8 +169,8 @@ class TrainConfig:
     """Watts and grid intensity, from which energy and emissions of the run follow."""
 
     trackers: tuple[TrackerName, ...] = ()
-    """Experiment trackers to log to besides metrics.jsonl: tensorboard, wandb, mlflow, csv, or several, such as
-    "[wandb, csv]". Their own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI, ...) say where to."""
+    """Experiment trackers to log to besides metrics.jsonl: tensorboard, wandb, mlflow, or several, such as
+    "[tensorboard, wandb]". Their own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI, ...) say where to."""
     progress: bool = True
     """Show a progress bar, or a line per evaluation without a terminal."""
     threads: int | None = None

@@ -1,14 +1,13 @@
-"""Experiment trackers of a run: those of Accelerate, and metrics.csv.
+"""Experiment trackers of a run: those of Accelerate.
 
 Each gets the configuration, every number of every record of metrics.jsonl under its path (train/loss, eval/loss,
 train/lr/cores), and at the end those of the summary. A tracker that fails while a run goes on is closed, with a
-warning: training never stops for one. A resumed run continues the same TensorBoard folder, the same CSV file and
-the same run of W&B and MLflow, whose ids trackers.json keeps.
+warning: training never stops for one. A resumed run continues the same TensorBoard folder and the same run of W&B
+and MLflow, whose ids trackers.json keeps.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import yaml
 from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, WandBTracker
@@ -25,18 +24,17 @@ from comera.errors import ConfigError
 from comera.extras import require
 from comera.files import replace_file
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "csv"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 _PROJECT = "comera"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME names another
 _IDS = "trackers.json"
-_MODULES: dict[str, tuple[str, ...]] = {"csv": ()}  # others have their own names, in Python and for pip
 _log = logging.getLogger(__name__)
 
 
 def check_installed(names: Sequence[str]) -> None:
     """Raise MissingPackageError for a tracker whose package is not installed."""
     for name in names:
-        require(f"the tracker {name} of train.trackers", name, *_MODULES.get(name, (name,)))
+        require(f"the tracker {name} of train.trackers", name, name)
 
 
 class Trackers:
@@ -104,8 +102,6 @@ class Trackers:
 
     def _make(self, name: str, id: str | None) -> GeneralTracker:
         title = "/".join(self._folder.resolve().parts[-2:])
-        if name == "csv":
-            return CSVTracker("metrics", self._folder, step=self._step)
         if name == "tensorboard":
             return _TensorBoard(name, self._folder, purge_step=self._step + 1)
         if name == "mlflow":
@@ -147,88 +143,6 @@ class _TensorBoard(TensorBoardTracker):  # type: ignore[misc, unused-ignore]
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         self.writer.add_text("config", f"```\n{text}```")
-
-
-class CSVTracker(GeneralTracker):  # type: ignore[misc, unused-ignore]
-    """A CSV file with a row for each record and a column for each number; new ones are added at the right.
-
-    Args:
-        run_name: name of the file, without its suffix.
-        logging_dir: folder of the file.
-        step: rows of later steps, from a run that was killed, are removed at the start.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from comera.trainer.trackers import CSVTracker
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     tracker = CSVTracker("metrics", folder)
-        ...     tracker.start()
-        ...     tracker.log({"train/loss": 2.5}, step=1)
-        ...     tracker.log({"eval/loss": 2.25}, step=1)
-        ...     tracker.finish()
-        ...     print(Path(folder, "metrics.csv").read_text())
-        step,train/loss,eval/loss
-        1,2.5,
-        1,,2.25
-        <BLANKLINE>
-    """
-
-    name = "csv"
-    requires_logging_directory = True
-
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], step: int = 0) -> None:
-        super().__init__()
-        self.path, self._until = Path(logging_dir) / f"{run_name}.csv", step
-        self._columns = ["step"]
-        self._file: TextIO | None = None
-
-    @property
-    def tracker(self) -> Path:
-        """The file."""
-        return self.path
-
-    def start(self) -> None:
-        """Open the file, with the rows of an earlier part of the run."""
-        self._columns = ["step"]
-        self._rewrite(lambda row: int(row["step"]) <= self._until)
-
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Nothing: the run's config.yaml lies beside the file."""
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Append a row."""
-        if new := [name for name in values if name not in self._columns]:
-            self._columns += new
-            self._rewrite(lambda row: True)
-        assert self._file is not None
-        self._writer.writerow({"step": step, **values})
-        self._file.flush()
-
-    def finish(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-    def _rewrite(self, keep: Callable[[Mapping[str, str]], bool]) -> None:
-        """Write the header and the rows to keep, and go on after them."""
-        self.finish()
-        rows: list[dict[str, str]] = []
-        if self.path.exists():
-            with open(self.path, encoding="utf-8", newline="") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if (row["step"] or "").isdecimal() and keep(row)]
-                self._columns += [name for name in reader.fieldnames or () if name not in self._columns]
-
-        def write(path: Path) -> None:
-            with open(path, "w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, self._columns, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows({name: row.get(name, "") for name in self._columns} for row in rows)
-
-        replace_file(self.path, write)
-        self._file = open(self.path, "a", encoding="utf-8", newline="")  # noqa: SIM115
-        self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
 
 
 def _read_ids(folder: Path) -> dict[str, str]:

@@ -149,7 +149,7 @@ def test_each_method_starts_from_its_preset_and_options_override_it() -> None:
         (["--method", "lora"], "hashing, quotient_remainder or narrow_tables, got lora"),
         (["--compress.rank", "[1, x]"], "compress.rank: expected an integer or a list of integers, got"),
         (["--train.betas", "0.9"], "train.betas: expected a list of 2 numbers, got 0.9"),
-        (["--train.trackers", "x"], "expected a list of tensorboard, wandb, mlflow or csv, got"),
+        (["--train.trackers", "x"], "expected a list of tensorboard, wandb or mlflow, got"),
         (["--compress.rank", "0"], "TT needs rank to be an integer >= 1, a tuple of them or None, got 0"),
         (["--train.steps", "0"], "train.steps must be a number >= 1, got 0"),
         (["--model.heads", "7"], "model.hidden must be a multiple of model.heads"),

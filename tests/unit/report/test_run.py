@@ -5,18 +5,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pytest
 
-import comera.report
 from comera.errors import DataError
 from comera.report import read_run, render
 from comera.report.curves import charts_of
 from comera.report.html import layer_table
-from comera.report.plots import compare_runs
 from comera.report.ranks import ranks_section
-from comera.report.style import styled
 
 from ...helpers.run_folders import (
     DENSE,
@@ -218,16 +214,6 @@ def test_records_of_other_kinds_are_skipped(tmp_path: Path) -> None:
     before = read_run(run).points
     _append('{"kind": "weather", "step": 1}\n')(run)
     assert read_run(run).points == before
-
-
-def test_matplotlib_stays_as_it_was(tmp_path: Path) -> None:
-    before = dict(matplotlib.rcParams)
-    with styled():
-        assert dict(matplotlib.rcParams) != before
-        compare_runs({"run": read_run(write_run(tmp_path / "run"))})
-    assert dict(matplotlib.rcParams) == before
-    modules = Path(comera.report.__file__).parent.glob("*.py")
-    assert not any("pyplot" in path.read_text("utf-8") for path in modules)
 
 
 def test_rank_strips_show_each_inner_rank_over_time(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_every_field_has_help_for_the_command_line() -> None:
 
 def test_identity_is_what_decides_the_losses() -> None:
     config = TrainConfig(steps=10)
-    watching = replace(config, eval_every=7, eval_batches=2, save_every=3, log_every=1, trackers=("csv",), threads=1)
+    watching = replace(config, eval_every=7, eval_batches=2, save_every=3, log_every=1, trackers=("wandb",), threads=1)
     assert replace(watching, progress=False, device="cpu").identity() == config.identity()
     changes: list[dict[str, Any]] = [
         {"lr": 2e-3},

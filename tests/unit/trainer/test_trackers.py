@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import math
@@ -16,13 +15,14 @@ from typing import Any
 
 import pytest
 import wandb
+from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from comera.errors import ConfigError, MissingPackageError, TrainingError
 from comera.trainer import trackers
-from comera.trainer.config import TrainConfig
+from comera.trainer.config import TrainConfig, upgrade_config
 from comera.trainer.loop import fit
-from comera.trainer.trackers import CSVTracker, Trackers, check_installed
+from comera.trainer.trackers import Trackers
 
 from .test_loop import CONFIG, Interrupting, Tiny
 
@@ -43,47 +43,8 @@ def nothing_leaves_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
 
 
-def rows(run: Path) -> list[dict[str, str]]:
-    with open(run / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def jsonl(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_the_csv_file_has_a_row_a_record_and_the_summary(tmp_path: Path) -> None:
-    summary = fit(Tiny(), replace(SHORT, trackers=("csv",)), tmp_path / "run")
-    found, records = rows(tmp_path / "run"), jsonl(tmp_path / "run")
-    numbers = [record for record in records if record["kind"] != "mode"]
-    assert len(found) >= len(numbers) + 1
-    for kind in ("train", "eval"):
-        wanted = [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
-        assert [(int(r["step"]), float(r[f"{kind}/loss"])) for r in found if r[f"{kind}/loss"]] == wanted
-    assert next(float(r["train/lr/cores"]) for r in found if r["train/loss"]) == records_lr(records)
-    assert float(found[-1]["summary/held_out_loss"]) == summary.held_out_loss
-    assert int(found[-1]["summary/steps"]) == 4
-
-
-def records_lr(records: list[dict[str, Any]]) -> float:
-    lr: float = next(record for record in records if record["kind"] == "train")["lr"]["cores"]
-    return lr
-
-
-def test_a_csv_file_without_the_steps_after_its_checkpoint_goes_on(tmp_path: Path) -> None:
-    for step, entries in ((0, [(1, {"a": 1.0}), (2, {"b": 2.0}), (3, {"a": 3.0})]), (2, [(3, {"c": 4.0, "a": 5.0})])):
-        tracker = CSVTracker("metrics", tmp_path, step=step)
-        tracker.start()
-        for at, values in entries:
-            tracker.log(values, step=at)
-        tracker.finish()
-    assert (tmp_path / "metrics.csv").read_text() == "step,a,b,c\n1,1.0,,\n2,,2.0,\n3,5.0,,4.0\n"
-    with open(tmp_path / "metrics.csv", "a") as file:
-        file.write("4,7")  # torn
-    again = CSVTracker("metrics", tmp_path, step=3)
-    again.start()
-    again.finish()
-    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -184,7 +145,7 @@ def test_wandb_runs_offline_and_goes_on_with_its_id(tmp_path: Path) -> None:
     assert json.dumps(summary.held_out_loss).encode() in second
 
 
-class Broken(CSVTracker):
+class Broken(trackers._TensorBoard):
     """Fails at its second entry, and when it is closed."""
 
     entries = 0
@@ -201,32 +162,42 @@ class Broken(CSVTracker):
             raise ConnectionError("still gone")
 
 
+@pytest.mark.filterwarnings("ignore")  # of mlflow and pydantic
 def test_a_tracker_that_fails_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trackers, "CSVTracker", Broken)
+    monkeypatch.setattr(trackers, "_TensorBoard", Broken)
     with caplog.at_level(logging.WARNING, "comera"):
-        summary = fit(Tiny(), replace(SHORT, trackers=("csv", "tensorboard")), tmp_path / "run")
+        summary = fit(Tiny(), replace(SHORT, trackers=("tensorboard", "mlflow")), tmp_path / "run")
     assert summary.finished
     (record,) = [r for r in caplog.records if r.name.startswith("comera")]
-    assert "tracker csv failed at step 1 (ConnectionError: the server has gone): the run goes on" in record.message
-    assert scalars(tmp_path / "run")["train/loss"][-1][0] == 4
+    assert (
+        "tracker tensorboard failed at step 1 (ConnectionError: the server has gone): the run goes on" in record.message
+    )
+    (stored,) = mlflow_runs()
+    assert stored.data.metrics["summary/held_out_loss"] == pytest.approx(summary.held_out_loss)
 
 
 def test_a_tracker_that_cannot_start_or_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: CSVTracker) -> None:
+    def refuse(self: GeneralTracker) -> None:
         raise PermissionError("not\nyours")
 
-    monkeypatch.setattr(CSVTracker, "start", refuse)
-    expected = r"^train\.trackers: expected csv to start, got PermissionError: not yours: repair that, or leave it out$"
-    with pytest.raises(ConfigError, match=expected):
-        fit(Tiny(), replace(SHORT, trackers=("tensorboard", "csv")), tmp_path / "run")
+    monkeypatch.setattr(trackers._TensorBoard, "start", refuse)
+    expected = r"^train\.trackers: expected tensorboard to start, got PermissionError: not yours: repair that"
+    with pytest.raises(ConfigError, match=rf"{expected}, or leave it out$"):
+        fit(Tiny(), replace(SHORT, trackers=("tensorboard",)), tmp_path / "run")
     for name in ("wandb", "mlflow", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(MissingPackageError, match=rf"train\.trackers needs {name}: pip install {name}$"):
             fit(Tiny(), replace(SHORT, trackers=(name,)), tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    check_installed(["csv"])
+
+
+def test_a_configuration_that_names_the_old_csv_tracker_loads(caplog: pytest.LogCaptureFixture) -> None:
+    content = {"train": {"steps": 3, "trackers": ["csv", "wandb"]}}
+    assert upgrade_config(content) == {"train": {"steps": 3, "trackers": ["wandb"]}}
+    assert caplog.messages == ["train.trackers: there is no csv any more; metrics.jsonl has all of it"]
+    assert content["train"]["trackers"] == ["csv", "wandb"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -244,9 +215,9 @@ def test_a_run_that_its_tracker_does_not_know_any_more_gets_another(
     assert len(mlflow_runs()) == 2
 
 
-@pytest.mark.parametrize("names", [("wandb", "wandb"), ("mlflo",), "csv"])
+@pytest.mark.parametrize("names", [("wandb", "wandb"), ("mlflo",), "wandb", ("csv",)])
 def test_other_names_are_refused(names: Any) -> None:
-    with pytest.raises(ConfigError, match=r"train\.trackers must be different ones of tensorboard, wandb, mlflow, csv"):
+    with pytest.raises(ConfigError, match=r"train\.trackers must be different ones of tensorboard, wandb, mlflow, got"):
         TrainConfig(steps=1, trackers=names)
 
 
@@ -258,4 +229,4 @@ def test_a_full_disk_still_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("comera.trainer.metrics.MetricsLog.write", full)
     with pytest.raises(TrainingError, match="No space left"):
-        fit(Tiny(), replace(SHORT, trackers=("csv",)), tmp_path / "run")
+        fit(Tiny(), replace(SHORT, trackers=("tensorboard",)), tmp_path / "run")
