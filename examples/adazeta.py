@@ -124,8 +124,8 @@ def prepared(settings: Settings) -> PreparedExamples:
     if settings.encoder and not Path(settings.encoder, "config.json").is_file():
         raise CheckpointError(f"--encoder: expected a BERT with its config.json, found none in {settings.encoder}")
     train, valid, dev = map(str, files)
-    data = ClassifyDataConfig(train, "sentence", None, "label", valid, test=dev, max_length=LENGTH, buckets=LENGTH // 4)
-    own = {"tokenizer": settings.encoder or None, "cache": str(Path(settings.out) / "data")}
+    data = ClassifyDataConfig(train, text="sentence", label="label", valid=valid, test=dev, max_length=LENGTH)
+    own = {"buckets": LENGTH // 4, "tokenizer": settings.encoder or None, "cache": str(Path(settings.out) / "data")}
     return prepare(replace(data, vocab_size=settings.vocab, **own), quiet=True)
 
 

@@ -52,9 +52,7 @@ from comera.rank.trains import check_roundable
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
-# Most steps between two rounds of zeroing gates, about as far as the importances look back. A stage has at least as
-# many rounds, the last at its end.
-_ZERO_EVERY = 20
+_ZERO_EVERY = 20  # steps between two rounds of zeroing gates: about as far as the importances look back
 
 
 class RankController:
@@ -221,9 +219,8 @@ class RankController:
         state = self._state
         measured = self._by_sensitivity()  # in this step; False if this step starts the stage
         self._start_late_if_due(steps=state.steps)
-        passed, steps = state.steps - state.switch_step, self._late_steps
-        every = min(_ZERO_EVERY, max(1, steps // _ZERO_EVERY)) if steps else _ZERO_EVERY
-        if measured and passed and (passed % every == 0 or passed == steps):
+        passed = state.steps - state.switch_step
+        if measured and passed and passed % _ZERO_EVERY == 0:
             self._zero_gates(passed)
 
     @property
