@@ -240,7 +240,7 @@ def test_another_encoder(first: tuple[Path, str], tmp_path: Path) -> None:
     assert refused(out, encoder=other).startswith("--encoder: expected a BERT with its config.json, found none")
     other.mkdir()
     (other / "config.json").write_text("{}")
-    assert "expected tokenizer.json, vocab.txt, or a folder with one" in refused(out, encoder=other)
+    assert "expected tokenizer.json, vocab.txt, a folder with one" in refused(out, encoder=other)
     tokenizer = example.prepared(example.Settings(**TINY, out=str(out))).tokenizer
     for name, text in tokenizer.files(64).items():
         (other / name).write_text(text, "utf-8")
