@@ -236,7 +236,7 @@ def _into(func: Any, args: Any, kwargs: Any, kept: list[Tensor], into: tuple[Any
 
 def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
     """The overload of an operation that writes into tensors which it is given, and the names of these. Those that
-    reduce are left out: some make all that they reduce in the place of the result, and write behind it."""
+    reduce are excluded: some make all that they reduce in the place of the result, and write behind it."""
     wanted = _plain(func)
     if "reduction" in wanted:
         return None

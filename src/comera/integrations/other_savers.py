@@ -1,7 +1,7 @@
 """Libraries whose `from_pretrained` would read a compressed model back as a dense one without weights: they refuse to
 save it, and say what saves it.
 
-diffusers and huggingface_hub's mixin make the class anew and load what has a name in it: tensor trains are left out,
+diffusers and huggingface_hub's mixin make the class anew and load what has a name in it: tensor trains are skipped,
 and dense weights stay as they were made, without a word. `import comera` registers this; it takes effect once one of
 these libraries is imported.
 """
