@@ -252,6 +252,11 @@ def fit_ranks_(
     if optimizers:
         get_optimizer_state_dict(model, optimizers)  # gives those their first state that have none
     for name, parameter in model.named_parameters():
-        held = any(key.startswith(f"{optimizer_prefix}state.{name}.") for key in stored)
+        at = f"{optimizer_prefix}state.{name}."
+        held = [key for key in stored if key.startswith(at)]
         if f"{prefix}{name}" in stored and not held:
             reset_state_([parameter], optimizers)
+        for state in filter(None, (optimizer.state.get(parameter) for optimizer in optimizers)):
+            for key in held:  # what an optimizer's first step does not make: importances of gates
+                if sizes.get(key) == parameter.shape:
+                    state.setdefault(key.removeprefix(at), torch.zeros_like(parameter))

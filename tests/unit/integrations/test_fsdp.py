@@ -112,7 +112,7 @@ def train(
             ranks.observe(total)
         optimizer.step()
         optimizer.zero_grad()
-        if ranks and step == 5:
+        if ranks and step == ranks.late.start_step + ranks.late.steps - 1:
             ranks.meet_target_()
     return [float(loss) for loss in losses]
 
@@ -161,24 +161,25 @@ def test_a_sharded_model_trains_as_one_that_is_whole(tmp_path: Path, fused: bool
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
 
-def resume_sharded(rank: int, folder: str, linear: TT | BTT, saved: int) -> bool:
+def resume_sharded(rank: int, folder: str, linear: TT | BTT, saved: int, late: LateStage) -> bool:
     model = sharded(linear=linear)
-    optimizer, ranks = start(model, LATE)
+    optimizer, ranks = start(model, late)
+    end = saved + 7
     ranks.attach(optimizer)
     train(model, optimizer, ranks, range(saved), [rank], clip=clip_grad_norm_)
     assert ranks.stage == "late"
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=folder)
-    expected = train(model, optimizer, ranks, range(saved, 14), [rank], clip=clip_grad_norm_)
+    expected = train(model, optimizer, ranks, range(saved, end), [rank], clip=clip_grad_norm_)
 
     again = sharded(seed=5, linear=linear)
-    optimizer, ranks = start(again, LATE)
+    optimizer, ranks = start(again, late)
     fit_ranks_(again, folder, optimizers=[optimizer])
     weights, moments = get_state_dict(again, optimizer)
     dcp.load({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=folder)
     set_state_dict(again, optimizer, model_state_dict=weights, optim_state_dict=moments)
     ranks.attach(optimizer)
-    assert train(again, optimizer, ranks, range(saved, 14), [rank], clip=clip_grad_norm_) == expected
+    assert train(again, optimizer, ranks, range(saved, end), [rank], clip=clip_grad_norm_) == expected
     assert [t.spec for _, t in named_trains(again)] == [t.spec for _, t in named_trains(model)]
     return True
 
@@ -186,7 +187,12 @@ def resume_sharded(rank: int, folder: str, linear: TT | BTT, saved: int) -> bool
 @pytest.mark.parametrize("linear", [TRAINS, BLOCKS], ids=["tt", "btt"])
 @pytest.mark.parametrize("saved", [4, 7], ids=["where the late stage begins", "after a cut"])
 def test_a_distributed_checkpoint_resumes_to_the_bit(linear: TT | BTT, saved: int, tmp_path: Path) -> None:
-    assert in_processes(resume_sharded, str(tmp_path), linear, saved) == [True, True]
+    assert in_processes(resume_sharded, str(tmp_path), linear, saved, LATE) == [True, True]
+
+
+def test_importances_resume_to_the_bit(tmp_path: Path) -> None:
+    late = replace(LATE, steps=40)  # gates are zeroed after 20 of them, by what was measured from the first
+    assert in_processes(resume_sharded, str(tmp_path), TRAINS, 22, late) == [True, True]
 
 
 def resume_alone(rank: int, folder: str) -> None:
