@@ -49,7 +49,7 @@ CONFIG = TrainConfig(
 _LATE = replace(CONFIG, early=EarlyStage(size_weight=0.0), rank_lr=0.03)
 STAGES = {
     "surrogate": replace(_LATE, late=LateStage(target_size=0.15, start_step=6, shrink="surrogate")),
-    "sensitivity": replace(_LATE, steps=54, late=LateStage(target_size=0.15, start_step=6, steps=60)),
+    "sensitivity": replace(_LATE, steps=54, late=LateStage(target_size=0.15, start_step=6, steps=90)),
 }
 
 

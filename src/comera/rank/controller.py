@@ -52,7 +52,9 @@ from comera.rank.trains import check_roundable
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
-_ZERO_EVERY = 20  # steps between two rounds of zeroing gates: about as far as the importances look back
+# Most steps between two rounds of zeroing gates, about as far as the importances look back; a stage has at least as many
+# rounds, the last at its end.
+_ZERO_EVERY = 20
 
 
 class RankController:
@@ -220,7 +222,8 @@ class RankController:
         measured = self._by_sensitivity()  # in this step; False if this step starts the stage
         self._start_late_if_due(steps=state.steps)
         passed = state.steps - state.switch_step
-        if measured and passed and passed % _ZERO_EVERY == 0:
+        ends = state.zero_every > 0 and passed == self._late_steps
+        if measured and passed and (ends or passed % (state.zero_every or _ZERO_EVERY) == 0):
             self._zero_gates(passed)
 
     @property
@@ -352,6 +355,7 @@ class RankController:
         """Begin the late stage, at these `sizes` of the tensor trains, towards `target` parameters."""
         state = self._state
         state.target_size, state.switch_size, state.switch_step = target, sum(sizes), state.steps
+        state.zero_every = min(max(self._late_steps // _ZERO_EVERY, 1), _ZERO_EVERY)
         default = _AUTHORS_LOSS if self.late.shrink == "gate_mean" else self._losses.host()[0]
         state.target_loss = default if self.late.target_loss is None else self.late.target_loss
         copies = trains_of_copies(self.model, self.copies)

@@ -9,8 +9,8 @@ from typing import Any
 
 from comera.errors import RankError
 
-_COUNTS = {"switch_size", "switch_step", "steps", "epochs", "evaluations_since", "losses", "losses_left_out"}
-_LATER = {"losses", "losses_left_out"}  # not in states of before they were counted
+_COUNTS = {"switch_size", "switch_step", "steps", "epochs", "evaluations_since", "losses", "losses_left_out", "zero_every"}
+_LATER = {"losses", "losses_left_out", "zero_every"}  # not in older states
 
 
 @dataclass
@@ -22,6 +22,7 @@ class RankState:
     target_loss: float | None = None  # L0; None in the early stage
     switch_size: int = 0  # when the late stage started
     switch_step: int = 0
+    zero_every: int = 0  # steps between two rounds of zeroing gates; 0 in older states: 20, and none at the end
     steps: int = 0
     epochs: int = 0
     best_held_out: float | None = None  # for LateStage.plateau

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the late stage :UserWarning")  #
 
 logging.disable_progress_bar()
 
-LATE = comera.LateStage(target_size=0.4, start_step=4, steps=20)  # gates are zeroed after step 24, cut after step 25
+LATE = comera.LateStage(target_size=0.4, start_step=4, steps=20)  # gates are zeroed from step 5 on
 STEPS = 30
 
 
@@ -157,12 +157,12 @@ def test_the_best_model_has_its_own_ranks(tmp_path: Path) -> None:
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             kwargs["metrics"]["eval_score"] = -state.global_step
 
-    best = {"eval_strategy": "steps", "eval_steps": 13, "load_best_model_at_end": True}
+    best = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, "load_best_model_at_end": True}
     trainer = trainer_of(tmp_path, FirstIsBest(), **best, metric_for_best_model="score", greater_is_better=True)
     first = comera.model_size(trainer.model).tensorized
-    with pytest.warns(UserWarning, match=r"the best model, .*checkpoint-13, has .* above the target of"):
+    with pytest.warns(UserWarning, match=r"the best model, .*checkpoint-3, has .* above the target of"):
         trainer.train()
-    assert comera.model_size(trainer.model).tensorized == first  # that of step 13, before any cut
+    assert comera.model_size(trainer.model).tensorized == first  # that of step 3, before any cut
     history = [row for row in trainer.state.log_history if "eval_loss" in row]
     assert trainer.evaluate()["eval_loss"] == history[0]["eval_loss"]
     shapes = {p: p.shape for p in trainer.model.parameters()}

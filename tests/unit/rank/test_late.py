@@ -171,6 +171,19 @@ def test_a_target_that_is_met_at_once_and_not_by_the_stage_warns(
         controller.meet_target_()
 
 
+@pytest.mark.parametrize("steps", [1, 7, 30])
+def test_a_short_stage_falls_over_all_of_its_steps(steps: int) -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.5, steps=steps))
+    controller.start_late()
+    sizes = []
+    for _ in range(steps):
+        train(model, controller, optimizer, 1)
+        sizes.append(controller.size())
+    assert controller.target_size is not None
+    assert sizes[-1] <= controller.target_size
+    assert len(set(sizes)) >= min(steps, 5)
+
+
 def test_the_layer_of_least_importance_goes_first() -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.6, steps=40))
     controller.start_late()

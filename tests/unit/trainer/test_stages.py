@@ -205,7 +205,7 @@ def test_sizes_of_training_are_what_a_cut_would_leave(tmp_path: Path) -> None:
 
 def test_rounding_comes_before_the_last_evaluation_and_checkpoint(tmp_path: Path) -> None:
     task = Tiny()
-    late = LateStage(target_size=0.3, start_step=10)  # too late to get there by training
+    late = LateStage(target_size=0.3, start_step=10, steps=100)  # too late to get there by training
     summary = fit(task, replace(CONFIG, late=late), tmp_path)
     (rounded,) = records(tmp_path, "round")
     assert rounded["step"] == 12
