@@ -52,8 +52,8 @@ from comera.rank.trains import check_roundable
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
-# Most steps between two rounds of zeroing gates, about as far as the importances look back; a stage has at least as many
-# rounds, the last at its end.
+# Most steps between two rounds of zeroing gates, about as far as the importances look back; a stage has at least as
+# many rounds, the last at its end.
 _ZERO_EVERY = 20
 
 

@@ -9,7 +9,16 @@ from typing import Any
 
 from comera.errors import RankError
 
-_COUNTS = {"switch_size", "switch_step", "steps", "epochs", "evaluations_since", "losses", "losses_left_out", "zero_every"}
+_COUNTS = {
+    "switch_size",
+    "switch_step",
+    "steps",
+    "epochs",
+    "evaluations_since",
+    "losses",
+    "losses_left_out",
+    "zero_every",
+}
 _LATER = {"losses", "losses_left_out", "zero_every"}  # not in older states
 
 
