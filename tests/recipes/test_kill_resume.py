@@ -25,19 +25,14 @@ from comera.files import SUMS, damage
 from comera.trainer.checkpoint import checkpoints
 
 from ..helpers.run_folders import course
+from ..helpers.tiny_run import TINY
 
 KILLS = 20
 STEPS = 60
 OPTIONS = {
-    "data.path": Path(json.__file__).parent,
+    **TINY,
     "data.vocab_size": 300,
     "data.block_size": 16,
-    "data.held_out": 0.2,
-    "preset": "base",
-    "model.hidden": 32,
-    "model.layers": 1,
-    "model.heads": 2,
-    "model.ffn": 64,
     "model.dropout": 0.1,  # draws from the random state that a checkpoint has to bring back
     "compress.order": 2,
     "compress.rank": 6,
@@ -47,10 +42,7 @@ OPTIONS = {
     "train.early.size_weight": 0.3,  # with the line above so strong that ranks are cut on the way
     "train.prune_every": 20,
     "train.eval_every": 10,
-    "train.eval_batches": 2,
     "train.save_every": 1,
-    "train.log_every": 1,
-    "train.progress": "false",
     "train.device": "cpu",
     "train.threads": 1,
 }

@@ -11,31 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.tiny_run import TINY, words
 
 from comera.cli.main import main
 
-TINY = {
-    "data.path": Path(json.__file__).parent,
-    "data.vocab_size": 400,
-    "data.block_size": 32,
-    "data.held_out": 0.2,
-    "preset": "base",
-    "model.hidden": 32,
-    "model.layers": 1,
-    "model.heads": 2,
-    "model.ffn": 64,
-    "train.steps": 3,
-    "train.batch_size": 4,
-    "train.eval_batches": 2,
-    "train.log_every": 1,
-    "train.progress": "false",
-}
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="device auto takes this machine's accelerator")
 
 
 def options(out: Path, **changes: object) -> list[str]:
-    settings = {**TINY, "data.cache": out.parent / "cache", **changes}
-    return ["--out", str(out), *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+    return words({"out": out, **TINY, "data.cache": out.parent / "cache", **changes})
 
 
 def losses(run: Path) -> list[tuple[str, int, float]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.run_folders import write_run
+from tests.helpers.tiny_run import TINY, words
 from tests.unit.trainer.test_loop import CONFIG, Tiny, losses
 
 from comera import report
@@ -40,28 +41,11 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def options(out: Path, **changes: object) -> list[str]:
-    settings = {
-        "data.path": Path(json.__file__).parent,
-        "data.cache": out.parent / "cache",
-        "data.vocab_size": 400,
-        "data.block_size": 32,
-        "data.held_out": 0.2,
-        "preset": "base",
-        "model.hidden": 32,
-        "model.layers": 1,
-        "model.heads": 2,
-        "model.ffn": 64,
-        "train.steps": 2,
-        "train.batch_size": 4,
-        "train.progress": "false",
-        "train.device": "cpu",
-        **changes,
-    }
-    return ["--out", str(out), *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+    return words({"out": out, **TINY, "data.cache": out.parent / "cache", "train.device": "cpu", **changes})
 
 
 def test_an_interrupted_early_stage_of_dlrm_says_how_to_go_on(tmp_path: Path) -> None:
-    settings = {
+    dlrm = {
         "out": tmp_path / "run",
         "data.synthetic_rows": 420,
         "data.workers": 1,
@@ -78,9 +62,8 @@ def test_an_interrupted_early_stage_of_dlrm_says_how_to_go_on(tmp_path: Path) ->
         "train.progress": "false",
         "train.device": "cpu",
     }
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     metrics = tmp_path / "run" / "early" / "metrics.jsonl"
-    command = [sys.executable, "-m", "comera", "train", "dlrm", *words]
+    command = [sys.executable, "-m", "comera", "train", "dlrm", *words(dlrm)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not (metrics.exists() and '"train"' in metrics.read_text()):
             time.sleep(0.05)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator
+from tests.helpers.tiny_run import TINY, words
 from tests.unit.trainer.test_loop import CONFIG, Tiny
 
 from comera.errors import ConfigError
@@ -85,27 +86,10 @@ def test_stages_hold_the_folder_of_all_runs(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_killed_comparison_takes_its_run_down(tmp_path: Path) -> None:
-    options = {
-        "data.path": Path(json.__file__).parent,
-        "data.cache": tmp_path / "cache",
-        "data.vocab_size": 400,
-        "data.block_size": 32,
-        "data.held_out": 0.2,
-        "preset": "base",
-        "model.hidden": 32,
-        "model.layers": 1,
-        "model.heads": 2,
-        "model.ffn": 64,
-        "train.steps": 100_000,
-        "train.batch_size": 4,
-        "train.log_every": 1,
-        "train.progress": "false",
-        "train.device": "cpu",
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    options = words({**TINY, "data.cache": tmp_path / "cache", "train.steps": 100_000, "train.device": "cpu"})
     run = tmp_path / "both" / "comera"
     command = [sys.executable, "-m", "comera", "compare", "code-lm", "--methods", "comera", "--out", str(run.parent)]
-    with subprocess.Popen([*command, *words], start_new_session=True) as process:
+    with subprocess.Popen([*command, *options], start_new_session=True) as process:
         try:
             while process.poll() is None and not (run / "metrics.jsonl").exists():
                 time.sleep(0.05)

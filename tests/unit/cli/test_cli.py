@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.helpers.tiny_run import TINY, words
 
 import comera
 from comera import report
@@ -33,26 +34,7 @@ from comera.trainer.config import TrainConfig
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options of a run that takes a second: real code, a tiny model, three steps on the CPU."""
     cache = tmp_path_factory.getbasetemp() / "data-cache"
-    options = {
-        "data.path": Path(json.__file__).parent,
-        "data.cache": cache,
-        "data.vocab_size": 400,
-        "data.block_size": 32,
-        "data.held_out": 0.2,
-        "preset": "base",
-        "model.hidden": 32,
-        "model.layers": 1,
-        "model.heads": 2,
-        "model.ffn": 64,
-        "model.dropout": 0.1,
-        "train.steps": 3,
-        "train.batch_size": 4,
-        "train.eval_batches": 2,
-        "train.log_every": 1,
-        "train.progress": "false",
-        "train.device": "cpu",
-    }
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return words({**TINY, "data.cache": cache, "model.dropout": 0.1, "train.device": "cpu"})
 
 
 def losses(folder: Path) -> list[tuple[str, int, float]]:
