@@ -1,13 +1,13 @@
-"""docs/faults.md: the table of faults, tries and failures."""
+"""docs/faults.md, the page "Failure tests": what was done, tries and failures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_INTRODUCTION = """# Faults
+_INTRODUCTION = """# Failure tests
 
-What was done to the library, how often, and how often anything was lost, damaged data was loaded in silence, a process
-crashed, or a result was wrong. `make faults` runs all of it and writes this page; `make test` runs a part.
+What was done to the library and how often. A failure is anything lost, damaged data loaded in silence, a crash, or a
+wrong result. `make faults` runs all of it and writes this page; `make test` runs a part.
 
 - **kill**: a process that saves, prepares or exports is killed before each of its file operations, and at many bytes of
   each file. What is there afterwards is the old state or the new one, and the next save works.

@@ -53,7 +53,9 @@ def _weight_checks(stage: EarlyStage | LateStage, *names: str) -> dict[str, tupl
 
 @dataclass(frozen=True)
 class LateStage:
-    """Achievement scalarization towards a loss L0 and a size S0 of your choice ([CoMERA] eq. 10)::
+    """Shrinks the model to `target_size` over `steps` steps.
+
+    By achievement scalarization towards a loss L0 and a size S0 of your choice ([CoMERA] eq. 10)::
 
         min  max{ (L − L0)/L, (S − S0)/S } + ρ_L L + ρ_S S
 
