@@ -62,7 +62,7 @@
 
   const tick = (value) => (value === null ? "" : Math.abs(value) >= 1e5 ? value.toExponential(0) : value.toLocaleString("en", { maximumSignificantDigits: 6 }));
   // of a logarithmic axis, the ticks that get a number
-  const round = (u, splits) => splits.map((value) => (/^[125]/.test(value.toExponential()) ? value : null));
+  const round = (u, splits) => splits.map((value) => (/^[1235]\.0+e/.test(value.toExponential(6)) ? value : null));
   const padded = (u, low, high) => (u.scales.x.distr === 3 ? [low / 1.5, high * 1.5] : [low - (high - low || 1) * 0.15, high + (high - low || 1) * 0.15]);
 
   function marks(u, data, axis) {

@@ -14,7 +14,7 @@ from comera.errors import DataError
 from comera.files import replace_file
 from comera.report.charts import plots
 from comera.report.curves import WATT_HOUR, charts_of_runs
-from comera.report.html import facts, page, section
+from comera.report.html import facts, page, section, tiles
 from comera.report.run import RunData, read_run
 from comera.report.tables import SHARES, count, duration, join_ranks, label, megabytes, metric, number, times
 from comera.report.verdict import of_comparison
@@ -50,9 +50,11 @@ def compare(runs: Mapping[str, str | Path], out: str | Path) -> str:
     )
     curves = "[Curves, links and provenance](compare.html)"
     replace_file(out / "compare.md", f"# {title}\n\n{' '.join(verdict)}\n\n{text}\n\n{curves}\n")
-    lead = "".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict)
+    kinds = ["verdict", *["muted"] * len(verdict)]
+    lead = "".join(f'<p class="{kind}">{escape(sentence)}</p>' for kind, sentence in zip(kinds, verdict, strict=False))
     links = {name: link for name, run in data.items() if (link := _link(run.folder / "report.html", out))}
-    body = [section("Curves", drawn)] if (drawn := plots(charts_of_runs(data))) else []
+    body = [tiles({name: _tile(run, summaries[name]) for name, run in data.items()})]
+    body += [section("Curves", drawn)] if (drawn := plots(charts_of_runs(data))) else []
     body += [
         section(name, table.transposed().html(links) if name == "Results" else table.html())
         for name, table in tables.items()
@@ -60,6 +62,15 @@ def compare(runs: Mapping[str, str | Path], out: str | Path) -> str:
     body.append(section("Provenance", _provenance(data, links)))
     replace_file(out / "compare.html", page(title, lead, body))
     return text
+
+
+def _tile(run: RunData, summary: Summary) -> tuple[str, str]:
+    """What a run has reached, and at what size and speed."""
+    costs = f"{megabytes(summary.size_bytes)} MB, {number(summary.step_time * 1e3)} ms a step"
+    if not run.evals:
+        return "–", costs
+    name = run.judged_by
+    return metric(name, run.evals[-1].value(name), " %"), f"held-out {label(name)}, {costs}"
 
 
 def results(runs: Mapping[str, str | Path]) -> str:

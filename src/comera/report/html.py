@@ -1,6 +1,6 @@
 """The report of a run: one HTML page that loads nothing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -46,23 +46,18 @@ def render(run: str | Path) -> Path:
         ('report.html', True)
     """
     data = read_run(run, damaged=True)
-    cards = ""
-    for name, (value, remark) in _headline(data).items():
-        small = f"<small>{escape(remark)}</small>" if remark else ""
-        cards += f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
     table, charts = layer_table(data), charts_of(data)
     sections = [
-        f'<dl class="cards">{cards}</dl>' if cards else "",
+        tiles(_headline(data)),
         section("Training curves", plots(charts) or "<p>No steps yet.</p>"),
         section("Confusion matrix", confusion_section(data.confusion)) if data.confusion else "",
         section("Ranks", strips) if (strips := ranks_section(data)) else "",
-        section("Time by part", _time_table(data).html()) if data.summary and data.summary.parts else "",
-        section("Memory by part", _held_table(data.summary).html()) if data.summary and data.summary.memory else "",
-        section("Memory of a training step, estimated", _memory_table(data).html()) if data.memory else "",
+        f'<div class="plots">{costs}</div>' if (costs := _costs(data)) else "",
         section("Energy", _energy(data)) if data.train else "",
+        section("Memory of a training step, estimated", _memory_table(data).html()) if data.memory else "",
         section("Layers", table.html() if table else f"<p>{_without_layers(data)}</p>"),
         section("Provenance", _provenance(data)),
-        section("Configuration", f"<pre>{escape(data.config_text.rstrip())}</pre>") if data.config_text else "",
+        section("Configuration", _configuration(data.config_text.rstrip())) if data.config_text else "",
     ]
     heading = f"{data.recipe}, {data.method}"
     lead = f'<p class="verdict">{escape(of_run(data))}</p>{_lead(data)}'
@@ -85,6 +80,23 @@ def page(heading: str, lead: str, sections: Sequence[str]) -> str:
 def section(title: str, body: str) -> str:
     """A section of a page. title: text; body: HTML."""
     return f"<section><h2>{escape(title)}</h2>\n{body}\n</section>"
+
+
+def _costs(run: RunData) -> str:
+    """What a finished run took, in narrow sections."""
+    summary = run.summary
+    spent = section("Time by part", _time_table(run).html()) if summary and summary.parts else ""
+    held = section("Memory by part", _held_table(summary).html()) if summary and summary.memory else ""
+    return spent + held
+
+
+def tiles(values: Mapping[str, tuple[str, str]]) -> str:
+    """A row of headline results, name -> (value, remark); "" without any."""
+    shown = ""
+    for name, (value, remark) in values.items():
+        small = f"<small>{escape(remark)}</small>" if remark else ""
+        shown += f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
+    return f'<dl class="tiles">{shown}</dl>' if shown else ""
 
 
 def _headline(run: RunData) -> dict[str, tuple[str, str]]:
@@ -111,14 +123,12 @@ def _headline(run: RunData) -> dict[str, tuple[str, str]]:
         remark = "" if size.ratio == 1 else f"{times(size.ratio)} smaller than dense"
         if 0 < size.ratio < 1:
             remark = f"{times(1 / size.ratio)} larger than dense"
-        results["Model"] = (f"{megabytes(size.total * run.element_bytes)} MB", remark)
         if size.ranks:
-            tensorized = f"{megabytes(size.tensorized * run.element_bytes)} MB"
-            results["Tensorized layers"] = (tensorized, f"{times(size.tensorized_ratio)} smaller than dense")
+            remark = f"{remark}, its compressed layers {times(size.tensorized_ratio)}".removeprefix(", ")
+        results["Model"] = (f"{megabytes(size.total * run.element_bytes)} MB", remark)
         for stage in run.stages[-1:]:
             met = "met" if size.tensorized <= stage.target_size else "not met yet"
             results["Target size"] = (f"{megabytes(stage.target_size * run.element_bytes)} MB", met)
-        results["Parameters"] = (count(size.total), f"{size.total:,}")
     if summary and summary.peak_memory:
         results["Peak memory"] = (f"{megabytes(summary.peak_memory)} MB", "")
     if run.energy:
@@ -166,6 +176,11 @@ def _lead(run: RunData) -> str:
     }
     how = ended.get(run.summary.stopped, f"Stopped: {run.summary.stopped}")
     return f'<p class="muted">{escape(how)}, after {duration(run.summary.time)} of training.</p>{html}'
+
+
+def _configuration(text: str) -> str:
+    lines = text.count("\n") + 1
+    return f"<details><summary>config.yaml, {lines:,} lines</summary><pre>{escape(text)}</pre></details>"
 
 
 def _without_layers(run: RunData) -> str:

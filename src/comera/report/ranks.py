@@ -1,4 +1,4 @@
-"""The ranks of every tensor train over a run, as strips of color in a table."""
+"""The ranks of every tensor train over a run, as strips of color in a table; a line for ranks that stayed."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,10 +11,14 @@ from comera.tt.spec import Spec
 
 _COLUMNS = 60  # time steps of a strip
 _OPEN = 8  # tensor trains up to which their table is not folded
+_STAYED = 0.01  # of the sum of ranks: moves of no more than this are not drawn
 
 
 def ranks_section(run: RunData) -> str:
-    """One row per tensor train, one strip per inner rank, folded where there are many; "" for a dense run."""
+    """One row per tensor train, one strip per inner rank, folded where there are many.
+
+    Ranks that stayed are a line that says why; "" for a dense run.
+    """
     sizes = [size for size in run.sizes if size.ranks]
     if not sizes:
         return ""
@@ -23,6 +27,9 @@ def ranks_section(run: RunData) -> str:
     positions = max(map(len, first.ranks.values()), default=0)
     if not positions:
         return ""
+    begun, ended = (sum(sum(size.ranks.get(name, ())) for name in names) for size in (first, last))
+    if abs(begun - ended) <= _STAYED * begun:
+        return f"<p>Ranks stayed at {begun:,} → {ended:,}{escape(_why_they_stayed(run))}.</p>"
     steps = [first.step + (last.step - first.step) * k // (_COLUMNS - 1) for k in range(_COLUMNS)]
     at = [sizes[bisect_right(logged, step) - 1] for step in steps]
     rows = []
@@ -42,13 +49,21 @@ def ranks_section(run: RunData) -> str:
         "unpruned, as color; of blocks, the mean rank of one. Strips that fade early belong to the layers that need "
         "the least capacity."
     )
-    begun, ended = (sum(sum(size.ranks.get(name, ())) for name in names) for size in (first, last))
-    change = (
-        f"their sum fell from {begun:,} to {ended:,}" if ended < begun else f"their sum is {ended:,}, as at the start"
-    )
-    title = f"Ranks of {len(names)} tensor trains: {change}"
+    title = f"Ranks of {len(names)} tensor trains: their sum went from {begun:,} to {ended:,}"
     fold = "" if len(names) > _OPEN else " open"
     return f'<details{fold}><summary>{title}</summary><p class="muted">{caption}</p>{table}</details>'
+
+
+def _why_they_stayed(run: RunData) -> str:
+    """What the configuration says about it; "" where that is lost."""
+    train = run.config.get("train")
+    late = train.get("late") if isinstance(train, dict) else None
+    if not isinstance(late, dict) or "target_size" not in late:
+        return ""
+    if late["target_size"] is None:
+        return ": no target size was set (train.late.target_size)"
+    stage = f"the late stage towards train.late.target_size = {late['target_size']}"
+    return f", although {stage} began at step {run.stages[0].step:,}" if run.stages else f": {stage} did not begin"
 
 
 def _strip(course: Sequence[int], spec: Spec | None) -> str:

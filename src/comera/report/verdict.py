@@ -7,7 +7,7 @@ import numpy as np
 
 from comera.report.curves import WATT_HOUR
 from comera.report.run import RunData
-from comera.report.tables import SHARES, duration, label, megabytes, metric, number, times
+from comera.report.tables import SHARES, duration, label, metric, number, times
 from comera.trainer.energy import is_estimated, total
 
 _FALLING = (
@@ -22,19 +22,15 @@ _UNEQUAL = 1.1  # training times that differ by more than this factor are not th
 
 
 def of_run(run: RunData) -> str:
-    """What the run has learned beside its references, and what that took."""
-    return " ".join(filter(None, [_learned(run), _took(run)]))
-
-
-def _learned(run: RunData) -> str:
+    """One sentence: what the run has learned beside its references."""
     if not run.evals:
-        loss = f" The train loss is {number(run.train[-1].loss)}." if run.train else ""
-        return f"There was no evaluation on held-out data yet, so nothing is known about quality.{loss}"
+        known = f"only the train loss is known, {number(run.train[-1].loss)}" if run.train else "nothing is known"
+        return f"There was no evaluation on held-out data yet: {known}."
     name, last = run.judged_by, run.evals[-1]
     value, references = last.value(name), run.references.get(name, {})
     text = f"Held-out {label(name)} is {metric(name, value, ' %')} after {last.step:,} steps"
     if not references:
-        return f"{text}. The recipe has no simpler model to hold it against."
+        return f"{text}, with no simpler model to hold it against."
     better = {reference: is_better(name, value, reached) for reference, reached in references.items()}
     parts = []
     for won, words in ((True, "better than"), (False, "no better than")):
@@ -43,26 +39,14 @@ def _learned(run: RunData) -> str:
     return f"{text}: {', but '.join(parts)}."
 
 
-def _took(run: RunData) -> str:
-    if not run.train:
-        return ""
-    parts = [f"{duration(run.train[-1].time)} of training"]
-    peak = run.summary.peak_memory if run.summary else max(point.peak_memory for point in run.train)
-    parts += [f"{megabytes(peak)} MB of memory at the peak"] if peak else []
-    parts += [energy_text(run.energy)] if run.energy else []
-    parts += [f"{number(run.summary.co2)} g of CO₂"] if run.summary and run.summary.co2 is not None else []
-    ratio = run.sizes[-1].ratio if run.sizes else 1.0
-    size = f" for a model {times(ratio)} smaller than dense" if ratio > 1 else ""
-    return f"It took {_joined(parts)}{size}."
-
-
 def of_comparison(runs: Mapping[str, RunData]) -> list[str]:
-    """Who is ahead at equal training time and by how much, what it costs, and what the figures do not say."""
+    """Who is ahead at equal training time and by how much; then, a sentence each, what else the figures say, what ours
+    costs, and what they do not say."""
     continued = [name for name, run in runs.items() if run.continues]
     ranked = {name: run for name, run in runs.items() if run.evals and name not in continued}
     sentences = []
     if len(ranked) > 1:
-        sentences.append(_ranking(ranked))
+        sentences += _ranking(ranked)
         sentences += _costs(ranked)
     if continued:
         one = len(continued) == 1
@@ -77,7 +61,7 @@ def of_comparison(runs: Mapping[str, RunData]) -> list[str]:
     return sentences
 
 
-def _ranking(runs: Mapping[str, RunData]) -> str:
+def _ranking(runs: Mapping[str, RunData]) -> list[str]:
     """The order of the runs at the end of the shortest one, and where ours stand; those that end soon after that are
     read at their own ends."""
     measured = ("loss", *next(iter(runs.values())).evals[-1].metrics)
@@ -90,26 +74,31 @@ def _ranking(runs: Mapping[str, RunData]) -> str:
     order = sorted(known, key=lambda each: known[each], reverse=not _falls(name))
     leader, *others = order
     shown = {each: metric(name, value, " %") for each, value in known.items()}
+    unit = label(name)
+    reached = f"{shown[leader]} {unit} on held-out data" if " per " in unit else f"a held-out {unit} of {shown[leader]}"
     text = f"After {duration(end)} of training each, "
     tied = [each for each in others if _ties(known[leader], known[each])]
     if tied:
-        text += f"{_joined([leader, *tied])} are level at a held-out {label(name)} of {shown[leader]}"
+        text += f"{_joined([leader, *tied])} are level at {reached}"
     else:
-        text += f"{leader} is ahead with a held-out {label(name)} of {shown[leader]}"
+        text += f"{leader} is ahead with {reached}"
     behind = [
         f"{each} has {shown[each]} ({_gap(name, known[leader], known[each])})" for each in others if each not in tied
     ]
-    text += f"; {_joined(behind)}." if behind else "."
+    sentences = [text + (f"; {_joined(behind)}." if behind else ".")]
     longest = max(run.evals[-1].time for run in runs.values())
     if longest > _UNEQUAL * end:
-        text += f" Some trained longer, up to {duration(longest)}: their values at that time are read off their curves."
+        sentences.append(
+            f"Some trained longer, up to {duration(longest)}: their values at that time are read off their curves."
+        )
     if late := [each for each in runs if each not in known]:
-        text += f" {_joined(late)}: not evaluated by then."
+        sentences.append(f"{_joined(late)}: not evaluated by then.")
     ours = [each for each in order if runs[each].method == "comera"]
     if ours and leader not in ours and ours[0] not in tied:
         beaten = [each for each in order[order.index(ours[0]) + 1 :] if each not in ours]
-        text += f" So the compressed model is behind {leader}{f' and ahead of {_joined(beaten)}' if beaten else ''}."
-    return text
+        ahead = f" and ahead of {_joined(beaten)}" if beaten else ""
+        sentences.append(f"So the compressed model is behind {leader}{ahead}.")
+    return sentences
 
 
 def _costs(runs: Mapping[str, RunData]) -> list[str]:

@@ -44,6 +44,8 @@ addEventListener("load", () => setTimeout(() => {
       wide: wide.map((element) => `${element.tagName}.${element.className}`),
       cut: [...document.querySelectorAll(".scroll")].filter((each) => each.scrollWidth > each.clientWidth).length,
       clipped: [...document.querySelectorAll(".chart")].filter((each) => each.scrollWidth > each.clientWidth).length,
+      rows: new Set([...document.querySelectorAll(".tiles div")].map((each) => each.offsetTop)).size,
+      tiled: [...document.querySelectorAll(".tiles")].map((each) => each.clientWidth / each.parentElement.clientWidth),
       charts: document.querySelectorAll(".chart").length, painted: painted.length,
       fitting: [...document.querySelectorAll("canvas")].filter(fits).length,
       values: [...document.querySelectorAll(".u-value")].filter((value) => /\\d/.test(value.textContent)).length,
@@ -113,6 +115,9 @@ def test_pages_fit_a_desk_and_a_phone(pages: dict[str, Path], tmp_path: Path, sc
         assert page["loaded"] == 0
         assert page["paper"] == paper
     assert (found["compare 400"]["cut"], found["compare 1400"]["cut"]) == (0, 0)
+    assert [found[f"{page} 1400"]["rows"] for page in ("report", "compare")] == [1, 1]
+    assert found["report 400"]["rows"] > 1
+    assert found["report 1400"]["tiled"] == found["report 400"]["tiled"] == [1]
     assert found["report 400"]["charts"] >= 7
     assert found["compare 400"]["charts"] >= 2
     assert found["report 400"]["values"] >= 3 * found["report 400"]["charts"]

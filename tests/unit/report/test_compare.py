@@ -1,6 +1,7 @@
 """The comparison of finished runs: tables, page."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -50,7 +51,15 @@ def test_compare_writes_tables_and_page(tmp_path: Path) -> None:
     assert [line["name"] for line in page.charts["Held-out loss"]["lines"]] == ["dense", "comera"]
     assert page.tags.count("table") == 2  # results, ranks
     assert (dense["estimated Wh"], comera["estimated Wh"]) == ("1.20", "1.20")
-    assert "After 20.0 min of training each, " in page.text
+    (verdict,) = re.findall(r'<p class="verdict">(.*?)</p>', page.source)
+    assert verdict == "After 20.0 min of training each, dense and comera are level at a held-out loss of 4.33."
+    (tiles,) = re.findall(r'<dl class="tiles">(.*?)</dl>', page.source, re.DOTALL)
+    assert re.findall("<dt>(.*?)</dt><dd>(.*?)<small>(.*?)</small>", tiles) == [
+        ("dense", "4.33", "held-out loss, 0.134 MB, 1,000 ms a step"),
+        ("comera", "4.33", "held-out loss, 0.00621 MB, 250 ms a step"),
+    ]
+    places = [page.source.index(mark) for mark in ('class="verdict"', 'class="tiles"', "<h2>")]
+    assert places == sorted(places)
 
 
 def test_links_are_on_the_names_of_runs_alone(tmp_path: Path) -> None:

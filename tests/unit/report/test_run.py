@@ -62,10 +62,24 @@ def test_page_of_a_finished_run_is_complete_and_self_contained(finished: Path) -
     }  # head, rows, total
     assert page.tags.count("tr") == sum(rows.values())
     assert "details" in page.tags
-    assert page.text.count("1.20 Wh (estimated)") == 3  # verdict, source, sum
+    assert page.text.count("1.20 Wh (estimated)") == 2  # source, sum
     assert "Energy1.20 Whestimated" in page.text
     assert [path.name for path in finished.iterdir() if path.suffix in (".png", ".html")] == ["report.html"]
     assert not list(finished.glob(".*"))
+
+
+def test_the_page_begins_with_one_sentence_and_a_row_of_tiles_and_folds_the_configuration(finished: Path) -> None:
+    source = Page(finished / "report.html").source
+    (verdict,) = re.findall(r'<p class="verdict">(.*?)</p>', source)
+    assert verdict == "Held-out loss is 4.33 after 60 steps, with no simpler model to hold it against."
+    (tiles,) = re.findall(r'<dl class="tiles">(.*?)</dl>', source, re.DOTALL)
+    names = re.findall("<dt>(.*?)</dt>", tiles)
+    assert names == ["Held-out loss", "Steps", "Tokens seen", "Step time", "Model", "Peak memory", "Energy"]
+    assert "7.50× smaller than dense, its compressed layers 8.00×" in tiles
+    first = [source.index(mark) for mark in ('class="verdict"', 'class="tiles"', "<h2>")]
+    assert first == sorted(first)
+    folded = re.findall(r"<details><summary>([^<]*)</summary>\n?<pre>(.*?)</pre></details>", source, re.DOTALL)
+    assert folded == [("config.yaml, 4 lines", "recipe: code-lm\nmethod: comera\ntrain:\n  steps: 60")]
 
 
 def test_page_follows_dark_mode_on_screen_and_phones(finished: Path) -> None:
@@ -109,9 +123,9 @@ def test_killed_run_with_a_torn_last_line(tmp_path: Path) -> None:
 def test_dense_run_has_no_ranks(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", method="dense")
     page = Page(render(run))
-    assert page.tags.count("svg") == page.tags.count("details") == 0
+    assert (page.tags.count("svg"), page.tags.count("details")) == (0, 1)  # the configuration
     assert "No layer is compressed" in page.text
-    assert "Tensorized layers" not in page.text
+    assert "compressed layers" not in page.text
 
 
 @pytest.mark.parametrize("method", ["comera", "dense"])
@@ -228,9 +242,37 @@ def test_rank_strips_show_each_inner_rank_over_time(tmp_path: Path) -> None:
         assert shares[0] == 0.9
         assert shares == sorted(shares, reverse=True)
     total = sum(sum(spec.inner_ranks) for spec in (TTM, TT))
-    assert f"Ranks of 2 tensor trains: their sum fell from {total} to " in section
+    assert f"Ranks of 2 tensor trains: their sum went from {total} to " in section
     assert "<details open>" in section
     assert ranks_section(read_run(write_run(tmp_path / "dense", method="dense"))) == ""
+
+
+@pytest.mark.parametrize(
+    ("late", "begins", "why"),
+    [
+        ({"target_size": None}, False, "no target size was set (train.late.target_size)."),
+        ({"target_size": 0.5}, False, "the late stage towards train.late.target_size = 0.5 did not begin."),
+        ({"target_size": 0.5}, True, "although the late stage towards train.late.target_size = 0.5 began at step 40."),
+        (None, False, ""),  # a configuration that is lost
+    ],
+)
+def test_ranks_that_stay_are_a_line_instead_of_a_chart(
+    tmp_path: Path, late: dict[str, object] | None, begins: bool, why: str
+) -> None:
+    run = (late_run if begins else write_run)(tmp_path / "run")
+    (run / "config.yaml").write_text(json.dumps({"recipe": "lm", "train": {"late": late} if late else {}}))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    def shown(last: int) -> str:
+        for row in rows:
+            if row["kind"] == "size":
+                row["ranks"] = {"a.tt": [1000], "b.tt": [1000 if row["step"] < 60 else last]}
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return ranks_section(read_run(run))
+
+    link = ", " if why.startswith("although") else ": " if why else "."
+    assert shown(980) == f"<p>Ranks stayed at 2,000 → 1,980{link}{why}</p>"
+    assert "<svg" in shown(979)
 
 
 def test_many_tensor_trains_are_folded(tmp_path: Path) -> None:
@@ -241,7 +283,7 @@ def test_many_tensor_trains_are_folded(tmp_path: Path) -> None:
             row["ranks"] = {f"blocks.{k}.up.tt": [8, 12, 8 - row["step"] // 10] for k in range(38)}
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     section = ranks_section(read_run(run))
-    assert "<details><summary>Ranks of 38 tensor trains: their sum fell from 1,064 to 988" in section
+    assert "<details><summary>Ranks of 38 tensor trains: their sum went from 1,064 to 988" in section
     assert section.count("<tr>") == 39
 
 
