@@ -186,6 +186,13 @@ def test_make_targets_are_there() -> None:
     assert named <= targets
 
 
+def test_every_section_of_the_log_is_in_its_index() -> None:
+    """By their number: that each link leads to a section is the site's to check."""
+    before, first, sections = (ROOT / "docs" / "log.md").read_text("utf-8").partition("\n## 20")
+    linked, dated = set(re.findall(r"\]\(#([^)]+)\)", before)), re.findall("^## 20", first + sections, re.MULTILINE)
+    assert len(linked) == len(dated) > 50
+
+
 def test_scripts_are_there() -> None:
     named = {argv[0] for text in TODAYS for argv in commands(text, "python")}
     scripts = {name for name in named if name.endswith(".py")}
