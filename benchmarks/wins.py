@@ -15,6 +15,9 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from common import measured
+from estimate import MB, config_of
+
+from comera.recipes.lm import recipe as lm
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "docs" / "assets"
@@ -165,6 +168,17 @@ def equation() -> str:
     )
 
 
+def large() -> str:
+    """Memory of a training step of a model of Llama 7B's shape: dense by the estimate, ours as measured."""
+    dense = lm.estimate(config_of("lm llama-7b"), ["dense"])["dense"].total / MB
+    (ours,) = (float(row["peak_mb"]) for row in measured("large") if row["case"] == "llama-7b")
+    found = [
+        Bar("dense", dense, f"{dense:,.0f} MB, estimated", ours=False),
+        Bar("ours", ours, f"{ours:,.0f} MB, measured", ours=True),
+    ]
+    return bars("A training step of Llama 7B's shape", found)
+
+
 def ngrams() -> str:
     """What README's example reaches, three seeds each."""
     losses: dict[str, list[float]] = {}
@@ -180,6 +194,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "wins-slow-links": slow_links,
     "wins-tables": tables,
     "wins-equation": equation,
+    "wins-large": large,
     "wins-ngrams": ngrams,
 }
 
