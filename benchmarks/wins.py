@@ -50,7 +50,7 @@ class Bar(NamedTuple):
 
 
 def scatter(title: str, unit: str, dots: Sequence[Dot], lowest: float, highest: float, xs: Sequence[float]) -> str:
-    """Values over a logarithmic axis. xs: its ticks, from its left end to its right one."""
+    """Means, each with the range of its seeds, over a logarithmic axis. xs: its ticks, from left end to right end."""
     left, right, top, bottom = 14.0, WIDTH - 14.0, 52.0, 262.0
     span = math.log(xs[-1] / xs[0])
 
@@ -66,11 +66,10 @@ def scatter(title: str, unit: str, dots: Sequence[Dot], lowest: float, highest: 
     out.append(_text(right, bottom + 42, unit, "dim", anchor="end"))
     for dot in dots:
         kind, middle = "mark" if dot.ours else "dim", mean(dot.ys)
-        for y in dot.ys if len(dot.ys) > 1 else ():
-            x, height = at(dot.x, y)
-            out.append(f'  <circle cx="{x:.1f}" cy="{height:.1f}" r="2.5" class="{kind}"/>')
-        x, height = at(dot.x, middle)
-        out.append(f'  <circle cx="{x:.1f}" cy="{height:.1f}" r="7" class="{kind}"/>')
+        (x, top_y), (_, bottom_y), (_, height) = (at(dot.x, y) for y in (max(dot.ys), min(dot.ys), middle))
+        seeds = f'x="{x - 1:.1f}" y="{top_y:.1f}" width="2" height="{bottom_y - top_y:.1f}"'
+        out += [f'  <rect {seeds} class="{kind}"/>'] if len(dot.ys) > 1 else []
+        out.append(f'  <circle cx="{x:.1f}" cy="{height:.1f}" r="4.5" class="{kind}"/>')
         place = {"start": (x + 13, height + 5), "end": (x - 13, height + 5), "middle": (x, height + 26)}[dot.beside]
         words = f"{dot.label}: {middle:.1f}"
         out.append(
@@ -108,7 +107,7 @@ def _svg(lines: Sequence[str], height: float) -> str:
 
 
 def few_data() -> str:
-    """Encoders trained from scratch on 41,379 pairs: accuracy over size, each seed and their mean."""
+    """Encoders trained from scratch on 41,379 pairs: accuracy over size, the mean and range of seeds."""
     rows = [row for row in measured("mnli") if row["pairs"] == "41379"]
 
     def dot(label: str, case: str, stage: str, beside: str) -> Dot:
@@ -184,7 +183,7 @@ def ngrams() -> str:
     losses: dict[str, list[float]] = {}
     for row in measured("first_example"):
         losses.setdefault(row["width"], []).append(float(row["nats_per_byte"]))
-    labels = {"128": "dense, 128 wide", "96": "ours: 96 wide, and a table of strings of six bytes"}
+    labels = {"128": "dense, 128 wide", "96": "ours: 96 wide, with a table of n-grams"}
     found = [Bar(label, mean(losses[key]), f"{mean(losses[key]):.2f}", key == "96") for key, label in labels.items()]
     return bars("Nats per byte after half a minute", found)
 
