@@ -40,8 +40,8 @@ def blocks(page: Path) -> list[str]:
     return ["\n" * text.count("\n", 0, match.start("code")) + match["code"] for match in found] + sessions
 
 
-def cells(notebook: Path) -> list[str]:
-    return ["".join(cell["source"]) for cell in json.loads(notebook.read_text("utf-8"))["cells"] if "outputs" in cell]
+def code_cells(notebook: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(notebook.read_text("utf-8"))["cells"] if "outputs" in cell]
 
 
 def run(codes: list[str], origin: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
@@ -74,7 +74,7 @@ def differences(shown: str, printed: str, tolerance: float = 0.1) -> list[str]:
     """Lines that a page shows and its code does not print, in order; numbers may be a tenth off, on other machines."""
     number = r"\d[\d,]*(?:\.\d+)?"
     lines, found = iter(printed.splitlines()), []
-    for line in shown.splitlines():
+    for line in filter(None, shown.splitlines()):
         words = re.sub(number, "#", line)
         same = next((got for got in lines if re.sub(number, "#", got) == words), "")
         values = [[float(value.replace(",", "")) for value in re.findall(number, text)] for text in (line, same)]
@@ -99,8 +99,15 @@ def test_blocks_that_do_not_run_say_why() -> None:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
-def test_notebooks_run(notebook: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert run(cells(notebook), notebook, monkeypatch, tmp_path)
+def test_notebooks_run_and_print_what_they_show(
+    notebook: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cells = code_cells(notebook)
+    printed = run(["".join(cell["source"]) for cell in cells], notebook, monkeypatch, tmp_path)
+    shown = "".join("".join(each["text"]) for cell in cells for each in cell["outputs"] if "text" in each)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, 1 + len(cells)))
+    assert len(shown.splitlines()) == len(printed.splitlines()) > 0
+    assert differences(shown, printed, tolerance=0.5) == []  # results of training, which differ more than sizes do
 
 
 def test_notebooks_are_those_of_their_pages() -> None:
@@ -112,6 +119,8 @@ def test_notebooks_are_those_of_their_pages() -> None:
     spec.loader.exec_module(notebooks)
     for name, page in notebooks.PAGES.items():
         committed = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text("utf-8"))
+        for cell in committed["cells"]:
+            cell |= {"execution_count": None, "outputs": []} if "outputs" in cell else {}
         assert committed == notebooks.notebook(page), f"python {name_of(script)} writes examples/{name}.ipynb anew"
 
 
