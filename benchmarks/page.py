@@ -210,7 +210,7 @@ def _goals(tables: dict[str, Rows]) -> Iterator[Goal]:
         with suppress(LookupError, ValueError):  # no such file, or no such row in it
             value = figure(tables[name])
         reached = None if value is None else goal / value if most else value / goal
-        yield what, f"{'≤' if most else '≥'} {_short(goal)}", value, reached
+        yield what, f"{'≤' if most else '≥'}\N{NO-BREAK SPACE}{_short(goal)}", value, reached
 
 
 def _limit(what: str, tables: dict[str, Rows]) -> float | None:
