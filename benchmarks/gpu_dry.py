@@ -3,8 +3,9 @@
 The launchers of comera.kernels run on tensors of the meta device; instead of a launch, Triton compiles the kernel for
 each GPU, with the types, strides and divisibility that it would see there. What the assembler and the disassembler,
 which come with Triton, say of the result is a row of results/gpu_dry.csv. Occupancy follows from that and the limits of
-the GPU's multiprocessors; `least_mb` are the operands, each read or written once. Nothing is run: no row says how fast
-a kernel is.
+the GPU's multiprocessors. `least_mb`: the operands, each read or written once; `moved_mb`: what all programs ask of the
+caches, each tile as often as a program reads or writes it. Nothing is run: no row says how fast a kernel is.
+docs/gpu.md is made from these rows by gpu_page.py.
 
     python benchmarks/gpu_dry.py [--gpus sm_90 ...] [--kernels low_rank] [--dtypes bfloat16 ...] [--dry]
 """
@@ -16,7 +17,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,25 +43,31 @@ TOOLS = Path(nvidia.__file__).parent / "bin"
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU and the limits of one of its multiprocessors (CUDA C++ Programming Guide, table of compute capabilities).
+    """A GPU and the limits of one of its multiprocessors (CUDA C++ Programming Guide, table of compute capabilities;
+    AMD Instinct MI300 ISA, for a compute unit of four SIMDs).
 
-    matrix: the instructions of its matrix units, in its assembler.
+    matrix: the instructions of its matrix units, in its assembler; registers: of 32 bits; granule: in which a thread
+    gets them; reserved: bytes of shared memory that the driver takes of each program.
     """
 
     name: str
-    capability: int
+    capability: int | str
     threads: int
     shared: int
     processors: int
     matrix: str
     registers: int = 65_536
     blocks: int = 32
+    granule: int = 8
+    lanes: int = 32
+    reserved: int = 1024
 
 
 GPUS = {
     "sm_80": GPU("A100", 80, 2048, 164 * 1024, 108, r"HMMA"),
     "sm_90": GPU("H100", 90, 2048, 228 * 1024, 132, r"HGMMA|HMMA"),
     "sm_100": GPU("B200", 100, 2048, 228 * 1024, 148, r"UTC\w*MMA|HMMA"),
+    "gfx942": GPU("MI300X", "gfx942", 2048, 64 * 1024, 304, r"v_s?mfmac?_\w+", 131_072, 32, 8, 64, 0),
 }
 # rows, in, out, rank: a layer of the six encoders, one of a model 4,096 wide, odd sizes
 PRODUCTS = [
@@ -104,9 +111,11 @@ class Launch:
             if isinstance(value, Tensor) or value % 16 == 0:
                 attributes[(k,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", gpu.capability, 32), options=launch)
+        target = GPUTarget("cuda" if isinstance(gpu.capability, int) else "hip", gpu.capability, gpu.lanes)
+        return triton.compile(source, target=target, options=launch)
 
 
+SHOWN = ("target", "kernel", "dtype", "case", "registers", "spilled_bytes", "occupancy", "matrix_instructions")
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -136,8 +145,8 @@ def launched(module: Any, run: Callable[..., object], *given: Any) -> Launch:
     return launch
 
 
-def cases() -> Iterator[tuple[str, str, str, int, Launch]]:
-    """Kernel, dtype, sizes, the least bytes, the launch."""
+def cases() -> Iterator[tuple[str, str, str, int, int, Launch]]:
+    """Kernel, dtype, sizes, the least bytes, the bytes that its programs ask for, the launch."""
     for name, dtype in DTYPES.items():
 
         def made(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -145,62 +154,75 @@ def cases() -> Iterator[tuple[str, str, str, int, Launch]]:
 
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
         for rows, fan_in, fan_out, rank in PRODUCTS:
-            given = [made(rows, fan_in), made(rank, fan_in), made(rank, fan_out), made(fan_out)]
+            given = x, a, b, bias = made(rows, fan_in), made(rank, fan_in), made(rank, fan_out), made(fan_out)
             launch = launched(rows_and_products, rows_and_products.low_rank, *given)
-            least = made().element_size() * (sum(t.numel() for t in given) + rows * (fan_out + rank))
-            yield "low_rank", name, f"{rows} x {fan_in} to {fan_out}, rank {rank}", least, launch
+            (tiles, shares), made_too = launch.grid, rows * (fan_out + rank)
+            moved = shares * (x.numel() + tiles * a.numel()) + tiles * (b.numel() + bias.numel()) + made_too
+            size, least = made().element_size(), sum(t.numel() for t in given) + made_too
+            yield "low_rank", name, f"{rows} x {fan_in} to {fan_out}, rank {rank}", size * least, size * moved, launch
         for rows, fan_in, fan_out, rank in BLOCKS:
-            for kernel, least, launch in _blocks(made, rows, fan_in, fan_out, rank):
-                yield kernel, name, f"{rows} x {fan_in} to {fan_out}, block rank {rank}", least, launch
+            for kernel, least, moved, launch in _blocks(made, rows, fan_in, fan_out, rank):
+                yield kernel, name, f"{rows} x {fan_in} to {fan_out}, block rank {rank}", least, moved, launch
         if name in ("float32", "bfloat16"):  # its sums are in float32 whatever its factors are
             for m_l, n_l, rank, m_r, n_r, ids in TABLES:
-                left, right = made(m_l, n_l, rank), made(m_r, rank, n_r)
-                given = [made(ids, of=torch.int64), left, right]
-                size = f"{ids} ids, {m_l} x {n_l} by {m_r} x {n_r}, rank {rank}"
-                table, moved = left.element_size(), ids * n_l * n_r
-                least = 8 * ids + table * (left.numel() + right.numel() + moved)
-                launch = launched(rows_and_products, rows_and_products.lookup_rows, *given)
-                yield "lookup_rows", name, size, least, launch
-                given.append(made(ids, n_l * n_r))
-                launch = launched(rows_and_products, rows_and_products.lookup_rows_backward, *given)
-                yield "lookup_rows, backward", name, size, least + 4 * (left.numel() + right.numel()), launch
+                left, right, id_U = made(m_l, n_l, rank), made(m_r, rank, n_r), made(ids, of=torch.int64)
+                sizes = f"{ids} ids, {m_l} x {n_l} by {m_r} x {n_r}, rank {rank}"
+                table, each, both = left.element_size(), ids * rank * (n_l + n_r), left.numel() + right.numel()
+                rows_too = 8 * ids + table * ids * n_l * n_r
+                launch = launched(rows_and_products, rows_and_products.lookup_rows, id_U, left, right)
+                yield "lookup_rows", name, sizes, rows_too + table * both, rows_too + table * each, launch
+                drows = made(ids, n_l * n_r)
+                launch = launched(rows_and_products, rows_and_products.lookup_rows_backward, id_U, left, right, drows)
+                least, moved = rows_too + (table + 4) * both, rows_too + (table + 4) * each  # gradients in float32
+                yield "lookup_rows, backward", name, sizes, least, moved, launch
 
 
 def _blocks(made: Callable[..., Tensor], rows: int, fan_in: int, fan_out: int, rank: int) -> Iterator[Any]:
-    """Kernel, least bytes and launch of the products of a block tensor train, and of the gradient of its R."""
+    """Kernel, least bytes, bytes asked for and launch of the products of a block tensor train, and of R's gradient."""
     spec = btt_spec(fan_in, fan_out, rank=rank)
     inputs, outputs = _sides(spec, torch.device("meta"))
     x, r, l = made(rows, fan_in), made(spec.sizes[0], spec.ranks[1]), made(spec.ranks[1], spec.sizes[1])  # noqa: E741
-    h, bias = made(rows, spec.ranks[1]), made(fan_out)
+    h, bias, y = made(rows, spec.ranks[1]), made(fan_out), made(rows, fan_out)
     of_r, of_l = (1, r.shape[1]), (l.shape[1], 1)
     blocks = triton_blocks
-    for kernel, run, given, moved in (
-        ("R", blocks.to_components, (x, r, of_r, inputs), (x, r, h)),
-        ("L", blocks.to_features, (h, l, of_l, outputs, bias), (h, l, bias, made(rows, fan_out))),
-        ("gradient", blocks.weight_gradient, (x, h, of_r, inputs, r), (x, h, r)),
+    tiles_f, tiles_k = triton.cdiv(inputs.size, blocks.BLOCK), triton.cdiv(inputs.most, blocks.BLOCK)
+    for kernel, run, given, repeated, once in (
+        ("R", blocks.to_components, (x, r, of_r, inputs), ((x, 2), (r, 0)), (h,)),
+        ("L", blocks.to_features, (h, l, of_l, outputs, bias), ((h, 2), (l, 0), (bias, 0)), (y,)),
+        ("gradient", blocks.weight_gradient, (x, h, of_r, inputs, r), ((x, tiles_k), (h, tiles_f)), (r,)),
     ):
-        least = x.element_size() * sum(each.numel() for each in moved)
-        yield f"block product, {kernel}", least, launched(blocks, run, *given)
+        launch = launched(blocks, run, *given)
+        elements = sum(each.numel() for each in once)
+        least = elements + sum(each.numel() for each, _ in repeated)
+        # a product's x is read for each tile of columns (its grid's third side), its weight for each tile of rows
+        times = launch.grid if kernel != "gradient" else range(max(tiles_f, tiles_k) + 1)
+        moved = elements + sum(each.numel() * times[by] for each, by in repeated)
+        yield f"block product, {kernel}", least * x.element_size(), moved * x.element_size(), launch
 
 
-def row(kernel: str, dtype: str, sizes: str, least: int, launch: Launch, target: str) -> dict[str, Any]:
+def row(kernel: str, dtype: str, sizes: str, least: int, moved: int, launch: Launch, target: str) -> dict[str, Any]:
     """What is known of a kernel that is compiled for a GPU."""
     gpu, made = GPUS[target], launch.compile(GPUS[target])
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage, code = _tool("cuobjdump", "--dump-resource-usage", file.name), _tool("nvdisasm", file.name)
-    registers, stack = (int(found) for found in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
+    if "amdgcn" in made.asm:
+        code = made.asm["amdgcn"]
+        registers, stack = _said(r"\.vgpr_count: +(\d+)", code), _said(r"\.private_segment_fixed_size: +(\d+)", code)
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            usage, code = _tool("cuobjdump", "--dump-resource-usage", file.name), _tool("nvdisasm", file.name)
+        registers, stack = _said(r"REG:(\d+)", usage), _said(r"STACK:(\d+)", usage)
     warps, shared = made.metadata.num_warps, made.metadata.shared
+    threads = gpu.lanes * warps
     matrix = len(re.findall(rf"\b(?:{gpu.matrix})\b", code))
     programs = 1
     for count in launch.grid:
         programs *= count
     resident = min(
         gpu.blocks,
-        gpu.threads // (32 * warps),
-        gpu.registers // (-(-registers // 8) * 8 * 32 * warps),
-        gpu.shared // (shared + 1024),  # the driver takes a kilobyte of each program
+        gpu.threads // threads,
+        gpu.registers // (-(-registers // gpu.granule) * gpu.granule * threads),
+        gpu.shared // max(1, shared + gpu.reserved),
     )
     return {
         "gpu": gpu.name,
@@ -210,20 +232,34 @@ def row(kernel: str, dtype: str, sizes: str, least: int, launch: Launch, target:
         "case": sizes,
         "registers": registers,
         "spilled_bytes": stack,
-        "spill_instructions": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "spill_instructions": len(re.findall(r"\b(?:STL|LDL|scratch_(?:load|store)_\w+)\b", code)),
         "shared_bytes": shared,
         "warps": warps,
-        "occupancy": f"{resident * 32 * warps / gpu.threads:.2f}",
+        "occupancy": f"{resident * threads / gpu.threads:.2f}",
         "programs": programs,
         "matrix_instructions": matrix,
         "needs_matrix": dtype != "float32" and not kernel.startswith("lookup"),
         "least_mb": f"{least / 1e6:.3f}",
+        "moved_mb": f"{moved / 1e6:.3f}",
         "triton": triton.__version__,
     }
 
 
+def _said(pattern: str, text: str) -> int:
+    """The number that the first match of a pattern names."""
+    found = re.search(pattern, text)
+    assert found, f"the compiler says nothing like {pattern}"
+    return int(found[1])
+
+
 def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def fails(found: Mapping[str, Any]) -> bool:
+    """Whether a row's kernel spills registers, or has a product without the matrix units."""
+    lacks = str(found["needs_matrix"]) == "True" and int(found["matrix_instructions"]) == 0
+    return int(found["spilled_bytes"]) > 0 or lacks
 
 
 def main() -> None:
@@ -233,27 +269,18 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--dry", action="store_true", help="write no results")
     chosen = parser.parse_args()
-    failed = []
-    for kernel, dtype, sizes, least, launch in cases():
-        if not kernel.startswith(chosen.kernels) or dtype not in chosen.dtypes:
-            continue
-        for target in chosen.gpus:
-            found = row(kernel, dtype, sizes, least, launch, target)
-            shown = (
-                "target",
-                "kernel",
-                "dtype",
-                "case",
-                "registers",
-                "spilled_bytes",
-                "occupancy",
-                "matrix_instructions",
-            )
-            print(*(found[name] for name in shown), sep="  ", flush=True)
-            if found["spilled_bytes"] or (found["needs_matrix"] and not found["matrix_instructions"]):
-                failed.append(found)
-            if not chosen.dry:
-                update("gpu_dry", [found | about()], key=("target", "kernel", "dtype", "case"))
+    found = []
+    for target in chosen.gpus:
+        # as many programs as this GPU would get
+        with patch.object(rows_and_products, "_processors", lambda _, gpu=GPUS[target]: gpu.processors):
+            for kernel, dtype, sizes, least, moved, launch in cases():
+                if kernel.startswith(chosen.kernels) and dtype in chosen.dtypes:
+                    found.append(row(kernel, dtype, sizes, least, moved, launch, target))
+                    print(*(found[-1][name] for name in SHOWN), sep="  ", flush=True)
+    if not chosen.dry:
+        common = about()
+        update("gpu_dry", [each | common for each in found], key=("target", "kernel", "dtype", "case"))
+    failed = [each for each in found if fails(each)]
     print(f"{len(failed)} kernels spill or lack matrix instructions")
 
 

@@ -1,0 +1,66 @@
+"""Write docs/gpu.md from results/gpu_dry.csv.
+
+python benchmarks/gpu_page.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from common import measured
+from gpu_dry import GPUS, fails
+
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+HEAD = """# GPUs that are not here
+
+**Computed, not run.** No GPU was at hand: nothing on this page says how fast anything is. `make gpu-dry` compiles every
+Triton kernel for GPUs by the compiler that it would have there and reads the result (`benchmarks/gpu_dry.py`;
+`python benchmarks/gpu_page.py` writes this page). What the kernels compute is tested under Triton's interpreter.
+
+{count} kernels, by type and sizes, for {gpus}; Triton {triton}, commit {commit}. **{spill} spill registers, and {lack}
+of the {products} products that could use the matrix units lack their instructions.**
+
+- **float32** means exact sums: NVIDIA's matrix units have none, AMD's do. `tf32` is what PyTorch calls
+  `allow_tf32`. The lookup's blocks are too small for matrix units.
+
+In the tables: `registers` a thread; `spills`, bytes of them a thread in memory; `shared`, kilobytes a program;
+`occupancy`, resident threads over the most that fit, by the GPU's limits; `matrix`, matrix instructions in the code;
+`least MB`, every operand read or written once; `moved MB`, what all programs ask of the caches. How much of the rest
+reaches memory is up to those: an A100 has 40 MB, an H100 50 MB of second level.
+"""
+
+
+def page(rows: list[dict[str, str]]) -> Iterator[str]:
+    """The parts of the page."""
+    products = [row for row in rows if row["needs_matrix"] == "True"]
+    spill = sum(int(row["spilled_bytes"]) > 0 for row in rows)
+    yield HEAD.format(
+        count=len(rows),
+        gpus=", ".join(f"{gpu.name} ({target})" for target, gpu in GPUS.items()),
+        spill=spill or "None",
+        lack=sum(fails(row) and row["spilled_bytes"] == "0" for row in products) or "none",
+        products=len(products),
+        triton=rows[0]["triton"],
+        commit=rows[0]["commit"],
+    )
+    for target, of_gpu in groupby(rows, lambda row: row["target"]):
+        yield f"## {GPUS[target].name} ({target})\n"
+        columns = "kernel, dtype, case, registers, spills, shared, occupancy, programs, matrix, least MB, moved MB"
+        yield "| " + columns.replace(", ", " | ") + " |\n" + "|---" * 11 + "|"
+        for row in of_gpu:
+            cells = [row[name] for name in ("kernel", "dtype", "case", "registers", "spilled_bytes")]
+            cells += [f"{int(row['shared_bytes']) / 1024:.3g}", row["occupancy"], f"{int(row['programs']):,}"]
+            megabytes = (float(row[name]) for name in ("least_mb", "moved_mb"))
+            cells += [row["matrix_instructions"], *(f"{mb:,.0f}" if mb >= 100 else f"{mb:.3g}" for mb in megabytes)]
+            yield f"| {' | '.join(cells)} |"
+        yield ""
+
+
+def main() -> None:
+    PAGE.write_text("\n".join(page(measured("gpu_dry"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
