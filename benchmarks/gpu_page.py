@@ -19,8 +19,9 @@ HEAD = """# GPUs that are not here
 Triton kernel for GPUs by the compiler that it would have there and reads the result (`benchmarks/gpu_dry.py`;
 `python benchmarks/gpu_page.py` writes this page). What the kernels compute is tested under Triton's interpreter.
 
-{count} kernels, by type and sizes, for {gpus}; Triton {triton}, commit {commit}. **{spill} spill registers, and {lack}
-of the {products} products that could use the matrix units lack their instructions.**
+{count} kernels, by type and sizes, for {gpus}; Triton {triton}, commit
+{commit}. Of these **{spill} spill registers; of the {products} products that could use the matrix units, {lack} lack their
+instructions**.
 
 - **float32** means exact sums: NVIDIA's matrix units have none, AMD's do. `tf32` is what PyTorch calls
   `allow_tf32`. The lookup's blocks are too small for matrix units.
@@ -39,7 +40,7 @@ def page(rows: list[dict[str, str]]) -> Iterator[str]:
     yield HEAD.format(
         count=len(rows),
         gpus=", ".join(f"{gpu.name} ({target})" for target, gpu in GPUS.items()),
-        spill=spill or "None",
+        spill=spill or "none",
         lack=sum(fails(row) and row["spilled_bytes"] == "0" for row in products) or "none",
         products=len(products),
         triton=rows[0]["triton"],
