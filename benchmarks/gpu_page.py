@@ -23,6 +23,9 @@ Triton kernel for GPUs by the compiler that it would have there and reads the re
 {commit}. Of these **{spill} spill registers; of the {products} products that could use the matrix units, {lack} lack their
 instructions**.
 
+- **No host reads**: training steps of BERT, Llama and DLRM, compressed, fused and not, while ranks adapt and in the late
+  stage, read no value on the host and copy nothing between devices, on fake tensors of a GPU
+  (`tests/unit/trainer/test_fake_gpu.py`). What does read: every 20th step of the late stage, which decides on gates.
 - **float32** means exact sums: NVIDIA's matrix units have none, AMD's do. `tf32` is what PyTorch calls
   `allow_tf32`. The lookup's blocks are too small for matrix units.
 

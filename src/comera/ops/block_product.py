@@ -26,9 +26,10 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import block_product as cpp
-from comera.kernels.tracing import unrecorded_by_jit
+from comera.kernels.tracing import traced, unrecorded_by_jit
 from comera.ops.dtypes import kernel_dtype, without_autocast
 from comera.ops.linear import by_torch_alone, check_operands, flatten_input
+from comera.ops.once import unrecorded
 from comera.tt.dense import materialize
 from comera.tt.spec import BTTSpec
 
@@ -327,9 +328,25 @@ def batched_product(
 
 def component_places(spec: BTTSpec, device: torch.device) -> tuple[Tensor, ...]:
     """For blocks of different ranks, else nothing: the components of each input block (A, Q), those of each output
-    block (C, S), both padded with K, and where the latter are among the former (C, S), padded with A·Q."""
+    block (C, S), both padded with K, and where the latter are among the former (C, S), padded with A·Q.
+
+    Kept, since a copy of the ranks in each forward would make the host wait for a GPU.
+    """
     if isinstance(spec.block_ranks, int):
         return ()
+    if traced():
+        return _component_places(spec, device)
+    with unrecorded(), torch.inference_mode(False):
+        return _kept_places(spec, device, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE))
+
+
+@lru_cache(maxsize=256)
+def _kept_places(spec: BTTSpec, device: torch.device, fake: object) -> tuple[Tensor, ...]:
+    """fake: the mode whose tensors these are, if they are fake ones."""
+    return _component_places(spec, device)
+
+
+def _component_places(spec: BTTSpec, device: torch.device) -> tuple[Tensor, ...]:
     (a, c), count, rows = spec.blocks, spec.ranks[1], spec.rows_of_ranks
     rank_AC = torch.tensor(rows, device=device)
     rank_A, rank_C = rank_AC.sum(1), rank_AC.sum(0)

@@ -20,7 +20,7 @@ so ∂Ŝ/∂g presses on each gate by its column of P, and on the largest gate o
 """
 
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -61,20 +61,23 @@ class SizeTable:
         # One norm per gate vector, and a last one for the boundary ranks, which is 1 and found by index -1.
         vectors = iter(range(len(self._ranks)))
         ends = [pair for spec in specs for pair in pairwise([-1, *(next(vectors) for _ in spec.inner_ranks), -1])]
-        starts = torch.tensor([0, *self._ranks]).cumsum(0)[:-1]
-        ranks_K = torch.tensor(self._ranks, dtype=torch.long)
-        column_R = torch.arange(max(self._ranks, default=0))
-        # Vectors of fewer than R gates are padded with the index of the entry after the last, which is 0.
-        padded_KR = torch.where(column_R < ranks_K[:, None], starts[:, None] + column_R, sum(self._ranks))
+        starts, most, total = accumulate([0, *self._ranks]), max(self._ranks, default=0), sum(self._ranks)
 
-        device = self._end.device
+        def indices(values: list[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=self._end.device)
+
         self._sizes_C = self._one.new_tensor([size for spec in specs for size in spec.sizes])
-        left_C, right_C = torch.tensor(ends, dtype=torch.long).T.contiguous()
-        self._left_C, self._right_C = left_C.to(device), right_C.to(device)
-        self._core_before_K = (right_C >= 0).nonzero().flatten().to(device)
-        self._core_after_K = (left_C >= 0).nonzero().flatten().to(device)
-        self._padded_KR = padded_KR.to(device)
-        self._vector_E = torch.repeat_interleave(ranks_K).to(device)
+        self._left_C, self._right_C = indices([left for left, _ in ends]), indices([right for _, right in ends])
+        self._core_before_K = indices([core for core, (_, right) in enumerate(ends) if right >= 0])
+        self._core_after_K = indices([core for core, (left, _) in enumerate(ends) if left >= 0])
+        # Vectors of fewer than R gates are padded with the index of the entry after the last, which is 0.
+        self._padded_KR = indices(
+            [
+                [start + j if j < rank else total for j in range(most)]
+                for start, rank in zip(starts, self._ranks, strict=False)
+            ]
+        ).view(len(self._ranks), most)
+        self._vector_E = indices([k for k, rank in enumerate(self._ranks) for _ in range(rank)])
 
     def _note(self, trains: Iterable[TensorTrain]) -> None:
         self.trains = tuple(trains)

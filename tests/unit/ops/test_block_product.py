@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from comera.errors import SpecError
 from comera.kernels.cpp import compiler
@@ -271,3 +272,14 @@ def test_operands_that_do_not_fit_are_refused():
         btt_linear(x, spec, [cores[0], cores[0]], bias)
     with pytest.raises(TypeError, match="dtype of the cores"):
         btt_linear(x.float(), spec, cores, bias)
+
+
+def test_tables_of_ragged_blocks_are_copied_to_the_device_once():
+    spec = ragged(12, 21, (2, 6), (3, 7), 2)
+    with FakeTensorMode():
+        fake = room.component_places(spec, torch.device("cpu"))
+    with torch.inference_mode():
+        places = room.component_places(spec, torch.device("cpu"))
+    assert all(type(each) is torch.Tensor and not each.is_inference() for each in places)
+    assert type(fake[0]) is FakeTensor
+    assert all(a is b for a, b in zip(room.component_places(spec, torch.device("cpu")), places, strict=True))
