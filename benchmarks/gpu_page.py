@@ -20,12 +20,15 @@ Triton kernel for GPUs by the compiler that it would have there and reads the re
 `python benchmarks/gpu_page.py` writes this page). What the kernels compute is tested under Triton's interpreter.
 
 {count} kernels, by type and sizes, for {gpus}; Triton {triton}, commit
-{commit}. Of these **{spill} spill registers; of the {products} products that could use the matrix units, {lack} lack their
-instructions**.
+{commit}. Of these **{spill} spill registers; of the {products} products that could use the matrix units, {lack} lack
+their instructions**.
 
-- **No host reads**: training steps of BERT, Llama and DLRM, compressed, fused and not, while ranks adapt and in the late
-  stage, read no value on the host and copy nothing between devices, on fake tensors of a GPU
-  (`tests/unit/trainer/test_fake_gpu.py`). What does read: every 20th step of the late stage, which decides on gates.
+- **Where they run**: `comera calibrate` measures them against torch's products on your GPU, in about a minute, and
+  keeps which are faster there in all cases. Without that torch's operations run. `COMERA_KERNELS=all` or `none`
+  overrides it.
+- **No host reads**: training steps of BERT, Llama and DLRM, compressed, fused and not, while ranks adapt and in the
+  late stage, read no value on the host and copy nothing between devices, on fake tensors of a GPU
+  (`tests/unit/trainer/test_fake_gpu.py`). The steps of the late stage that zero gates, about 20 in all, do read.
 - **float32** means exact sums: NVIDIA's matrix units have none, AMD's do. `tf32` is what PyTorch calls
   `allow_tf32`. The lookup's blocks are too small for matrix units.
 

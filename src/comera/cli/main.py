@@ -1,4 +1,5 @@
-"""The command line: comera train | compare | inspect | estimate | export | convert | generate | score | completion.
+"""The command line: comera train | compare | inspect | estimate | export | convert | generate | score | calibrate |
+completion.
 
 A command imports torch and the rooms only once its arguments are parsed, so help and typing errors answer at once.
 `options` makes the options of a recipe.
@@ -325,6 +326,16 @@ def _score(argv: list[str]) -> int:
     return 0
 
 
+def _calibrate(argv: list[str]) -> int:
+    """Measure which Triton kernels are faster than torch's products on this GPU, and use them from now on."""
+    parsers.calibrate(first_line(_calibrate)).parse_args(argv)
+
+    with quick_imports():
+        from comera.cli import calibrate
+
+    return calibrate.calibrate()
+
+
 def _completion(argv: list[str]) -> int:
     """Print a script that completes commands and options in bash or zsh."""
     shell = parsers.completion(first_line(_completion)).parse_args(argv).shell
@@ -341,6 +352,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "convert": _convert,
     "generate": _generate,
     "score": _score,
+    "calibrate": _calibrate,
     "completion": _completion,
 }
 

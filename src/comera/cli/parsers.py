@@ -100,6 +100,11 @@ def score(about: str) -> argparse.ArgumentParser:
     return parser
 
 
+def calibrate(about: str) -> argparse.ArgumentParser:
+    """`comera calibrate`."""
+    return argparse.ArgumentParser("comera calibrate", description=about)
+
+
 def completion(about: str) -> argparse.ArgumentParser:
     """`comera completion`."""
     parser = argparse.ArgumentParser(
@@ -120,5 +125,6 @@ WITHOUT_RECIPE: dict[str, Callable[[str], argparse.ArgumentParser]] = {
     "convert": convert,
     "generate": generate,
     "score": score,
+    "calibrate": calibrate,
     "completion": completion,
 }

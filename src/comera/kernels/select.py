@@ -5,11 +5,14 @@ COMERA_KERNELS overrides the choice: "all", "none", or names of kernels separate
 Shapes: B batch, I in features; M/N rows and columns, R rank of the left and right factor of a table.
 """
 
+import json
 import os
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import warnings
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -43,10 +46,6 @@ MLP_LEAST_ROWS, MLP_MOST_RANK = 16, 256
 # and 50,265 classes 1.7 at 160. A dense head, two cores: of 56 features 1.75, of 96 1.55, of 192 1.1; 154 rows and
 # 8,192 classes 1.2 at 96 features, 0.9 at 128.
 HEAD_MOST_RANK, HEAD_MOST_FEATURES = 256, 96
-
-# Name of a GPU, as torch gives it -> Triton kernels that benchmarks/gpu_kernels.py measured to be faster there than
-# torch's products. Empty so far: the kernels have run on no GPU, only under Triton's interpreter.
-FASTER: Mapping[str, frozenset[str]] = {}
 
 # Largest rank whose P stays in a Triton program's registers, and largest row that one program makes.
 TRITON_MOST_RANK, TRITON_MOST_COLUMNS = 128, 4096
@@ -142,7 +141,51 @@ def triton_enabled(kernel: str, device: torch.device | str) -> bool:
     wanted = asked(kernel)
     if wanted is not None:
         return wanted
-    return bool(FASTER) and kernel in FASTER.get(torch.cuda.get_device_name(device), ())
+    return kernel in calibrated(torch.cuda.get_device_name(device))
+
+
+def calibration_file() -> Path:
+    """Where `comera calibrate` keeps which Triton kernels are faster than torch's products, by the GPU's name."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "comera" / "gpus.json"
+
+
+def versions() -> str:
+    """What a calibration holds for."""
+    return f"torch {torch.__version__}, triton {metadata.version('triton')}, comera {__version__}"
+
+
+def damage(path: Path) -> str:
+    """Why a file is no calibration; "" if it is one, or is not there."""
+    try:
+        known = json.loads(path.read_text("utf-8"))
+        for gpu in known.values():
+            if not isinstance(gpu["versions"], str) or not set(gpu["faster"]) <= set(TRITON):
+                return f"expected names of {', '.join(TRITON)} and versions, got {gpu}"
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@cache
+def calibrated(gpu: str) -> frozenset[str]:
+    """The Triton kernels that `comera calibrate` found to be faster on a GPU, by its name; none where it never ran.
+
+    Warns of a file that is damaged, or of other versions than those at hand; then there are none.
+    """
+    path = calibration_file()
+    problem = damage(path)
+    found = json.loads(path.read_text("utf-8")).get(gpu) if path.exists() and not problem else None
+    if found and found["versions"] != versions():
+        problem = f"it is of {found['versions']}, here are {versions()}"
+    if problem:
+        warnings.warn(
+            f"{path}: {problem}. Torch's operations run in place of Triton kernels: run `comera calibrate` again",
+            stacklevel=2,
+        )
+        return frozenset()
+    return frozenset(found["faster"]) if found else frozenset()
 
 
 def asked(kernel: str) -> bool | None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import comera.kernels
+from comera.cli import calibrate
+from comera.cli.main import main
 from comera.errors import ConfigError
 from comera.kernels import select
 from comera.ops.linear import tt_linear
@@ -37,8 +39,11 @@ def test_importing_the_library_imports_no_triton_code():
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """As if triton and a GPU were here."""
+def gpu(monkeypatch, tmp_path):
+    """As if triton and a GPU were here, and a cache of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(select, "versions", lambda: "torch 9")
+    select.calibrated.cache_clear()
     monkeypatch.setattr(select, "triton_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.delenv("COMERA_KERNELS", raising=False)
@@ -48,18 +53,63 @@ def enabled(device=CUDA):
     return {name for name in select.TRITON if select.triton_enabled(name, device)}
 
 
+def write_calibration(text):
+    select.calibration_file().parent.mkdir()
+    select.calibration_file().write_text(text)
+
+
 @pytest.mark.usefixtures("gpu")
 def test_off_where_nothing_was_measured():
-    assert not select.FASTER
     assert not enabled()
 
 
 @pytest.mark.usefixtures("gpu")
 def test_on_where_it_was_measured_to_be_faster(monkeypatch):
-    faster = {"Some GPU": frozenset({"lookup_rows"}), "Other GPU": frozenset({"low_rank"})}
-    monkeypatch.setattr(select, "FASTER", faster)
+    calibrate.keep("Other GPU", {"low_rank"})
+    assert not enabled()
+    calibrate.keep("Some GPU", {"lookup_rows"})
     assert enabled() == {"lookup_rows"}
     assert not enabled("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other GPU")
+    assert enabled() == {"low_rank"}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "AttributeError"),
+        ('{"Some GPU": {"faster": ["low_rank"]}}', "KeyError"),
+        ('{"Some GPU": {"faster": ["what"], "versions": "torch 9"}}', "expected names of low_rank"),
+        ('{"Some GPU": {"faster": ["low_rank"], "versions": "torch 8"}}', "it is of torch 8, here are torch 9"),
+    ],
+)
+def test_a_damaged_or_old_calibration_is_said_and_made_anew(text, said):
+    write_calibration(text)
+    with pytest.warns(UserWarning, match=f"{said}.*run `comera calibrate` again"):
+        assert not enabled()
+    calibrate.keep("Some GPU", {"low_rank"})
+    assert enabled() == {"low_rank"}
+
+
+def test_without_a_gpu_there_is_nothing_to_calibrate(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["calibrate"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_that_is_slower_in_one_case_does_not_run(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    rounds = {"low_rank": [1.0, 3.0], "block_product": [1.0, 1.0], "lookup_rows": [1.0]}
+    made = [(kernel, "float32", "", ours, 2.0) for kernel, times in rounds.items() for ours in times]
+    monkeypatch.setattr(calibrate, "cases", lambda device: iter(made))
+    monkeypatch.setattr(calibrate, "medians", lambda ours, torchs: (ours, torchs))
+    assert main(["calibrate"]) == 0
+    assert enabled() == {"block_product", "lookup_rows"}
+    assert "Some GPU: block_product, lookup_rows will run" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("gpu")
@@ -73,7 +123,7 @@ def test_on_where_it_was_measured_to_be_faster(monkeypatch):
     ],
 )
 def test_the_environment_overrules_the_measurement(setting, expected, monkeypatch):
-    monkeypatch.setattr(select, "FASTER", {"Some GPU": frozenset({"lookup_rows"})})
+    calibrate.keep("Some GPU", {"lookup_rows"})
     monkeypatch.setenv("COMERA_KERNELS", setting)
     assert enabled() == expected
 
