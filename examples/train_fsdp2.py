@@ -1,4 +1,5 @@
-"""FSDP2: the dense rest of a compressed model is sharded, ranks are cut on the way. Run it again to go on.
+"""FSDP2: the dense rest of a compressed model is sharded, ranks are cut on the way. Run it again to go on, in as many
+processes as you like.
 
 torchrun --nproc_per_node 2 examples/train_fsdp2.py --out runs/fsdp2
 """

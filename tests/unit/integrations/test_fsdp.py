@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -24,6 +25,7 @@ from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError, ConversionError, RankError
 from comera.fusion import fuse_
 from comera.integrations.fsdp import clip_grad_norm_, fit_ranks_, replicate_
+from comera.nn.size import model_size
 from comera.nn.tensor_train import CompressedLayer, named_trains
 from comera.optim.param_groups import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
@@ -193,6 +195,56 @@ def test_a_distributed_checkpoint_resumes_to_the_bit(linear: TT | BTT, saved: in
 def test_importances_resume_to_the_bit(tmp_path: Path) -> None:
     late = replace(LATE, steps=40)  # gates are zeroed after 20 of them, by what was measured from the first
     assert in_processes(resume_sharded, str(tmp_path), TRAINS, 22, late) == [True, True]
+
+
+def go_on(rank: int, folder: str, start_step: int, save_step: int) -> tuple[int, list[float]]:
+    """Train from the checkpoint of `start_step`, if it is not 0, to that of `save_step`, and on, as one that is killed
+    later; returns the parameters in tensor trains at the end, and the losses."""
+    model = sharded(seed=start_step)
+    optimizer, ranks = start(model, LateStage(target_size=0.4, start_step=4, steps=8))
+    parts = [rank] if dist.get_world_size() == 2 else [0, 1]
+    saved, gathered = f"{folder}/{start_step}", StateDictOptions(full_state_dict=True)
+    if start_step:
+        fit_ranks_(model, saved, optimizers=[optimizer])
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=saved)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        for loaded, was in zip(
+            get_state_dict(model, optimizer, options=gathered), torch.load(f"{saved}.pt"), strict=True
+        ):
+            assert loaded.get("param_groups") == was.get("param_groups")
+            torch.testing.assert_close(loaded.get("state", loaded), was.get("state", was), rtol=0, atol=0)
+    ranks.attach(optimizer)
+    losses = train(model, optimizer, ranks, range(start_step, save_step), parts, clip=clip_grad_norm_)
+    ranks.prune_()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments, "ranks": ranks}, checkpoint_id=f"{folder}/{save_step}")
+    whole_state = get_state_dict(model, optimizer, options=gathered)
+    if rank == 0:
+        torch.save(whole_state, f"{folder}/{save_step}.pt")
+    dist.barrier()
+    size = model_size(model).tensorized
+    train(model, optimizer, ranks, range(save_step, save_step + 1), parts, clip=clip_grad_norm_)  # lost by the kill
+    return size, losses
+
+
+def test_a_run_goes_on_in_another_number_of_processes_while_ranks_fall(tmp_path: Path) -> None:
+    (first, losses), _ = in_processes(go_on, str(tmp_path), 0, 7)
+    ((second, more),) = in_processes(go_on, str(tmp_path), 7, 10, world=1)
+    (third, last), (other, others) = in_processes(go_on, str(tmp_path), 10, 14)
+    assert first > second >= third == other
+    assert last == others
+
+    # one process over all of it, which prunes at the same steps
+    model = build()
+    optimizer, ranks = start(model, LateStage(target_size=0.4, start_step=4, steps=8))
+    ranks.attach(optimizer)
+    expected = []
+    for steps in (range(7), range(7, 10), range(10, 14)):
+        expected += train(model, optimizer, ranks, steps, [0, 1], clip=nn.utils.clip_grad_norm_)
+        ranks.prune_()
+    torch.testing.assert_close(losses + more + last, expected, rtol=1e-4, atol=1e-5)
+    assert model_size(model).tensorized == third
 
 
 def resume_alone(rank: int, folder: str) -> None:
