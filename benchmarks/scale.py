@@ -1,7 +1,7 @@
 """What a step takes on many GPUs, by counting: no GPU is used. For results/scale.csv and docs/scale.md.
 
-Llamas of 7 and 70 billion parameters, dense and compressed, are made on the meta device; `comera.trainer.memory` counts
-a step's bytes and FLOPs there, of one GPU's tokens, with recomputation. What sharding, links and a GPU's peak make of
+Llamas of 7 and 70 billion parameters, dense and compressed, are made on the meta device; `comera.memory.estimate`
+counts a step's bytes and FLOPs there, of one GPU's tokens, with recomputation. What sharding, links and a GPU's peak make of
 these counts follows from the formulas in docs/scale.md, which `placed` computes.
 
     python benchmarks/scale.py [--page]      10 minutes; --page: only the tables, from the results
@@ -20,9 +20,9 @@ from common import about, measured, update
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 import comera
+from comera.memory.estimate import _step_aside, estimate
+from comera.memory.live import LiveMemory
 from comera.nn.tensor_train import CompressedLayer
-from comera.recompute.live_memory import LiveMemory
-from comera.trainer.memory import _step_aside, estimate
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 TOKENS, RATIO, PEAK_FLOPS = 4096, 35, 989e12  # a GPU's tokens, as texts of 512; of an H100 (SXM), bfloat16, dense

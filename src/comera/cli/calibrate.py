@@ -18,7 +18,7 @@ from comera.files import replace_file
 from comera.kernels import select
 from comera.ops.block_product import block_product
 from comera.ops.lookup.kernel import triton_rows
-from comera.ops.lookup.plain import pair_sums
+from comera.ops.lookup.rows import pair_sums
 from comera.ops.low_rank import LowRankFactors, low_rank
 from comera.tt.shapes import btt_spec
 from comera.tt.spec import BTTSpec

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from comera.baselines import COMMON_METHODS, Applied, Conversion, Method, installed
 from comera.files import replace_file, typed_path
+from comera.memory.estimate import MemoryEstimate
+from comera.memory.estimate import estimate as estimate_step
 from comera.pretrained import load_pretrained
 from comera.recipes.stages import log
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.display import figure
 from comera.trainer.evaluation import evaluate
-from comera.trainer.memory import MemoryEstimate
-from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import to_json
 from comera.trainer.processes import open_accelerator
 from comera.trainer.state import adapt_
@@ -36,7 +36,7 @@ class RecipeTask(Task):
         self.config, self.data, self.first = config, data, first
         self.method: str = config.method
         self.model = model
-        follow(self, report)
+        set_from_conversion(self, report)
         self.identity = {"data.prepared": data.folder.name, **identity}
         for group in ("model", "compress"):
             self.identity |= {f"{group}.{name}": value for name, value in asdict(getattr(config, group)).items()}
@@ -54,7 +54,7 @@ class RecipeTask(Task):
         return int(self.data.steps_per_epoch(train.batch_size, batches))
 
 
-def follow(task: Any, report: Conversion) -> None:
+def set_from_conversion(task: Any, report: Conversion) -> None:
     """Set the members of a task that its method decides: rows of the layer table, parameters of the dense model, and
     for a baseline its optimizer and what it does after a step. report: of the conversion."""
     task.report_rows = [row.to_dict() for row in report.rows] if report else []
