@@ -1,8 +1,8 @@
 """What a step takes on many GPUs, by counting: no GPU is used. For results/scale.csv and docs/scale.md.
 
 Llamas of 7 and 70 billion parameters, dense and compressed, are made on the meta device; `comera.memory.estimate`
-counts a step's bytes and FLOPs there, of one GPU's tokens, with recomputation. What sharding, links and a GPU's peak make
-of these counts follows from the formulas in docs/scale.md, which `placed` computes.
+counts a step's bytes and FLOPs there, of one GPU's tokens, with recomputation. What sharding, links and a GPU's peak
+make of these counts follows from the formulas in docs/scale.md, which `placed` computes.
 
     python benchmarks/scale.py [--page]      10 minutes; --page: only the tables, from the results
 """
