@@ -47,7 +47,7 @@ def cases(device: str, dry: bool) -> Iterator[Case]:
     from comera.kernels import select
     from comera.ops.block_product import block_product
     from comera.ops.lookup.kernel import triton_rows
-    from comera.ops.lookup.plain import pair_sums
+    from comera.ops.lookup.rows import pair_sums
     from comera.ops.low_rank import LowRankFactors, low_rank
 
     def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from comera.errors import IdError, SpecError
 from comera.ops import chunking
-from comera.ops.lookup import plain, ttm_lookup
+from comera.ops.lookup import rows, ttm_lookup
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import materialize
 from comera.tt.spec import TTMSpec
@@ -203,7 +203,7 @@ def test_only_rows_of_parts_that_occur_are_made(monkeypatch):
 
 def test_pairs_that_share_a_part_are_multiplied_together(monkeypatch):
     spec = ttm((16, 2), (2, 2), 4)
-    monkeypatch.setattr(plain, "BLOCKS_FROM", 0)
+    monkeypatch.setattr(rows, "BLOCKS_FROM", 0)
     sizes = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, **out: sizes.append(a.shape[0]) or bmm(a, b, **out))

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from comera.ops import chunking
-from comera.ops.lookup import pairs, plain, ttm_bag, ttm_lookup
-from comera.ops.lookup.pairs import separate_rows
+from comera.ops.lookup import rows, ttm_bag, ttm_lookup
+from comera.ops.lookup.rows import separate_rows
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import absorb, materialize
 
@@ -55,7 +55,7 @@ def assert_equal(found, exact, leaves):
 @each_option
 @pytest.mark.parametrize("blocks_from", [0, 10**9])
 def test_gates_may_stay_apart_from_the_cores(spec, option, blocks_from, monkeypatch):
-    monkeypatch.setattr(plain, "BLOCKS_FROM", blocks_from)
+    monkeypatch.setattr(rows, "BLOCKS_FROM", blocks_from)
     (cores, gates), plan, ids = train_of(spec), plan_lookup(spec, 8).using(option.ends), some_ids(spec, 50)
     leaves = [*cores, *gates]
     exact = materialize(spec, absorb(cores, gates))[ids]
@@ -105,11 +105,11 @@ def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     assert torch.autograd.gradgradcheck(look_up, (*cores, *gates), fast_mode=True)
 
 
-@pytest.mark.parametrize("small", [0, pairs.SMALL])
+@pytest.mark.parametrize("small", [0, rows.SMALL])
 @pytest.mark.parametrize("chunk", [1, chunking.CHUNK_CPU])
 @pytest.mark.parametrize(("x", "y", "rank"), [(3, 2, 4), (1, 5, 1), (2, 3, 0)])
 def test_rows_of_pairs_in_chunks_and_by_both_kinds_of_product(small, chunk, x, y, rank, monkeypatch):
-    monkeypatch.setattr(pairs, "SMALL", small)
+    monkeypatch.setattr(rows, "SMALL", small)
     monkeypatch.setattr(chunking, "CHUNK_CPU", chunk)
     left, right = normal(6, x, rank), normal(rank, 4, y, seed=1)  # a table may be a view with its rank first
     i, k = torch.tensor([0, 2, 2, 5]), torch.tensor([3, 0, 1, 3])

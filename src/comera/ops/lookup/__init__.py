@@ -2,8 +2,8 @@
 
     E[id] = L[id // M_R] · R[:, id % M_R]          (N_L × r) @ (r × N_R), docs/method.md §5
 
-A call checks its ids and plans (plan.py), has the rows made by one backend, the C++ kernel (kernel.py) or torch
-(plain.py), and brings them into the shape of the ids, or sums them over bags (bags.py).
+A call checks its ids and plans (plan.py); one backend, a kernel (kernel.py) or torch (rows.py), makes the rows, which
+take the shape of the ids or are summed over bags.
 
 Shapes: N ids, U different ids, B bags, V rows and D columns of a table.
 """
@@ -13,11 +13,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from comera.ops.dtypes import merge_dtype, without_autocast
-from comera.ops.lookup.bags import Bags
-from comera.ops.lookup.kernel import pair_rows
-from comera.ops.lookup.plain import bag_sums, pair_table, rows_of
-from comera.ops.lookup.plan import DenseTable, LookupTable, Table, check_values, plan_bags, plan_rows
+from comera.ops.lookup.plan import DenseTable, LookupTable, Table, plan_bags, plan_rows
+from comera.ops.lookup.rows import rows_of, sums_of
 from comera.ops.planner.plan import ContractionPlan
 from comera.tt.spec import TTMSpec
 
@@ -73,8 +70,9 @@ def ttm_lookups(ids: Sequence[Tensor], tables: Sequence[Table], plan: Contractio
 
     Source: docs/method.md §5.
     """
+    lookups = [plan_rows(each, table, plan) for each, table in zip(ids, tables, strict=True)]
     found = []
-    for rows_ND, each, table in zip(_rows(ids, tables, plan), ids, tables, strict=True):
+    for rows_ND, each, table in zip(rows_of(lookups), ids, tables, strict=True):
         rows_ND = rows_ND.to(table.dtype)
         # without a view where they have their shape, which takes a node more
         found.append(rows_ND if each.dim() == 1 else rows_ND.view(*each.shape, rows_ND.shape[1]))
@@ -119,32 +117,5 @@ def ttm_bag(
     Source: docs/method.md §5.
     """
     table = LookupTable(spec, cores, gates, padding_idx)
-    bags = Bags.of(ids, offsets, mode, per_sample_weights, include_last_offset)
-    weights_N = per_sample_weights
-    if weights_N is not None:
-        weights_N = weights_N.reshape(ids.numel()).to(merge_dtype(cores[0].dtype))
-    with without_autocast(cores[0]):
-        if bags.of_one:  # the sum or mean of one row is the row
-            sums_BD = _rows([ids], [table], plan)[0]
-            sums_BD = sums_BD if weights_N is None else sums_BD * weights_N.unsqueeze(1)
-        else:
-            lookup = plan_bags(ids, table, plan)
-            sums_BD = bag_sums(lookup, bags, weights_N)
-            if mode == "mean":
-                sums_BD = sums_BD / bags.counts(lookup.ids, lookup.padding).to(sums_BD.dtype).unsqueeze(1)
-    return sums_BD.to(cores[0].dtype)
-
-
-def _rows(ids: Sequence[Tensor], tables: Sequence[Table], plan: ContractionPlan | None) -> list[Tensor]:
-    """Rows (N, D) of each table in its cores' `merge_dtype`, in one call of the kernel for all that it serves."""
-    lookups = [plan_rows(each, table, plan) for each, table in zip(ids, tables, strict=True)]
-    by_kernel = [pair_table(lookup) for lookup in lookups if lookup.by_kernel]
-    try:
-        made = iter(pair_rows(by_kernel) if by_kernel else [])
-    except ValueError as error:
-        refused = error
-    else:
-        return [lookup.in_place(next(made) if lookup.by_kernel else rows_of(lookup)) for lookup in lookups]
-    for each, table in zip(ids, tables, strict=True):
-        check_values(each, table)
-    raise refused
+    lookup = plan_bags(ids, table, plan, offsets, mode, per_sample_weights, include_last_offset)
+    return sums_of(lookup).to(cores[0].dtype)

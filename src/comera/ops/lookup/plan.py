@@ -1,4 +1,7 @@
-"""What there is to do for the ids of a table: they are checked, and how their rows are made is decided here, once."""
+"""What there is to do for the ids of a table: they are checked, and how their rows are made is decided here, once.
+
+Shapes: N ids, U different ids, B bags, W ids of each bag.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comera.errors import IdError, SpecError
+from comera.errors import DataError, IdError, SpecError
 from comera.kernels import select
 from comera.kernels.recording import fixed
 from comera.kernels.tracing import jit_traced, traced, transformed, unrecorded_by_jit, untransformed
@@ -74,47 +77,43 @@ class DenseTable(NamedTuple):
 Table = LookupTable | DenseTable
 
 
-class Lookup(NamedTuple):
-    """Ids (N,) of a table, and how their rows are made.
+class Bags(NamedTuple):
+    """Which ids are in a bag together, and what is made of their rows.
 
-    padding: the id whose row is zero. different: the ids (U,) whose rows are made. place: which of these rows each id
-    has (N,); None where each has its own. groups: of the table's cores; none of a dense table, nor where sizes and
-    values are not known (`transformed`). by_kernel: whether the C++ kernel makes the rows, and checks the ids.
+    starts: where each bag begins among the ids (B,), int64. ids: their number. weights: of the rows (N,), in the cores'
+    `merge_dtype`. mean: whether sums are divided. shape: of ids (B, W), each row of which is a bag. of_one: whether
+    each bag is known to have one id.
+    """
+
+    starts: Tensor
+    ids: int
+    weights: Tensor | None
+    mean: bool
+    shape: Sequence[int] | None = None
+    of_one: bool = False
+
+
+class Lookup(NamedTuple):
+    """Ids of a table, and how their rows are made.
+
+    given, ids: the ids as they came, and as (N,) int64. padding: the id whose row is zero. bags: over which rows are
+    summed. different: the ids (U,) whose rows are made. place: which of these rows each id has (N,); None where each
+    has its own. groups: of the table's cores; none of a dense table, nor where sizes and values are not known
+    (`transformed`). cores: in their `merge_dtype`, with the gates absorbed except those `between` two groups, which the
+    kernel reads. by_kernel: whether the C++ kernel makes the rows, and checks the ids.
     """
 
     table: Table
+    given: Tensor
     ids: Tensor
     padding: int | None
+    bags: Bags | None
     different: Tensor
     place: Tensor | None = None
     groups: Groups = ()
+    cores: Sequence[Tensor] = ()
+    between: Tensor | None = None
     by_kernel: bool = False
-
-    def merging(self) -> list[Tensor]:
-        """The cores in their `merge_dtype`, with all gates absorbed, or all but those that the kernel reads."""
-        assert isinstance(self.table, LookupTable)
-        _, cores, gates, _, threshold, _ = self.table
-        between = self.groups[0].end - 1 if self.by_kernel else None
-        absorbed = [None if k == between else masked(d, threshold) for k, d in enumerate(gates or ())]
-        wide = [core.to(merge_dtype(core.dtype)) for core in cores]
-        if jit_traced():  # whose sizes cannot be compared
-            return wide if gates is None else absorb(wide, gates)
-        return absorb_in_smaller(wide, absorbed)
-
-    def gates(self) -> Tensor | None:
-        """The gates that the kernel reads: those between two groups."""
-        assert isinstance(self.table, LookupTable)
-        gates = self.table.gates
-        return None if gates is None else gates[self.groups[0].end - 1].to(merge_dtype(self.table.dtype))
-
-    def in_place(self, rows_UD: Tensor) -> Tensor:
-        """The rows (N, D) of all ids, from those that were made."""
-        if self.groups and isinstance(self.table, LookupTable) and rows_UD.shape[1] > self.table.spec.embedding_dim:
-            rows_UD = rows_UD[:, : self.table.spec.embedding_dim]
-        rows_ND = rows_UD if self.place is None else rows_UD.index_select(0, self.place)
-        if self.padding is None or self.by_kernel:  # which has left it out
-            return rows_ND
-        return rows_ND.masked_fill((self.ids == self.padding).unsqueeze(1), 0)
 
 
 def on_host(device: torch.device) -> bool:
@@ -124,7 +123,7 @@ def on_host(device: torch.device) -> bool:
 
 def are_read(device: torch.device) -> bool:
     """Whether shapes and choices may depend on values: on a host, outside of a recording."""
-    return on_host(device) and not fixed()
+    return not fixed() and on_host(device)
 
 
 def masked(gates_R: Tensor, threshold: float) -> Tensor:
@@ -133,43 +132,69 @@ def masked(gates_R: Tensor, threshold: float) -> Tensor:
 
 
 def plan_rows(ids: Tensor, table: Table, plan: ContractionPlan | None) -> Lookup:
+    """The lookup of rows. Raises as `ttm_lookups`."""
+    unrecorded_by_jit(_check_table, ids, table)
+    return _plan(ids, table, plan)
+
+
+def plan_bags(
+    ids: Tensor,
+    table: LookupTable,
+    plan: ContractionPlan | None,
+    offsets: Tensor | None,
+    mode: str,
+    weights: Tensor | None,
+    last: bool,
+) -> Lookup:
+    """The lookup of sums over bags that begin at the offsets, or with each row of ids (B, W). last: the offsets end
+    with the number of ids. Raises as `ttm_bag`."""
+    unrecorded_by_jit(_check_bags, ids, table, offsets, mode, weights, last)
+    shape, of_one = None, False
+    if offsets is None:
+        shape, of_one = ids.shape, not jit_traced() and ids.shape[1] == 1
+        starts_B = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
+    else:
+        starts_B = (offsets[:-1] if last else offsets).long()
+    weights_N = None if weights is None else weights.reshape(ids.numel()).to(merge_dtype(table.dtype))
+    return _plan(ids, table, plan, Bags(starts_B, ids.numel(), weights_N, mode == "mean", shape, of_one))
+
+
+def _plan(ids: Tensor, table: Table, plan: ContractionPlan | None, bags: Bags | None = None) -> Lookup:
     """Each different row is multiplied once, except narrow ones by the C++ kernel and those of a table of plain low
-    rank: these are one product, and a library compiles products anew for numbers of rows that it has not met."""
-    ids_N, padding = _checked(ids, table)
+    rank: these are one product, and a library compiles products anew for numbers of rows that it has not met. The uses
+    of rows that are summed are found where they are summed."""
+    ids_N = different = ids.reshape(ids.numel()).long()
+    padding = None if table.padding_idx is None else table.padding_idx % table.rows
     if isinstance(table, DenseTable):
-        return Lookup(table, ids_N, padding, ids_N, by_kernel=True)
-    if transformed():
-        check_values(ids, table)
-        return Lookup(table, ids_N, padding, ids_N)
-    spec, cores = table.spec, table.cores
-    ids_U, place_N = ids_N, None
-    groups = _groups(ids_N, table, plan)
-    repeats_pay = spec.padded_shape[1] <= REPEATED_COLUMNS and select.supports("lookup", *cores)
-    repeats_pay |= spec.order == 2 and spec.row_modes[1] == 1
-    if len(groups) > 1 and are_read(ids.device) and not repeats_pay:
-        ids_U, place_N = torch.unique(ids_N, return_inverse=True)
-        groups = _groups(ids_U, table, plan)
-    if len(groups) == 1:
-        ids_U, place_N = ids_N, None
-    lookup = Lookup(table, ids_N, padding, ids_U, place_N, groups)
-    if len(groups) == 2 and on_host(ids.device):
-        wide = [core.to(merge_dtype(core.dtype)) for core in cores]
-        if kernel_serves(groups, wide, lookup.gates()):
-            return lookup._replace(by_kernel=True)
-    check_values(ids, table)
-    return lookup
-
-
-def plan_bags(ids: Tensor, table: LookupTable, plan: ContractionPlan | None) -> Lookup:
-    """The uses of rows that are the same are found where they are summed."""
-    ids_N, padding = _checked(ids, table)
-    check_values(ids, table)
+        return Lookup(table, ids, ids_N, padding, bags, ids_N, by_kernel=True)
+    spec, place_N, by_kernel, summed = table.spec, None, False, bags is not None and not bags.of_one
     groups: Groups = ()
     if not transformed():
         groups = _groups(ids_N, table, plan)
-        if len(groups) > 1 and plan is None and are_read(ids.device):
-            groups = _groups(torch.unique(ids_N), table, plan)
-    return Lookup(table, ids_N, padding, ids_N, groups=groups)
+        if len(groups) > 1 and are_read(ids.device):
+            repeats_pay = spec.padded_shape[1] <= REPEATED_COLUMNS and select.supports("lookup", *table.cores)
+            repeats_pay |= spec.order == 2 and spec.row_modes[1] == 1
+            if summed and plan is None:
+                groups = _groups(torch.unique(ids_N), table, plan)
+            elif not summed and not repeats_pay:
+                different, place_N = torch.unique(ids_N, return_inverse=True)
+                groups = _groups(different, table, plan)
+                if len(groups) == 1:
+                    different, place_N = ids_N, None
+    cores = [core.to(merge_dtype(core.dtype)) for core in table.cores]
+    gates, between = table.gates, None
+    if len(groups) == 2 and not summed and on_host(ids.device):
+        if gates is not None:
+            between = gates[groups[0].end - 1].to(merge_dtype(table.dtype))
+        by_kernel = kernel_serves(groups, cores, between)
+    if gates is not None:
+        kept = groups[0].end - 1 if by_kernel else None
+        given = [None if k == kept else masked(d, table.threshold) for k, d in enumerate(gates)]
+        # jit cannot compare sizes
+        cores = absorb(cores, gates) if jit_traced() else absorb_in_smaller(cores, given)
+    if not by_kernel:
+        check_values(ids, table)
+    return Lookup(table, ids, ids_N, padding, bags, different, place_N, groups, cores, between, by_kernel)
 
 
 def kernel_serves(groups: Groups, cores: Sequence[Tensor], gates_R: Tensor | None = None) -> bool:
@@ -201,19 +226,51 @@ def _check(ids: Tensor, table: Table) -> None:
         )
 
 
-def _checked(ids: Tensor, table: Table) -> tuple[Tensor, int | None]:
-    """The ids (N,) as int64, and `padding_idx` counted from the start.
-
-    Raises unless ids are integers, padding is in the table, and the cores fit it.
-    """
+def _check_table(ids: Tensor, table: Table) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expected ids of dtype int32 or int64, got {ids.dtype}: convert them with ids.long()")
     rows, padding_idx = table.rows, table.padding_idx
     if padding_idx is not None and not -rows <= padding_idx < rows:
         raise SpecError(f"expected a padding_idx in {-rows} ... {rows - 1} for {rows} rows, got {padding_idx}")
     if isinstance(table, LookupTable):
-        unrecorded_by_jit(check_cores, table.spec, table.cores)
-    return ids.reshape(ids.numel()).long(), None if padding_idx is None else padding_idx % rows
+        check_cores(table.spec, table.cores)
+
+
+def _check_bags(
+    ids: Tensor, table: LookupTable, offsets: Tensor | None, mode: str, weights: Tensor | None, last: bool
+) -> None:
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"expected mode 'sum' or 'mean', got {mode!r}: a maximum of rows needs the dense table")
+    if weights is not None and mode != "sum":
+        raise ValueError(f"per_sample_weights are for mode 'sum', got mode {mode!r}")
+    if weights is not None and weights.shape != ids.shape:
+        raise DataError(f"expected per_sample_weights of the ids' shape {list(ids.shape)}, got {list(weights.shape)}")
+    if offsets is not None and ids.dim() == 1:
+        _check_offsets(offsets, ids.numel(), last)
+    elif offsets is not None or ids.dim() != 2:
+        got = "no offsets" if offsets is None else f"offsets of shape {list(offsets.shape)}"
+        raise DataError(
+            f"expected ids (bags, ids in a bag) without offsets, or (all ids,) with offsets (bags,); got ids of shape "
+            f"{list(ids.shape)} and {got}"
+        )
+    _check_table(ids, table)
+
+
+def _check_offsets(offsets: Tensor, count: int, last: bool) -> None:
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expected offsets of dtype int32 or int64, got {offsets.dtype}: convert them with .long()")
+    if offsets.dim() != 1 or (last and not offsets.numel()):
+        least = "(bags + 1,)" if last else "(bags,)"
+        raise DataError(f"expected offsets of shape {least}, got {list(offsets.shape)}")
+    tail = offsets[-1:]
+    good = torch.cat([offsets[:1] == 0, tail == count if last else tail <= count, offsets[1:] >= offsets[:-1]]).all()
+    ending = "end with" if last else "reach at most"
+    expected = f"expected offsets that begin with 0, never decrease and {ending} {count}, the number of ids"
+    if not are_read(offsets.device):
+        torch._assert_async(good, expected)
+    elif not good:
+        shown = offsets.tolist() if offsets.numel() <= 8 else f"{offsets[:6].tolist()} ... {offsets[-2:].tolist()}"
+        raise DataError(f"{expected}; got {shown}: each offset is where a bag begins among the ids")
 
 
 def _groups(ids_U: Tensor, table: LookupTable, plan: ContractionPlan | None) -> Groups:

@@ -7,9 +7,9 @@ two parts:
     row(id) = L[i] R[k]ᵀ,   id = i · M_R + k,       sums[b] += w · row(id) for every use (id, b, w)
 
 The C++ kernel makes rows where it serves (kernel.py); the rest is for torch. The product of a single pair (i, k) is too
-small to run fast. A few thousand pairs are multiplied one by one (pairs.py). More pairs, and sums, are sorted by k and
-put in blocks that share R[k]; the last slots of a block may stay empty. R is stored with the rank last, so that no
-product of a block has a skinny result:
+small to run fast. A few thousand pairs are multiplied one by one, and their gradients summed by `embedding_bag`, in a
+third of the time of `bmm`. More pairs, and sums, are sorted by k and put in blocks that share R[k]; the last slots of a
+block may stay empty. R is stored with the rank last, so that no product of a block has a skinny result:
 
     forward   R[k] [L[i] ...]ᵀ  (Y × r)(r × nX)      backward   ∂L = ∂rows R[k]  (nX × Y)(Y × r)
                                                                 ∂R = ∂rowsᵀ L    (Y × nX)(nX × r)
@@ -32,12 +32,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera.kernels import select
+from comera.kernels.tracing import jit_traced
 from comera.ops.chunking import chunks
 from comera.ops.dtypes import without_autocast
-from comera.ops.lookup.bags import Bags
 from comera.ops.lookup.kernel import PairTable, pair_rows, triton_rows
-from comera.ops.lookup.pairs import separate_rows
-from comera.ops.lookup.plan import DenseTable, Lookup, are_read, kernel_serves, masked, on_host
+from comera.ops.lookup.plan import (
+    Bags,
+    DenseTable,
+    Lookup,
+    LookupTable,
+    are_read,
+    check_values,
+    kernel_serves,
+    masked,
+    on_host,
+)
 from comera.ops.planner.groups import Group, Groups, two_parts
 from comera.ops.projection import merge_sides
 from comera.tt.dense import materialize
@@ -45,52 +54,49 @@ from comera.tt.spec import TTMSpec
 
 BLOCK_ROWS = 128  # n·X at most: more make the products no faster
 BLOCKS_FROM = 4096  # different pairs; sorting fewer takes longer than blocks gain
+SMALL = 256  # X·Y up to which weighted sums of rows are faster than matrix products
 
 
-def pair_table(lookup: Lookup) -> PairTable:
-    """What the kernel reads to make the rows of a `by_kernel` lookup."""
-    table = lookup.table
-    if isinstance(table, DenseTable):
-        return PairTable(lookup.ids, table.weight, None, None, table.rows, lookup.padding)
-    with without_autocast(table.cores[0]):
-        left, right, gates_R = _stored_sides(lookup.groups, lookup.merging(), lookup.gates(), table.threshold)
-    return PairTable(lookup.different, left, right, gates_R, table.rows, lookup.padding, table.threshold)
+def rows_of(lookups: Sequence[Lookup]) -> list[Tensor]:
+    """Rows (N, D) of each lookup in its cores' `merge_dtype`, in one call of the kernel for all that it serves."""
+    by_kernel = [_pair_table(lookup) for lookup in lookups if lookup.by_kernel]
+    try:
+        made = iter(pair_rows(by_kernel) if by_kernel else [])
+    except ValueError as error:
+        refused = error
+    else:
+        return [_in_place(lookup, next(made) if lookup.by_kernel else _rows_by_torch(lookup)) for lookup in lookups]
+    for lookup in lookups:
+        check_values(lookup.given, lookup.table)
+    raise refused
 
 
-def rows_of(lookup: Lookup) -> Tensor:
-    """Rows (U, D or more) of the different ids of a lookup, in the cores' `merge_dtype`; that of the padding, too."""
-    table = lookup.table
-    assert not isinstance(table, DenseTable)
-    with without_autocast(table.cores[0]):
-        cores = lookup.merging()
-        if not lookup.groups:
-            return _unplanned_rows(lookup.different, table.spec, cores)
-        if len(lookup.groups) == 1:
-            return F.embedding(lookup.different, materialize(table.spec, cores))
-        return _rows(lookup.different, lookup.groups, cores)
+def sums_of(lookup: Lookup) -> Tensor:
+    """Sums or means of rows over bags (B, D), without those of the padding, in the cores' `merge_dtype`."""
+    bags, ids_N, padding = lookup.bags, lookup.ids, lookup.padding
+    assert bags is not None
+    with without_autocast(lookup.cores[0]):
+        if bags.of_one:  # whose sum and mean are its row
+            return _weighted(rows_of([lookup])[0], bags.weights)
+        sums_BD = _sums(lookup, bags)
+        return sums_BD / _counts(bags, ids_N, padding).to(sums_BD.dtype).unsqueeze(1) if bags.mean else sums_BD
 
 
-def bag_sums(lookup: Lookup, bags: Bags, weights_N: Tensor | None) -> Tensor:
-    """Sums of weighted rows over bags (B, D), without those of the padding, in the cores' `merge_dtype`."""
-    ids_N, padding, cores = lookup.ids, lookup.padding, lookup.merging()
-    assert not isinstance(lookup.table, DenseTable)
-    spec = lookup.table.spec
-    if len(lookup.groups) == 1:
-        return F.embedding_bag(
-            ids_N,
-            materialize(spec, cores),
-            bags.starts,
-            mode="sum",
-            per_sample_weights=weights_N,
-            padding_idx=padding,
-        )
-    if not lookup.groups:
-        rows_ND = lookup.in_place(_unplanned_rows(ids_N, spec, cores))
-        rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
+def _sums(lookup: Lookup, bags: Bags) -> Tensor:
+    assert isinstance(lookup.table, LookupTable)
+    spec, groups, cores = lookup.table.spec, lookup.groups, lookup.cores
+    ids_N, padding, weights_N, count = lookup.ids, lookup.padding, bags.weights, bags.starts.numel()
+    if not groups:
+        rows_ND = _weighted(rows_of([lookup])[0], weights_N)
         if bags.shape is not None:
             return rows_ND.view(*bags.shape, rows_ND.shape[1]).sum(1)
-        return rows_ND.new_zeros(bags.starts.numel(), rows_ND.shape[1]).index_add(0, bags.of_each(), rows_ND)
-    bag_N = bags.of_each()
+        return rows_ND.new_zeros(count, rows_ND.shape[1]).index_add(0, _bag_of_each(bags), rows_ND)
+    if len(groups) == 1:
+        table_VD = materialize(spec, cores)
+        return F.embedding_bag(
+            ids_N, table_VD, bags.starts, mode="sum", per_sample_weights=weights_N, padding_idx=padding
+        )
+    bag_N = _bag_of_each(bags)
     if padding is not None and on_host(ids_N.device):
         kept_P = (ids_N != padding).nonzero().squeeze(1)
         ids_N, bag_N = ids_N[kept_P], bag_N[kept_P]
@@ -98,15 +104,70 @@ def bag_sums(lookup: Lookup, bags: Bags, weights_N: Tensor | None) -> Tensor:
     elif padding is not None:
         counts_N = (ids_N != padding).to(cores[0].dtype)
         weights_N = counts_N if weights_N is None else weights_N * counts_N
-    count = bags.starts.numel()
-    left_MXR, right_MYR, i_N, k_N = _sides(ids_N, lookup.groups, cores)
-    if len(lookup.groups) == 2 and select.lookup_rows_backend(left_MXR, right_MYR.mT) == "triton":
-        rows_ND = triton_rows(ids_N, left_MXR, right_MYR.mT.contiguous())
-        rows_ND = rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
+    left_MXR, right_MYR, i_N, k_N = _sides(ids_N, groups, cores)
+    if len(groups) == 2 and select.lookup_rows_backend(left_MXR, right_MYR.mT) == "triton":
+        rows_ND = _weighted(triton_rows(ids_N, left_MXR, right_MYR.mT.contiguous()), weights_N)
         sums_BD = rows_ND.new_zeros(count, rows_ND.shape[1]).index_add(0, bag_N, rows_ND)
     else:
         sums_BD = pair_sums(i_N, k_N, bag_N, count, left_MXR, right_MYR, weights_N)
     return sums_BD[:, : spec.embedding_dim]
+
+
+def _pair_table(lookup: Lookup) -> PairTable:
+    """What the kernel reads to make the rows of a `by_kernel` lookup."""
+    table = lookup.table
+    if isinstance(table, DenseTable):
+        return PairTable(lookup.ids, table.weight, None, None, table.rows, lookup.padding)
+    with without_autocast(table.cores[0]):
+        sides = _stored_sides(lookup.groups, lookup.cores, lookup.between, table.threshold)
+    return PairTable(lookup.different, *sides, table.rows, lookup.padding, table.threshold)
+
+
+def _rows_by_torch(lookup: Lookup) -> Tensor:
+    """Rows (U, D or more) of the different ids of a lookup; that of the padding, too."""
+    assert isinstance(lookup.table, LookupTable)
+    spec, groups, cores = lookup.table.spec, lookup.groups, lookup.cores
+    with without_autocast(cores[0]):
+        if not groups:
+            return _unplanned_rows(lookup.different, spec, cores)
+        if len(groups) == 1:
+            return F.embedding(lookup.different, materialize(spec, cores))
+        return _rows(lookup.different, groups, cores)
+
+
+def _in_place(lookup: Lookup, rows_UD: Tensor) -> Tensor:
+    """The rows (N, D) of all ids, from those that were made."""
+    if lookup.groups and isinstance(lookup.table, LookupTable) and rows_UD.shape[1] > lookup.table.spec.embedding_dim:
+        rows_UD = rows_UD[:, : lookup.table.spec.embedding_dim]
+    rows_ND = rows_UD if lookup.place is None else rows_UD.index_select(0, lookup.place)
+    if lookup.padding is None or lookup.by_kernel:  # which has left it out
+        return rows_ND
+    return rows_ND.masked_fill((lookup.ids == lookup.padding).unsqueeze(1), 0)
+
+
+def _bag_of_each(bags: Bags) -> Tensor:
+    """The bag (N,) of each id."""
+    places_B = torch.arange(bags.starts.numel(), device=bags.starts.device)
+    return places_B.repeat_interleave(_sizes(bags), output_size=None if jit_traced() else bags.ids)
+
+
+def _counts(bags: Bags, ids_N: Tensor, padding: int | None) -> Tensor:
+    """The number of ids (B,) in each bag that are not `padding`; 1 for a bag without any, whose mean is zero."""
+    if padding is None:
+        return _sizes(bags).clamp(min=1)
+    kept_N = (ids_N != padding).long()
+    if jit_traced() and bags.shape is not None:
+        return kept_N.view(bags.shape).sum(1).clamp(min=1)
+    return torch.zeros_like(bags.starts).index_add(0, _bag_of_each(bags), kept_N).clamp(min=1)
+
+
+def _sizes(bags: Bags) -> Tensor:
+    ends = torch.cat([bags.starts, bags.starts.new_full((1,), bags.ids)])
+    return ends[1:] - ends[:-1]
+
+
+def _weighted(rows_ND: Tensor, weights_N: Tensor | None) -> Tensor:
+    return rows_ND if weights_N is None else rows_ND * weights_N.unsqueeze(1)
 
 
 def _unplanned_rows(ids_N: Tensor, spec: TTMSpec, cores: Sequence[Tensor]) -> Tensor:
@@ -221,6 +282,56 @@ def _modes_first(core_RMNS: Tensor) -> Tensor:
     return moved
 
 
+def separate_rows(i_U: Tensor, k_U: Tensor, left_MXR: Tensor, right_MYR: Tensor) -> Tensor:
+    """Rows (U, X·Y) of the pairs (i, k); differentiable twice."""
+    rows: Tensor = _SeparateRows.apply(left_MXR.contiguous(), right_MYR.contiguous(), i_U, k_U)
+    return rows
+
+
+class _SeparateRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left_MXR: Tensor, right_MYR: Tensor, i_U: Tensor, k_U: Tensor) -> Tensor:
+        ctx.save_for_backward(left_MXR, right_MYR, i_U, k_U)
+        (_, x, rank), y = left_MXR.shape, right_MYR.shape[1]
+        rows = [left_MXR.new_empty(0, x * y)]
+        for part in _pair_chunks(i_U, x, y, rank):
+            left_PXR, right_PYR = left_MXR.index_select(0, i_U[part]), right_MYR.index_select(0, k_U[part])
+            rows.append(torch.bmm(left_PXR, right_PYR.mT).flatten(1))
+        return rows[1] if len(rows) == 2 else torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, drows_UD: Tensor) -> tuple[Tensor | None, ...]:
+        left_MXR, right_MYR, i_U, k_U = ctx.saved_tensors
+        if not torch.is_grad_enabled():  # embedding_bag over a parameter would prepare for a gradient
+            left_MXR, right_MYR = left_MXR.detach(), right_MYR.detach()
+        (_, x, rank), y = left_MXR.shape, right_MYR.shape[1]
+        dleft_MXR, dright_MYR = left_MXR.new_zeros(left_MXR.shape), right_MYR.new_zeros(right_MYR.shape)
+        transposed_D = torch.arange(x * y).view(x, y).t().reshape(-1)
+        with without_autocast(drows_UD):
+            for part in _pair_chunks(i_U, x, y, rank):
+                i_P, k_P, drows_PD = i_U[part], k_U[part], drows_UD[part]
+                dleft_MXR.index_add_(0, i_P, _products(drows_PD, x, right_MYR, k_P))
+                drows_PD = drows_PD.index_select(1, transposed_D)  # faster than transposing many small matrices
+                dright_MYR.index_add_(0, k_P, _products(drows_PD, y, left_MXR, i_P))
+        return dleft_MXR, dright_MYR, None, None
+
+
+def _pair_chunks(i_U: Tensor, x: int, y: int, rank: int) -> list[slice]:
+    """Chunks of the pairs that stay in the caches."""
+    return chunks(i_U.numel(), 2 * rank * (x + y) + x * y, i_U.device)
+
+
+def _products(a_UD: Tensor, x: int, table_MYR: Tensor, k_U: Tensor) -> Tensor:
+    """a table[k] (U, X, R) for each of many small matrices a (X, Y), given as (U, X·Y)."""
+    pairs, (m, y, rank) = a_UD.shape[0], table_MYR.shape
+    if x * y > SMALL or not (pairs and x and y and rank):
+        return torch.bmm(a_UD.reshape(pairs, x, y), table_MYR.index_select(0, k_U))
+    ids_UD = torch.add(torch.arange(x * y) % y, k_U.unsqueeze(1), alpha=y)
+    starts, weights_K, table_KR = torch.arange(0, pairs * x * y, y), a_UD.reshape(-1), table_MYR.view(m * y, rank)
+    sums_KR = F.embedding_bag(ids_UD.view(-1), table_KR, starts, mode="sum", per_sample_weights=weights_K)
+    return sums_KR.view(pairs, x, rank)
+
+
 class _Blocks(NamedTuple):
     """Which pairs share a block, and where their rows go. Uses come in the order of the slots.
 
@@ -286,9 +397,7 @@ class _PairSums(torch.autograd.Function):
         products = _BlockProducts(left_MXR, right_MYR, weights_N, _Blocks(*blocks))
         sums_BD = left_MXR.new_zeros(bags, left_MXR.shape[1] * right_MYR.shape[1])
         for chunk in products.chunks:
-            rows_ND = products.rows(chunk)
-            if weights_N is not None:
-                rows_ND = rows_ND * weights_N[chunk.uses].unsqueeze(1)
+            rows_ND = _weighted(products.rows(chunk), None if weights_N is None else weights_N[chunk.uses])
             sums_BD.index_add_(0, products.blocks.bag[chunk.uses], rows_ND)
         return sums_BD
 
@@ -370,8 +479,7 @@ class _BlockProducts:
         if self.blocks.first is not None:
             first_S = self.blocks.first[chunk.slots] - chunk.uses.start
             return F.embedding_bag(bag_N, dsums_BD, first_S, mode="sum", per_sample_weights=weights_N)
-        drows_ND = dsums_BD.index_select(0, bag_N)
-        return drows_ND if weights_N is None else drows_ND * weights_N.unsqueeze(1)
+        return _weighted(dsums_BD.index_select(0, bag_N), weights_N)
 
     def _operands(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
         """L (G, n·X, r) and R (G, Y, r) of a chunk."""
