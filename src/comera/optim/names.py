@@ -1,12 +1,12 @@
 """The one table of optimizers by name: how each is made for a model, and what it keeps.
 
-A new one needs a line in `OPTIMIZERS` and its name in `OptimizerName`; training, estimates and plans follow.
+A new one needs a line in `OPTIMIZERS`; options, training, estimates and plans follow.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -17,8 +17,6 @@ from comera.optim.adamw import AdamW
 from comera.optim.muon import Muon, orthogonal_parameters
 from comera.optim.param_groups import param_groups
 from comera.optim.smmf import SMMF, state_bytes
-
-OptimizerName = Literal["adamw", "muon", "smmf", "adarankgrad", "tensor_galore", "adagrad", "sgd", "momentum"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +138,8 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     ),
 }
 """Every optimizer by name."""
+
+if TYPE_CHECKING:  # a type that depends on values is none for them
+    OptimizerName: TypeAlias = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]

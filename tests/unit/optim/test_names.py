@@ -1,6 +1,5 @@
 """The one table of optimizers: every name trains, is estimated and planned, and keeps what the table says."""
 
-from typing import get_args
 
 import pytest
 import torch
@@ -22,12 +21,11 @@ def network() -> nn.Module:
     return model
 
 
-def test_types_and_table_have_the_same_names() -> None:
-    assert get_args(OptimizerName) == tuple(OPTIMIZERS)
+def test_other_names_than_those_of_the_table_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected an optimizer out of adamw, muon, .*, momentum, got 'lion'"):
         optimizer_named("lion")
     with pytest.raises(ConfigError, match=r"optimizer must be one of adamw, muon, .*, momentum"):
-        TrainConfig(steps=1, optimizer="lion")  # type: ignore[arg-type]
+        TrainConfig(steps=1, optimizer="lion")
 
 
 @NAMES
