@@ -23,11 +23,11 @@ from common import about, in_turns, update
 
 import comera
 from comera.baselines import Method
+from comera.memory.estimate import MemoryMeter, reset_peak
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.code_lm.data import Batch
 from comera.recipes.code_lm.recipe import build_model, masked_loss, preset
-from comera.trainer.memory import MemoryMeter, reset_peak
 from comera.trainer.step import TrainStep
 
 # side: method, part of the compressed layers' size, goal for the dense step's time over its own

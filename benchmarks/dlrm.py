@@ -32,6 +32,7 @@ import torch._dynamo  # optimizers import it at first use: counted as part of th
 from common import FIRST, about, in_turns, record, update
 
 from comera.baselines import Method
+from comera.memory.estimate import MemoryMeter
 from comera.nn.size import model_size
 from comera.optim.names import OptimizerName
 from comera.pretrained import load_pretrained
@@ -42,7 +43,6 @@ from comera.recipes.dlrm.model import DLRMConfig
 from comera.recipes.dlrm.recipe import DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.recipes.stages import runs
 from comera.trainer.checkpoint import find_checkpoint
-from comera.trainer.memory import MemoryMeter
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.step import TrainStep
 

@@ -20,11 +20,11 @@ import torch
 from common import about, update
 from torch import Tensor, nn
 
+from comera.memory.estimate import MemoryMeter, current_memory
 from comera.recipes.code_lm import recipe as code_lm
 from comera.recipes.code_lm.data import Batch as CodeBatch
 from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import Batch as LMBatch
-from comera.trainer.memory import MemoryMeter, current_memory
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.state import adapt_
 from comera.trainer.step import TrainStep

@@ -28,13 +28,13 @@ import torch
 from common import about, in_turns, update
 
 from comera.fusion import fuse_
+from comera.memory.estimate import MemoryMeter
 from comera.optim.param_groups import param_groups
 from comera.recipes.classify.model import EncoderConfig
 from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
 from comera.recipes.data.prepared import ExampleBatch
 from comera.trainer.compiled import CompiledLoss
-from comera.trainer.memory import MemoryMeter
 from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522

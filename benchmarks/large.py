@@ -17,8 +17,8 @@ import time
 from common import about, update
 from estimate import LARGE, batch_of, config_of, vocabulary_of
 
+from comera.memory.estimate import MemoryMeter, current_memory
 from comera.recipes.lm import recipe as lm
-from comera.trainer.memory import MemoryMeter, current_memory
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.state import adapt_
 from comera.trainer.step import TrainStep

@@ -32,9 +32,9 @@ from common import about, write
 from torch import Tensor, nn
 
 from comera.kernels import select
+from comera.memory.estimate import MemoryMeter
 from comera.nn import TTMEmbeddingBag, lookup_tables
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES
-from comera.trainer.memory import MemoryMeter
 from comera.tt.shapes import ttm_spec
 
 # rows, columns, rank, bags, ids in a bag

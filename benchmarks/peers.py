@@ -49,13 +49,13 @@ from common import FIRST, about, in_turns, record, update
 
 from comera.baselines import Applied
 from comera.fusion import fuse_
+from comera.memory.estimate import MemoryMeter, reset_peak
+from comera.memory.recompute import recompute_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
 from comera.recipes.data.prepared import ExampleBatch
-from comera.recompute.blocks import recompute_
-from comera.trainer.memory import MemoryMeter, reset_peak
 from comera.trainer.step import TrainStep
 
 LENGTH, VOCABULARY = 128, 30_522

@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from comera.fusion import fuse_
+from comera.memory.estimate import MemoryMeter
+from comera.memory.live import LiveMemory
+from comera.memory.recompute import recompute_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
 from comera.recipes.data.prepared import ExampleBatch
-from comera.recompute.blocks import recompute_
-from comera.recompute.live_memory import LiveMemory
-from comera.trainer.memory import MemoryMeter
 from comera.trainer.step import Loss, TrainStep
 
 SIDES = ("dense", "fused", "fused, recompute")

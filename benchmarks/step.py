@@ -33,6 +33,7 @@ from torch import nn
 
 from comera.baselines import Method
 from comera.fusion import fuse_
+from comera.memory.recompute import recompute_
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.rank import RankController
@@ -42,7 +43,6 @@ from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import Batch
 from comera.recipes.lm.model import ModelConfig
-from comera.recompute.blocks import recompute_
 from comera.trainer.step import TrainStep
 
 # name: batch, length, dropout, precision, goal for the ratio dense / fused

@@ -5,7 +5,7 @@ float32; linear layers as tensor trains of six cores and rank 12, the token tabl
 trains it on an FPGA with 6 MB of BRAM and 22.5 MB of URAM, one text at a time, by SGD. Texts here are random, so that a
 loss only says that steps are taken.
 
-`comera.recompute.plan_memory` makes the plan; four steps follow it. Measured are all tensors that are alive at once
+`comera.memory.plan_memory` makes the plan; four steps follow it. Measured are all tensors that are alive at once
 ("live", counted as the plan counts them, from the first step on), and what torch's allocator gives out ("allocated", as
 torch's profiler sees it, with the scratch memory of torch's own operations). The process itself is in neither. Where
 the budget is too small, the smallest is planned, and steps follow that.
@@ -32,11 +32,11 @@ from transformers import BertForSequenceClassification
 
 from comera import TT, TTM, TensorizeConfig, fuse_, model_size, tensorize_
 from comera.errors import ConfigError
+from comera.memory.budget import parse_bytes
+from comera.memory.live import LiveMemory
+from comera.memory.plan import MemoryPlan, plan_memory
 from comera.optim.names import OPTIMIZERS, Rates
 from comera.recipes.bert import ModelConfig
-from comera.recompute.budget import parse_bytes
-from comera.recompute.live_memory import LiveMemory
-from comera.recompute.plan import MemoryPlan, plan_memory
 
 WORDS, LENGTH, INTENTS, STEPS = 1000, 32, 26, 4
 DENSE = ("bert.embeddings.position_embeddings", "bert.embeddings.token_type_embeddings", "classifier")

@@ -46,11 +46,11 @@ from transformers.utils import logging
 import comera
 from comera.adapters import TTAdapter, adapt_, save_adapters
 from comera.errors import CheckpointError, ComeraError, ConfigError, DataError
+from comera.memory.live import LiveMemory
 from comera.optim import ZerothOrder, adaptive_queries
 from comera.recipes.bert import ModelConfig
 from comera.recipes.classify.data import ClassifyDataConfig, PreparedExamples, prepare
 from comera.recipes.data.prepared import ExampleBatch, Examples
-from comera.recompute.live_memory import LiveMemory
 
 RATES = {"head": (3e-3, 1e-2), "first-order": (3e-3, 1e-2), "adazeta": (2e-3, 5e-3), "mezo-tt": (5e-4, 1e-3)}
 RATES["mezo"] = (1e-4, 1e-3)

@@ -27,14 +27,14 @@ _HOMES = {
     "ngrams_": "convert",
     "model_size": "nn",
     "param_groups": "optim.param_groups",
-    "recompute_": "recompute.blocks",
+    "recompute_": "memory.recompute",
     "round_": "rank",
     "save_pretrained": "pretrained",
     "tensorize_": "convert",
 }
 # imported as attributes: comera.nn.TTLinear
 _ROOMS = frozenset(
-    "adapters contrib convert distributed fp8 fusion nn optim pretrained rank recompute tt".split()  # noqa: SIM905
+    "adapters contrib convert distributed fp8 fusion memory nn optim pretrained rank recompute tt".split()  # noqa: SIM905
 )
 
 # the first releases that pyproject.toml does not admit

@@ -4,6 +4,7 @@ from comera import convert as convert
 from comera import distributed as distributed
 from comera import fp8 as fp8
 from comera import fusion as fusion
+from comera import memory as memory
 from comera import nn as nn
 from comera import optim as optim
 from comera import pretrained as pretrained
@@ -21,6 +22,7 @@ from comera.convert import tensorize_ as tensorize_
 from comera.errors import ComeraError as ComeraError
 from comera.fp8 import fp8_ as fp8_
 from comera.fusion import fuse_ as fuse_
+from comera.memory.recompute import recompute_ as recompute_
 from comera.nn import model_size as model_size
 from comera.optim.param_groups import param_groups as param_groups
 from comera.pretrained import load_pretrained as load_pretrained
@@ -29,5 +31,4 @@ from comera.rank import EarlyStage as EarlyStage
 from comera.rank import LateStage as LateStage
 from comera.rank import RankController as RankController
 from comera.rank import round_ as round_
-from comera.recompute.blocks import recompute_ as recompute_
 from comera.run import compress as compress

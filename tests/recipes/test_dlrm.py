@@ -20,6 +20,7 @@ from comera.cli import main as cli
 from comera.cli import options
 from comera.errors import ConfigError
 from comera.kernels.cpp import compiler
+from comera.memory import estimate as memory
 from comera.nn import TTMEmbeddingBag
 from comera.nn.size import model_size
 from comera.optim.names import OPTIMIZERS
@@ -38,7 +39,6 @@ from comera.recipes.dlrm.recipe import (
     click_loss,
 )
 from comera.recipes.stages import runs
-from comera.trainer import memory
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import OptimizerName
 from comera.trainer.metrics import Summary

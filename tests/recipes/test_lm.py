@@ -21,6 +21,7 @@ from comera.convert import NGrams
 from comera.errors import ConfigError, ConversionError, DataError
 from comera.export.runs import export_run
 from comera.kernels import select
+from comera.memory import estimate as memory
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import named_trains
@@ -41,7 +42,6 @@ from comera.recipes.lm.recipe import (
 from comera.recipes.trained import open_trained
 from comera.report import compare, inspect
 from comera.report.run import read_run
-from comera.trainer import memory
 from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
 from comera.trainer.step import TrainStep

@@ -24,9 +24,9 @@ from transformers import (
 
 import comera
 from comera.fusion import fuse_, merge_cache, qkv
+from comera.memory.recompute import recompute_
 from comera.nn import TTLinear
 from comera.ops.low_rank import low_rank
-from comera.recompute.blocks import recompute_
 
 CONFIG = comera.TensorizeConfig(linear=comera.TT(order=4, rank=6), embedding=None)
 

@@ -22,13 +22,13 @@ from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.convert.registry import converters
 from comera.fusion import fuse_
 from comera.integrations.transformers import RankCallback
+from comera.memory import recompute_
 from comera.nn import CompressedLayer
 from comera.nn.packed import HELD, Holder
 from comera.nn.size import model_size
 from comera.optim import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
 from comera.rank import LateStage, RankController, round_
-from comera.recompute import recompute_
 from comera.tt.spec import TTMSpec
 
 from .families import Family

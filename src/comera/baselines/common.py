@@ -14,11 +14,11 @@ from comera.convert import LayerRow
 from comera.convert.converter import LINEAR
 from comera.convert.registry import refusal
 from comera.errors import ConfigError, ConversionError
+from comera.memory.estimate import MemoryEstimate
+from comera.memory.estimate import estimate as estimate_step
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.trainer.config import TrainConfig
-from comera.trainer.memory import MemoryEstimate
-from comera.trainer.memory import estimate as estimate_step
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -75,7 +75,7 @@ class Applied(Replaced):
     state_bytes: int | None = None
 
     def estimate(self, model: nn.Module, loss: Callable[[], Tensor]) -> MemoryEstimate:
-        """Memory and FLOPs of a step: `comera.trainer.memory.estimate` with this method's optimizer."""
+        """Memory and FLOPs of a step: `comera.memory.estimate.estimate` with this method's optimizer."""
         estimate = estimate_step(model, loss)
         return estimate if self.state_bytes is None else replace(estimate, optimizer=self.state_bytes)
 

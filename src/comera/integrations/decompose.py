@@ -34,10 +34,10 @@ from comera.convert.tensorize import Plan
 from comera.errors import CheckpointError, ConversionError
 from comera.files import flush, replace_file, replace_folder
 from comera.integrations.transformers_formats import Stored, conversions, forget_quantizer_
+from comera.memory.estimate import free_memory
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import WEIGHTS
 from comera.pretrained.transformers_folder import CONFIG, INDEX, QUANT_METHOD
-from comera.trainer.memory import free_memory
 from comera.tt.format import spec_size
 from comera.tt.spec import spec_from_dict
 

@@ -2,7 +2,7 @@
 
     forward    P = A xᵀ,   Q = act(P),   y = [1; Q]ᵀ [bias; B]
 
-By plain products under autograd. P has rank elements per row of the batch: recomputation (recompute/replay.py) keeps it
+By plain products under autograd. P has rank elements per row of the batch: recomputation (memory/replay.py) keeps it
 and makes Q and y again, which is what CoLA-M does.
 
 Shapes: B flattened batch, I/O in/out features, R rank.

@@ -1,4 +1,4 @@
-"""Results that are made once: the replay of a forward (recompute/replay.py) takes them from the forward.
+"""Results that are made once: the replay of a forward (memory/replay.py) takes them from the forward.
 
 A replay decides operation by operation what to keep. Code that knows better, because a small result came from large
 intermediates or from many random numbers, says so with `made_once`. Without a replay it is just the call.

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from comera.baselines import Method
+from comera.memory.estimate import MemoryEstimate
 from comera.recipes.registry import RECIPES
-from comera.trainer.memory import MemoryEstimate
 from comera.trainer.metrics import Summary
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from comera.baselines import COMMON_METHODS, Applied, Conversion, Method, installed
 from comera.files import replace_file, typed_path
+from comera.memory.estimate import MemoryEstimate
+from comera.memory.estimate import estimate as estimate_step
 from comera.pretrained import load_pretrained
 from comera.recipes.stages import log
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.display import figure
 from comera.trainer.evaluation import evaluate
-from comera.trainer.memory import MemoryEstimate
-from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import to_json
 from comera.trainer.processes import open_accelerator
 from comera.trainer.state import adapt_

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from comera.errors import ConfigError
 from comera.fp8 import FP8Report
 from comera.fusion.fuse import fuse_
+from comera.memory import recompute_
+from comera.memory.estimate import MemoryMeter
 from comera.nn.size import model_size
 from comera.nn.tensor_train import named_trains
 from comera.rank.controller import RankController
-from comera.recompute import recompute_
 from comera.trainer.checkpoint import checkpoints, clean, load_checkpoint, take_over
 from comera.trainer.clock import Clock
 from comera.trainer.config import TrainConfig
 from comera.trainer.energy import EnergyMeter
-from comera.trainer.memory import MemoryMeter
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.step import TrainStep, set_precision_
 from comera.trainer.task import Task

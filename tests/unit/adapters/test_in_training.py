@@ -13,13 +13,13 @@ from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError, ConversionError
 from comera.export import serving_copy
 from comera.fusion import fuse_
+from comera.memory import recompute_
 from comera.nn.adapted import Adapted
 from comera.nn.tensor_train import named_trains
 from comera.optim import Muon, param_groups
 from comera.optim.core_rates import core_rates
 from comera.pretrained import load_pretrained, save_pretrained
 from comera.rank import LateStage, RankController, prune_, round_
-from comera.recompute import recompute_
 
 IDS = torch.arange(40).view(4, 10)
 LABELS = torch.tensor([0, 1, 2, 1])

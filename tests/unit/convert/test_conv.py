@@ -21,12 +21,12 @@ from comera.export import export_program, serving_copy
 from comera.export.layers import dense_copy
 from comera.fp8 import fp8_
 from comera.fusion import fuse_
+from comera.memory import recompute_
+from comera.memory.estimate import estimate
 from comera.nn import BTTLinear, TTConv, model_size
 from comera.optim import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
 from comera.rank import LateStage, RankController
-from comera.recompute import recompute_
-from comera.trainer.memory import estimate
 
 F64 = torch.float64
 CONFIG = TensorizeConfig(BTT(rank=1), conv=TT(order=4, rank=4))

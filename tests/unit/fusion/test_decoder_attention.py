@@ -12,9 +12,9 @@ from comera.fusion import decoder_attention
 from comera.fusion.fuse import fuse_
 from comera.kernels import select
 from comera.kernels.cpp import attention as kernels
+from comera.memory.recompute import recompute_
 from comera.ops.attention import attention
 from comera.ops.rotary import rotary
-from comera.recompute.blocks import recompute_
 
 from ...helpers.families import cache_keyword
 

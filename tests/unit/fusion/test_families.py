@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from comera.fusion import qkv
 from comera.fusion.fuse import fuse_
-from comera.recompute.blocks import recompute_
+from comera.memory.recompute import recompute_
 
 from ...helpers.counted import OPERATIONS, counted
 from ...helpers.families import BARTS, CAUSAL, FORMATS, MBARTS, MODELS, SEQ2SEQ, inputs, model, trained

@@ -15,7 +15,7 @@ import comera
 from comera.fusion import norm
 from comera.fusion.fuse import fuse_
 from comera.kernels import select
-from comera.recompute.blocks import recompute_
+from comera.memory.recompute import recompute_
 
 from ...helpers.families import cache_keyword
 from ...helpers.live import assert_same

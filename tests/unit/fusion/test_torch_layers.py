@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from comera.fusion import residual
 from comera.fusion.fuse import fuse_
-from comera.recompute.blocks import recompute_
+from comera.memory.recompute import recompute_
 
 from ...helpers.counted import counted
 from ...helpers.families import FORMATS

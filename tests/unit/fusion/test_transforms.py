@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import comera
 from comera.fusion import fuse_
-from comera.recompute.blocks import recompute_
+from comera.memory.recompute import recompute_
 
 # torch's own table of forward derivatives
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

@@ -18,11 +18,11 @@ from comera.errors import IdError
 from comera.graphs.cpu import CpuRecorder
 from comera.graphs.pool import Pool
 from comera.kernels.cpp import compiler, memory
+from comera.memory.recompute import recompute_
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag
 from comera.nn.linear import TTLinear
 from comera.ops.cross_entropy import low_rank_cross_entropy
 from comera.rank.objective import LateStage
-from comera.recompute.blocks import recompute_
 from comera.trainer.step import TrainStep
 from comera.tt.spec import TTMSpec, TTSpec
 

@@ -10,9 +10,9 @@ from comera.kernels import select
 from comera.kernels.cpp import attention as kernels
 from comera.kernels.cpp.residual_norm import dropout as dropped
 from comera.kernels.cpp.residual_norm import rounded
+from comera.memory.recompute import recompute_
 from comera.nn.linear import TTLinear
 from comera.ops.attention import attention
-from comera.recompute.blocks import recompute_
 from comera.tt.spec import TTSpec
 
 pytestmark = pytest.mark.skipif(

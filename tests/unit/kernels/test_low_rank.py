@@ -8,8 +8,8 @@ from comera.kernels.cpp.low_rank import low_rank, low_rank_backward, low_rank_ou
 from comera.kernels.select import LOW_RANK_LEAST_ROWS as LEAST_ROWS
 from comera.kernels.select import LOW_RANK_MOST_RANK as MOST_RANK
 from comera.kernels.select import low_rank_backend
+from comera.memory.replay import contexts
 from comera.ops import low_rank as ours
-from comera.recompute.replay import contexts
 
 pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 

@@ -21,8 +21,8 @@ from comera.fusion.fuse import fuse_
 from comera.fusion.residual import add_and_layer_norm
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
+from comera.memory.recompute import recompute_
 from comera.ops.dropout import new_seed
-from comera.recompute.blocks import recompute_
 
 from ...helpers.live import Live, assert_same
 

@@ -17,13 +17,13 @@ from comera.convert import TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError, RankError, SpecError
 from comera.export import serving_copy
 from comera.fusion import MLP, QKV, fuse_, register_block
+from comera.memory import recompute_
 from comera.nn import TTLinear
 from comera.ops.activations import ACTIVATIONS
 from comera.ops.linear import tt_linear
 from comera.optim import param_groups
 from comera.pretrained import load_pretrained, save_pretrained
 from comera.rank import EarlyStage, LateStage, RankController, canonicalize_, prune_, round_
-from comera.recompute import recompute_
 from comera.tt import init_cores
 from comera.tt.activations import SECOND_MOMENTS
 from comera.tt.decompose import tt_svd

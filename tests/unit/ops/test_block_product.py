@@ -5,9 +5,9 @@ import torch
 
 from comera.errors import SpecError
 from comera.kernels.cpp import compiler
+from comera.memory.replay import contexts
 from comera.ops import block_product as room
 from comera.ops.block_product import BlockFactors, block_product, block_products, btt_linear
-from comera.recompute.replay import contexts
 from comera.tt.blocks import materialize_blocks
 from comera.tt.shapes import btt_spec
 from comera.tt.spec import BTTSpec

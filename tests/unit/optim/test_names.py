@@ -1,6 +1,5 @@
 """The one table of optimizers: every name trains, is estimated and planned, and keeps what the table says."""
 
-
 import pytest
 import torch
 from torch import Tensor, nn

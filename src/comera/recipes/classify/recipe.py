@@ -23,6 +23,7 @@ from comera.baselines import (
 )
 from comera.errors import ConfigError, check_fields
 from comera.files import typed_path
+from comera.memory.estimate import MemoryEstimate, count_flops
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
@@ -53,7 +54,6 @@ from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse
 from comera.recipes.stages import runs as runs
 from comera.recipes.task import estimates_by_method, runs_folder
 from comera.trainer.config import TrainConfig
-from comera.trainer.memory import MemoryEstimate, count_flops
 from comera.trainer.metrics import Summary
 
 NAME = "classify"

@@ -28,6 +28,7 @@ from comera.baselines import (
 from comera.convert import BTT, TT, TTM, TensorizeConfig
 from comera.errors import check_fields
 from comera.fusion.causal_lm import head_loss
+from comera.memory.estimate import MemoryEstimate, count_flops
 from comera.rank.objective import LateStage
 from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
@@ -49,7 +50,6 @@ from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
-from comera.trainer.memory import MemoryEstimate, count_flops
 from comera.trainer.metrics import Summary
 
 NAME = "code-lm"

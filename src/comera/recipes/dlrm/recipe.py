@@ -17,6 +17,8 @@ from comera.baselines import TABLE_METHODS, Conversion, Method, check_method, sm
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.files import replace_file
+from comera.memory.estimate import MemoryEstimate, check_memory
+from comera.memory.estimate import estimate as estimate_step
 from comera.optim.names import OPTIMIZERS
 from comera.rank.objective import EarlyStage
 from comera.recipes.dlrm.click_metrics import click_metrics
@@ -27,8 +29,6 @@ from comera.recipes.interface import Architecture
 from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing, runs
 from comera.recipes.task import RecipeTask, runs_folder, write_test
 from comera.trainer.config import TrainConfig
-from comera.trainer.memory import MemoryEstimate, check_memory
-from comera.trainer.memory import estimate as estimate_step
 from comera.trainer.metrics import Summary, to_json
 
 NAME = "dlrm"

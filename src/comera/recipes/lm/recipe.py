@@ -27,6 +27,7 @@ from comera.baselines import (
     rates_by_method,
 )
 from comera.errors import ConfigError, check_fields
+from comera.memory.estimate import MemoryEstimate, count_flops, shortage
 from comera.recipes import narrow
 from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
 from comera.recipes.data.tokenizer import stored_tokenizer
@@ -38,7 +39,6 @@ from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
-from comera.trainer.memory import MemoryEstimate, count_flops, shortage
 from comera.trainer.metrics import Summary
 
 NAME = "lm"

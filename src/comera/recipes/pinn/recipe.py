@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from comera.baselines import Conversion, Method
 from comera.convert import tensorize_
+from comera.memory.estimate import MemoryEstimate, count_flops
 from comera.optim.zeroth_order import ZerothOrder
 from comera.recipes import narrow
 from comera.recipes.interface import Architecture
@@ -26,7 +27,6 @@ from comera.recipes.pinn.model import PINN
 from comera.recipes.stages import is_main, log, resolved
 from comera.recipes.task import estimates_by_method, follow
 from comera.trainer.loop import fit
-from comera.trainer.memory import MemoryEstimate, count_flops
 from comera.trainer.metrics import Summary
 from comera.trainer.task import Task
 

@@ -1,6 +1,6 @@
 """A training step in a given number of bytes: how cores are contracted, what is recomputed, and micro-batches.
 
-The step runs, on a copy, in one way after the other, from the fastest to the smallest, until it fits (trial.py):
+The step runs, on a copy, in one way after the other, from the fastest to the smallest, until it fits:
 
     all samples at once      as planned → low rank → recomputing → recomputing and low rank
     in micro-batches         as large as any of the four allows; of these again the first that fits
@@ -8,24 +8,35 @@ The step runs, on a copy, in one way after the other, from the fastest to the sm
 "As planned" is the fastest contraction of each layer for its number of rows; "low rank" merges the cores of every
 tensor train from both ends to A and B, whose product with the batch leaves r elements a row (ops/merge.py).
 
-Rejected: bytes from formulas. `trainer/memory.py` needs them for models that are not there yet; here the model is.
+A step runs on the model's own device, with the kernels that training will use, and every tensor is followed. The copy
+has its own weights, gradients, buffers, modes and hooks, and random states are restored.
+
+Rejected: bytes from formulas. `memory/estimate.py` needs them for models that are not there yet; here the model is.
+They would have to know each operation's buffers and when they are freed; a step knows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice, product
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from comera.errors import ConfigError
+from comera.kernels.cpp.library import dry_run
+from comera.memory.budget import balanced, batch_size, batch_tensors, megabytes, parse_bytes, parts
+from comera.memory.live import FusedAttention, LiveMemory, run_backward, stored_parts
+from comera.memory.recompute import elements, find_blocks, recompute_, saves
 from comera.nn.linear import TTLinear
 from comera.ops.linear import Contraction
 from comera.optim.names import Rates, optimizer_named
-from comera.recompute.blocks import elements, find_blocks, recompute_, saves
-from comera.recompute.budget import balanced, batch_size, batch_tensors, megabytes, parse_bytes, parts
-from comera.recompute.trial import Loss, MakeOptimizer, StepMemory, measure_step
 
 # Micro-batches of a step that is tried. From the second on they differ only where memory depends on values, as that of
 # distinct ids does; on the meta device there are none.
@@ -35,6 +46,39 @@ _CONTRACTIONS: dict[Contraction, str] = {
     "planned": "as planned for the rows",
     "low_rank": "low rank, from both ends",
 }
+
+
+Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> mean loss of the batch, a scalar."""
+MakeOptimizer: TypeAlias = Callable[[nn.Module], Optimizer]
+"""Model -> optimizer over its parameters."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of tensors at the peak of a training step, by part.
+
+    weights: parameters and buffers. activations: whatever the peak takes besides the other parts, the batch included.
+    Gradients grow while activations are freed, so it is less than all that a backward needs. Scratch memory that a
+    single operation takes and frees again is not in it.
+
+    See `plan_memory`.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part."""
+        return {f.name: getattr(self, f.name) for f in fields(StepMemory)}
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -129,7 +173,7 @@ def plan_memory(
 
     Example:
         >>> import torch, comera
-        >>> from comera.recompute import plan_memory
+        >>> from comera.memory import plan_memory
         >>> def block():
         ...     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         >>> model = torch.nn.Sequential(block(), block(), block())
@@ -265,3 +309,71 @@ def _own_loss(model: Callable[..., Any], batch: Any) -> Tensor:
             f"{type(out).__name__}: pass loss=, a function of model and batch"
         )
     return loss
+
+
+def measure_step(
+    model: nn.Module,
+    batch: Sequence[Any],
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    prepare_: Callable[[nn.Module], None],
+) -> StepMemory:
+    """The peak of a step that trains a copy of `model` on one part of the batch after the other, and of the next one.
+
+    From the second part on, gradients are there while activations are. prepare_: changes the copy before. On the meta
+    device nothing is computed.
+
+    Raises whatever the step raises, and ConfigError for a loss that is none, or that does not come from the copy.
+    """
+    with _nothing_drawn(model):
+        model = deepcopy(model)
+        prepare_(model)
+        optimizer = make_optimizer(model.train())
+        stored, given = [*model.parameters(), *model.buffers()], batch_tensors(batch)
+        with ExitStack() as stack:
+            if any(tensor.is_meta for tensor in stored):
+                stack.enter_context(dry_run())
+                stack.enter_context(FusedAttention())
+            live = stack.enter_context(LiveMemory([*stored, *given]))
+            _step(model, batch[:1], loss, optimizer)  # makes the optimizer's state
+            gradients = _step(model, batch, loss, optimizer)
+        weights, optimizer_state = _nbytes(stored), _nbytes(tree_leaves(list(optimizer.state.values())))
+        total = weights + _nbytes(given) + live.peak
+    return StepMemory(weights, gradients, optimizer_state, total - weights - gradients - optimizer_state)
+
+
+def _step(model: nn.Module, batch: Sequence[Any], loss: Loss, optimizer: Optimizer) -> int:
+    """Take a step; returns the bytes of its gradients."""
+    for part in batch:
+        value = loss(model, part)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"expected a loss that is one number with a gradient, got {came}")
+        run_backward(value if len(batch) == 1 else value / len(batch))
+        del value
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    if not grads:
+        raise ConfigError("expected loss(model, batch) to use the model that it is given, got no gradient in it")
+    gradients = _nbytes(grads)
+    del grads
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _nbytes(tensors: Sequence[Any]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    each = [part for t in tensors if isinstance(t, Tensor) for part in stored_parts(t)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in each}.values())
+
+
+@contextmanager
+def _nothing_drawn(model: nn.Module) -> Iterator[None]:
+    """A context after which the random states of Python, torch and the model's GPUs are what they were."""
+    gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    before = random.getstate()
+    try:
+        with torch.random.fork_rng(sorted(gpus)):
+            yield
+    finally:
+        random.setstate(before)

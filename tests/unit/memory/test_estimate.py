@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from comera.contrib import AdaRankGrad, TensorGaLore
 from comera.errors import ConfigError
 from comera.fusion import fuse_
+from comera.memory.estimate import MemoryEstimate, MemoryMeter, current_memory, estimate, peak_memory
+from comera.memory.live import Heap, LiveMemory
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.optim import SMMF
-from comera.recompute.live_memory import Heap, LiveMemory
-from comera.trainer.memory import MemoryEstimate, MemoryMeter, current_memory, estimate, peak_memory
 from comera.tt.spec import BTTSpec, TTSpec
 
 BATCH, IN, HIDDEN, OUT = 6, 5, 7, 3

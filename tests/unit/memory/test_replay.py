@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from comera.errors import TrainingError
 from comera.kernels import select
+from comera.memory import replay
+from comera.memory.recompute import recompute_
 from comera.nn.linear import TTLinear
 from comera.ops.once import made_once
-from comera.recompute import replay
-from comera.recompute.blocks import recompute_
 from comera.tt.spec import TTSpec
 
 from ...helpers.live import Live, assert_same

@@ -13,9 +13,9 @@ from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 from comera.convert import TT, TensorizeConfig, tensorize_
 from comera.errors import TrainingError
 from comera.kernels import select
+from comera.memory import replay
+from comera.memory.recompute import recompute_
 from comera.nn.linear import TTLinear
-from comera.recompute import replay
-from comera.recompute.blocks import recompute_
 from comera.tt.spec import TTSpec
 
 from ...helpers.live import Live, assert_same
@@ -200,7 +200,7 @@ def test_what_a_block_writes_is_written_once(name: str, kernels: str, monkeypatc
 
 def test_a_block_on_another_device_goes_by_operations_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where values cannot be compared, as on a GPU; torch counts no version of running statistics."""
-    monkeypatch.setattr("comera.recompute.state.fixed", lambda: True)
+    monkeypatch.setattr("comera.memory.replay.fixed", lambda: True)
     for name in ("batch norm", "data", "view", "foreach", "spectral norm", "elsewhere"):
         model = blocks(WRITERS[name])
         other = copy.deepcopy(model)

@@ -25,12 +25,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from comera.errors import ConversionError
 from comera.kernels.tracing import transformed
+from comera.memory.replay import SMALLER, BlockState, Kept, contexts, marked, only_marked, policy
 from comera.nn.adapted import Adapted
 from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
-from comera.recompute.replay import SMALLER, Kept, contexts, marked, only_marked, policy
-from comera.recompute.state import BlockState
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _Shapes = tuple[tuple[object, ...], ...]
@@ -92,7 +91,7 @@ def recompute_(model: nn.Module, *, enabled: bool = True, blocks: str | Sequence
     Blocks recompute in training mode with gradients enabled and run as before otherwise. Gradients are those without
     recomputation, to the bit wherever the operations repeat to the bit. Gradients of gradients are not supported. A
     key-value cache is not filled by a block that recomputes, and a block that gets a filled one does not recompute.
-    What a block writes besides (running statistics, counters, recurrent states) is written once: `recompute/state.py`.
+    What a block writes besides (running statistics, counters, recurrent states) is written once: `memory/replay.py`.
     Parameter names, the state_dict, copies and pickles stay as they are. A second call replaces the first.
 
     A block whose layers would keep no fewer elements than it saves is left as it is, with a warning.
@@ -180,7 +179,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     Example:
         >>> import comera
-        >>> from comera.recompute import find_blocks
+        >>> from comera.memory import find_blocks
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99))
         >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=4), None))

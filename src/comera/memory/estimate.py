@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from comera.errors import ConfigError
 from comera.kernels.cpp.library import dry_run
+from comera.memory.live import FusedAttention, LiveMemory, run_backward
 from comera.optim.names import optimizer_named
-from comera.recompute.live_memory import FusedAttention, LiveMemory, run_backward
 
 _PROCESS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")

@@ -29,11 +29,11 @@ import comera
 from comera.convert import BTT, TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ComeraError, ConversionError
 from comera.fusion.fuse import fuse_
+from comera.memory import recompute
+from comera.memory.recompute import find_blocks, recompute_
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import TensorTrain
 from comera.rank.budget import round_
-from comera.recompute import blocks as recompute
-from comera.recompute.blocks import find_blocks, recompute_
 from comera.tt.spec import TTSpec
 
 from ...helpers.families import cache_keyword

@@ -19,7 +19,7 @@ def parse_bytes(size: str | int) -> int:
     Raises ConfigError for anything else.
 
     Example:
-        >>> from comera.recompute.budget import parse_bytes
+        >>> from comera.memory.budget import parse_bytes
         >>> parse_bytes("28.5MB"), parse_bytes("24 MiB"), parse_bytes(1000)
         (28500000, 25165824, 1000)
     """

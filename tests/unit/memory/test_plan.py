@@ -11,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
+import comera
 from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import ConfigError, ConversionError
 from comera.fusion import merge_cache
 from comera.fusion.fuse import fuse_
+from comera.memory import MemoryPlan, plan_memory
+from comera.memory.budget import batch_tensors, parse_bytes
+from comera.memory.plan import Loss
 from comera.nn.linear import TTLinear
 from comera.ops import linear as ops_linear
 from comera.optim.names import OPTIMIZERS, Rates
-from comera.recompute import MemoryPlan, plan_memory
-from comera.recompute.budget import batch_tensors, parse_bytes
-from comera.recompute.trial import Loss
 from comera.tt.spec import TTSpec
 
 from ...helpers.allocated import peak_allocated
@@ -378,3 +379,8 @@ def test_an_optimizer_of_ones_own() -> None:
     model, x = mlp(), torch.randn(4, WIDTH)
     plan = plan_memory(model, x, HUGE, optimizer=lambda model: torch.optim.Adagrad(model.parameters()), loss=averaging)
     assert plan.optimizer == plan.weights + 4 * len(list(model.parameters()))
+
+
+def test_the_room_s_old_name_has_its_public_names() -> None:
+    assert comera.recompute.__all__ == comera.memory.__all__
+    assert all(getattr(comera.recompute, name) is getattr(comera.memory, name) for name in comera.memory.__all__)
