@@ -30,7 +30,7 @@ from comera.errors import CheckpointError, ComeraError
 from comera.files import replace_file
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import FORMAT, Kind, SavedTrain, checksum, file_header, read_folder
-from comera.pretrained.sharded import leads, type_name, whole
+from comera.pretrained.sharded import is_writer, type_name, whole
 from comera.tt.spec import TTSpec
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -107,7 +107,7 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         "comera": __version__,
         "ranks": {name: list(layer.adapter.tt.spec.inner_ranks) for name, layer in layers.items()},
     }
-    if not leads(root.parameters()):
+    if not is_writer(root.parameters()):
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -188,8 +188,8 @@ def ngrams_(
 
 
 def finish_ngrams_(model: nn.Module, embeddings: Sequence[nn.Module]) -> None:
-    """After tables were put beside these embeddings: let every base model of transformers tell its embedding the
-    context of its ids, and whoever keeps notes of the model know."""
+    """Finish a model whose embeddings have got tables: each base model of transformers passes the context of ids to its
+    embedding, and the callbacks of `when_converted` run."""
     if not embeddings:
         return
     for base, embedding in _bases(model):

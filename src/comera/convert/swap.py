@@ -34,7 +34,7 @@ _HOOKS = (
 
 @contextmanager
 def _or_unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever is raised inside, by the code of whoever listens too, leaves the model as it was."""
+    """Restore the model if anything is raised inside, also by the callbacks of `when_converted`."""
     held: list[Any] = [*model.modules(), *(vars(module).get("config") for module in model.modules())]
     before = [(one, type(one), dict(vars(one))) for one in held if hasattr(one, "__dict__")]
     registered = [(part, dict(part)) for _, _, own in before for part in own.values() if isinstance(part, dict)]

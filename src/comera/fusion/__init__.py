@@ -1,4 +1,4 @@
-"""What surrounds the compressed layers, made as cheap as they are."""
+"""Fused blocks: the operations around compressed layers, made as cheap as the layers."""
 
 from comera.fusion.decoder_attention import RotaryAttention
 from comera.fusion.embedding_norm import EmbeddingNorm

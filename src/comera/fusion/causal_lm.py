@@ -65,7 +65,7 @@ class CausalLM(BlockPattern):
 
 
 class _Logits(Lazy):
-    """Logits that nobody but the loss has asked for."""
+    """Logits that only the loss needs so far."""
 
     def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
         super().__init__()

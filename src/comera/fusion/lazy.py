@@ -1,8 +1,8 @@
-"""Tensors that are not computed before their values are used.
+"""Tensors that are computed only when their values are used.
 
-The own code of a fused block runs, on a stand-in (registry.py) whose layers return such tensors: a residual sum, which
-its norm computes together with itself; a hidden activation, which the last layer of an MLP computes with all layers
-before. Any other use computes the values there and then, so the code may do anything.
+A fused block runs its own code on a stand-in (registry.py) whose layers return such tensors: a residual sum, which its
+norm computes together with itself; a hidden activation, which the last layer of an MLP computes with all layers before.
+Any other use computes the values on the spot, so the code may do anything.
 """
 
 from collections.abc import Callable
@@ -49,12 +49,12 @@ class Lazy:
 
 
 def value_of(result: Any) -> Any:
-    """A tensor for what is lazy; anything else as it is."""
+    """The tensor of a lazy result; anything else unchanged."""
     return result.value if isinstance(result, Lazy) else result
 
 
 def values_of(results: Any) -> Any:
-    """What a method returns, without anything lazy in it."""
+    """The results of a method, with all lazy ones computed."""
     return tuple(map(value_of, results)) if type(results) is tuple else value_of(results)
 
 
@@ -63,4 +63,4 @@ def _by_value(name: str) -> Callable[..., Any]:
 
 
 for _name in "add sub mul truediv radd rsub rmul rtruediv matmul pow neg getitem len".split():  # noqa: SIM905
-    setattr(Lazy, f"__{_name}__", _by_value(f"__{_name}__"))  # Python looks for operators at the class alone
+    setattr(Lazy, f"__{_name}__", _by_value(f"__{_name}__"))  # Python looks operators up on the class only

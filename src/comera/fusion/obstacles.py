@@ -49,8 +49,8 @@ def around_obstacle(module: nn.Module, name: str) -> str | None:
 
 
 def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:
-    """Why this pattern must leave the method of a module alone: that, or a method that it calls, was replaced by
-    somebody else in this instance. None if nobody has."""
+    """Why this pattern must leave a module's method alone: in this instance it was replaced by other code, or a method
+    that it calls. None if neither was."""
     for each in known(own_type(module)):
         if type(each.pattern) is type(pattern):
             for name in each.code.helpers & vars(module).keys():
@@ -60,13 +60,13 @@ def replaced_obstacle(module: nn.Module, pattern: BlockPattern) -> str | None:
 
 
 def is_replaced(module: nn.Module, method: str) -> bool:
-    """Whether somebody else has replaced a method of a module."""
+    """Whether a method of a module was replaced by other code than ours."""
     own = vars(module).get(method)
     return own is not None and not isinstance(own, Fused)
 
 
 def checkpoints(module: nn.Module) -> bool:
-    """Whether a module of transformers is to checkpoint itself, which is a part of its plain forward."""
+    """Whether a module of transformers checkpoints itself, which only its plain forward does."""
     return module.training and bool(getattr(module, "gradient_checkpointing", False))
 
 
@@ -83,7 +83,7 @@ def in_fp8(layer: nn.Module) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody else looks at the calls of a module, which a fused block would not make."""
+    """Whether a module has hooks or another forward, so that its calls are observed; a fused block makes none."""
     if is_replaced(module, "forward"):
         return True
     if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
@@ -96,8 +96,8 @@ def _is_cache(hook: Any) -> bool:
 
 
 def call_obstacle(module: nn.Module) -> str | None:
-    """Why a module must be called, though its type is known: it has hooks, or its class has another forward than the
-    one that its library ships. None if it need not be."""
+    """Why a module of a known type must still be called: it has hooks, or the forward of its class is not the one that
+    its library ships. None if it need not be called."""
     if is_hooked(module):
         return "has hooks"
     changed = code_of(type(module), "forward", whole=False).changed_whole

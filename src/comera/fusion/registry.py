@@ -1,4 +1,4 @@
-"""The blocks that `fuse_` knows: one registry of what it can replace in them, by their code (same_code.py)."""
+"""The registry of blocks that `fuse_` can replace parts of, known by their code (same_code.py)."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from comera.kernels.tracing import traced
 
 
 class BlockPattern(ABC):
-    """How one type of module holds a part that can be fused, by the names of its submodules.
+    """Describes a part that can be fused in one type of module, by the names of its submodules.
 
     Example:
         >>> import torch
@@ -42,11 +42,11 @@ class BlockPattern(ABC):
     """
 
     kind: str
-    """What the part is, for the report: "mlp", "qkv", "residual norm", "embedding norm", "norm", "pre-norm"."""
+    """The kind of part, for the report: "mlp", "qkv", "residual norm", "embedding norm", "norm", "pre-norm"."""
     method: str
     """The method of the module that computes the part."""
     whole: bool = True
-    """Whether the part depends on what the method calls, too: functions of its file and methods of its class."""
+    """Whether the part also depends on what the method calls: functions of its file and methods of its class."""
     replaced: bool = False
     """Whether none of the method's code runs, so that nothing may be wrapped around it."""
 
@@ -63,15 +63,15 @@ class BlockPattern(ABC):
         """Why the part of this module cannot be fused; None if it can."""
 
     def fused_kind(self, module: nn.Module) -> str:
-        """What is fused in this module, where that depends on its layers."""
+        """The kind of part in this module, where that depends on its layers."""
         return self.kind
 
     @abstractmethod
     def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
-        """What the method returns, computed as one operation."""
+        """The result of the method, computed as one operation."""
 
     def run_plain(self, module: "nn.Module | StandIn", /, *args: Any, **kwargs: Any) -> Any:
-        """What the method of the module's own class returns; also for what stands in for the module."""
+        """The result of the method of the module's own class; also for a stand-in."""
         return getattr(own_type(module), self.method)(module, *args, **kwargs)
 
 
@@ -82,7 +82,7 @@ _GLOBAL_HOOKS = tuple(
 
 
 def all_calls_are_seen() -> bool:
-    """Whether somebody looks at the calls of all modules, by torch's global hooks or in the place of their `__call__`.
+    """Whether the calls of all modules are observed, by torch's global hooks or by another `nn.Module.__call__`.
 
     torch's counter of FLOPs does not count: it follows the calls, and changes nothing.
     """
@@ -100,7 +100,7 @@ class Fused:
 
     def __init__(self, module: nn.Module, pattern: BlockPattern, cache: MergeCache) -> None:
         self.module, self.pattern, self.cache = module, pattern, cache
-        own = signature(MethodType(getattr(type(module), pattern.method), module))  # callers look at it
+        own = signature(MethodType(getattr(type(module), pattern.method), module))  # callers inspect it
         plain = [p.replace(annotation=Parameter.empty) for p in own.parameters.values()]
         self.__signature__ = Signature(plain)
 
@@ -108,10 +108,10 @@ class Fused:
         return self.run(self.module, *args, **kwargs)
 
     def run(self, module: "nn.Module | StandIn", /, *args: Any, **kwargs: Any) -> Any:
-        """What the module's method returns, or that of what stands in for it.
+        """The result of the method for the module or its stand-in.
 
-        The method of its class runs where that is other code by now, while somebody looks at the calls of all modules,
-        and for nested tensors, which have no shape to ask for.
+        The method of the class runs instead if its code has changed, while the calls of all modules are observed, and
+        for nested tensors, which have no plain shape.
         """
         nested = any(isinstance(given, Tensor) and given.is_nested for given in (*args, *kwargs.values()))
         if nested or not (traced() or (self._is_known() and not all_calls_are_seen())):
@@ -270,7 +270,7 @@ def patterns_of(module: nn.Module) -> tuple[BlockPattern, ...]:
 
 
 def known(kind: type[nn.Module]) -> tuple[Known, ...]:
-    """The patterns for a type of module, with those whose code somebody has replaced."""
+    """The patterns for a type of module, including those whose code has been replaced."""
     found = _known.get(kind)
     if found is None or not all(each.code.is_current() for each in found):
         found = _known[kind] = _find(kind)

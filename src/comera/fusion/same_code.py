@@ -1,11 +1,11 @@
-"""How a block is known: by its code, never by its name.
+"""Recognizes a block by its code, never by its name.
 
 `code_of` reads a method with what it calls: methods of its class, functions of its file, and decorators with what they
 were given. Two methods are the same if their instructions, constants and names are, and if everything else that they
 name from outside is the very same object. transformers gives every family of models its own copy of what families
 share, so one entry finds many copies. A method that calls its base class by `super()` is like no other.
 
-`Code.changed` compares each of these functions with the bytecode of its library's file, and says which one somebody has
+`Code.changed` compares each of these functions with the bytecode of its library's file, and names one that was
 replaced. `Code.is_current` says whether all of them are still where they were found.
 """
 
@@ -45,7 +45,7 @@ class Code:
         self._around: list[FunctionType] = []  # decorators, and functions that they hold
 
     def is_current(self) -> bool:
-        """Whether nobody has replaced one of its functions since it was read."""
+        """Whether none of its functions was replaced since it was read."""
         for holder, name, value, *_ in self._found:
             if (holder.get(name) if type(holder) is dict else getattr(holder, name, None)) is not value:
                 return False
@@ -53,7 +53,7 @@ class Code:
 
     @cached_property
     def changed(self) -> str | None:
-        """What of it is not as its library ships it; None if all is, as far as there is a file to compare it with."""
+        """The part that differs from what its library ships; None if none does, as far as files can be compared."""
         for holder, _, value, file, place in self._found:
             shipped = _shipped(file)
             if shipped is None or (type(holder) is dict and place not in shipped):  # the latter is imported there

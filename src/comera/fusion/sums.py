@@ -1,8 +1,8 @@
-"""Residual sums that wait for their norm, so that both run as one operation (ops/residual_norm.py).
+"""Residual sums that are deferred to their norm, so that both run as one operation (ops/residual_norm.py).
 
-A block's own code runs on a stand-in (registry.py) with other parts and norms. A `Part`, such as attention, returns a
-term: a `Sum` that still lacks what it is added to, and whose dropout is still to be drawn. A norm computes a `Sum` and
-itself at once; any other use computes the `Sum` (lazy.py).
+A block's own code runs on a stand-in (registry.py) whose parts and norms are replaced. A `Part`, such as attention,
+returns a term: a `Sum` that lacks its other operand so far, and whose dropout has not been drawn yet. A norm computes
+the `Sum` and itself in one operation; any other use computes the `Sum` alone (lazy.py).
 """
 
 from collections.abc import Callable
@@ -29,26 +29,26 @@ def is_dropout(part: Any) -> bool:
 
 
 def dropout_of(module: nn.Module, path: str) -> nn.Module:
-    """The dropout that is this part of a module, or its last step; one that does nothing where there is none."""
+    """The dropout that `path` names in a module, or that ends the part of that name; `NO_DROPOUT` if there is none."""
     name, _, dropout = path.partition(".")
     part = getattr(module, name)
-    if dropout:  # of a method: one of the module itself
+    if dropout:  # a method uses a dropout of the module itself
         part = submodule(part if isinstance(part, nn.Module) else module, dropout)
     return part if is_dropout(part) else NO_DROPOUT
 
 
 class Part:
-    """Returns the result of a part as a term.
+    """Calls a part of a block and returns its result as a term.
 
-    dropout: name of the dropout that is the last step of the part: a submodule of it, or, if the part is a method, of
-        the module that has the method.
+    dropout: name of the dropout that ends the part: a submodule of the part or, if the part is a method, of the module
+        that has the method.
     """
 
     def __init__(self, part: Any, dropout: str = "") -> None:
         self._part, self._dropout = part, dropout
 
     @property
-    def __signature__(self) -> Signature:  # callers look at it
+    def __signature__(self) -> Signature:  # callers inspect it
         return signature(self._part)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class Part:
         return (_term(results[0]), *results[1:]) if isinstance(results, tuple) else _term(results)
 
     def _with_waiting_dropout(self) -> Callable[..., Any]:
-        """The part, with its dropout left to the sum where that is possible."""
+        """The part, with its final dropout deferred to the sum where possible."""
         part = self._part
         if not self._dropout or (isinstance(part, nn.Module) and _must_be_called(part)):
             return part  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ class Part:
 
 
 def _must_be_called(part: nn.Module) -> bool:
-    """Whether the forward of a part is not that of its class, or of its class as the library ships it."""
+    """Whether a part must run as it is: it has hooks, or a forward other than that of its class as shipped."""
     own = "forward" in vars(part) or code_of(type(part), "forward", whole=False).changed
     return bool(own) or is_hooked(part)
 
@@ -84,14 +84,14 @@ def _term(result: Any) -> "Sum":
 
 
 def norm_of_sums(norm: nn.Module) -> Instead:
-    """Stands in for a norm, and computes the sum that it is given, too."""
+    """A stand-in for a norm that also computes the sum that it is given."""
     return Instead(norm, lambda input: input.normed(norm) if isinstance(input, Sum) else norm(input))
 
 
 class Sum(Lazy):
-    """x + dropout(z), computed by the norm that it is given to, or at any other use.
+    """x + dropout(z), computed by the norm that receives it, or at any other use.
 
-    Without z it is x alone. Without x it is a term, dropout(z), which waits for what it is added to.
+    Without z it is just x. Without x it is a term, dropout(z), still to be added to something.
     """
 
     def __init__(self, z: Tensor | None, x: Tensor | None = None, dropout: nn.Module = NO_DROPOUT) -> None:
@@ -105,7 +105,7 @@ class Sum(Lazy):
         return term if self._x is None else term + self._x
 
     def normed(self, norm: nn.Module) -> Tensor:
-        """The norm of the sum. The sum itself is known from then on."""
+        """The norm of the sum, whose own value is known afterwards."""
         z, x = self._z, self._x
         if x is None or (z is not None and self._value is not None):
             y: Tensor = norm(self.value)

@@ -1,4 +1,4 @@
-"""Which library makes torch's float32 products on a CPU: MKL, or oneDNN where MKL leaves half of the processor unused.
+"""Chooses the library of torch's float32 products on a CPU: MKL, or oneDNN where MKL uses half of a processor.
 
 On AMD processors with AVX-512, MKL computes with AVX2: 95 GFLOP/s on a core of an EPYC (family 26), 1,024 × 768 × 768,
 where oneDNN reaches 217. Torch goes to oneDNN if the precision of float32 products is "medium". On processors with AMX,

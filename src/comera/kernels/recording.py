@@ -1,8 +1,8 @@
-"""Recordings of what runs on a CPU, to be run again on other values without its Python (graphs/cpu.py).
+"""State of a recording: a step on a CPU that is to run again on other values without its Python (graphs/cpu.py).
 
-While one is made, no shape and no choice may depend on the values of tensors: then `fixed` is true. The sink of this
-thread takes every call of a C++ kernel and the operands of our operations; torch's own operations a recording sees
-itself. `memory` is where tensors are made then.
+During a recording `fixed` is true: no shape and no choice may depend on the values of tensors. The sink of this thread
+receives every call of a C++ kernel and the operands of our operations; a recording sees torch's own operations itself.
+`memory` is where tensors are then allocated.
 """
 
 import threading
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class KernelSink(Protocol):
-    """Takes calls of kernels into a recording."""
+    """Adds calls of kernels to a recording."""
 
     def kernel(self, name: str, function: Callable[..., int], given: Sequence[object]) -> None:
         """A kernel was called with these numbers, addresses and bytes."""
@@ -24,7 +24,7 @@ class KernelSink(Protocol):
 
 
 class Memory(Protocol):
-    """Makes tensors."""
+    """Allocates tensors."""
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialized float32 tensor of one element at least."""
@@ -45,7 +45,7 @@ def sink() -> KernelSink | None:
 
 
 def memory() -> Memory | None:
-    """What makes the tensors of this thread, if not the usual memory."""
+    """Where the tensors of this thread are allocated, if not in the usual memory."""
     return _running.memory
 
 

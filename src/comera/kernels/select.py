@@ -1,4 +1,4 @@
-"""Which backend runs an operation: a C++ kernel, a Triton kernel, or torch's own operations. Nothing else chooses.
+"""Chooses the backend of each operation: a C++ kernel, a Triton kernel, or torch's own operations.
 
 COMERA_KERNELS overrides the choice: "all", "none", or names of kernels separated by commas.
 
@@ -68,7 +68,7 @@ def is_irregular(tensor: Tensor) -> bool:
 
 
 def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "triton", "torch"]:
-    """Who computes y_k = x A_k B_k of all weights that share x. factors: A_1, B_1 (or [bias; B_1]), A_2, ..."""
+    """The backend for y_k = x A_k B_k of all weights that share x. factors: A_1, B_1 (or [bias; B_1]), A_2, ..."""
     most_rank = max(a.shape[0] for a in factors[::2])
     if x_BI.device.type == "cuda":
         fits = min(a.shape[0] for a in factors[::2]) > 0 and most_rank <= TRITON_MOST_RANK
@@ -79,8 +79,10 @@ def low_rank_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", 
 
 
 def block_product_backend(operands: Sequence[Tensor | None]) -> Literal["cpp", "triton", "torch"]:
-    """Who multiplies a batch with block tensor trains. operands: x (B, I); R (N, K), L (K, M), bias or None and gates
-    or None of each."""
+    """The backend for products of a batch with block tensor trains.
+
+    operands: x (B, I); R (N, K), L (K, M), bias or None and gates or None of each.
+    """
     tensors = [each for each in operands if each is not None]
     x_BI = tensors[0]
     if x_BI.device.type == "cuda":
@@ -91,30 +93,30 @@ def block_product_backend(operands: Sequence[Tensor | None]) -> Literal["cpp", "
 
 
 def mlp_backend(x_BI: Tensor, factors: Sequence[Tensor]) -> Literal["cpp", "torch"]:
-    """Who computes an MLP. factors: A and B (or [bias; B]) of one or two weights of x, then of that to the output."""
+    """The backend for an MLP. factors: A, B (or [bias; B]) of one or two weights of x, then of that to the output."""
     fits = max(a.shape[0] for a in factors[::2]) <= MLP_MOST_RANK and x_BI.shape[0] >= MLP_LEAST_ROWS
     return "cpp" if fits and supports("mlp", x_BI, *factors) else "torch"
 
 
 def merge_backend(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Literal["cpp", "torch"]:
-    """Who merges cores into factors of `dtype`. tensors: all cores, gates and biases."""
+    """The backend that merges cores into factors of `dtype`. tensors: all cores, gates and biases."""
     return "cpp" if dtype == torch.float32 and supports("merge", *tensors) else "torch"
 
 
 def low_rank_head_backend(p_BR: Tensor, *weight: Tensor) -> Literal["cpp", "torch"]:
-    """Who computes the loss of the logits P B + bias, and its gradients. weight: [bias; B], B, or Bᵀ and the bias."""
+    """The backend for the loss of the logits P B + bias, with gradients. weight: [bias; B], B, or Bᵀ and the bias."""
     fits = p_BR.shape[1] <= HEAD_MOST_RANK
     return "cpp" if fits and supports("low_rank_cross_entropy", p_BR, *weight) else "torch"
 
 
 def is_low_rank_head(weight_VI: Tensor, x_BI: Tensor) -> bool:
-    """Whether a dense output layer had better be taken for one of low rank, its inputs for P."""
+    """Whether a dense output layer is best treated as one of low rank, with its inputs as P."""
     few = weight_VI.shape[1] <= HEAD_MOST_FEATURES and not torch.is_autocast_enabled("cpu")
     return few and supports("low_rank_cross_entropy", x_BI, weight_VI)
 
 
 def lookup_rows_backend(left_MNR: Tensor, right_MRN: Tensor) -> Literal["triton", "torch"]:
-    """Who multiplies rows of a table's left factor with columns of its right one."""
+    """The backend for products of rows of a table's left factor with columns of its right one."""
     columns = power_of_two(left_MNR.shape[1]) * power_of_two(right_MRN.shape[2])
     fits = left_MNR.device.type == "cuda" and left_MNR.dtype != torch.float64 and columns <= TRITON_MOST_COLUMNS
     return "triton" if fits and triton_enabled("lookup_rows", left_MNR.device) else "torch"
@@ -122,7 +124,7 @@ def lookup_rows_backend(left_MNR: Tensor, right_MRN: Tensor) -> Literal["triton"
 
 @constant_when_traced
 def scaled_product_backend(device: torch.device) -> Literal["scaled_mm", "emulated"]:
-    """Who multiplies float8 operands: torch's scaled product where the device has it, else a product in float32."""
+    """The backend for float8 products: torch's scaled product where the device has it, else a product in float32."""
     return "scaled_mm" if scaled_mm_unavailable_reason(device) is None else "emulated"
 
 

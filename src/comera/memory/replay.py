@@ -6,7 +6,7 @@ It keeps results that are much smaller than their operands, and those that canno
                           to a quarter of the channels: P = conv(x, A)
     random draws          zeros and ones (dropout masks) as booleans
     fused attention       output and log-sum-exp, where one kernel computes it
-    made_once(...)        what the code itself marks (ops/once.py)
+    keep_for_recompute    what the code itself marks (ops/once.py)
 
 The replay runs every other operation again, and uses the kept results in place of these.
 
@@ -48,7 +48,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from comera.errors import TrainingError
 from comera.kernels.recording import fixed
 from comera.nn.tensor_train import TensorTrain
-from comera.ops.once import Tape, exchange, made_once
+from comera.ops.once import RecomputeStore, exchange, keep_for_recompute
 
 T = TypeVar("T")
 Kept = tuple[Any, Any]
@@ -79,7 +79,7 @@ def contexts(
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """The modes under which a block runs forward and is replayed, as `torch.utils.checkpoint` wants them.
 
-    state: of the block. kept: an empty list, for who wants to see what the forward keeps.
+    state: of the block. kept: an empty list, which receives what the forward keeps.
     """
     given = state or BlockState(), [] if kept is None else kept
     return _Keep(*given), _Replay(*given)
@@ -87,7 +87,7 @@ def contexts(
 
 def only_marked(kept: Sequence[Kept]) -> bool:
     """Whether the code itself has marked all that a forward kept."""
-    return all(operation is made_once for operation, _ in kept)
+    return all(operation is keep_for_recompute for operation, _ in kept)
 
 
 def marked(state: BlockState) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
@@ -182,7 +182,7 @@ def _aliases(values: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, values)
 
 
-class _Keep(TorchDispatchMode, Tape):
+class _Keep(TorchDispatchMode, RecomputeStore):
     """Runs every operation, and keeps the results that the replay does not compute."""
 
     def __init__(self, state: BlockState, kept: list[Kept]) -> None:
@@ -226,12 +226,12 @@ class _Keep(TorchDispatchMode, Tape):
             self.kept.append((func, _to_keep(func, args, kwargs, out)))
         return out
 
-    def made_once(self, make: Callable[[], T]) -> T:
+    def keep_for_recompute(self, make: Callable[[], T]) -> T:
         """make(), whose result is kept; operations inside are not."""
         with self.paused():
             out = make()
         self.state.made(out)
-        self.kept.append((made_once, _aliases(out)))
+        self.kept.append((keep_for_recompute, _aliases(out)))
         return out
 
     @contextmanager
@@ -269,9 +269,9 @@ class _Replay(_Keep):
             return func(*args, **kwargs)
         return _restore(func, args, kwargs, self._next(func))
 
-    def made_once(self, make: Callable[[], T]) -> T:
+    def keep_for_recompute(self, make: Callable[[], T]) -> T:
         """The kept result, without a call of `make`."""
-        values: T = _aliases(self._next(made_once))
+        values: T = _aliases(self._next(keep_for_recompute))
         return values
 
     def _next(self, func: Any) -> Any:
@@ -307,13 +307,13 @@ def _bytes(state: Tensor) -> bytes:
     return string_at(state.data_ptr(), state.nbytes)
 
 
-class _KeepMarked(Tape):
+class _KeepMarked(RecomputeStore):
     """Keeps what the code marks."""
 
     def __init__(self, record: _Record) -> None:
         self.record = record
 
-    def __enter__(self) -> Tape:
+    def __enter__(self) -> RecomputeStore:
         self.record.held.begin()
         self.states, self.drawn = [torch.get_rng_state()], False  # whether anything was, besides the results
         self.before = exchange(self)
@@ -330,7 +330,7 @@ class _KeepMarked(Tape):
     def _compare(self) -> None:
         self.drawn |= _bytes(torch.get_rng_state()) != _bytes(self.states[-1])
 
-    def made_once(self, make: Callable[[], T]) -> T:
+    def keep_for_recompute(self, make: Callable[[], T]) -> T:
         """make(), whose result is kept; results marked inside are not."""
         self._compare()
         with self.paused():
@@ -341,7 +341,7 @@ class _KeepMarked(Tape):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend this tape."""
+        """Suspend this store."""
         exchange(None)
         try:
             yield
@@ -352,7 +352,7 @@ class _KeepMarked(Tape):
 class _ReplayMarked(_KeepMarked):
     """Gives back what was kept, and the generator the states it had. Each backward enters it anew."""
 
-    def __enter__(self) -> Tape:
+    def __enter__(self) -> RecomputeStore:
         self.used, self.start = 0, self.record.held.restored()
         self.start.__enter__()
         if self.record.states is not None:
@@ -368,10 +368,10 @@ class _ReplayMarked(_KeepMarked):
             del self.outside
         self.start.__exit__(None, None, None)
 
-    def made_once(self, make: Callable[[], T]) -> T:
+    def keep_for_recompute(self, make: Callable[[], T]) -> T:
         """The kept result, without a call of `make`."""
         if self.used == len(self.record.made):
-            raise _changed("its end", made_once)
+            raise _changed("its end", keep_for_recompute)
         out: T = _aliases(self.record.made[self.used])
         self.used += 1
         if self.record.states is not None:
@@ -433,7 +433,7 @@ class BlockState:
         self._made, self._written, self.wrote = set(), set(), bool(self._values)
 
     def _changed(self, place: _Place, tensor: Tensor, before: Tensor, version: int) -> bool:
-        # On a CPU by value, which sees whoever wrote; elsewhere that would synchronize, and in recordings be a choice.
+        # On a CPU by value, which sees every writer; elsewhere that would synchronize, and in recordings be a choice.
         if place in self._written or tensor._version != version:
             return True
         return tensor.device.type == "cpu" and not fixed() and not torch.equal(tensor, before)

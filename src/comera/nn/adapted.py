@@ -1,8 +1,8 @@
 """Linear layers with an adapter, a tensor train beside their weight: y = x W + bias + s · x Δ.
 
-A layer that gets one stays the same object, with its parameters under their names: only its class changes, to one made
-for it. So the state of the model is that of before and one more tensor train for each adapter, and taking the adapter
-away leaves nothing behind.
+A layer that gets an adapter stays the same object, and its parameters keep their names; only its class changes, to a
+subclass created for its type. The state of the model gains one tensor train per adapter, and removing an adapter leaves
+no trace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Adapted(nn.Module):
     """A linear layer with an adapter.
 
     adapter: Δ, trained while W stays. adapter_scale: s. plain_type: the type of the layer without its adapter.
-    in_first: whether that stores a dense weight as (in, out).
+    in_first: whether the plain layer stores its dense weight as (in, out).
     """
 
     adapter: TTLinear
@@ -36,8 +36,8 @@ class Adapted(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What the layer multiplies by, W + s Δ, as the plain layer stores its weight; read-only, and made when its
-        values are used. W itself is in the parameters."""
+        """The effective weight W + s Δ, laid out as the plain layer stores its weight. Read-only, and computed when its
+        values are used; the parameters hold W itself."""
         cores, gates = self.adapter.tt.tensors
         tensors = [*self._own_tensors, *cores, *gates]
         if traced():
@@ -47,7 +47,7 @@ class Adapted(nn.Module):
     @property
     @abstractmethod
     def _own_tensors(self) -> Sequence[Tensor]:
-        """What W is made of."""
+        """The tensors that W is made of."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class Adapted(nn.Module):
 
     @abstractmethod
     def _own(self, tensors: Sequence[Tensor]) -> Tensor:
-        """W of `_own_tensors`."""
+        """W, made of `_own_tensors`."""
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
         count = len(self._own_tensors)
@@ -70,7 +70,7 @@ class Adapted(nn.Module):
         return f"{super().extra_repr()}, adapter_scale={self.adapter_scale:g}".removeprefix(", ")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(2)  # its class is made, so it has no name to be found by
+        reduced: Any = super().__reduce_ex__(2)  # the class is created at run time: no import finds it by name
         return _blank, (self.plain_type, self.in_first), *reduced[2:]
 
 
@@ -103,7 +103,7 @@ class AdaptedCompressed(Adapted):
     tt: TensorTrain
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """y = x W + bias + s x Δ. args, kwargs: those of the plain layer's forward, besides its input."""
+        """y = x W + bias + s x Δ. args, kwargs: further arguments of the plain layer's forward."""
         return self._with_adapter(super().forward(input, *args, **kwargs), input)
 
     @property
@@ -125,7 +125,7 @@ _CLASSES: dict[tuple[type[nn.Module], bool], type[Adapted]] = {}
 
 
 def _class_of(plain: type[nn.Module], in_first: bool) -> type[Adapted]:
-    """The subclass of a type of layer that has an adapter; made once."""
+    """The adapted subclass of a type of layer, created once."""
     if (plain, in_first) not in _CLASSES:
         kind = AdaptedCompressed if issubclass(plain, CompressedLayer) else AdaptedDense
         own = {"plain_type": plain, "in_first": in_first, "__module__": __name__}
@@ -135,7 +135,7 @@ def _class_of(plain: type[nn.Module], in_first: bool) -> type[Adapted]:
 
 
 def _blank(plain: type[nn.Module], in_first: bool) -> Adapted:
-    """An adapted layer to be filled, for copies and pickles."""
+    """An empty adapted layer, which copies and pickles fill."""
     kind = _class_of(plain, in_first)
     return kind.__new__(kind)
 
@@ -148,7 +148,7 @@ def attach_(layer: nn.Module, train: TensorTrain, scale: float, *, in_first: boo
 
 
 def detach_(layer: Adapted) -> None:
-    """Take the adapter of a layer away: the layer is what it was before."""
+    """Remove the adapter of a layer, which is then what it was before."""
     del layer.adapter, layer.adapter_scale
     layer.__class__ = layer.plain_type  # type: ignore[assignment]
 
@@ -159,7 +159,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 
 
 def refuse_adapters(model: nn.Module, error: type[ComeraError], call: str, instead: str) -> None:
-    """Raise `error` for a model with adapters, which `call` does not serve; `instead` says what to do."""
+    """Raise `error` for a model with adapters, which `call` does not support. instead: what to do about it."""
     layers = adapted_layers(model)
     if layers:
         raise error(

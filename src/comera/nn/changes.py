@@ -1,7 +1,7 @@
-"""Who wants to know when the tensor trains of a model become others.
+"""Callbacks for changes of a model's tensor trains.
 
-A conversion tells so, and a late stage that begins: what is noted of tensor trains outside of them, such as in a
-model's config, then follows. Neither knows who listens.
+They run after a conversion, and when a late stage begins, and update what is recorded about tensor trains elsewhere,
+such as in a model's config. So conversions need not know of these records.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ _LISTENERS: list[Callable[[nn.Module], object]] = []
 
 
 def when_converted(act: Callable[[nn.Module], object]) -> None:
-    """Call `act` from now on with every model in which other layers are compressed, or whose late stage begins."""
+    """Register `act`, to be called with every model that is converted, or whose late stage begins."""
     _LISTENERS.append(act)
 
 
 def notify_conversion(model: nn.Module) -> None:
-    """Tell those who asked for it by `when_converted` that a model has changed."""
+    """Run all callbacks of `when_converted` on a model that has changed."""
     for act in _LISTENERS:
         act(model)

@@ -1,10 +1,10 @@
 """N-gram tables beside token embeddings: E(i) = E_token[t_i] + s ⊙ P [f_2; …; f_N].
 
 An embedding that gets a table stays the same object, with its parameters under their names; only its class changes, to
-one made for it, as that of a layer with an adapter does. Ties, heads and whoever reads its weight see the token table.
+a subclass created for it, as for a layer with an adapter. Ties, heads and readers of its weight see the token table.
 
-Which ids come before a position, and which of them belong to its document, an embedding cannot see. Whoever calls it
-can say so, as `context`, or around the call, by `reading`; without either, each row of ids is a whole document.
+An embedding cannot see which ids come before a position, and which of them belong to its document. Its caller can say
+so, by `context` or, around the call, by `reading`; without either, each row of ids is a whole document.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class NGramTable(CompressedLayer):
 
 
 class _Reading(NamedTuple):
-    """Who reads which embedding in which context, and a note of theirs."""
+    """A call of an embedding in progress: its reader, the context of the ids, and a note of the reader."""
 
     reader: object
     embedding: nn.Module

@@ -121,7 +121,7 @@ def _is_dense(table: object) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _is_unseen(table: nn.Module, *types: type[nn.Module]) -> bool:
-    """Whether a call of a module of one of these types, no subclass, is that of its type, and nobody looks at it."""
+    """Whether a call of a module of one of these types, no subclass, is that of its type, unobserved."""
     hooked = table._forward_hooks or table._forward_pre_hooks or table._backward_hooks or table._backward_pre_hooks
     own = "forward" in vars(table) or table._compiled_call_impl is not None
     return type(table) in types and not (hooked or own or _has_any_global_hook())

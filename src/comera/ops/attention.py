@@ -28,7 +28,7 @@ from comera.kernels.tracing import traced, transformed
 from comera.ops.chunking import chunks
 from comera.ops.dropout import as_integers, keep_mask, new_seed
 from comera.ops.dtypes import autocast_dtype, kernel_dtype, without_autocast, working_dtype
-from comera.ops.once import made_once
+from comera.ops.once import keep_for_recompute
 
 _MIN_QUERIES = 32  # with fewer the kernel is no faster than torch's fused attention
 
@@ -123,7 +123,7 @@ def _supported(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, dropout: float, i
 
 
 def _added(mask: Tensor) -> Tensor | None:
-    """What a mask adds to the scores, in four dimensions; None if that is nothing."""
+    """The mask as numbers to add to the scores, in four dimensions; None if there is nothing to add."""
     mask = mask[(None,) * (4 - mask.ndim)]
     if mask.dtype != torch.bool:
         return mask
@@ -145,7 +145,7 @@ class _Kernel(torch.autograd.Function):
         ctx.settings = dropout, *settings
         operands = (q_BHTD, k_BHSD, v_BHSD, mask, seed)
         o_BHTD: Tensor
-        o_BHTD, norms = made_once(lambda: cpp.attention(*operands, *ctx.settings))
+        o_BHTD, norms = keep_for_recompute(lambda: cpp.attention(*operands, *ctx.settings))
         ctx.save_for_backward(o_BHTD, norms, *operands)
         return o_BHTD
 
@@ -183,7 +183,7 @@ class _Attention(torch.autograd.Function):
                 o_BTHD[part] = o.view(-1, heads, queries, o.shape[2]).transpose(1, 2)
             return o_BTHD
 
-        return made_once(chunk_by_chunk).transpose(1, 2)
+        return keep_for_recompute(chunk_by_chunk).transpose(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]

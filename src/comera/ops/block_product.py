@@ -60,7 +60,7 @@ def btt_linear(
 
 
 class BTTWeight(NamedTuple):
-    """What `btt_linear` takes besides the input."""
+    """The arguments of `btt_linear` besides the input."""
 
     spec: BTTSpec
     cores: Sequence[Tensor]

@@ -18,7 +18,7 @@ from torch import Tensor
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as cpp
 from comera.ops.chunking import chunks
-from comera.ops.once import made_once
+from comera.ops.once import keep_for_recompute
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -35,7 +35,7 @@ def new_seed() -> Tensor:
 
     To be called inside an autograd.Function, or where nothing needs a gradient.
     """
-    return made_once(lambda: torch.empty((), dtype=torch.int64).random_(-(2**63), None))
+    return keep_for_recompute(lambda: torch.empty((), dtype=torch.int64).random_(-(2**63), None))
 
 
 def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
@@ -53,7 +53,7 @@ def keep_mask(shape: Sequence[int], p: float) -> tuple[Tensor, float]:
             torch.ge(draws.view(torch.int16)[: some.numel()], dropped - 2**15, out=some)
         return keep.view(*shape)
 
-    return made_once(draw), scale
+    return keep_for_recompute(draw), scale
 
 
 def as_integers(keep: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from comera.kernels.cpp import low_rank as cpp
 from comera.kernels.cpp.memory import LARGE, empty
 from comera.kernels.tracing import traced
 from comera.ops.dtypes import without_autocast
-from comera.ops.once import made_once
+from comera.ops.once import keep_for_recompute
 
 
 class LowRankFactors(NamedTuple):
@@ -123,7 +123,7 @@ class _LowRank(torch.autograd.Function):
 
 
 class Saved(NamedTuple):
-    """What a backward reads: x, the factors, and what the forward of its backend kept, in the dtype of the factors."""
+    """The operands of a backward: x, the factors, and what the forward of its backend kept, in the factors' dtype."""
 
     x: Tensor
     factors: Sequence[LowRankFactors]
@@ -182,7 +182,7 @@ def _cpp_forward(x_BI: Tensor, factors: Sequence[LowRankFactors]) -> _Forward:
         made.extend(cpp.low_rank(x_BI, as_RI, bs_SO))
         return made[0]
 
-    p_BS = made_once(all_at_once)  # a replay of the forward finds P made and needs the second product alone
+    p_BS = keep_for_recompute(all_at_once)  # a replay of the forward finds P made and needs the second product alone
     return [p_BS], made[1:] or cpp.low_rank_output(p_BS, [a.shape[0] for a in as_RI], bs_SO)
 
 

@@ -31,7 +31,7 @@ from comera.ops.activations import ACTIVATIONS
 from comera.ops.chunking import chunks
 from comera.ops.dtypes import autocast_dtype, merge_dtype, without_autocast
 from comera.ops.low_rank import LowRankFactors, low_rank, pairs, stack, transposed_product
-from comera.ops.once import made_once
+from comera.ops.once import keep_for_recompute
 
 
 def mlp(x: Tensor, ups: Sequence[LowRankFactors], activation: str, down: LowRankFactors) -> Tensor:
@@ -91,7 +91,7 @@ class _MLP(torch.autograd.Function):
                 q_RB[:, part] = down.a @ _hidden(activation, ys_CF)[1].t()
             return q_RB
 
-        q_SB = down.with_ones(made_once(through_hidden))
+        q_SB = down.with_ones(keep_for_recompute(through_hidden))
         ctx.save_for_backward(given_BI, *flat, q_SB, *ps_SB)
         return transposed_product(q_SB, down.b).to(given_BI.dtype)
 
@@ -131,7 +131,7 @@ def _cpp_forward(x_BI: Tensor, flat: Sequence[Tensor], activation: str) -> tuple
         made.extend(cpp.mlp(x_BI, flat[::2], flat[1::2], activation))
         return made[0], made[1]
 
-    p_BS, q_BS = made_once(all_at_once)
+    p_BS, q_BS = keep_for_recompute(all_at_once)
     (z_BO,) = made[2:] or low_rank_output(q_BS, [flat[-2].shape[0]], flat[-1:])
     return p_BS, q_BS, z_BO
 

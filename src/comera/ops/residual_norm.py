@@ -108,7 +108,7 @@ def residual_rms_norm(
 
 
 class _ResidualNorm(torch.autograd.Function):
-    """s is an output where nobody uses it, too: so the backward can be differentiated again, back to z and x."""
+    """s is an output even where it is not used, so that the backward can be differentiated again, back to z and x."""
 
     @staticmethod
     def forward(

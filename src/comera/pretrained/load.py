@@ -22,7 +22,7 @@ from comera.nn.ngram import NGramEmbedding, attach_ngrams_, detach_ngrams_
 from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
-from comera.pretrained.sharded import like, type_name
+from comera.pretrained.sharded import shard_like, type_name
 from comera.pretrained.transformers_folder import read_transformers_folder
 from comera.rank.optimizer_state import reset_state_, unwrap
 from comera.tt.ngram import NGramSpec
@@ -316,7 +316,7 @@ class _Plan:
                 setattr(module, attribute, tt)
         compress_layers_(self.model, new)
 
-        self._load({key: like(self.stored[key], own) for key, own in self.state.items() if not own.is_meta})
+        self._load({key: shard_like(self.stored[key], own) for key, own in self.state.items() if not own.is_meta})
         made: dict[int, Tensor] = {}  # tied ones stay tied
         for key, own in self.state.items():
             if own.is_meta and id(own) not in made:

@@ -23,7 +23,7 @@ from comera.pretrained.folder import (
     train_names,
     transient_buffers,
 )
-from comera.pretrained.sharded import leads, whole
+from comera.pretrained.sharded import is_writer, whole
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
@@ -66,7 +66,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
     }
     try:
         about = file_header(manifest)
-        if not leads(model.parameters()):
+        if not is_writer(model.parameters()):
             return
         folder.mkdir(parents=True, exist_ok=True)
     except (TypeError, ValueError) as error:

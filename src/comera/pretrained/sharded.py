@@ -28,7 +28,7 @@ def whole(tensor: Tensor) -> Tensor:
     return full
 
 
-def like(value: Tensor, own: Tensor) -> Tensor:
+def shard_like(value: Tensor, own: Tensor) -> Tensor:
     """A whole tensor spread like `own`, if that is sharded; every process has to call it then."""
     if not is_sharded(own):
         return value
@@ -37,7 +37,7 @@ def like(value: Tensor, own: Tensor) -> Tensor:
     return spread
 
 
-def leads(tensors: Iterable[Tensor]) -> bool:
+def is_writer(tensors: Iterable[Tensor]) -> bool:
     """Whether this process writes what all of them have gathered: the first one, or any if nothing is sharded."""
     meshes = [tensor.device_mesh for tensor in tensors if is_sharded(tensor)]  # type: ignore[attr-defined]
     return all(not any(mesh.get_coordinate() or ()) for mesh in meshes)

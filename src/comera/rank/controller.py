@@ -13,8 +13,8 @@ after a GradScaler's unscaling, so the size gradient is neither clipped nor scal
 exactly zero gradient from both loss (masking) and size, so a clipped norm is the same before and after pruning.
 
 What a step decides on the host (counting, starting the late stage, zeroing gates) is in `advance` and `between_steps`.
-The rest is work for the device alone, so that a CUDA graph can capture it. `replayed` says who calls the two: the
-hooks, or whoever replays the step (`comera.trainer.step`).
+The rest is work for the device alone, so that a CUDA graph can capture it. `replayed` says what calls the two: the
+hooks, or the replay of the step (`comera.trainer.step`).
 
 Several processes must decide alike. Sizes and importances follow from parameters and gradients, which they share; the
 losses that a decision reads are averaged over them.

@@ -67,7 +67,7 @@ def _averages(every: Sequence[TensorTrain], copy: nn.Module) -> dict[TensorTrain
 
 
 class _Clones(TensorTrain):
-    """A tensor train whose parameters share the memory of tensors in somebody else's list, which follow it."""
+    """A tensor train whose parameters share the memory of tensors in another owner's list, which follow it."""
 
     def __init__(self, train: TensorTrain, clones: Sequence[Tensor]) -> None:
         super().__init__(train.spec, init_std=train.init_std, threshold=train.threshold, device="meta")

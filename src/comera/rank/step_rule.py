@@ -25,7 +25,7 @@ class StepRule:
     slopes: gates, and what is added to the gradient of each. ridge: β; 0: nothing is added to those of cores. measured:
         gates whose importance the step updates. grad_scale: what gradients are multiplied by where an optimizer divides
         by it again, in its own kernel (a fused one under a GradScaler): what is added matches.
-    applied: set by an optimizer that has applied all of it, importances included. withdrawn: set by whoever made it,
+    applied: set by an optimizer that has applied all of it, importances included. withdrawn: set by its maker,
         when its step was refused before it could be applied: it is not one for the next step.
     """
 

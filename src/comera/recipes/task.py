@@ -36,7 +36,7 @@ class RecipeTask(Task):
         self.config, self.data, self.first = config, data, first
         self.method: str = config.method
         self.model = model
-        follow(self, report)
+        set_from_conversion(self, report)
         self.identity = {"data.prepared": data.folder.name, **identity}
         for group in ("model", "compress"):
             self.identity |= {f"{group}.{name}": value for name, value in asdict(getattr(config, group)).items()}
@@ -54,7 +54,7 @@ class RecipeTask(Task):
         return int(self.data.steps_per_epoch(train.batch_size, batches))
 
 
-def follow(task: Any, report: Conversion) -> None:
+def set_from_conversion(task: Any, report: Conversion) -> None:
     """Set the members of a task that its method decides: rows of the layer table, parameters of the dense model, and
     for a baseline its optimizer and what it does after a step. report: of the conversion."""
     task.report_rows = [row.to_dict() for row in report.rows] if report else []

@@ -13,7 +13,7 @@ from comera.kernels import select
 from comera.memory import replay
 from comera.memory.recompute import recompute_
 from comera.nn.linear import TTLinear
-from comera.ops.once import made_once
+from comera.ops.once import keep_for_recompute
 from comera.tt.spec import TTSpec
 
 from ...helpers.live import Live, assert_same
@@ -82,7 +82,7 @@ class Piecewise(torch.autograd.Function):
             Piecewise.calls += 1
             return torch.randn(100, *x.shape).sum(0), 0.5
 
-        factor, scale = made_once(draw)
+        factor, scale = keep_for_recompute(draw)
         ctx.save_for_backward(factor)
         return x * factor * scale
 
@@ -212,7 +212,7 @@ def test_a_block_that_marks_more_in_the_backward_is_told() -> None:
     recompute_(model)
     model(x).sum().backward()
     loss = model(x).sum()
-    with pytest.raises(TrainingError, match=r"here its end, got .*made_once"):
+    with pytest.raises(TrainingError, match=r"here its end, got .*keep_for_recompute"):
         loss.backward()
 
 

@@ -17,7 +17,7 @@ _nbytes, _is_cpu = map(attrgetter, ("nbytes", "is_cpu"))
 
 
 class _Layout(NamedTuple):
-    """What the kernels and the checks need of a layout."""
+    """The sizes of a layout that kernels and checks need."""
 
     words: bytes
     sizes: list[int]  # bytes of the cores and then the gates of each train

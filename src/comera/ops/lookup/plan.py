@@ -1,4 +1,4 @@
-"""What there is to do for the ids of a table: they are checked, and how their rows are made is decided here, once.
+"""Plans a lookup: checks the ids, and decides once how their rows are made.
 
 Shapes: N ids, U different ids, B bags, W ids of each bag.
 """
@@ -78,7 +78,7 @@ Table = LookupTable | DenseTable
 
 
 class Bags(NamedTuple):
-    """Which ids are in a bag together, and what is made of their rows.
+    """The bags of ids, and how their rows are reduced.
 
     starts: where each bag begins among the ids (B,), int64. ids: their number. weights: of the rows (N,), in the cores'
     `merge_dtype`. mean: whether sums are divided. shape: of ids (B, W), each row of which is a bag. of_one: whether

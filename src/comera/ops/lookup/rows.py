@@ -114,7 +114,7 @@ def _sums(lookup: Lookup, bags: Bags) -> Tensor:
 
 
 def _pair_table(lookup: Lookup) -> PairTable:
-    """What the kernel reads to make the rows of a `by_kernel` lookup."""
+    """The operands of the kernel for the rows of a `by_kernel` lookup."""
     table = lookup.table
     if isinstance(table, DenseTable):
         return PairTable(lookup.ids, table.weight, None, None, table.rows, lookup.padding)

@@ -1,4 +1,4 @@
-"""What a product costs: operations, bytes, calls, and the time that they take on a kind of machine.
+"""The cost of a product: operations, bytes, calls, and the time that they take on a kind of machine.
 
 In training every product (m × k) @ (k × n) runs three times on the same operands, once forward and twice backward (less
 often where a gradient is not needed). Merging the small cores counts like any other product. One product takes

@@ -1,4 +1,4 @@
-"""What can be planned: one class for each kind of product, with its options and their costs.
+"""Problems to plan: one class for each kind of product, with its options and their costs.
 
 The kinds are
 

@@ -86,9 +86,12 @@ def _only(left: Sequence[str], usual: Sequence[str], options: str, what: str, wh
 
 
 class Table(NamedTuple):
-    """The rows of a file or a split. name: for messages. open: from the columns that are wanted, and who is told of
-    rows that do not parse, all columns that there are, and what reads the rows, once. labels: the names of the labels
-    in a column, where the data says."""
+    """The rows of a file or a split.
+
+    name: for messages. open: takes the wanted columns and a callback for rows that do not parse; returns the names of
+    all columns and a function that reads the rows, once. labels: the names of the labels in a column, if the data has
+    them.
+    """
 
     name: str
     open: Callable[[Iterable[str], Bad], tuple[list[str], Callable[[Columns], Iterator[Row]]]]

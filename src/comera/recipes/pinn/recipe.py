@@ -25,7 +25,7 @@ from comera.recipes.pinn.derivatives import drawn_nodes, sparse_grid, stein_deri
 from comera.recipes.pinn.equation import HJB, Derivatives
 from comera.recipes.pinn.model import PINN
 from comera.recipes.stages import is_main, log, resolved
-from comera.recipes.task import estimates_by_method, follow
+from comera.recipes.task import estimates_by_method, set_from_conversion
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
 from comera.trainer.task import Task
@@ -129,7 +129,7 @@ class PinnTask(Task):
     def __init__(self, config: PinnConfig) -> None:
         self.config, self.method = config, config.method
         self.model, report = build_model(config)
-        follow(self, report)
+        set_from_conversion(self, report)
         settings = asdict(config)
         groups = ("model", "compress", "stein", "zeroth_order")
         self.identity = {name: settings[name] for name in ("dimension", "derivatives", "gradients")}
