@@ -31,7 +31,7 @@ from comera.baselines import (
 from comera.cli import main as cli
 from comera.convert import TensorizeConfig
 from comera.errors import ConfigError
-from comera.recipes.task import estimates_by_method, follow
+from comera.recipes.base import estimates_by_method, set_from_conversion
 from comera.report import compare, inspect, render
 from comera.report.html import layer_table
 from comera.report.run import read_run
@@ -64,7 +64,7 @@ class Toy(Task):
         self.model: nn.Module = nn.Sequential(*layers)
         self.method, self.stop = method, stop
         self.identity = SETTINGS.identity(method)
-        follow(self, None if method == "dense" else SETTINGS[method].apply_(self.model))
+        set_from_conversion(self, None if method == "dense" else SETTINGS[method].apply_(self.model))
 
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
         if step == self.stop:
