@@ -155,7 +155,8 @@ class Examples:
         return -(-len(self) // size)
 
     def shuffled(self, index: int, size: int, seed: int) -> ExampleBatch:
-        """The `index`-th batch of an endless sequence of epochs; a pure function of its arguments."""
+        """The `index`-th batch of an endless sequence of epochs; a pure function of its arguments. Each epoch has all
+        examples in a new order; its last batch may be smaller."""
         epoch, place = divmod(index, self.batches_per_epoch(size))
         return self.batch(_epoch(self, size, seed, epoch)[place * size : (place + 1) * size])
 
@@ -178,32 +179,20 @@ def _epoch(examples: Examples, size: int, seed: int, epoch: int) -> Array:
     return np.concatenate([batches.reshape(-1), rest])
 
 
-class ExampleWriter:
-    """Collects tokenized examples and writes them in the form that `Examples` reads."""
+Example = tuple[Array, int, int]
+"""The token ids of an example, the length of its first segment, and its label."""
 
-    def __init__(self) -> None:
-        self._tokens: list[Array] = []
-        self._boundaries: list[int] = []
-        self._labels: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def add(self, ids: Sequence[int], boundary: int, label: int) -> None:
-        """Add an example: its token ids, the length of its first segment, and its label."""
-        self._tokens.append(np.array(ids, np.int32))
-        self._boundaries.append(boundary)
-        self._labels.append(label)
-
-    def write(self, folder: Path, part: str) -> dict[str, int]:
-        """Write PART.tokens.npy and so on, for at least one example; returns the numbers of examples and tokens."""
-        tokens = np.concatenate(self._tokens)
-        arrays = {
-            "tokens": tokens.astype(np.uint16) if tokens.max() < 2**16 else tokens,
-            "offsets": np.cumsum([0, *map(len, self._tokens)], dtype=np.int64),
-            "boundaries": np.array(self._boundaries, np.int32),
-            "labels": np.array(self._labels, np.int8 if max(self._labels) < 128 else np.int16),
-        }
-        for name in ARRAYS:
-            np.save(folder / f"{part}.{name}.npy", arrays[name])
-        return {"examples": len(self), "tokens": len(tokens)}
+def write_examples(folder: Path, part: str, examples: Sequence[Example]) -> dict[str, int]:
+    """Write PART.tokens.npy and so on, as `Examples` reads them; returns the numbers of examples and tokens."""
+    ids, boundaries, labels = zip(*examples, strict=True)
+    tokens = np.concatenate(ids)
+    arrays = {
+        "tokens": tokens.astype(np.uint16) if tokens.max() < 2**16 else tokens,
+        "offsets": np.cumsum([0, *map(len, ids)], dtype=np.int64),
+        "boundaries": np.array(boundaries, np.int32),
+        "labels": np.array(labels, np.int8 if max(labels) < 128 else np.int16),
+    }
+    for name in ARRAYS:
+        np.save(folder / f"{part}.{name}.npy", arrays[name])
+    return {"examples": len(examples), "tokens": len(tokens)}

@@ -23,17 +23,9 @@ from torch import Tensor
 
 from comera.errors import ConfigError, check_fields
 from comera.files import typed_path
+from comera.recipes.data import prepared
 from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
 from comera.recipes.data.documents import TEXT_SUFFIXES, Corpus, TextReader, open_corpus, split
-from comera.recipes.data.prepared import (
-    id_dtype,
-    open_stream,
-    permutation,
-    read_manifest,
-    train_rows,
-    write_manifest,
-    write_streams,
-)
 from comera.recipes.data.tokenizer import FILE, report_skipped, train_on
 from comera.recipes.lm.ngrams import ngram_losses
 from comera.recipes.lm.tokenizer import (
@@ -127,14 +119,14 @@ class LMData:
 
     def __init__(self, folder: Path, config: LMDataConfig) -> None:
         self.config, self.folder = config, folder
-        self.manifest = read_manifest(folder)
+        self.manifest = prepared.read_manifest(folder)
         self.vocab_size: int = self.manifest["vocab_size"]
         self.separator: int = self.manifest["separator"]
         self.tokenizer = read_tokenizer(folder)
         self.bytes = ByteTable(self.tokenizer, self.separator)
         width = config.block_size
         self.train, self.held_out = (
-            open_stream(folder, part, width + 1, f"more than one block of {width} tokens")
+            prepared.open_stream(folder, part, width + 1, f"more than one block of {width} tokens")
             for part in ("train", "held_out")
         )
 
@@ -144,11 +136,11 @@ class LMData:
 
     def train_batch(self, index: int, size: int, seed: int) -> Batch:
         """The `index`-th batch of `size` blocks; each epoch permutes all blocks anew."""
-        return self._batch(self.train, train_rows(self.blocks(self.train), index, size, seed))
+        return self._batch(self.train, prepared.train_rows(self.blocks(self.train), index, size, seed))
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
         """All held-out blocks in batches of `size`, the last one smaller; their order depends on the data alone."""
-        order = permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
+        order = prepared.permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
         for first in range(0, len(order), size):
             yield self._batch(self.held_out, order[first : first + size])
 
@@ -166,7 +158,7 @@ class LMData:
         """What byte n-grams reach, in nats per byte, on exactly the bytes that `batches` held-out batches of `size`
         score (0: all of them), counted in up to NGRAM_BYTES of the training part, in evenly spaced blocks. Computed
         once and kept in the cache, in a folder of its own."""
-        order = permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
+        order = prepared.permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
         scored = order[: size * batches] if batches else order
 
         def write(folder: Path) -> None:
@@ -225,7 +217,7 @@ def _write(
         tokenizer.encode_special_tokens = True  # a "<|endoftext|>" in a text is ordinary text
         separator = separator_of(tokenizer)
         lengths = ByteTable(tokenizer, separator).lengths
-        dtype = id_dtype(len(lengths))
+        dtype = prepared.id_dtype(len(lengths))
         manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": len(lengths), "separator": separator}
 
         def encode(texts: list[str]) -> Iterator[np.ndarray[Any, Any]]:
@@ -239,9 +231,9 @@ def _write(
                 yield ids
 
         progress.start("tokenizing the text", sum(part.bytes for part in parts.values()))
-        manifest |= write_streams(folder, parts, encode, progress, "documents")
+        manifest |= prepared.write_streams(folder, parts, encode, progress, "documents")
     manifest |= {"dtype": dtype.name, "skipped": dict(skipped), "long_words": len(long_words)}
-    write_manifest(folder, manifest)
+    prepared.write_manifest(folder, manifest)
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
         lines = [
