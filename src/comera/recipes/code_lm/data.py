@@ -44,7 +44,6 @@ from comera.recipes.data.tokenizer import (
     FILE,
     TextTokenizer,
     given_tokenizer,
-    report_skipped,
     train_on,
 )
 
@@ -383,17 +382,8 @@ def _write_blocks(
     config: CodeDataConfig,
     quiet: bool,
 ) -> None:
-    skipped, long_words = Counter(corpus.skipped), list[str]()
-    with Progress(quiet) as progress:
-        progress.start("training the tokenizer", None)
-        parts = documents.split(folder, corpus, None, config.held_out, subset, skipped)
-        if given:
-            tokenizer, special, size = given.tokenizer, Special.of(given), given.size
-        else:
-            tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, config.vocab_size, SPECIAL_TOKENS)
-            special, size = Special(), tokenizer.get_vocab_size()
-        (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
-        tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
+    def frame(tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+        special, size = (Special.of(given), given.size) if given else (Special(), tokenizer.get_vocab_size())
         dtype = prepared.id_dtype(size)
         manifest: dict[str, Any] = {"format": FORMATS["files"], "vocab_size": size, "dtype": dtype.name}
         if given:
@@ -403,17 +393,11 @@ def _write_blocks(
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 yield np.array([special.start, *encoding.ids, special.end], dtype)
 
-        progress.start("tokenizing the source code", sum(part.bytes for part in parts.values()))
-        manifest |= prepared.write_streams(folder, parts, encode, progress, "files")
-    prepared.write_manifest(folder, manifest | {"skipped": dict(skipped), "long_words": len(long_words)})
-    if not quiet:
-        train, held_out = manifest["train"], manifest["held_out"]
-        lines = [
-            f"{train['files']:,} files ({train['tokens']:,} tokens) to train on, {held_out['files']:,} "
-            f"({held_out['tokens']:,}) held out",
-            *report_skipped(skipped, long_words),
-        ]
-        print(*(f"source code: {line}" for line in lines), sep="\n", file=sys.stderr)
+        return encode, manifest
+
+    how: dict[str, Any] = {"special_tokens": SPECIAL_TOKENS, "vocab_size": config.vocab_size, "subset": subset}
+    names, known = ("source code", "files"), given.tokenizer if given else None
+    prepared.write_streams(folder, (corpus, None), config, known, frame, **how, names=names, quiet=quiet)
 
 
 def _functions_corpus(config: CodeDataConfig) -> documents.Corpus:

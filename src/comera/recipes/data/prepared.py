@@ -7,7 +7,9 @@ Every batch is padded to a bucket, one of a few lengths, so that few shapes occu
 B batch, T tokens of a padded example, N examples."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -15,11 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from comera.errors import DataError
 from comera.recipes.data.cache import Progress
-from comera.recipes.data.documents import Part
+from comera.recipes.data.documents import Corpus, split
+from comera.recipes.data.tokenizer import FILE, report_skipped, train_on
 
 MANIFEST = "manifest.json"
 ENCODE_BYTES = 1_000_000  # text per call of the tokenizer
@@ -60,26 +64,54 @@ def _chunks(sized: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]
 
 def write_streams(
     folder: Path,
-    parts: Mapping[str, Part],
-    encode: Callable[[list[str]], Iterable[Array]],
-    progress: Progress,
-    what: str,
-) -> dict[str, dict[str, int]]:
-    """Write the tokens of each part to a file of its own; returns what the manifest says of them. encode: token ids of
-    each text, called for about ENCODE_BYTES at a time: bounds memory, and keeps all cores busy. what: the name by which
-    the manifest counts the documents."""
-    noted = {}
-    for name, part in parts.items():
-        tokens = 0
-        with open(folder / f"{name}.bin", "wb") as out:
-            sized = ((document.text, len(document.text.encode())) for document in part.read())
-            for chunk in _chunks(sized):
-                for ids in encode([text for text, _ in chunk]):
-                    ids.tofile(out)
-                    tokens += len(ids)
-                progress.add(sum(size for _, size in chunk))
-        noted[name] = {what: len(part), "bytes": part.bytes, "tokens": tokens}
-    return noted
+    corpora: tuple[Corpus, Corpus | None],
+    config: Any,
+    given: Tokenizer | None,
+    frame: Callable[[Tokenizer], tuple[Callable[[list[str]], Iterable[Array]], dict[str, Any]]],
+    *,
+    special_tokens: Sequence[str],
+    vocab_size: int,
+    subset: int | None,
+    names: tuple[str, str],
+    quiet: bool,
+) -> None:
+    """Read documents, tokenize them and write the tokens of each part to a file of its own, beside the tokenizer and a
+    manifest. corpora: the documents, and those that are held out, or a share of the others is. config: with `held_out`
+    and `tokenizer_bytes`. given: None to train a tokenizer of `special_tokens` and at most `vocab_size` tokens. frame:
+    gives for a tokenizer what makes the token ids of texts, about ENCODE_BYTES at a time, and its part of the manifest.
+    subset: bytes to read, at most. names: of what is read and of its documents, for messages and the manifest."""
+    skipped, long_words, (what, unit) = Counter[str](), list[str](), names
+    for corpus in filter(None, corpora):
+        skipped.update(corpus.skipped)
+    with Progress(quiet) as progress:
+        progress.start("reading", None)
+        parts, tokenizer = split(folder, *corpora, config.held_out, subset, skipped), given
+        if tokenizer is None:
+            progress.start("training the tokenizer", None)
+            tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, vocab_size, special_tokens)
+        (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
+        tokenizer.encode_special_tokens = True  # a "<mask>" in a text is ordinary text
+        encode, manifest = frame(tokenizer)
+        progress.start(f"tokenizing the {what}", sum(part.bytes for part in parts.values()))
+        for name, part in parts.items():
+            tokens = 0
+            with open(folder / f"{name}.bin", "wb") as out:
+                sized = ((document.text, len(document.text.encode())) for document in part.read())
+                for chunk in _chunks(sized):
+                    for ids in encode([text for text, _ in chunk]):
+                        ids.tofile(out)
+                        tokens += len(ids)
+                    progress.add(sum(size for _, size in chunk))
+            manifest[name] = {unit: len(part), "bytes": part.bytes, "tokens": tokens}
+    write_manifest(folder, manifest | {"skipped": dict(skipped), "long_words": len(long_words)})
+    if not quiet:
+        train, held_out = manifest["train"], manifest["held_out"]
+        lines = [
+            f"{train[unit]:,} {unit} ({train['tokens']:,} tokens) to train on, {held_out[unit]:,} "
+            f"({held_out['tokens']:,}) held out, {manifest['vocab_size']:,} different tokens",
+            *report_skipped(skipped, long_words),
+        ]
+        print(*(f"{what}: {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
 def open_stream(folder: Path, part: str, fewest: int, expected: str) -> Array:

@@ -8,9 +8,7 @@ predicted once. Batches are pure functions of their index, so a resumed run sees
 B batch, T block size, V vocabulary."""
 
 import json
-import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +22,8 @@ from torch import Tensor
 from comera.errors import ConfigError, check_fields
 from comera.files import typed_path
 from comera.recipes.data import prepared
-from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
-from comera.recipes.data.documents import TEXT_SUFFIXES, Corpus, TextReader, open_corpus, split
-from comera.recipes.data.tokenizer import FILE, report_skipped, train_on
+from comera.recipes.data.cache import cache_folder, open_or_make, settings_digest
+from comera.recipes.data.documents import TEXT_SUFFIXES, Corpus, TextReader, open_corpus
 from comera.recipes.lm.ngrams import ngram_losses
 from comera.recipes.lm.tokenizer import (
     BYTES,
@@ -202,23 +199,10 @@ def prepare(config: LMDataConfig, *, quiet: bool = False) -> LMData:
 def _write(
     folder: Path, corpus: Corpus, apart: Corpus | None, given: Tokenizer | None, config: LMDataConfig, quiet: bool
 ) -> None:
-    skipped: Counter[str] = Counter(corpus.skipped)
-    if apart:
-        skipped.update(apart.skipped)
-    long_words: list[str] = []
-    with Progress(quiet) as progress:
-        progress.start("reading", None)
-        parts, tokenizer = split(folder, corpus, apart, config.held_out, config.max_bytes, skipped), given
-        if tokenizer is None:
-            progress.start("training the tokenizer", None)
-            size = config.vocab_size or DEFAULT_VOCABULARY
-            tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, size, [END_OF_TEXT])
-        (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
-        tokenizer.encode_special_tokens = True  # a "<|endoftext|>" in a text is ordinary text
+    def frame(tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
         separator = separator_of(tokenizer)
         lengths = ByteTable(tokenizer, separator).lengths
         dtype = prepared.id_dtype(len(lengths))
-        manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": len(lengths), "separator": separator}
 
         def encode(texts: list[str]) -> Iterator[np.ndarray[Any, Any]]:
             for text, encoding in zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
@@ -230,15 +214,9 @@ def _write(
                     )
                 yield ids
 
-        progress.start("tokenizing the text", sum(part.bytes for part in parts.values()))
-        manifest |= prepared.write_streams(folder, parts, encode, progress, "documents")
-    manifest |= {"dtype": dtype.name, "skipped": dict(skipped), "long_words": len(long_words)}
-    prepared.write_manifest(folder, manifest)
-    if not quiet:
-        train, held_out = manifest["train"], manifest["held_out"]
-        lines = [
-            f"{train['documents']:,} documents ({train['tokens']:,} tokens) to train on, {held_out['documents']:,} "
-            f"({held_out['tokens']:,}) held out, {len(lengths):,} different tokens",
-            *report_skipped(skipped, long_words),
-        ]
-        print(*(f"text: {line}" for line in lines), sep="\n", file=sys.stderr)
+        return encode, {"format": FORMAT, "vocab_size": len(lengths), "separator": separator, "dtype": dtype.name}
+
+    size = config.vocab_size or DEFAULT_VOCABULARY
+    how: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "vocab_size": size, "subset": config.max_bytes}
+    names = ("text", "documents")
+    prepared.write_streams(folder, (corpus, apart), config, given, frame, **how, names=names, quiet=quiet)
