@@ -3,6 +3,7 @@
 Runs in stages, see `comera.recipes.base`.
 B batch."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -253,7 +254,7 @@ def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dic
             except ConfigError as error:  # narrow tables have a least size
                 if method == config.method:
                     raise
-                base.log(config, f"no estimate of {method}: {error}")
+                print(f"{NAME}: no estimate of {method}: {error}", file=sys.stderr)
                 continue
             ids = torch.empty(rows, len(sizes), dtype=torch.int64)
             batch = ClickBatch(torch.empty(rows, config.data.number_count), ids, torch.empty(rows))
