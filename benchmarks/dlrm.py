@@ -36,12 +36,12 @@ from comera.memory.estimate import MemoryMeter
 from comera.nn.size import model_size
 from comera.optim.names import OptimizerName
 from comera.pretrained import load_pretrained
+from comera.recipes.base import runs
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickData, prepare
 from comera.recipes.dlrm.model import DLRMConfig
 from comera.recipes.dlrm.recipe import DLRMTask, DLRMTaskConfig, build_model, click_loss
-from comera.recipes.stages import runs
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.step import TrainStep

@@ -34,10 +34,11 @@ from children import run_children
 from common import about, measured, step_times, update
 
 from comera.baselines import BaselineConfig, HashedNGrams, Method, SummedTables
-from comera.baselines.short_conv import add_short_convs_
+from comera.baselines.tokens import add_short_convs_
+from comera.recipes.base import step_flops
 from comera.recipes.lm.data import Batch, LMDataConfig, prepare
 from comera.recipes.lm.model import CompressConfig, ModelConfig
-from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, step_flops
+from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, meta_step
 from comera.recipes.lm.tokenizer import BYTES
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
@@ -189,7 +190,7 @@ def run(
         "steps": summary.steps,
         "parameters": summary.parameters,
         "model_mb": summary.size_bytes / 1e6,
-        "mflops_token": step_flops(config, data.vocab_size) / tokens / 1e6,
+        "mflops_token": step_flops(config, meta_step, data.vocab_size) / tokens / 1e6,
         "peak_mb": summary.peak_memory / 1e6,
     }
 
@@ -249,7 +250,7 @@ def costs(options: argparse.Namespace, known: dict[str, Case]) -> None:
         if known[name].taps:
             add_short_convs_(model, known[name].taps)
         parameters = sum(p.numel() for p in model.parameters())
-        flops = step_flops(config, options.vocab) / (ROWS * BLOCK)
+        flops = step_flops(config, meta_step, options.vocab) / (ROWS * BLOCK)
         row = {"vocab": options.vocab, "case": name, "parameters": parameters, "mflops_token": f"{flops / 1e6:.3g}"}
         rows.append({**row, "flops_per_parameter": f"{flops / parameters:.3g}", **about()})
         print(row, flush=True)

@@ -23,11 +23,11 @@ import torch
 from common import about, update
 
 from comera.baselines import Method
+from comera.recipes.base import runs
 from comera.recipes.classify import mnli
 from comera.recipes.classify.data import prepare
 from comera.recipes.classify.model import EncoderConfig
 from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
-from comera.recipes.stages import runs
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
 

@@ -16,10 +16,10 @@ import pytest
 from comera.files import SUMS
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.criteo import columns as criteo_columns
-from comera.recipes.dlrm.criteo import files as criteo_files
-from comera.recipes.dlrm.criteo import ids as criteo_ids
+from comera.recipes.dlrm.criteo import columns as criteo_ids
+from comera.recipes.dlrm.criteo import rows as criteo_files
 from comera.recipes.dlrm.criteo.columns import features
-from comera.recipes.dlrm.criteo.parse import CATEGORY, INTEGER, LABEL, TOO_FEW, TOO_MANY
+from comera.recipes.dlrm.criteo.rows import CATEGORY, INTEGER, LABEL, TOO_FEW, TOO_MANY
 
 INTEGERS, CATEGORIES = 13, 26
 BAD_FIELDS = {

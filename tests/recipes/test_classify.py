@@ -27,13 +27,13 @@ from comera.cli import options
 from comera.cli.main import main
 from comera.errors import ComeraError, ConfigError, ConversionError
 from comera.nn.tensor_train import named_trains
+from comera.recipes.base import runs
 from comera.recipes.classify import recipe as classify
 from comera.recipes.classify.data import ClassifyDataConfig
 from comera.recipes.classify.model import CompressConfig, EncoderConfig, outside
 from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
 from comera.recipes.classify.task import confusion_matrix, macro_f1
 from comera.recipes.data.prepared import ExampleBatch
-from comera.recipes.stages import runs
 from comera.report import read_run
 from comera.trainer.checkpoint import checkpoints
 

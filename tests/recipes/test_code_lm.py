@@ -20,6 +20,7 @@ from comera.fusion import fuse_, merge_cache
 from comera.nn.embedding import TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer, named_trains
+from comera.recipes.base import step_flops
 from comera.recipes.code_lm import recipe as code_lm
 from comera.recipes.code_lm.data import Batch, CodeData, CodeDataConfig, prepare
 from comera.recipes.code_lm.recipe import (
@@ -29,7 +30,7 @@ from comera.recipes.code_lm.recipe import (
     ModelConfig,
     build_model,
     masked_loss,
-    step_flops,
+    meta_step,
 )
 from comera.recipes.trained import open_trained
 from comera.trainer.checkpoint import find_checkpoint
@@ -206,9 +207,9 @@ def test_a_narrow_model_costs_as_much_as_the_compressed_one(config: CodeLMConfig
     width = build_model(replace(config, method="narrow"), 400)[0].config.hidden_size
 
     def flops(width: int) -> int:
-        return step_flops(replace(config, method="dense", model=wide.narrowed(width)), 400)
+        return step_flops(replace(config, method="dense", model=wide.narrowed(width)), meta_step, 400)
 
-    assert flops(width) <= step_flops(config, 400) < flops(width + 8)
+    assert flops(width) <= step_flops(config, meta_step, 400) < flops(width + 8)
 
 
 def test_a_narrow_run_leaves_with_the_width_that_it_began_with(config: CodeLMConfig, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from comera.nn.size import model_size
 from comera.optim.names import OPTIMIZERS
 from comera.pretrained import load_pretrained
 from comera.rank.objective import LateStage
+from comera.recipes.base import runs
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickBatch, ClickData, CriteoConfig, prepare
@@ -38,7 +39,6 @@ from comera.recipes.dlrm.recipe import (
     build_model,
     click_loss,
 )
-from comera.recipes.stages import runs
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import OptimizerName
 from comera.trainer.metrics import Summary

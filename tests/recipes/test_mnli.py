@@ -21,14 +21,14 @@ from comera.errors import ConfigError, DataError
 from comera.export.runs import export_run
 from comera.files import write_sums
 from comera.rank.objective import EarlyStage, LateStage
-from comera.recipes import stages
+from comera.recipes import base as stages
+from comera.recipes.base import runs, step_flops
 from comera.recipes.classify import mnli
 from comera.recipes.classify.data import MNLI, ClassifyDataConfig, PreparedExamples, prepare
 from comera.recipes.classify.model import CompressConfig, EncoderConfig
-from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask, step_flops, untrained
+from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask, meta_step, untrained
 from comera.recipes.classify.task import example_loss, scores
 from comera.recipes.data.prepared import ExampleBatch
-from comera.recipes.stages import runs
 from comera.recipes.trained import open_trained
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
@@ -192,9 +192,9 @@ def test_a_narrow_model_costs_as_much_as_the_compressed_one_keeps_its_width_and_
     vocab_size = trained.model.config.vocab_size
 
     def flops(width: int) -> int:
-        return step_flops(replace(config, method="dense", model=wide.narrowed(width)), vocab_size)
+        return step_flops(replace(config, method="dense", model=wide.narrowed(width)), meta_step, vocab_size)
 
-    assert flops(width) <= step_flops(replace(config, method="comera"), vocab_size) < flops(width + 8)
+    assert flops(width) <= step_flops(replace(config, method="comera"), meta_step, vocab_size) < flops(width + 8)
     assert summary.ratio is not None
     assert summary.ratio > 1
     assert export_run(trained, "safetensors", tmp_path / "dense", dense=True).difference < 1e-4

@@ -15,17 +15,22 @@ from comera.cli.options import saved_config
 from comera.errors import ConfigError
 from comera.export.runs import export_run
 from comera.recipes.pinn import recipe as pinn
-from comera.recipes.pinn.config import (
+from comera.recipes.pinn.model import CompressConfig, ModelConfig
+from comera.recipes.pinn.recipe import (
     METHODS,
+    METRIC,
     PRESETS,
-    BaselineConfig,
+    Baselines,
     PinnConfig,
+    PinnTask,
     Preset,
     SteinConfig,
     ZerothOrderConfig,
+    build_model,
+    draw,
+    residual_loss,
+    step_loss,
 )
-from comera.recipes.pinn.model import CompressConfig, ModelConfig
-from comera.recipes.pinn.recipe import METRIC, PinnTask, build_model, draw, residual_loss, step_loss
 from comera.recipes.trained import open_trained
 from comera.report import inspect, render
 from comera.report.run import read_run
@@ -87,7 +92,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "muon": {"train": {"optimizer": "muon"}},
     "sgd": {"gradients": "zeroth-order", "train": {"optimizer": "sgd"}},
     "bf16": {"train": {"precision": "bf16"}},
-    "narrow by hand": {"method": "narrow", "baselines": BaselineConfig(narrow=Narrow(hidden=8))},
+    "narrow by hand": {"method": "narrow", "baselines": Baselines(narrow=Narrow(hidden=8))},
 }
 
 
@@ -182,7 +187,7 @@ def test_estimate_shows_all_methods_without_computing(config: PinnConfig, ways: 
 def test_without_a_backward_memory_does_not_grow_with_the_layers(config: PinnConfig) -> None:
     def activations(gradients: Any, layers: int) -> int:
         model = ModelConfig(hidden=64, layers=layers)
-        narrow = BaselineConfig(narrow=Narrow(hidden=8))
+        narrow = Baselines(narrow=Narrow(hidden=8))
         each = replace(
             config,
             baselines=narrow,

@@ -18,7 +18,7 @@ from comera.cli.main import main
 from comera.fp8 import fp8_
 from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
-from comera.recipes.dlrm.criteo import files as criteo_files
+from comera.recipes.dlrm.criteo import rows as criteo_files
 from comera.recipes.dlrm.criteo.synthetic import ClickLog
 from comera.recipes.dlrm.model import DLRMConfig
 from comera.trainer.checkpoint import find_checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from comera.recipes import stages
+from comera.recipes import base as stages
 from comera.recipes.classify import mnli
 from comera.trainer.config import TrainConfig
 

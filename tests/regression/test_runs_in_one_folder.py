@@ -19,7 +19,7 @@ from tests.helpers.tiny_run import TINY, words
 from tests.unit.trainer.test_loop import CONFIG, Tiny
 
 from comera.errors import ConfigError
-from comera.recipes import stages
+from comera.recipes import base as stages
 from comera.recipes.dlrm import recipe as dlrm
 from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig

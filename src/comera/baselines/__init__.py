@@ -10,7 +10,6 @@ from comera.baselines.embedding_tables import smaller_tables_
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE, lte_, merge_
 from comera.baselines.narrow import Narrow, widest
-from comera.baselines.ngrams import HashedNGrams, SummedTables
 from comera.baselines.registry import (
     BASELINES,
     COMMON_METHODS,
@@ -27,39 +26,14 @@ from comera.baselines.registry import (
     installed,
     rates_by_method,
 )
-from comera.baselines.short_conv import NarrowConv
 from comera.baselines.tensorly import Tensorly, tensorly_
+from comera.baselines.tokens import HashedNGrams, NarrowConv, SummedTables
 
+# fmt: off
 __all__ = [
-    "BASELINES",
-    "COMMON_METHODS",
-    "LINEAR_METHODS",
-    "LTE",
-    "METHODS",
-    "TABLE_METHODS",
-    "TOKEN_METHODS",
-    "Applied",
-    "Baseline",
-    "BaselineConfig",
-    "CoLA",
-    "Conversion",
-    "GaLore",
-    "HashedNGrams",
-    "Method",
-    "Narrow",
-    "NarrowConv",
-    "Replaced",
-    "SummedTables",
-    "Tensorly",
-    "apply_method_",
-    "check_method",
-    "cola_",
-    "has_own_layers",
-    "installed",
-    "lte_",
-    "merge_",
-    "rates_by_method",
-    "smaller_tables_",
-    "tensorly_",
-    "widest",
+    "BASELINES", "COMMON_METHODS", "LINEAR_METHODS", "LTE", "METHODS", "TABLE_METHODS", "TOKEN_METHODS", "Applied",
+    "Baseline", "BaselineConfig", "CoLA", "Conversion", "GaLore", "HashedNGrams", "Method", "Narrow", "NarrowConv",
+    "Replaced", "SummedTables", "Tensorly", "apply_method_", "check_method", "cola_", "has_own_layers", "installed",
+    "lte_", "merge_", "rates_by_method", "smaller_tables_", "tensorly_", "widest",
 ]
+# fmt: on

@@ -15,9 +15,8 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import floor, isqrt, sqrt
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from comera.baselines.common import Replaced, elements
@@ -34,16 +33,22 @@ class SmallerTable(nn.Module, ABC):
     def __init__(self, num_embeddings: int, embedding_dim: int, size: int) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.size = num_embeddings, embedding_dim, size
+        self.make_layers()
+        self.reset_parameters()
 
     @staticmethod
     @abstractmethod
     def elements(rows: int, dim: int, size: int) -> int:
         """Parameters of such a table; they grow with the size."""
 
-    @staticmethod
-    @abstractmethod
-    def fit(rows: int, dim: int, most: int) -> int:
+    @classmethod
+    def fit(cls, rows: int, dim: int, most: int) -> int:
         """The largest size with at most `most` parameters; the least possible one if all have more."""
+        return max(1, most // cls.elements(rows, dim, 1))
+
+    @abstractmethod
+    def make_layers(self) -> None:
+        """Set the layers."""
 
     @abstractmethod
     def reset_parameters(self) -> None:
@@ -53,31 +58,28 @@ class SmallerTable(nn.Module, ABC):
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.size} {self.unit}"
 
 
+def _draw_rows(table: nn.Embedding | nn.EmbeddingBag) -> None:
+    bound = sqrt(1 / table.num_embeddings)
+    nn.init.uniform_(table.weight, -bound, bound)
+
+
 class HashedTable(SmallerTable):
     """The hashing trick: ids share the rows of a smaller table."""
 
     unit = "rows"
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, size: int) -> None:
-        super().__init__(num_embeddings, embedding_dim, size)
-        self.table = nn.EmbeddingBag(size, embedding_dim, mode="sum")
-        self.reset_parameters()
-
     @staticmethod
     def elements(rows: int, dim: int, size: int) -> int:
         return size * dim
 
-    @staticmethod
-    def fit(rows: int, dim: int, most: int) -> int:
-        return max(1, most // dim)
+    def make_layers(self) -> None:
+        self.table = nn.EmbeddingBag(self.size, self.embedding_dim, mode="sum")
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.uniform_(self.table.weight, -sqrt(1 / self.size), sqrt(1 / self.size))
+        _draw_rows(self.table)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        sums_BD: Tensor = self.table(ids % self.size)
-        return sums_BD
+    def forward(self, ids: Tensor) -> Any:
+        return self.table(ids % self.size)
 
 
 class QuotientRemainderTable(SmallerTable):
@@ -85,35 +87,30 @@ class QuotientRemainderTable(SmallerTable):
 
     unit = "remainders"
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, size: int) -> None:
-        super().__init__(num_embeddings, embedding_dim, size)
-        self.quotients = nn.Embedding(-(-num_embeddings // size), embedding_dim)
-        self.remainders = nn.Embedding(size, embedding_dim)
-        self.reset_parameters()
-
     @staticmethod
     def elements(rows: int, dim: int, size: int) -> int:
         return (size + -(-rows // size)) * dim
 
-    @staticmethod
-    def fit(rows: int, dim: int, most: int) -> int:
+    @classmethod
+    def fit(cls, rows: int, dim: int, most: int) -> int:
         # m + ⌈V/m⌉ is least at about √V and grows from there; of the sizes beyond it, the largest has the fewest ids
         # that share a remainder
         sizes = range(isqrt(rows - 1) + 1, rows + 1)
-        count = bisect_right(sizes, most, key=lambda size: QuotientRemainderTable.elements(rows, dim, size))
+        count = bisect_right(sizes, most, key=lambda size: cls.elements(rows, dim, size))
         return sizes[max(0, count - 1)]
 
-    @torch.no_grad()
+    def make_layers(self) -> None:
+        self.quotients = nn.Embedding(-(-self.num_embeddings // self.size), self.embedding_dim)
+        self.remainders = nn.Embedding(self.size, self.embedding_dim)
+
     def reset_parameters(self) -> None:
         # At first the hashing trick. Rejected: both within [√(1/V), 1], as DLRM's published code draws them; products
         # then have a mean of a quarter, and cross-entropy was 1.3 % higher after a pass over a sample of Criteo's log.
         nn.init.ones_(self.quotients.weight)
-        nn.init.uniform_(self.remainders.weight, -sqrt(1 / self.size), sqrt(1 / self.size))
+        _draw_rows(self.remainders)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        quotients_BND: Tensor = self.quotients(ids // self.size)
-        rows_BND: Tensor = quotients_BND * self.remainders(ids % self.size)
-        return rows_BND.sum(1)
+    def forward(self, ids: Tensor) -> Any:
+        return (self.quotients(ids // self.size) * self.remainders(ids % self.size)).sum(1)
 
 
 class NarrowTable(SmallerTable):
@@ -121,28 +118,20 @@ class NarrowTable(SmallerTable):
 
     unit = "columns"
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, size: int) -> None:
-        super().__init__(num_embeddings, embedding_dim, size)
-        self.table = nn.EmbeddingBag(num_embeddings, size, mode="sum")
-        self.projection = nn.Linear(size, embedding_dim, bias=False)
-        self.reset_parameters()
-
     @staticmethod
     def elements(rows: int, dim: int, size: int) -> int:
         return size * (rows + dim)
 
-    @staticmethod
-    def fit(rows: int, dim: int, most: int) -> int:
-        return max(1, most // (rows + dim))
+    def make_layers(self) -> None:
+        self.table = nn.EmbeddingBag(self.num_embeddings, self.size, mode="sum")
+        self.projection = nn.Linear(self.size, self.embedding_dim, bias=False)
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.uniform_(self.table.weight, -sqrt(1 / self.num_embeddings), sqrt(1 / self.num_embeddings))
+        _draw_rows(self.table)
         nn.init.normal_(self.projection.weight, std=sqrt(1 / self.size))  # keeps the size of rows
 
-    def forward(self, ids: Tensor) -> Tensor:
-        sums_BD: Tensor = self.projection(self.table(ids))
-        return sums_BD
+    def forward(self, ids: Tensor) -> Any:
+        return self.projection(self.table(ids))
 
 
 TABLES: dict[str, type[SmallerTable]] = {
@@ -208,15 +197,15 @@ def fit_sizes(
     """The size of each table of the shape (rows, columns); None: it stays as it is. Other arguments and errors: see
     `smaller_tables_`."""
 
-    def size(shape: tuple[int, int], most: int) -> int | None:
+    def fitted(shape: tuple[int, int], most: int) -> tuple[int, int | None]:
+        """The parameters and the size of a table; None: it stays as it is."""
         rows, dim = shape
         found = kind.fit(rows, dim, most) if most < rows * dim else None
-        return None if found is None or kind.elements(rows, dim, found) >= rows * dim else found
+        elements = rows * dim if found is None else kind.elements(rows, dim, found)
+        return (rows * dim, None) if elements >= rows * dim else (elements, found)
 
     def stored(shape: tuple[int, int], most: int) -> int:
-        rows, dim = shape
-        found = size(shape, most)
-        return rows * dim if found is None else kind.elements(rows, dim, found)
+        return fitted(shape, most)[0]
 
     dense = sum(rows * dim for rows, dim in shapes)
     budget = int(dense / ratio)
@@ -234,7 +223,7 @@ def fit_sizes(
         before = stored(shapes[k], most[k])
         most[k] = max(most[k], before + left)
         left -= stored(shapes[k], most[k]) - before
-    return list(map(size, shapes, most))
+    return [fitted(*each)[1] for each in zip(shapes, most, strict=True)]
 
 
 def _tables(model: nn.Module) -> dict[str, nn.EmbeddingBag]:

@@ -20,25 +20,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comera.baselines.common import (
-    Applied,
-    Baseline,
-    Package,
-    elements,
-    is_integer,
-    layer_row,
-    linear_layers,
-    split_groups,
-)
+from comera.baselines import common
 from comera.errors import check_fields
 from comera.trainer.config import TrainConfig
 
 _ALIAS = "_comera_galore_torch"
-_PACKAGE = Package("galore", "galore_torch", "galore-torch", "pip install 'comera[baselines]'")
+_PACKAGE = common.Package("galore", "galore_torch", "galore-torch", "pip install 'comera[baselines]'")
 
 
 @dataclass(frozen=True)
-class GaLore(Baseline):
+class GaLore(common.Baseline):
     """GaLore: the dense model, gradients projected to low rank; core_lr is the learning rate of projected weights.
 
     Example:
@@ -66,22 +57,22 @@ class GaLore(Baseline):
 
     def __post_init__(self) -> None:
         checks = {
-            "rank": (self.rank is None or is_integer(self.rank), "an integer >= 1 or nothing"),
-            "update_proj_gap": (is_integer(self.update_proj_gap), "an integer >= 1"),
+            "rank": (self.rank is None or common.is_integer(self.rank), "an integer >= 1 or nothing"),
+            "update_proj_gap": (common.is_integer(self.update_proj_gap), "an integer >= 1"),
             "scale": (0 < self.scale < float("inf"), "a number > 0"),
         }
         check_fields(self, "galore.", checks)
 
-    def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> Applied:
+    def apply_(self, model: nn.Module, skip: Sequence[str] = ()) -> common.Applied:
         """Select the weights to project, except those that match `skip`. Errors: see `linear_layers`."""
-        layers = linear_layers(model, skip)
+        layers = common.linear_layers(model, skip)
         smaller = {name: min(layer.weight.shape) for name, layer in layers.items()}
         ranks = {name: min(self.rank, n) if self.rank else max(1, min(128, n // 4)) for name, n in smaller.items()}
         projected = {layer.get_parameter("weight"): ranks[name] for name, layer in layers.items()}
 
         def optimizer(config: TrainConfig) -> Optimizer:
             made: list[dict[str, Any]] = []
-            for group in split_groups(model, projected, "projected", config):
+            for group in common.split_groups(model, projected, "projected", config):
                 if group["name"] != "projected":
                     made.append(group)
                     continue
@@ -94,7 +85,7 @@ class GaLore(Baseline):
 
         sizes = {name: layer.weight.numel() for name, layer in layers.items()}
         rows = tuple(
-            layer_row(name, layer, sizes[name], sizes[name], f"gradient projected to rank {ranks[name]}")
+            common.layer_row(name, layer, sizes[name], sizes[name], f"gradient projected to rank {ranks[name]}")
             for name, layer in layers.items()
         )
         state = 0  # two moments, plus the basis of a projected weight
@@ -103,7 +94,7 @@ class GaLore(Baseline):
                 rank = projected.get(p)
                 stored = 2 * p.numel() if rank is None else (2 * max(p.shape) + min(p.shape)) * rank
                 state += stored * p.element_size()
-        return Applied(rows, elements(model.parameters()), optimizer, state_bytes=state)
+        return common.Applied(rows, common.elements(model.parameters()), optimizer, state_bytes=state)
 
 
 @cache

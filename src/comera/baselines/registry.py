@@ -15,9 +15,8 @@ from comera.baselines.embedding_tables import TABLES
 from comera.baselines.galore import GaLore
 from comera.baselines.lte import LTE
 from comera.baselines.narrow import Narrow
-from comera.baselines.ngrams import HashedNGrams, SummedTables
-from comera.baselines.short_conv import NarrowConv
 from comera.baselines.tensorly import Tensorly
+from comera.baselines.tokens import HashedNGrams, NarrowConv, SummedTables
 from comera.convert import TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError
 from comera.trainer.config import TrainConfig

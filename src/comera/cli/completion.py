@@ -47,7 +47,7 @@ def completion(shell: str, commands: Mapping[str, Callable[[list[str]], int]]) -
 def _options(recipe: str) -> Iterator[tuple[str, tuple[str, ...] | None]]:
     """Every option of a recipe, and its values where they are few."""
     with quick_imports():
-        from comera.recipes.interface import load_recipe
+        from comera.recipes.trained import load_recipe
 
         config = type(load_recipe(recipe).preset())
     yield from ((name, None) for name in sorted(RESERVED - {"help"}))

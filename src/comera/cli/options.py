@@ -29,7 +29,7 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
         print(short_help(command, name))
         raise SystemExit(0)
     with quick_imports():
-        from comera.recipes.interface import load_recipe  # loads torch
+        from comera.recipes.trained import load_recipe  # loads torch
 
         recipe = load_recipe(name)
     renamed = RECIPES[name].renamed

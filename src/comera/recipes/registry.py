@@ -1,6 +1,6 @@
 """The one list of recipes.
 
-A new recipe needs a line here and a folder whose module satisfies `comera.recipes.interface.Recipe`. This file imports
+A new recipe needs a line here and a folder whose module satisfies `comera.recipes.trained.Recipe`. This file imports
 nothing, so that a mistyped command line does not wait for torch."""
 
 from __future__ import annotations

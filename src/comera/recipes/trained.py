@@ -1,21 +1,113 @@
-"""Rebuilds a trained model from a run's folder, without its data and its optimizer.
+"""Trained models: what a recipe's module offers to the command line, to export and to reports, and how a run's model is
+rebuilt from its folder, without its data and its optimizer.
 
 The run's config.yaml and the checkpoint hold everything that the recipe's model needs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from comera.errors import CheckpointError
-from comera.pretrained import WEIGHTS, load_pretrained
-from comera.recipes.interface import Architecture, load_recipe
+from comera.baselines import Method
+from comera.errors import CheckpointError, ConfigError
+from comera.memory.estimate import MemoryEstimate
+from comera.pretrained import WEIGHTS, load_pretrained, read_manifest, tensor_headers
 from comera.recipes.registry import RECIPES
 from comera.trainer.checkpoint import checkpoints, find_checkpoint, run_in
+from comera.trainer.metrics import Summary
 from comera.trainer.trainer_json import read_trainer
+
+_ROWS, _TOKENS = 4, 64  # of an example batch
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to rebuild a recipe's model. build: makes the method's model. dense: makes the original, dense model, as
+    described by the config.json of a folder if there is one. inputs: an example batch by argument of forward. dynamic:
+    its dynamic shapes, for torch.export. about: sizes of the model, JSON-ready. files: further files of an exported
+    folder, text by name."""
+
+    build: Callable[[], nn.Module]
+    dense: Callable[[Path], nn.Module]
+    inputs: dict[str, Tensor]
+    dynamic: dict[str, dict[int, Any]]
+    about: dict[str, Any]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+class Recipe(Protocol):
+    """The functions of a recipe's module. config: a `comera.recipes.base.RecipeConfig`."""
+
+    def preset(self, method: Method = "comera") -> Any:
+        """The default configuration for a method. Further parameters are fields that choose among presets."""
+
+    def run(self, config: Any, *, resume: bool = False) -> Summary:
+        """Prepare the data and train; returns the summary of the last run."""
+
+    def runs(self, config: Any) -> dict[str, Path]:
+        """The folders that `run` fills, by name, in order."""
+
+    def estimate(self, config: Any) -> Mapping[str, MemoryEstimate]:
+        """Memory and FLOPs of a training step by method, without training; "dense" among them."""
+
+    def architecture(self, config: Any, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
+        """How to rebuild the model of a run, whose identity and checkpoint are given, without its data."""
+
+
+def load_recipe(name: str) -> Recipe:
+    """Import a recipe's module by its name in RECIPES."""
+    return cast(Recipe, import_module(RECIPES[name].module))
+
+
+def check_length(field: str, length: int, longest: int) -> None:
+    """Raise ConfigError if sequences are longer than the model can read."""
+    if length > longest:
+        raise ConfigError(
+            f"{field} ({length}) must not be above model.max_positions ({longest}): lower the one or raise the other"
+        )
+
+
+def transformers_architecture(
+    model_class: Any,
+    build: Callable[[], nn.Module],
+    inputs: dict[str, Tensor],
+    model: Any,
+    *,
+    longest: int,
+    files: Mapping[str, str],
+    **sizes: int,
+) -> Architecture:
+    """How to rebuild a model of transformers. model_class: the class of the dense model. build: makes the method's
+    model. inputs: an example batch (B, T) by argument of forward; both dimensions are dynamic. model: a dataclass of
+    its sizes. longest: sequence that it reads. files: see `Architecture`. sizes: those that the data decides."""
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=longest)
+
+    def dense(folder: Path) -> nn.Module:
+        made: nn.Module = model_class(model_class.config_class.from_pretrained(folder))
+        return made
+
+    dynamic = {name: {0: batch, 1: length} for name in inputs}
+    return Architecture(build, dense, inputs, dynamic, {**sizes, "model": asdict(model)}, files)
+
+
+def example_ids(vocab_size: int, longest: int) -> Tensor:
+    """Token ids of an example batch (B, T)."""
+    return torch.randint(vocab_size, (_ROWS, min(_TOKENS, longest)), generator=torch.Generator().manual_seed(0))
+
+
+def stored_rows(checkpoint: Path, layer: str) -> int:
+    """Rows of a layer's weight in a checkpoint, compressed or dense. Raises CheckpointError if there is none."""
+    for entry in read_manifest(checkpoint)["trains"]:
+        if f"{layer}.tt" in entry["names"]:
+            return int(entry["spec"]["num_embeddings"])
+    try:
+        return tensor_headers(checkpoint)[f"{layer}.weight"][0][0]
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint}: expected the weight of {layer}, found none ({error})") from error
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from comera.baselines import (
 from comera.cli import main as cli
 from comera.convert import TensorizeConfig
 from comera.errors import ConfigError
-from comera.recipes.task import estimates_by_method, set_from_conversion
+from comera.recipes.base import estimates_by_method, set_from_conversion
 from comera.report import compare, inspect, render
 from comera.report.html import layer_table
 from comera.report.run import read_run

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from comera.baselines.short_conv import ShortConv, add_short_convs_
+from comera.baselines.tokens import ShortConv, add_short_convs_
 from comera.convert.ngrams import CACHES
 from comera.errors import ConfigError
 

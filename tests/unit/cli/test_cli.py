@@ -56,14 +56,20 @@ def test_a_wrong_command_shows_its_usage(argv: list[str], capsys: pytest.Capture
 
 
 def field_docs(kind: type) -> Iterator[tuple[str, str]]:
-    """Names of a dataclass's fields, inherited ones included, with the docstring under each."""
+    """Names of a dataclass's fields, inherited ones included, with the docstring under each; where a class gives
+    a field another default or type alone, that of its base."""
+    seen = set[str]()
     for base in filter(dataclasses.is_dataclass, kind.__mro__):
         (body,) = (n.body for n in ast.walk(ast.parse(inspect.getsource(base))) if isinstance(n, ast.ClassDef))
         for node, following in pairwise(body):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                assert isinstance(following, ast.Expr), f"{base.__name__}.{node.target.id} has no docstring"
-                assert isinstance(following.value, ast.Constant)
-                yield node.target.id, inspect.cleandoc(following.value.value)
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and node.target.id not in seen
+            ):
+                seen.add(node.target.id)
+                yield node.target.id, ast.literal_eval(following.value)
 
 
 def test_the_whole_help_shows_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from comera.cli.main import main
 from comera.recipes import RECIPES
 from comera.recipes.data.documents import TEXT_SUFFIXES
 from comera.recipes.data.tables import ROW_SUFFIXES
-from comera.recipes.interface import load_recipe
+from comera.recipes.trained import load_recipe
 
 WIDTH, LINES = 100, 45  # of a terminal, in columns and rows
 

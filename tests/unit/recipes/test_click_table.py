@@ -11,9 +11,9 @@ import pytest
 
 from comera.errors import ConfigError, DataError
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS
+from comera.recipes.dlrm.criteo.config import CATEGORIES, INTEGERS
+from comera.recipes.dlrm.criteo.rows import open_table
 from comera.recipes.dlrm.criteo.synthetic import ClickLog
-from comera.recipes.dlrm.criteo.table import open_table
 
 ROWS = 120
 COLUMNS = {"label": "clicked", "numbers": ("age", "price"), "categories": ("city", "site")}

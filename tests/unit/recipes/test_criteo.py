@@ -17,7 +17,7 @@ from comera.errors import ConfigError
 from comera.recipes.data.cache import Progress
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickData, CriteoConfig, preparation, prepare
 from comera.recipes.dlrm.criteo.batches import PARTS
-from comera.recipes.dlrm.criteo.parse import KINDS
+from comera.recipes.dlrm.criteo.rows import KINDS
 
 from ...helpers.click_rows import ROWS, assert_same_rows, contents, lines_of, naive, read, small_blocks, spoil, write
 

@@ -9,7 +9,7 @@ import pytest
 
 from comera.errors import DataError
 from comera.recipes.dlrm.criteo import ClickData, CriteoConfig, prepare
-from comera.recipes.dlrm.criteo.parse import CUT_SHORT, KINDS, LABEL
+from comera.recipes.dlrm.criteo.rows import CUT_SHORT, KINDS, LABEL
 
 from ...helpers.click_rows import ROWS, assert_same_rows, lines_of, read, small_blocks, spoiled, write
 

@@ -13,7 +13,7 @@ import torch
 from comera.errors import DataError
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, RowEncoder, prepare
 from comera.recipes.dlrm.criteo import batches as criteo_batches
-from comera.recipes.dlrm.criteo.parse import parse
+from comera.recipes.dlrm.criteo.rows import CriteoRows
 from comera.recipes.dlrm.criteo.synthetic import ClickLog
 
 from ...helpers.click_rows import ROWS, lines_of, read, write
@@ -40,7 +40,7 @@ def keys(batch: ClickBatch) -> list[bytes]:
 
 
 def encode(data: ClickData, rows: list[list[str]], labeled: bool = True) -> ClickBatch:
-    return RowEncoder(data.folder).encode_rows(parse(lines_of(rows), labeled), slice(None), labeled)
+    return RowEncoder(data.folder).encode_rows(CriteoRows(labeled).parse(lines_of(rows)), slice(None), labeled)
 
 
 def assert_equal(left: ClickBatch, right: ClickBatch) -> None:

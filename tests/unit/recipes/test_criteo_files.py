@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from comera.errors import DataError
-from comera.recipes.dlrm.criteo import files as criteo_files
-from comera.recipes.dlrm.criteo.files import Place, find_files, read_blocks, stamp
+from comera.recipes.dlrm.criteo import rows as criteo_files
+from comera.recipes.dlrm.criteo.rows import Place, find_files, read_blocks, stamp
 
 LINES = [b"%d\t" % k + b"x" * (k * 37 % 90) + b"\n" for k in range(400)]
 TEXT = b"".join(LINES)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from comera.recipes.dlrm.criteo import ids as criteo_ids
-from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, Lookup, hashed, make_ids
+from comera.recipes.dlrm.criteo import columns as criteo_ids
+from comera.recipes.dlrm.criteo.columns import IDS, TABLE, VALUES, Lookup, hashed, make_ids
 
 
 def values_of(count: int, kinds: int, seed: int = 0) -> np.ndarray:

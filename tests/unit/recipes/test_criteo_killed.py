@@ -15,11 +15,10 @@ import pytest
 from comera.errors import ConfigError
 from comera.recipes.dlrm.criteo import ClickData, preparation
 from comera.recipes.dlrm.criteo import columns as criteo_columns
-from comera.recipes.dlrm.criteo import files as criteo_files
-from comera.recipes.dlrm.criteo import ids as criteo_ids
+from comera.recipes.dlrm.criteo import columns as criteo_ids
+from comera.recipes.dlrm.criteo import rows as criteo_files
 from comera.recipes.dlrm.criteo.columns import State, features
-from comera.recipes.dlrm.criteo.files import Place
-from comera.recipes.dlrm.criteo.parse import LABEL
+from comera.recipes.dlrm.criteo.rows import LABEL, Place
 
 from ...helpers.click_rows import ROWS, assert_same_rows, contents, lines_of, read, small_blocks, spoiled, write
 
@@ -27,7 +26,7 @@ KILLED = """
 import os, pathlib, signal, sys
 from comera.recipes.dlrm.criteo import preparation
 from comera.recipes.dlrm.criteo import columns as criteo_columns
-from comera.recipes.dlrm.criteo import files as criteo_files
+from comera.recipes.dlrm.criteo import rows as criteo_files
 from comera.recipes.dlrm.criteo import CriteoConfig, prepare
 name, calls, path, cache = sys.argv[1:]
 criteo_files.BLOCK = criteo_columns.BLOCK = 8192

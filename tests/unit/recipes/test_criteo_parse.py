@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from comera.recipes.dlrm.criteo.parse import KINDS, Rows, explain, log_integers, parse
+from comera.recipes.dlrm.criteo.rows import KINDS, CriteoRows, Rows, log_integers
 
 from ...helpers.click_rows import BAD_FIELDS, good_rows, lines_of, naive, random_row, spoil
 
 
 def assert_as_naive(text: bytes, labeled: bool = True) -> Rows:
-    rows = parse(text, labeled)
+    rows = CriteoRows(labeled).parse(text)
     lines = text.split(b"\n")[:-1]
     results = [naive(line, labeled) for line in lines]
     good = [result for result in results if not isinstance(result, str)]
@@ -47,7 +47,7 @@ def test_bad_rows_are_skipped_and_named(kind: str) -> None:
     assert 50 < len(parsed.bad_lines) < 150
     assert {KINDS[k] for k in parsed.bad_kinds} == {kind}
     for line in parsed.bad_lines:
-        assert "expected" in explain(text.split(b"\n")[line])
+        assert "expected" in CriteoRows().explain(text.split(b"\n")[line])
 
 
 @pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind in BAD_FIELDS for field in BAD_FIELDS[kind]])
@@ -91,7 +91,7 @@ def test_any_integer_and_any_category(integer: int, value: int, digits: int) -> 
 def test_windows_line_ends_change_nothing() -> None:
     rows = good_rows(50)
     rows[3][-1] = rows[7][-1] = ""  # an empty last field has only the carriage return
-    plain, windows = parse(lines_of(rows)), parse(lines_of(rows, "\r\n"))
+    plain, windows = CriteoRows().parse(lines_of(rows)), CriteoRows().parse(lines_of(rows, "\r\n"))
     for name in ("labels", "dense", "values"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(windows, name))
     assert not len(windows.bad_lines)
@@ -109,7 +109,7 @@ def test_hardly_any_text(text: bytes) -> None:
 
 
 def test_empty_fields_are_zero() -> None:
-    rows = parse(b"1" + b"\t" * 39 + b"\n")
+    rows = CriteoRows().parse(b"1" + b"\t" * 39 + b"\n")
     assert rows.labels.tolist() == [1]
     assert not rows.dense.any()
     assert not rows.values.any()
@@ -123,7 +123,7 @@ def test_logarithms_are_those_of_double_precision() -> None:
 def test_an_explanation_names_field_and_content() -> None:
     row = good_rows(1)[0]
     row[16] = "nothex"
-    assert explain(lines_of([row])) == "expected up to 8 hexadecimal digits as category 3, got 'nothex'"
+    assert CriteoRows().explain(lines_of([row])) == "expected up to 8 hexadecimal digits as category 3, got 'nothex'"
     row[2] = "1.5"
-    assert explain(lines_of([row])[:-1]) == "expected a decimal integer of 32 bits as integer 2, got '1.5'"
-    assert "expected 40 fields between tabs, got 39" in explain(lines_of([row[1:]]))
+    assert CriteoRows().explain(lines_of([row])[:-1]) == "expected a decimal integer of 32 bits as integer 2, got '1.5'"
+    assert "expected 40 fields between tabs, got 39" in CriteoRows().explain(lines_of([row[1:]]))

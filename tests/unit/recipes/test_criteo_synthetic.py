@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from comera.recipes.dlrm.criteo import synthetic
-from comera.recipes.dlrm.criteo.parse import parse
+from comera.recipes.dlrm.criteo.rows import CriteoRows
 from comera.recipes.dlrm.criteo.synthetic import CLICK_RATE, TABLES, ClickLog, Clicks
 
 
@@ -35,7 +35,7 @@ def test_a_seed_makes_the_same_rows_and_a_longer_log_begins_with_the_shorter(log
 
 def test_text_is_parsed_into_the_same_rows(log: Clicks, tmp_path: Path) -> None:
     path = ClickLog(0).write(tmp_path / "train.txt", 3000)
-    rows = parse(path.read_bytes())
+    rows = CriteoRows().parse(path.read_bytes())
     assert not len(rows.bad_lines)
     np.testing.assert_array_equal(rows.labels, log.labels[:3000])
     np.testing.assert_array_equal(rows.dense, log.dense()[:, :3000])

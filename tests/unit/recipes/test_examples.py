@@ -20,7 +20,7 @@ from comera.errors import ConfigError
 from comera.files import SUMS
 from comera.recipes.classify.data import MNLI, ClassifyDataConfig, PreparedExamples, prepare
 from comera.recipes.data import prepared as examples
-from comera.recipes.data.prepared import ExampleBatch, Examples, ExampleWriter
+from comera.recipes.data.prepared import Example, ExampleBatch, Examples, write_examples
 
 COUNT = 1003
 PAD = 0
@@ -29,12 +29,12 @@ PAD = 0
 def make_pairs(folder: Path, count: int = COUNT, max_length: int = 64, buckets: int = 4) -> Examples:
     """Pairs identified by their second token, their own index."""
     rng = np.random.default_rng(0)
-    writer = ExampleWriter()
+    written: list[Example] = []
     for number in range(count):
         length = int(rng.integers(5, max_length + 1))
         ids = [1, number + 10, *rng.integers(3, 9, length - 2)]
-        writer.add(ids, boundary=int(rng.integers(3, length)), label=number % 3)
-    assert writer.write(folder, "train")["examples"] == count
+        written.append((np.array(ids, np.int32), int(rng.integers(3, length)), number % 3))
+    assert write_examples(folder, "train", written)["examples"] == count
     return Examples(folder, "train", max_length, buckets, PAD)
 
 
@@ -144,9 +144,7 @@ def test_a_batch_travels_to_a_device_as_it_is(many: Examples) -> None:
 
 @pytest.mark.parametrize(("top", "dtype"), [(2**16 - 1, np.uint16), (2**16, np.int32)])
 def test_tokens_are_stored_as_small_as_they_are(tmp_path: Path, top: int, dtype: type) -> None:
-    writer = ExampleWriter()
-    writer.add([1, top, 2, 3, 2], boundary=3, label=2)
-    writer.write(tmp_path, "dev")
+    write_examples(tmp_path, "dev", [(np.array([1, top, 2, 3, 2], np.int32), 3, 2)])
     data = Examples(tmp_path, "dev", 8, 2, PAD)
     assert (data.tokens.dtype, data.labels.dtype, data.offsets.dtype) == (dtype, np.int8, np.int64)
     assert data.batch(np.array([0])).input_ids.tolist() == [[1, top, 2, 3, 2, 0, 0, 0]]
@@ -236,15 +234,14 @@ def test_an_interrupted_preparation_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     config = write_mnli(tmp_path)
-    write = ExampleWriter.write
 
-    def interrupted(self: ExampleWriter, folder: Path, part: str) -> dict[str, int]:
+    def interrupted(folder: Path, part: str, written: list[Example]) -> dict[str, int]:
         if part == "dev":
             raise error
-        return write(self, folder, part)
+        return write_examples(folder, part, written)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ExampleWriter, "write", interrupted)
+        patch.setattr(examples, "write_examples", interrupted)
         with pytest.raises(error):
             prepare(config, quiet=True)
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -257,9 +254,9 @@ def test_a_killed_preparation_leaves_nothing_that_looks_complete(tmp_path: Path)
 import json
 import os
 from comera.recipes.classify import data as mnli
-from comera.recipes.data.prepared import ExampleWriter
-write = ExampleWriter.write
-ExampleWriter.write = lambda self, folder, part: write(self, folder, part) if part == "train" else os._exit(9)
+from comera.recipes.data import prepared
+write = prepared.write_examples
+prepared.write_examples = lambda folder, part, rows: write(folder, part, rows) if part == "train" else os._exit(9)
 mnli.prepare(mnli.{config!r}, quiet=True)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9

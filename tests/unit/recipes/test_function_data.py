@@ -24,7 +24,6 @@ from comera.recipes.code_lm.data import (
     FunctionReader,
     PaddedBatch,
     prepare,
-    prepare_functions,
 )
 from comera.recipes.code_lm.functions import functions_of
 from comera.recipes.code_lm.masking import Special
@@ -52,13 +51,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> CodeDataConfig:
 
 @pytest.fixture(scope="module")
 def data(config: CodeDataConfig) -> FunctionData:
-    return prepare_functions(config, quiet=True)
+    return prepare(config, quiet=True)
 
 
 def in_rows(tmp_path: Path, rows: Any, name: str = "rows.jsonl", **fields: Any) -> FunctionData:
     file = write_rows(tmp_path / name, rows)
     shared: dict[str, Any] = {"vocab_size": 300, "block_size": 128, "held_out": 0.2, "cache": str(tmp_path / "cache")}
-    return prepare_functions(CodeDataConfig(form="functions", path=str(file), **{**shared, **fields}), quiet=True)
+    return prepare(CodeDataConfig(form="functions", path=str(file), **{**shared, **fields}), quiet=True)
 
 
 def sequences(data: FunctionData, part: str = "train") -> list[list[int]]:
@@ -80,7 +79,7 @@ def unmasked(batch: PaddedBatch) -> list[list[int]]:
 
 
 def test_every_function_is_a_sequence_alone_or_after_its_docstring(config: CodeDataConfig) -> None:
-    data = prepare_functions(replace(config, block_size=256), quiet=True)
+    data = prepare(replace(config, block_size=256), quiet=True)
     assert config.path is not None
     examples = [each for file in Path(config.path).glob("*.py") for each in functions_of(file.read_text())]
     assert texts(data) == {
@@ -95,7 +94,7 @@ def test_every_function_is_a_sequence_alone_or_after_its_docstring(config: CodeD
 
 
 def test_long_functions_are_cut_and_counted(data: FunctionData, config: CodeDataConfig) -> None:
-    whole = prepare_functions(replace(config, block_size=256), quiet=True)
+    whole = prepare(replace(config, block_size=256), quiet=True)
     for part in ("train", "held_out"):
         long, short = sequences(whole, part), sequences(data, part)
         assert max(map(len, short)) == WIDTH
@@ -111,7 +110,7 @@ def test_functions_of_a_file_are_on_one_side_and_none_is_on_both(config: CodeDat
     assert config.path is not None
     for name in ("copy", "other"):  # of the same functions, under names that may fall on the other side
         write_modules(tmp_path / "src" / name)
-    data = prepare_functions(replace(config, path=str(tmp_path / "src"), block_size=256), quiet=True)
+    data = prepare(replace(config, path=str(tmp_path / "src"), block_size=256), quiet=True)
     train, held_out = (set(map(tuple, sequences(data, part))) for part in ("train", "held_out"))
     assert train.isdisjoint(held_out)
     assert len(train) + len(held_out) == 72
@@ -183,7 +182,7 @@ def test_a_folder_of_datasets(tmp_path: Path) -> None:
     config = CodeDataConfig(
         form="functions", path=str(tmp_path / "saved"), vocab_size=300, held_out=0.3, cache=str(tmp_path / "cache")
     )
-    assert len(texts(prepare_functions(config, quiet=True))) == 9
+    assert len(texts(prepare(config, quiet=True))) == 9
 
 
 def test_files_and_rows_in_one_folder_and_files_that_do_not_parse(
@@ -195,7 +194,7 @@ def test_files_and_rows_in_one_folder_and_files_that_do_not_parse(
     (source / "other.c").write_text("int main() {}\n")
     fields: dict[str, Any] = {"suffixes": SUFFIXES, "vocab_size": 300, "held_out": 0.3}
     config = CodeDataConfig(form="functions", path=str(source), block_size=32, cache=str(tmp_path / "cache"), **fields)
-    data = prepare_functions(config)
+    data = prepare(config)
     assert sum(data.manifest[part]["examples"] for part in ("train", "held_out")) == 46
     said = capsys.readouterr().err
     assert "skipped: 1 files not_parsed" in said
@@ -214,10 +213,10 @@ def test_by_default_the_library_and_the_installed_packages_are_mined(
     missing = str(tmp_path / "nowhere")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {**paths, "platlib": missing})
     config = CodeDataConfig(form="functions", vocab_size=300, block_size=64, cache=str(tmp_path / "cache"))
-    data = prepare_functions(config, quiet=True)
+    data = prepare(config, quiet=True)
     assert len(texts(data)) == 48
     assert data.manifest["skipped"]["functions repeated"] == 24  # those of the library are in the packages, too
-    small = prepare_functions(replace(config, max_bytes=3000), quiet=True)
+    small = prepare(replace(config, max_bytes=3000), quiet=True)
     assert 2 <= sum(small.manifest[part]["files"] for part in ("train", "held_out")) <= 8
 
 
@@ -296,26 +295,26 @@ def test_robertas_vocabulary_is_taken_as_it_is(config: CodeDataConfig, tmp_path:
 
 
 def test_a_tokenizer_without_the_tokens_of_the_form_is_refused(config: CodeDataConfig, tmp_path: Path) -> None:
-    path = prepare_functions(config, quiet=True).folder / "tokenizer.json"
+    path = prepare(config, quiet=True).folder / "tokenizer.json"
     about = json.loads(path.read_text())
     about["added_tokens"] = [token for token in about["added_tokens"] if token["content"] != "<mask>"]
     about["model"]["vocab"]["no mask"] = about["model"]["vocab"].pop("<mask>")
     (tmp_path / "tokenizer.json").write_text(json.dumps(about))
     with pytest.raises(ConfigError, match=r"data\.tokenizer: expected a tokenizer with .*, got one without mask"):
-        prepare_functions(replace(config, tokenizer=str(tmp_path / "tokenizer.json")), quiet=True)
+        prepare(replace(config, tokenizer=str(tmp_path / "tokenizer.json")), quiet=True)
     with pytest.raises(ConfigError, match=r"data\.tokenizer: expected "):
-        prepare_functions(replace(config, tokenizer=str(tmp_path)[:-1] + "nowhere"), quiet=True)
+        prepare(replace(config, tokenizer=str(tmp_path)[:-1] + "nowhere"), quiet=True)
 
 
 def test_preparing_again_opens_the_cache_and_elsewhere_gives_the_same_bytes(
     data: FunctionData, config: CodeDataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again = prepare_functions(replace(config, cache=str(tmp_path / "cache")), quiet=True)
+    again = prepare(replace(config, cache=str(tmp_path / "cache")), quiet=True)
     assert again.folder.name == data.folder.name
     for file in data.folder.iterdir():
         assert (again.folder / file.name).read_bytes() == file.read_bytes(), file.name
     monkeypatch.setattr(function_data, "mined", None)  # not called any more
-    assert prepare_functions(config, quiet=True).folder == data.folder
+    assert prepare(config, quiet=True).folder == data.folder
 
 
 @pytest.mark.parametrize("contents", [None, "x = 1\n", "def f(): pass\n"], ids=["empty", "no function", "short"])
@@ -325,7 +324,7 @@ def test_a_folder_without_functions_leaves_nothing(contents: str | None, tmp_pat
         (tmp_path / "src" / f"{k}.py").write_text(f"{contents}# {k}\n")
     config = CodeDataConfig(form="functions", path=str(tmp_path / "src"), cache=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"expected (at least two documents|functions in the train part).*data\.path"):
-        prepare_functions(config, quiet=True)
+        prepare(config, quiet=True)
     assert not [path for path in (tmp_path / "cache").glob("*") if path.is_dir()]
 
 

@@ -9,7 +9,6 @@ import pytest
 from transformers import BertTokenizerFast
 
 from comera.errors import ConfigError
-from comera.recipes.classify import data as prepared
 from comera.recipes.classify.data import MNLI, prepare
 from comera.recipes.classify.data import MNLI_LABELS as LABELS
 from comera.recipes.data.cache import Progress
@@ -75,7 +74,7 @@ def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> 
 def test_what_is_said_on_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepared, "ENCODE_EXAMPLES", 2)
+    monkeypatch.setattr("comera.recipes.data.prepared.ENCODE_EXAMPLES", 2)
     prepare(config_of(write_jsonl(tmp_path / "mnli")))
     assert capsys.readouterr().err.splitlines() == [
         "mnli: columns: text 'premise', text 'hypothesis', label 'label'",

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from comera.convert import tensorize_
-from comera.recipes.pinn.derivatives import drawn_nodes, sparse_grid, stein_derivatives
-from comera.recipes.pinn.equation import HJB, Derivatives
+from comera.recipes.pinn.equation import HJB, Derivatives, drawn_nodes, sparse_grid, stein_derivatives
 from comera.recipes.pinn.model import PINN, Activation, CompressConfig, ModelConfig
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from comera.baselines import METHODS
 from comera.recipes import RECIPES
-from comera.recipes.interface import Recipe, load_recipe
+from comera.recipes.trained import Recipe, load_recipe
 
 FUNCTIONS = [name for name, value in vars(Recipe).items() if inspect.isfunction(value) and not name.startswith("_")]
 

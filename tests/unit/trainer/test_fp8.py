@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from comera.errors import ConfigError, ConversionError
 from comera.nn.linear import TTLinear
-from comera.recipes.task import evaluate_last
+from comera.recipes.base import evaluate_last
 from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit

@@ -19,16 +19,9 @@ from tokenizers import Tokenizer
 from comera.errors import ConfigError, DataError, check_fields
 from comera.files import typed_path
 from comera.recipes.classify.rows import OPTIONS, Columns, Gathered, Gathering, Table, file_table, split_table
+from comera.recipes.data import prepared
 from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
 from comera.recipes.data.documents import HUB_NAME, is_dataset, load_splits
-from comera.recipes.data.prepared import (
-    ENCODE_EXAMPLES,
-    ExampleBatch,
-    Examples,
-    ExampleWriter,
-    read_manifest,
-    write_manifest,
-)
 from comera.recipes.data.tables import ROW_SUFFIXES
 from comera.recipes.data.tokenizer import (
     BYTE_VOCABULARY,
@@ -138,14 +131,14 @@ class PreparedExamples:
 
     def __init__(self, folder: Path, tokenizer: TextTokenizer, max_length: int, buckets: int) -> None:
         self.folder, self.tokenizer = folder, tokenizer
-        self.manifest = read_manifest(folder)
+        self.manifest = prepared.read_manifest(folder)
         self.vocab_size: int = self.manifest["vocab_size"]
         self.label_names: tuple[str, ...] = tuple(self.manifest["label_names"])
         parts = {part: self.manifest[part] for part in ("train", "dev", "test") if part in self.manifest}
         reasons = dict.fromkeys(reason for part in parts.values() for reason in part["skipped"])
         self.skipped = {reason: sum(part["skipped"].get(reason, 0) for part in parts.values()) for reason in reasons}
         self.cut = sum(part.get("cut", 0) for part in parts.values())
-        arrays = {part: Examples(folder, part, max_length, buckets, tokenizer.pad) for part in parts}
+        arrays = {part: prepared.Examples(folder, part, max_length, buckets, tokenizer.pad) for part in parts}
         self.train, self.dev, self.test = arrays["train"], arrays["dev"], arrays.get("test")
         self.train_size, self.dev_size = len(self.train), len(self.dev)
 
@@ -168,9 +161,8 @@ class PreparedExamples:
         """Steps that cover all training examples, with `processes` batches per step."""
         return -(-self.train.batches_per_epoch(batch_size) // processes)
 
-    def train_batch(self, index: int, batch_size: int, seed: int) -> ExampleBatch:
-        """The `index`-th batch, counted over all epochs: a pure function of its arguments. Each epoch contains every
-        example once, in a new order; its last batch may be smaller. Those of a batch have near-equal length."""
+    def train_batch(self, index: int, batch_size: int, seed: int) -> prepared.ExampleBatch:
+        """The `index`-th batch, see `Examples.shuffled`."""
         return self.train.shuffled(index, batch_size, seed)
 
 
@@ -374,7 +366,7 @@ def prepare(config: ClassifyDataConfig, beside: str | None = None, *, quiet: boo
         name = f"classify-{settings_digest([FORMAT, found.digest, tokens, named, *lengths])}"
 
     def load(folder: Path) -> PreparedExamples:
-        tokenizer = given or TextTokenizer.read(folder / FILE, read_manifest(folder)["roles"])
+        tokenizer = given or TextTokenizer.read(folder / FILE, prepared.read_manifest(folder)["roles"])
         return PreparedExamples(folder, tokenizer, config.max_length, config.buckets)
 
     folder = cache_folder(config.cache) / name
@@ -406,7 +398,7 @@ def _write(folder: Path, found: Found, given: TextTokenizer | None, config: Clas
     manifest = {"format": FORMAT, "vocab_size": tokenizer.size, "roles": dict(tokenizer.roles), "label_names": names}
     about = {"texts": columns.texts, "label": columns.label, "guessed": gathering.guessed}
     where = {"names": {name: part.name for name, part in gathered.items()}}
-    write_manifest(folder, {**manifest, **about, **where, "long_words": len(long_words), **written})
+    prepared.write_manifest(folder, {**manifest, **about, **where, "long_words": len(long_words), **written})
 
 
 def _write_part(
@@ -420,9 +412,9 @@ def _write_part(
 ) -> dict[str, Any]:
     """Tokenize a part and write its arrays; returns what the manifest says of it: numbers of examples and tokens, and
     how many were skipped, by reason, or cut. tokenizer: which cuts long texts. Raises DataError if none remains."""
-    writer, cut, skipped, pairs = ExampleWriter(), 0, part.skipped, len(columns.texts) > 1
+    written, cut, skipped, pairs = list[prepared.Example](), 0, part.skipped, len(columns.texts) > 1
     number = {label: k for k, label in enumerate(labels)}
-    for chunk in part.rows.iter(ENCODE_EXAMPLES):
+    for chunk in part.rows.iter(prepared.ENCODE_EXAMPLES):
         texts: list[Any] = list(zip(chunk["first"], chunk["second"], strict=True)) if pairs else chunk["first"]
         for text, label, encoding in zip(texts, chunk["label"], tokenizer.encode_batch_fast(texts), strict=True):
             ids, sequences = encoding.ids, set(encoding.sequence_ids)
@@ -433,14 +425,20 @@ def _write_part(
                 continue
             cut += bool(encoding.overflowing)
             segments = encoding.type_ids
-            writer.add(ids, segments.index(1) if 1 in segments else len(ids), number[label])
+            boundary = segments.index(1) if 1 in segments else len(ids)
+            written.append((np.array(ids, np.int32), boundary, number[label]))
         progress.add(len(texts))
-    if not len(writer):
+    if not written:
         raise DataError(
             f"{part.name}: expected labeled {'sentence pairs' if pairs else 'texts'}, got none "
             f"(skipped: {skipped.counts}): check data.path, {OPTIONS} and data.held_out"
         )
-    return {**writer.write(folder, name), "skipped": skipped.counts, "first": skipped.first, "cut": cut}
+    return {
+        **prepared.write_examples(folder, name, written),
+        "skipped": skipped.counts,
+        "first": skipped.first,
+        "cut": cut,
+    }
 
 
 def _about(data: PreparedExamples, config: ClassifyDataConfig) -> Iterator[str]:

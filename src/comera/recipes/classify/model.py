@@ -1,7 +1,6 @@
 """The encoder of a classifier: a BERT of given sizes, or any model of transformers for the classification of sequences,
 from its configuration or from trained weights; and how it is compressed."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +10,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from comera.baselines import BaselineConfig, Conversion, Method, apply_method_
-from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
+from comera.convert import TensorizeConfig, tensorize_
 from comera.convert.registry import converters
 from comera.errors import CheckpointError, ConfigError, ConversionError, check_fields
 from comera.files import typed_path
 from comera.nn.tensor_train import CompressedLayer
+from comera.recipes.base import Format, Formats, linear_format, table_format
 from comera.recipes.bert import ModelConfig
 
 CONFIG = "config.json"  # of transformers; in a run's folder, so that its model can be built without the checkpoint
@@ -56,13 +56,13 @@ class EncoderConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class CompressConfig:
+class CompressConfig(Formats):
     """Formats of the compressed layers; only the method comera uses them. What is outside of the encoder stays dense,
     the classification head, and so do tables besides that of the tokens."""
 
     ratio: float | None = 5.0
     """How many times smaller the whole model becomes, at the start; none with ranks."""
-    format: Literal["btt", "tt", "dense"] | None = None
+    format: Format | None = None
     """Format of linear layers. btt, a block tensor train, learns most for what it costs; tt, a tensor train, goes to
     much smaller sizes; dense leaves them as they are. Default: btt; tt for decomposed weights, of which two factors
     keep most."""
@@ -70,12 +70,8 @@ class CompressConfig:
     """Cores in the tensor train of a linear layer; tt only. Default: 4, 2 for decomposed weights."""
     rank: int | tuple[int, ...] | None = None
     """Initial rank of linear layers, in place of a ratio: one value, clipped where the modes or blocks allow less, or
-    for tt one per inner rank."""
-    blocks: tuple[int, int] | None = None
-    """Input and output blocks of linear layers; btt only. Default: about the square roots of the features."""
+    for tt all order + 1, ones at both ends."""
     embedding: Literal["ttm", "low_rank"] = "ttm"
-    """Format of the token embedding: ttm, a TT-matrix, or low_rank, a product of two matrices in which every token has
-    parameters of its own."""
     embedding_order: int | None = None
     """Cores in the TT-matrix of the token embedding; ttm only. Default: 3, 2 for decomposed weights."""
     embedding_rank: int | tuple[int, ...] | None = None
@@ -85,11 +81,10 @@ class CompressConfig:
     model.checkpoint, else random."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ranks = (self.rank, self.embedding_rank)
         checks = {
             "ratio": (self.ratio is None or 1 < self.ratio < float("inf"), "a number > 1, or none with ranks"),
-            "format": (self.format in (None, "btt", "tt", "dense"), "btt, tt or dense"),
-            "embedding": (self.embedding in ("ttm", "low_rank"), "ttm or low_rank"),
             "init": (self.init in (None, "random", "decompose"), "random or decompose"),
         }
         check_fields(self, "compress.", checks)
@@ -103,17 +98,12 @@ class CompressConfig:
     def tensorize(self, kept: tuple[str, ...], trained: bool = False) -> TensorizeConfig:
         """The conversion; kept: names of the layers that stay dense; trained: the weights are those of a checkpoint."""
         init = self.init or ("decompose" if trained else "random")
-        blocks, order, table_order = (False, 2, 2) if init == "decompose" else (True, 4, 3)
-        blocks = blocks if self.format is None else self.format == "btt"
-        order = order if self.order is None else self.order
+        usual, order, table_order = ("tt", 2, 2) if init == "decompose" else ("btt", 4, 3)
+        linear = linear_format(
+            self.format or usual, order if self.order is None else self.order, self.rank, self.blocks
+        )
         table_order = table_order if self.embedding_order is None else self.embedding_order
-        linear: TT | BTT | None = None
-        if self.format != "dense":
-            rank: Any = self.rank  # BTT refuses several
-            linear = BTT(rank=rank, blocks=self.blocks) if blocks else TT(order=order, rank=rank)
-        table = TTM(order=table_order, rank=self.embedding_rank)
-        if self.embedding == "low_rank":
-            table = TTM.low_rank(self.embedding_rank)
+        table = table_format(self.embedding, table_order, self.embedding_rank)
         return TensorizeConfig(linear=linear, embedding=table, overrides=dict.fromkeys(kept), init=init)
 
 
@@ -177,7 +167,8 @@ def trained_model(checkpoint: str, about: PretrainedConfig) -> tuple[PreTrainedM
             f"model.checkpoint: expected dense weights, got compressed ones in {path}: export them with `comera export "
             "RUN --to safetensors --dense`"
         )
-    begun = {str(name) for name in found["missing_keys"]} | {_first(entry) for entry in found["mismatched_keys"]}
+    mismatched = (entry if isinstance(entry, str) else entry[0] for entry in found["mismatched_keys"])
+    begun = {*map(str, found["missing_keys"]), *map(str, mismatched)}
     inside = sorted(name for name in begun if name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name)
     if inside:
         raise CheckpointError(
@@ -185,10 +176,6 @@ def trained_model(checkpoint: str, about: PretrainedConfig) -> tuple[PreTrainedM
             f"them, such as {inside[0]}, or with other shapes: are they of another architecture than its {CONFIG} says?"
         )
     return model, sorted(begun)
-
-
-def _first(entry: Any) -> str:
-    return str(entry if isinstance(entry, str) else entry[0])
 
 
 def outside(model: PreTrainedModel) -> tuple[str, ...]:
@@ -257,8 +244,3 @@ def stored_config(run: Path) -> PretrainedConfig:
             f"expected the configuration of the run's model in {run / CONFIG}, got none "
             f"({' '.join(str(error).split())[:120]}): put it back"
         ) from None
-
-
-def config_files(about: PretrainedConfig) -> Mapping[str, str]:
-    """The configuration as a file of a run's folder."""
-    return {CONFIG: about.to_json_string(use_diff=True)}

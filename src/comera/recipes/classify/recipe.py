@@ -1,32 +1,27 @@
 """Classification of texts or pairs, with any encoder of transformers, from scratch or from trained weights.
 
-Runs in stages, see `comera.recipes.stages`; what is learned is in `comera.recipes.classify.task`."""
+Runs in stages, see `comera.recipes.base`; what is learned is in `comera.recipes.classify.task`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from comera.baselines import (
-    COMMON_METHODS,
-    LINEAR_METHODS,
-    BaselineConfig,
-    Conversion,
-    Method,
-    check_method,
-    rates_by_method,
-)
-from comera.errors import ConfigError, check_fields
-from comera.files import typed_path
-from comera.memory.estimate import MemoryEstimate, count_flops
+from comera.baselines import COMMON_METHODS, LINEAR_METHODS, BaselineConfig, Conversion, Method, rates_by_method
+from comera.errors import ConfigError
+from comera.files import replace_file, typed_path
+from comera.memory.estimate import MemoryEstimate
 from comera.rank.objective import EarlyStage, LateStage
-from comera.recipes import narrow
-from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
+from comera.recipes import base
+from comera.recipes.base import runs
+from comera.recipes.classify import model as encoder
 from comera.recipes.classify.data import (
     MNLI,
     MNLI_LABELS,
@@ -35,32 +30,21 @@ from comera.recipes.classify.data import (
     find_tokenizer,
     prepare,
 )
-from comera.recipes.classify.model import (
-    CONFIG,
-    CompressConfig,
-    EncoderConfig,
-    config_files,
-    convert_,
-    dense_config,
-    fresh_model,
-    longest_text,
-    stored_config,
-    trained_model,
-)
-from comera.recipes.classify.task import ClassificationTask, Reads, example_loss, meta_batch, write_results
+from comera.recipes.classify.task import Reads, confusion_matrix, example_loss, macro_f1, meta_batch, scores
+from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.data.tokenizer import stored_tokenizer
-from comera.recipes.interface import Architecture
-from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing
-from comera.recipes.stages import runs as runs
-from comera.recipes.task import estimates_by_method, runs_folder
+from comera.recipes.trained import Architecture, check_length, example_ids, stored_rows, transformers_architecture
 from comera.trainer.config import TrainConfig
-from comera.trainer.metrics import Summary
+from comera.trainer.metrics import Summary, to_json
+
+__all__ = ["PRESETS", "ClassifyConfig", "ClassifyTask", "architecture", "estimate", "preset", "run", "runs"]
 
 NAME = "classify"
+CONFUSION = "confusion.json"  # in a run's folder; reports draw it
 Preset = Literal["small", "base", "mnli", "mnli-published", "mnli-short", "mnli-small"]
-_MODEL = EncoderConfig(dropout=0.1)
-_SMALL_MODEL = EncoderConfig(hidden=128, layers=2, heads=4, ffn=512, dropout=0.1)
-MODELS: dict[Preset, EncoderConfig] = {
+_MODEL = encoder.EncoderConfig(dropout=0.1)
+_SMALL_MODEL = encoder.EncoderConfig(hidden=128, layers=2, heads=4, ffn=512, dropout=0.1)
+MODELS: dict[Preset, encoder.EncoderConfig] = {
     "small": replace(_SMALL_MODEL, max_positions=128),
     "base": replace(_MODEL, layers=12),
     **dict.fromkeys(("mnli", "mnli-published", "mnli-short"), _MODEL),
@@ -87,7 +71,7 @@ PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
     "mnli-short": rates_by_method(_SHORT, replace(_SHORT, core_lr=None, table_lr=None)),
     "mnli-small": rates_by_method(_SMALL, replace(_SMALL, core_lr=None, table_lr=None)),
 }
-_RANKS = CompressConfig(ratio=None, format="tt", order=6, rank=30, embedding_order=4, embedding_rank=30)
+_RANKS = encoder.CompressConfig(ratio=None, format="tt", order=6, rank=30, embedding_order=4, embedding_rank=30)
 # what else differs from the defaults, for every preset of MNLI and for some
 _MNLI: dict[str, Any] = {"late_targets": (0.8, 0.5, 0.2), "late_epochs": 2.0, "data": MNLI, "compress": _RANKS}
 _OTHERS: dict[Preset, dict[str, Any]] = {
@@ -107,7 +91,7 @@ _LABELS = "data.label_names"  # in a run's identity, if they are not MNLI's
 
 
 @dataclass(frozen=True)
-class ClassifyConfig:
+class ClassifyConfig(base.StagedConfig):
     """Classification of texts or pairs of texts."""
 
     method: Method = "comera"
@@ -118,18 +102,11 @@ class ClassifyConfig:
     GPU. Of MNLI, six encoders: mnli-published: the paper's learning rates and pruning; mnli: the same rates, ranks
     pruned by sensitivity; mnli-short: on 20,000 pairs, an evening on a CPU; mnli-small: two small encoders on the same
     pairs, minutes on a CPU."""
-    out: str | None = None
-    """Folder of the runs; default: runs/classify-METHOD, or runs/mnli-METHOD."""
-    late_targets: tuple[float, ...] = ()
-    """Target sizes, as fractions of the size after the early stage; each gets its own late stage."""
-    late_epochs: float = 1.0
-    """Passes over the training examples in each late stage (train.epochs sets those of the early stage). The size
-    shrinks during the first half of them, unless train.late.steps is set."""
     data: ClassifyDataConfig = field(default_factory=ClassifyDataConfig)
     """Texts, labels, tokenizer and lengths."""
-    model: EncoderConfig = field(default_factory=lambda: MODELS["base"])
+    model: encoder.EncoderConfig = field(default_factory=lambda: MODELS["base"])
     """The encoder."""
-    compress: CompressConfig = field(default_factory=CompressConfig)
+    compress: encoder.CompressConfig = field(default_factory=encoder.CompressConfig)
     """Formats of the compressed layers."""
     baselines: BaselineConfig = field(default_factory=BaselineConfig)
     """Settings of the other methods."""
@@ -137,10 +114,10 @@ class ClassifyConfig:
     """Length of the early stage, optimizer, rank adaptation and outputs. Limits in steps and seconds apply to each run.
     If late stages follow, the early stage holds its learning rates after the warm-up; they decay in the late stages."""
 
+    recipe, methods, presets = NAME, LINEAR_METHODS, tuple(PRESETS)
+
     def __post_init__(self) -> None:
-        check_method(self.method, LINEAR_METHODS)
-        check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
-        check_stages(self)
+        super().__post_init__()
         if self.model.source is None:
             check_length("data.max_length", self.data.max_length, self.model.max_positions)
         else:
@@ -168,11 +145,6 @@ class ClassifyConfig:
         """The name under which its runs are known: mnli, once a recipe of its own, for form mnli."""
         return "mnli" if self.data.form == "mnli" else NAME
 
-    @property
-    def folder(self) -> Path:
-        """The folder of all runs."""
-        return runs_folder(self.out, self.name, self.method)
-
 
 def preset(method: Method = "comera", preset: Preset = "small") -> ClassifyConfig:
     """The defaults for a method; methods differ in their learning rates."""
@@ -182,22 +154,21 @@ def preset(method: Method = "comera", preset: Preset = "small") -> ClassifyConfi
 
 def build_dense(config: ClassifyConfig, vocab_size: int, pad: int, labels: tuple[str, ...]) -> PretrainedConfig:
     """The configuration of the dense model; of the method narrow, of its narrower one."""
-
-    flops = partial(step_flops, vocab_size=vocab_size, pad=pad, labels=labels)
-    return dense_config(narrow.sizes(config, flops), vocab_size, pad, labels)
+    sizes = (vocab_size, pad, labels)
+    return encoder.dense_config(base.sizes_of(config, meta_step, *sizes), *sizes)
 
 
 def build_model(config: ClassifyConfig, about: PretrainedConfig) -> tuple[PreTrainedModel, Conversion]:
     """A stock model of transformers with fresh weights, seeded by train.seed and converted by the method, and the
     report of that."""
     torch.manual_seed(config.train.seed)
-    model = fresh_model(about, config.model.option)
+    model = encoder.fresh_model(about, config.model.option)
     return model, _convert_(config, model, empty=True)
 
 
 def _convert_(config: ClassifyConfig, model: PreTrainedModel, *, empty: bool = False) -> Conversion:
     own = {"trained": config.model.checkpoint is not None, "published": config.name == "mnli"}
-    return convert_(model, config.method, config.compress, config.baselines, **own, empty=empty)
+    return encoder.convert_(model, config.method, config.compress, config.baselines, **own, empty=empty)
 
 
 def untrained(
@@ -208,42 +179,126 @@ def untrained(
     return build_model(config, build_dense(config, vocab_size, pad, labels))
 
 
-def step_flops(config: ClassifyConfig, vocab_size: int, pad: int = 0, labels: tuple[str, ...] = MNLI_LABELS) -> int:
-    """FLOPs of a training step on examples of maximum length, forward and backward, counted on the meta device."""
-    with torch.device("meta"):
-        built, _ = build_model(config, dense_config(config.model, vocab_size, pad, labels))
-        return count_flops(built, _meta_loss(config, built))
-
-
-def _meta_loss(config: ClassifyConfig, model: PreTrainedModel) -> Callable[[], Tensor]:
+def meta_step(
+    config: ClassifyConfig, vocab_size: int, pad: int = 0, labels: tuple[str, ...] = MNLI_LABELS
+) -> base.Step:
+    """A method's model, the report of its conversion, and the loss of a step on examples of maximum length."""
+    model, report = untrained(config, vocab_size, pad, labels)
     batch = meta_batch(config.train.batch_size, config.data.max_length)
-    return partial(example_loss, model, batch, Reads.of(model))
+    return model, report, partial(example_loss, model, batch, Reads.of(model))
 
 
-class ClassifyTask(ClassificationTask):
-    """Classification, as a task for `comera.trainer.loop.fit`; first: steps that earlier runs trained. begun:
-    parameters of a checkpoint's model that are not in it."""
+class ClassifyTask(base.RecipeTask):
+    """Classification, as a task for `comera.trainer.loop.fit`. first: steps that earlier runs trained. part: of the
+    data to evaluate on. confusion: of the last evaluation. begun: parameters of a checkpoint's model that are not in
+    it."""
 
+    part: Literal["dev", "test"] = "dev"
+    confusion: Tensor | None = None
     config: ClassifyConfig
+    data: PreparedExamples
 
     def __init__(self, config: ClassifyConfig, data: PreparedExamples, first: int = 0) -> None:
-        self.name = config.name
-        about = build_dense(config, data.vocab_size, data.tokenizer.pad, data.label_names)
+        sizes = (data.vocab_size, data.tokenizer.pad, data.label_names)
+        about = build_dense(config, *sizes)
         self.begun: list[str] = []
         if config.model.checkpoint is None:
             model, report = build_model(config, about)
         else:
             torch.manual_seed(config.train.seed)
-            model, self.begun = trained_model(config.model.checkpoint, about)
+            model, self.begun = encoder.trained_model(config.model.checkpoint, about)
             report = _convert_(config, model)
-        longest = longest_text(model)
+        longest = encoder.longest_text(model)
         if longest is not None:
             check_length("data.max_length", config.data.max_length, longest)
-        named = config.name == "mnli" and data.label_names != MNLI_LABELS
-        super().__init__(config, data, model, report, first, **{_LABELS: list(data.label_names)} if named else {})
-        dense = partial(dense_config, config.model, data.vocab_size, data.tokenizer.pad, data.label_names)
-        narrow.note(self, getattr(about, "hidden_size", None), lambda: fresh_model(dense()))
-        self.files = {**data.tokenizer.files(config.data.max_length, *self.reads.inputs), **config_files(about)}
+        identity: dict[str, Any] = {"data.first_step": first}
+        if config.name == "mnli" and data.label_names != MNLI_LABELS:
+            identity[_LABELS] = list(data.label_names)
+        width = getattr(about, "hidden_size", None)
+        dense = partial(encoder.dense_config, config.model, *sizes)
+        super().__init__(
+            config,
+            data,
+            model,
+            report,
+            first,
+            width=width,
+            whole=lambda: encoder.fresh_model(dense()),
+            identity=identity,
+        )
+        self.reads = Reads.of(model)
+        self.steps_per_epoch = self.epoch_length()
+        label, share = data.most_frequent
+        self.references = {"accuracy": {f"always {label}": share}}
+        tokenizer = data.tokenizer.files(config.data.max_length, *self.reads.inputs)
+        self.files = {**tokenizer, encoder.CONFIG: about.to_json_string(use_diff=True)}
+
+    def about(self) -> list[str]:
+        """What became of the model, in lines to print."""
+        (label, share), size = self.data.most_frequent, self.data.dev_size
+        lines = [f"always answering {label!r} is correct for {share:.4f} of the {size:,} held-out examples"]
+        if self.config.model.checkpoint:
+            begun = ", ".join(self.begun) or "nothing"
+            lines.append(f"weights of {self.config.model.checkpoint}; not in it, begun anew: {begun}")
+        return lines + super().about()
+
+    def eval_batches(self) -> Iterator[ExampleBatch]:
+        """The held-out or test examples in batches of the training size; always the same, in the same order."""
+        part = self.data.test if self.part == "test" else self.data.dev
+        assert part is not None
+        batches = list(part.sorted(self.config.train.batch_size))
+        Random(0).shuffle(batches)  # sorted by length before: so the first few represent all
+        return iter(batches)
+
+    def loss(self, model: nn.Module, batch: ExampleBatch) -> Tensor:
+        return example_loss(model, batch, self.reads)
+
+    def evaluate(self, model: nn.Module, batch: ExampleBatch) -> tuple[dict[str, Tensor], int, Tensor]:
+        """Loss and accuracy, means over the batch; its number of examples; their answers and labels (B, 2)."""
+        logits = scores(model, batch, self.reads)
+        answers = logits.argmax(-1)
+        means = {
+            "loss": F.cross_entropy(logits, batch.labels),
+            "accuracy": (answers == batch.labels).float().mean(),
+        }
+        return means, len(batch.labels), torch.stack([answers, batch.labels], 1)
+
+    def evaluate_rows(self, rows: Tensor) -> dict[str, float]:
+        """Macro F1; the confusion matrix is kept for the end of the run."""
+        self.confusion = confusion_matrix(rows[:, 0], rows[:, 1], len(self.data.label_names))
+        return {"f1": macro_f1(self.confusion)}
+
+    def weight(self, batch: ExampleBatch) -> int:
+        return len(batch.labels)
+
+    def examples(self, batch: ExampleBatch) -> int:
+        return len(batch.labels)
+
+    def tokens(self, batch: ExampleBatch) -> int:
+        """Tokens that the model reads; padding does not count."""
+        return int(batch.attention_mask.sum())
+
+
+def write_results(summary: Summary, task: ClassifyTask, folder: Path) -> Summary:
+    """Write confusion.json of a finished run, and test.json where there are test examples, unless they are there;
+    returns the summary."""
+    path = folder / CONFUSION
+    if not summary.finished or path.exists():
+        return summary
+    if task.confusion is None:  # an earlier call finished the run
+        base.evaluate_last(task, folder)
+    matrices = {"held-out": task.confusion}
+    if task.data.test is not None:
+        task.part = "test"
+        base.write_test(task, folder)
+        matrices["test"] = task.confusion
+    if base.is_main(task.config.train):
+        counts = {part: matrix.tolist() for part, matrix in matrices.items() if matrix is not None}
+        replace_file(path, to_json({"labels": list(task.data.label_names), "counts": counts}) + "\n")
+        (label, share), reached = task.data.most_frequent, dict(summary.metrics)
+        values = ", ".join(f"{name} {value:.4f}" for name, value in reached.items())
+        base.log(task.config, f"held-out: {values}; always answering {label!r} has accuracy {share:.4f}")
+    return summary
 
 
 def run(config: ClassifyConfig, *, resume: bool = False) -> Summary:
@@ -251,29 +306,17 @@ def run(config: ClassifyConfig, *, resume: bool = False) -> Summary:
     finished run also writes confusion.json, and with test rows test.json. resume: keep finished runs and continue an
     interrupted one. An interruption ends the current run and skips the rest. Raises ConfigError if a run exists already
     and `resume` is not set, and what `prepare` and `fit` raise."""
-    main = is_main(config.train)
     if not resume:
-        refuse_existing(config)
-    data = prepare(config.data, config.model.source, quiet=not main)
+        base.refuse_existing(config)
+    data = prepare(config.data, config.model.source, quiet=not base.is_main(config.train))
 
     def task(first: int) -> ClassifyTask:
         made = ClassifyTask(config, data, first)
         if first == 0:
-            for line in _about(made):
-                log(main, config.name, line)
+            base.log(config, *made.about())
         return made
 
-    return fit_stages(config, task, resume=resume, finish=write_results)
-
-
-def _about(task: ClassifyTask) -> list[str]:
-    """What became of the model, in lines to print."""
-    config, (label, share) = task.config, task.data.most_frequent
-    lines = [f"always answering {label!r} is correct for {share:.4f} of the {task.data.dev_size:,} held-out examples"]
-    if config.model.checkpoint:
-        begun = ", ".join(task.begun) or "nothing"
-        lines.append(f"weights of {config.model.checkpoint}; not in it, begun anew: {begun}")
-    return lines + narrow.about(task)
+    return base.fit_stages(config, task, resume=resume, finish=write_results)
 
 
 def estimate(config: ClassifyConfig) -> dict[str, MemoryEstimate]:
@@ -285,26 +328,24 @@ def estimate(config: ClassifyConfig) -> dict[str, MemoryEstimate]:
     vocab_size = given.size if given else config.data.vocab_size
     labels = MNLI_LABELS if config.name == "mnli" else ("0", "1")
 
-    def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
-        own = replace(config, method=method)
-        model, report = untrained(own, vocab_size, labels=labels)
-        return model, report, _meta_loss(own, model)
+    def build(method: Method) -> base.Step:
+        return meta_step(replace(config, method=method), vocab_size, labels=labels)
 
     methods = LINEAR_METHODS if config.model.source is None else COMMON_METHODS
-    return estimates_by_method(build, config.train, methods)
+    return base.estimates_by_method(build, config.train, methods)
 
 
 def architecture(config: ClassifyConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     run = checkpoint.parents[1]
     about = (
-        stored_config(run)
-        if (run / CONFIG).is_file() or config.name != "mnli"
+        encoder.stored_config(run)
+        if (run / encoder.CONFIG).is_file() or config.name != "mnli"
         else _before(config, identity, checkpoint)
     )
     with torch.device("meta"):
-        dense = fresh_model(about)
-    reads, longest = Reads.of(dense), longest_text(dense) or config.data.max_length
+        dense = encoder.fresh_model(about)
+    reads, longest = Reads.of(dense), encoder.longest_text(dense) or config.data.max_length
     ids_BT = example_ids(about.vocab_size, config.data.max_length)
     middle = ids_BT.shape[1] // 2
     segments_BT, mask_BT = torch.zeros_like(ids_BT), torch.ones_like(ids_BT)
@@ -326,4 +367,4 @@ def architecture(config: ClassifyConfig, identity: Mapping[str, Any], checkpoint
 def _before(config: ClassifyConfig, identity: Mapping[str, Any], checkpoint: Path) -> PretrainedConfig:
     """The configuration of a run of mnli from before runs stored it."""
     rows, labels = stored_rows(checkpoint, "bert.embeddings.word_embeddings"), identity.get(_LABELS, MNLI_LABELS)
-    return build_dense(narrow.as_begun(config, identity), rows, 0, tuple(labels))
+    return build_dense(base.as_begun(config, identity), rows, 0, tuple(labels))

@@ -37,40 +37,13 @@ from comera.recipes.code_lm.masking import (
     frame_,
     run_files,
 )
+from comera.recipes.data import documents, prepared
 from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
-from comera.recipes.data.documents import (
-    SUFFIXES,
-    Corpus,
-    Document,
-    Part,
-    TextReader,
-    as_text,
-    find_files,
-    is_dataset,
-    joined,
-    open_corpus,
-    read,
-    split,
-    text_of,
-)
-from comera.recipes.data.prepared import (
-    ENCODE_EXAMPLES,
-    Examples,
-    ExampleWriter,
-    id_dtype,
-    open_stream,
-    permutation,
-    read_manifest,
-    train_rows,
-    write_manifest,
-    write_streams,
-)
 from comera.recipes.data.tokenizer import (
     BYTE_ROLES,
     FILE,
     TextTokenizer,
     given_tokenizer,
-    report_skipped,
     train_on,
 )
 
@@ -101,7 +74,7 @@ class CodeDataConfig:
     """Folder of source code, including subfolders; a file of JSON lines, CSV or TSV (also .gz), a folder written by
     save_to_disk of Hugging Face's datasets, or the name of a data set on their hub, with a source file in each row, or
     of form functions a function; default: Python's own standard library, and for functions the installed packages."""
-    suffixes: tuple[str, ...] = SUFFIXES
+    suffixes: tuple[str, ...] = documents.SUFFIXES
     """File name suffixes to read in a folder. Functions are mined from Python alone; .jsonl and .jsonl.gz hold rows."""
     text_field: str = "text"
     """Field of JSON lines, column of tables and data sets that holds the source code; form files."""
@@ -177,20 +150,27 @@ class FunctionReader(NamedTuple):
     def identity(self) -> list[str | None]:
         return [self.code, self.docstring]
 
-    def file(self, path: str, text: str) -> Iterator[Document]:
-        yield Document(path, text)
+    def file(self, path: str, text: str) -> Iterator[documents.Document]:
+        yield documents.Document(path, text)
 
-    def row(self, row: Any, rows: Counter[str]) -> Iterator[Document]:
-        code = self._field(row, self.code, CODE_FIELDS, "data.code_field")
-        docstring = self._field(row, self.docstring, DOCSTRING_FIELDS, "data.docstring_field")
-        if code is None and docstring is None and row:
+    def row(self, row: Any, rows: Counter[str]) -> Iterator[documents.Document]:
+        options = {
+            "data.code_field": (self.code, CODE_FIELDS),
+            "data.docstring_field": (self.docstring, DOCSTRING_FIELDS),
+        }
+        for option, (named, _) in options.items():
+            if named is not None and named not in row:
+                fields = ", ".join(map(repr, row)) or "none"
+                raise DataError(f"{option}: expected rows with the field {named!r}, got one with {fields}")
+        names = [named or next((name for name in known if name in row), None) for named, known in options.values()]
+        if names == [None, None] and row:
             raise DataError(
                 f"expected rows with a function in one of the fields {', '.join(CODE_FIELDS)}, got one with "
                 f"{', '.join(map(repr, row))}: set data.code_field"
             )
         texts = [
-            "" if name is None or row[name] is None else text_of(row, name, option, rows)
-            for name, option in ((code, "data.code_field"), (docstring, "data.docstring_field"))
+            "" if name is None or row[name] is None else documents.text_of(row, name, option, rows)
+            for name, option in zip(names, options, strict=True)
         ]
         if None in texts:
             return
@@ -200,16 +180,7 @@ class FunctionReader(NamedTuple):
             return
         # All functions of a file are on the same side, where it is known: they resemble one another.
         path = next((row[name] for name in PATH_FIELDS if isinstance(row.get(name), str) and row[name]), function)
-        yield Document(path, function, comment)
-
-    def _field(self, row: Any, named: str | None, known: tuple[str, ...], option: str) -> str | None:
-        if named is None:
-            return next((name for name in known if name in row), None)
-        if named not in row:
-            raise DataError(
-                f"{option}: expected rows with the field {named!r}, got one with {', '.join(map(repr, row)) or 'none'}"
-            )
-        return named
+        yield documents.Document(path, function, comment)
 
 
 class Batch(NamedTuple):
@@ -235,7 +206,7 @@ class Prepared:
     """Prepared source code and its tokenizer. folder: where it lies. manifest: where it comes from."""
 
     def __init__(self, folder: Path, config: CodeDataConfig) -> None:
-        self.config, self.folder, self.manifest = config, folder, read_manifest(folder)
+        self.config, self.folder, self.manifest = config, folder, prepared.read_manifest(folder)
         self.vocab_size: int = self.manifest["vocab_size"]
         self.special = Special(*self.manifest.get("special", ()))  # of a given tokenizer
         self.masking = Masking(self.vocab_size, self.special)
@@ -248,6 +219,17 @@ class Prepared:
     def files(self, longest: int) -> dict[str, str]:
         """Files of the run: the tokenizer. longest: tokens of a text."""
         return run_files(self.tokenizer, longest, self.manifest.get("roles", ROLES))
+
+    def _mask_each_(self, ids_BT: Array, rows: Array, count: int | None = None) -> tuple[Array, Array]:
+        """Mask held-out sequences in place, by their numbers alone; returns the places in all of them and what stood
+        there. count: tokens of each to mask; None: as many as the share says."""
+        places, labels = list[Array](), list[Array]()
+        for k, (row, ids_T) in enumerate(zip(rows, ids_BT, strict=True)):
+            own = count or max(1, round(self.config.mask_share * len(self.masking.candidates(ids_T))))
+            positions, hidden = self.masking.mask_(ids_T, own, np.random.default_rng([HELD_OUT_SEED, 1, int(row)]))
+            places.append(positions + k * ids_BT.shape[1])
+            labels.append(hidden)
+        return np.concatenate(places), np.concatenate(labels)
 
     def _log_frequencies(self, tokens: Array) -> Tensor:
         counts = np.bincount(tokens.reshape(-1), minlength=self.vocab_size) + 1.0
@@ -263,7 +245,7 @@ class CodeData(Prepared):
 
     def _blocks(self, part: str) -> Array:
         width = self.config.block_size
-        flat = open_stream(self.folder, part, width, f"at least one block of {width} tokens")
+        flat = prepared.open_stream(self.folder, part, width, f"at least one block of {width} tokens")
         return flat[: len(flat) // width * width].reshape(-1, width)
 
     def log_frequencies(self) -> Tensor:
@@ -273,31 +255,22 @@ class CodeData(Prepared):
 
     def train_batch(self, index: int, size: int, seed: int) -> Batch:
         """The `index`-th batch of `size` blocks; each epoch permutes all blocks anew and draws new masks."""
-        rows = train_rows(len(self.train), index, size, seed)
+        rows = prepared.train_rows(len(self.train), index, size, seed)
         count = max(1, round(self.config.mask_share * size * self.config.block_size))
-        return self._mask(self.train[rows], count, np.random.default_rng([seed, 1, index]))
+        ids_BT = self.train[rows].astype(np.int64)
+        masked = self.masking.mask_(ids_BT.reshape(-1), count, np.random.default_rng([seed, 1, index]))
+        return Batch(*map(torch.from_numpy, (ids_BT, *masked)))
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
         """The held-out part in batches of `size` blocks, or one smaller batch if there are fewer. Blocks that do not
         fill the last batch are dropped, so the mean over batches is the mean over blocks. Blocks and masks depend on
         the data alone, not on the seed, the method or the batch size."""
-        width = self.config.block_size
-        order = permutation(len(self.held_out), HELD_OUT_SEED, 0)
-        count = max(1, round(self.config.mask_share * width))
+        order = prepared.permutation(len(self.held_out), HELD_OUT_SEED, 0)
+        count = max(1, round(self.config.mask_share * self.config.block_size))
         for first in range(0, max(1, len(order) - size + 1), size):
-            masked = [
-                self._mask(self.held_out[row : row + 1], count, np.random.default_rng([HELD_OUT_SEED, 1, int(row)]))
-                for row in order[first : first + size]
-            ]
-            ids, positions, labels = zip(*masked, strict=True)
-            flat = [p + row * width for row, p in enumerate(positions)]
-            yield Batch(torch.cat(ids), torch.cat(flat), torch.cat(labels))
-
-    def _mask(self, blocks: Array, count: int, rng: np.random.Generator) -> Batch:
-        """Mask `count` tokens, never special ones."""
-        ids = blocks.astype(np.int64).reshape(-1)
-        masked = self.masking.mask_(ids, count, rng)
-        return Batch(*(torch.from_numpy(a) for a in (ids.reshape(blocks.shape), *masked)))
+            rows = order[first : first + size]
+            ids_BT = self.held_out[rows].astype(np.int64)
+            yield Batch(*map(torch.from_numpy, (ids_BT, *self._mask_each_(ids_BT, rows, count))))
 
 
 class FunctionData(Prepared):
@@ -306,7 +279,8 @@ class FunctionData(Prepared):
     def __init__(self, folder: Path, config: CodeDataConfig) -> None:
         super().__init__(folder, config)
         self.train, self.held_out = (
-            Examples(folder, part, config.block_size, BUCKETS, self.special.pad) for part in ("train", "held_out")
+            prepared.Examples(folder, part, config.block_size, BUCKETS, self.special.pad)
+            for part in ("train", "held_out")
         )
 
     def log_frequencies(self) -> Tensor:
@@ -318,8 +292,7 @@ class FunctionData(Prepared):
         return -(-self.train.batches_per_epoch(size) // processes)
 
     def train_batch(self, index: int, size: int, seed: int) -> PaddedBatch:
-        """The `index`-th batch of `size` examples of near-equal length; each epoch has all of them in a new order, its
-        last batch may be smaller, and new masks are drawn."""
+        """The `index`-th batch of `size` examples of near-equal length, see `Examples.shuffled`, with new masks."""
         examples = self.train.shuffled(index, size, seed)
         ids_BT = examples.input_ids.numpy()
         flat, rng = ids_BT.reshape(-1), np.random.default_rng([seed, 1, index])
@@ -331,17 +304,10 @@ class FunctionData(Prepared):
         represent all. Masks depend on the data alone, not on the seed, the method or the batch size."""
         order = np.argsort(self.held_out.lengths, kind="stable")
         batches = [order[first : first + size] for first in range(0, len(order), size)]
-        for place in permutation(len(batches), HELD_OUT_SEED, 0):
+        for place in prepared.permutation(len(batches), HELD_OUT_SEED, 0):
             examples = self.held_out.batch(batches[place])
             ids_BT = examples.input_ids.numpy()
-            width, places, labels = ids_BT.shape[1], list[Array](), list[Array]()
-            for k, (row, ids_T) in enumerate(zip(batches[place], ids_BT, strict=True)):
-                count = max(1, round(self.config.mask_share * len(self.masking.candidates(ids_T))))
-                own, hidden = self.masking.mask_(ids_T, count, np.random.default_rng([HELD_OUT_SEED, 1, int(row)]))
-                places.append(own + k * width)
-                labels.append(hidden)
-            flat = np.concatenate(places), np.concatenate(labels)
-            yield self._padded(ids_BT, examples.attention_mask, *flat)
+            yield self._padded(ids_BT, examples.attention_mask, *self._mask_each_(ids_BT, batches[place]))
 
     def _padded(self, ids_BT: Array, mask_BT: Tensor, positions: Array, labels: Array) -> PaddedBatch:
         count = max(len(positions), masked_at_most(self.config.mask_share, ids_BT.size))
@@ -360,57 +326,65 @@ def prepare(config: CodeDataConfig, *, quiet: bool = False) -> CodeData | Functi
     opens the cache. One process prepares while the others wait; a killed one leaves nothing that looks complete. Says
     what was skipped or cut. Raises DataError for a path that is missing, or without enough code, ConfigError for a
     tokenizer that is of no use."""
-    return prepare_blocks(config, quiet=quiet) if config.form == "files" else prepare_functions(config, quiet=quiet)
-
-
-def prepare_blocks(config: CodeDataConfig, *, quiet: bool = False) -> CodeData:
-    """What `prepare` does for whole files."""
-    root = typed_path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path, "data.path")
     given, subset = config.given_tokenizer(), config.max_bytes
-    settings: list[Any] = [FORMATS["files"], config.vocab_size, config.tokenizer_bytes, config.held_out]
-    if given:
-        settings += [given.tokenizer.to_str(), dict(given.roles)]
-    if root.is_dir() and not is_dataset(root):
+    own = [given.tokenizer.to_str(), dict(given.roles)] if given else []
+    settings: list[Any] = [FORMATS[config.form]]
+    if config.form == "functions":
+        corpus = _functions_corpus(config)
+        settings += [own or [config.vocab_size, config.tokenizer_bytes], config.held_out, subset, config.block_size]
+        folder = cache_folder(config.cache) / f"functions-{settings_digest([*settings, corpus.identity])}"
+        data = open_or_make(
+            folder,
+            lambda folder: FunctionData(folder, config),
+            lambda folder: _write_functions(folder, corpus, given, config, quiet),
+        )
+        if not quiet:
+            print(*(f"functions: {line}" for line in _about(data)), sep="\n", file=sys.stderr)
+        return data
+    root = typed_path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path, "data.path")
+    settings += [config.vocab_size, config.tokenizer_bytes, config.held_out, *own]
+    if root.is_dir() and not documents.is_dataset(root):
         corpus, subset = source_files(root, config), None
-        settings.append(corpus.identity)
     else:
-        corpus = open_corpus(root, "data.path", config.suffixes, TextReader(config.text_field), config.subset)
-        settings += [subset, corpus.identity]
+        reader = documents.TextReader(config.text_field)
+        corpus = documents.open_corpus(root, "data.path", config.suffixes, reader, config.subset)
+        settings.append(subset)
     return open_or_make(
-        cache_folder(config.cache) / f"code-{settings_digest(settings)}",
+        cache_folder(config.cache) / f"code-{settings_digest([*settings, corpus.identity])}",
         lambda folder: CodeData(folder, config),
         lambda folder: _write_blocks(folder, corpus, subset, given, config, quiet),
     )
 
 
-def source_files(root: Path, config: CodeDataConfig) -> Corpus:
+def source_files(root: Path, config: CodeDataConfig) -> documents.Corpus:
     """The source files below `root` (see `find_files`), each of them a document. Raises DataError for fewer than
     two."""
-    sources, skipped = find_files(root, config.suffixes, config.max_bytes)
+    sources, skipped = documents.find_files(root, config.suffixes, config.max_bytes)
     if len(sources) < 2:
         raise DataError(
             f"expected at least two source files in {root}, one to train on and one to hold out, got {len(sources)} "
-            f"(skipped: {as_text(skipped) or 'none'}): check data.path, data.suffixes ({' '.join(config.suffixes)}) "
-            f"and data.max_bytes ({config.max_bytes})"
+            f"(skipped: {documents.as_text(skipped) or 'none'}): check data.path, data.suffixes "
+            f"({' '.join(config.suffixes)}) and data.max_bytes ({config.max_bytes})"
         )
-    return Corpus(str(root), sources, skipped, lambda _: (Document(each.path, read(root, each)) for each in sources))
+    return documents.Corpus(
+        str(root),
+        sources,
+        skipped,
+        lambda _: (documents.Document(each.path, documents.read(root, each)) for each in sources),
+    )
 
 
 def _write_blocks(
-    folder: Path, corpus: Corpus, subset: int | None, given: TextTokenizer | None, config: CodeDataConfig, quiet: bool
+    folder: Path,
+    corpus: documents.Corpus,
+    subset: int | None,
+    given: TextTokenizer | None,
+    config: CodeDataConfig,
+    quiet: bool,
 ) -> None:
-    skipped, long_words = Counter(corpus.skipped), list[str]()
-    with Progress(quiet) as progress:
-        progress.start("training the tokenizer", None)
-        parts = split(folder, corpus, None, config.held_out, subset, skipped)
-        if given:
-            tokenizer, special, size = given.tokenizer, Special.of(given), given.size
-        else:
-            tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, config.vocab_size, SPECIAL_TOKENS)
-            special, size = Special(), tokenizer.get_vocab_size()
-        (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
-        tokenizer.encode_special_tokens = True  # a "<mask>" in the source code is ordinary text
-        dtype = id_dtype(size)
+    def frame(tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+        special, size = (Special.of(given), given.size) if given else (Special(), tokenizer.get_vocab_size())
+        dtype = prepared.id_dtype(size)
         manifest: dict[str, Any] = {"format": FORMATS["files"], "vocab_size": size, "dtype": dtype.name}
         if given:
             manifest |= {"special": list(special), "roles": dict(given.roles)}
@@ -419,69 +393,32 @@ def _write_blocks(
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 yield np.array([special.start, *encoding.ids, special.end], dtype)
 
-        progress.start("tokenizing the source code", sum(part.bytes for part in parts.values()))
-        manifest |= write_streams(folder, parts, encode, progress, "files")
-    write_manifest(folder, manifest | {"skipped": dict(skipped), "long_words": len(long_words)})
-    if not quiet:
-        train, held_out = manifest["train"], manifest["held_out"]
-        lines = [
-            f"{train['files']:,} files ({train['tokens']:,} tokens) to train on, {held_out['files']:,} "
-            f"({held_out['tokens']:,}) held out",
-            *report_skipped(skipped, long_words),
-        ]
-        print(*(f"source code: {line}" for line in lines), sep="\n", file=sys.stderr)
+        return encode, manifest
+
+    how: dict[str, Any] = {"special_tokens": SPECIAL_TOKENS, "vocab_size": config.vocab_size, "subset": subset}
+    names, known = ("source code", "files"), given.tokenizer if given else None
+    prepared.write_streams(folder, (corpus, None), config, known, frame, **how, names=names, quiet=quiet)
 
 
-def prepare_functions(config: CodeDataConfig, *, quiet: bool = False) -> FunctionData:
-    """Mine, tokenize and cache the functions that `config` names; a second call with the same contents opens the cache.
-    One process prepares while the others wait; a killed one leaves nothing that looks complete. Says what was skipped
-    or cut. Raises DataError for a path that is missing or without functions, ConfigError for a tokenizer that is of no
-    use."""
-    corpus, given = _corpus(config), config.given_tokenizer()
-    vocabulary = [given.tokenizer.to_str(), dict(given.roles)] if given else [config.vocab_size, config.tokenizer_bytes]
-    settings: list[object] = [
-        FORMATS["functions"],
-        vocabulary,
-        config.held_out,
-        config.max_bytes,
-        config.block_size,
-        corpus.identity,
-    ]
-    data = open_or_make(
-        cache_folder(config.cache) / f"functions-{settings_digest(settings)}",
-        lambda folder: FunctionData(folder, config),
-        lambda folder: _write_functions(folder, corpus, given, config, quiet),
-    )
-    if not quiet:
-        print(*(f"functions: {line}" for line in _about(data)), sep="\n", file=sys.stderr)
-    return data
-
-
-def _corpus(config: CodeDataConfig) -> Corpus:
+def _functions_corpus(config: CodeDataConfig) -> documents.Corpus:
     """The documents to mine: those of data.path, else the standard library and the installed packages."""
     reader = FunctionReader(config.code_field, config.docstring_field)
-    roots = [config.path]
-    if config.path is None:
-        paths = sysconfig.get_paths()
-        roots = [root for root in dict.fromkeys(paths[name] for name in ("stdlib", "purelib", "platlib"))
-                 if Path(root).is_dir()]  # fmt: skip
-    return joined(
-        [
-            open_corpus(typed_path(root, "data.path"), "data.path", config.suffixes, reader, config.subset)
-            for root in roots
-            if root is not None
-        ]
+    paths = sysconfig.get_paths()
+    installed = dict.fromkeys(paths[name] for name in ("stdlib", "purelib", "platlib") if Path(paths[name]).is_dir())
+    roots = [typed_path(root, "data.path") for root in (installed if config.path is None else [config.path])]
+    return documents.joined(
+        [documents.open_corpus(root, "data.path", config.suffixes, reader, config.subset) for root in roots]
     )
 
 
 def _write_functions(
-    folder: Path, corpus: Corpus, given: TextTokenizer | None, config: CodeDataConfig, quiet: bool
+    folder: Path, corpus: documents.Corpus, given: TextTokenizer | None, config: CodeDataConfig, quiet: bool
 ) -> None:
     skipped = Counter({f"files {reason}": count for reason, count in corpus.skipped.items()})
     long_words: list[str] = []
     with Progress(quiet) as progress:
         progress.start("reading", None)
-        parts, tokenizer = split(folder, corpus, None, config.held_out, config.max_bytes, skipped), given
+        parts, tokenizer = documents.split(folder, corpus, None, config.held_out, config.max_bytes, skipped), given
         if tokenizer is None:
             progress.start("training the tokenizer", None)
             trained, long_words = train_on(parts["train"], config.tokenizer_bytes, config.vocab_size, SPECIAL_TOKENS)
@@ -499,9 +436,9 @@ def _write_functions(
         progress.start("mining functions", sum(part.bytes for part in parts.values()))
         seen: set[bytes] = set()
         for name, part in parts.items():
-            writer, pairs, cut = ExampleWriter(), 0, 0
+            written, pairs, cut = list[prepared.Example](), 0, 0
             examples = mined(_watched(part, progress), skipped, seen)
-            while chunk := list(islice(examples, ENCODE_EXAMPLES)):
+            while chunk := list(islice(examples, prepared.ENCODE_EXAMPLES)):
                 texts: list[Any] = [(each.docstring, each.code) if each.docstring else each.code for each in chunk]
                 for text, encoding in zip(texts, cutting.encode_batch_fast(texts), strict=True):
                     if not len(masking.candidates(np.array(encoding.ids))):
@@ -509,18 +446,24 @@ def _write_functions(
                         continue
                     kind = PAIR if isinstance(text, tuple) else SINGLE
                     pairs, cut = pairs + (kind == PAIR), cut + bool(encoding.overflowing)
-                    writer.add(encoding.ids, len(encoding.ids), kind)
-            if not len(writer):
+                    written.append((np.array(encoding.ids, np.int32), len(encoding.ids), kind))
+            if not written:
                 raise DataError(
                     f"expected functions in the {name.replace('_', '-')} part of {corpus.name}, got none (skipped: "
-                    f"{as_text(skipped) or 'none'}): check data.path, data.suffixes, data.max_bytes and data.held_out"
+                    f"{documents.as_text(skipped) or 'none'}): check data.path, data.suffixes, data.max_bytes and "
+                    "data.held_out"
                 )
-            manifest[name] = {**writer.write(folder, name), "files": len(part), "pairs": pairs, "cut": cut}
+            manifest[name] = {
+                **prepared.write_examples(folder, name, written),
+                "files": len(part),
+                "pairs": pairs,
+                "cut": cut,
+            }
     manifest |= {"skipped": dict(skipped), "long_words": len(long_words)}
-    write_manifest(folder, manifest)
+    prepared.write_manifest(folder, manifest)
 
 
-def _watched(part: Part, progress: Progress) -> Iterator[Document]:
+def _watched(part: documents.Part, progress: Progress) -> Iterator[documents.Document]:
     for document in part.read():
         yield document
         progress.add(len(document.text.encode()))
@@ -535,6 +478,6 @@ def _about(data: FunctionData) -> Iterator[str]:
             f"tokens) from {about['files']:,} files or rows; {about['cut']:,} cut to {data.config.block_size} tokens"
         )
     if any(manifest["skipped"].values()):
-        yield f"skipped: {as_text(manifest['skipped'])}"
+        yield f"skipped: {documents.as_text(manifest['skipped'])}"
     if manifest["long_words"]:
         yield f"the tokenizer was not trained on {manifest['long_words']:,} texts with very long words"

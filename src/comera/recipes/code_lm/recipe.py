@@ -4,7 +4,7 @@ Masked language modeling on packed blocks of whole files, or on single functions
 function. The loss covers the masked positions only, so the output head is computed for 15 % of the tokens.
 B batch, T block size, P masked positions, H hidden, V vocabulary."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -16,23 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
-from comera.baselines import (
-    LINEAR_METHODS,
-    BaselineConfig,
-    Conversion,
-    Method,
-    apply_method_,
-    check_method,
-    rates_by_method,
-)
+from comera.baselines import LINEAR_METHODS, BaselineConfig, Conversion, Method, apply_method_, rates_by_method
 from comera.convert import BTT, TT, TTM, TensorizeConfig
-from comera.errors import check_fields
 from comera.fusion.causal_lm import head_loss
-from comera.memory.estimate import MemoryEstimate, count_flops
+from comera.memory.estimate import MemoryEstimate
 from comera.rank.objective import LateStage
-from comera.recipes import narrow
-from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
-from comera.recipes.bert import BertFormats, ModelConfig
+from comera.recipes import base
+from comera.recipes.base import runs
+from comera.recipes.bert import ModelConfig
 from comera.recipes.code_lm.data import (
     IGNORED,
     Batch,
@@ -45,12 +36,11 @@ from comera.recipes.code_lm.data import (
 )
 from comera.recipes.code_lm.masking import Special
 from comera.recipes.data.tokenizer import stored_tokenizer
-from comera.recipes.interface import Architecture
-from comera.recipes.stages import is_main, log, resolved
-from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
+from comera.recipes.trained import Architecture, check_length, example_ids, stored_rows, transformers_architecture
 from comera.trainer.config import TrainConfig
-from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
+
+__all__ = ["PRESETS", "CodeLMConfig", "CodeLMTask", "architecture", "estimate", "preset", "run", "runs"]
 
 NAME = "code-lm"
 Preset = Literal["small", "base", "codebert", "codebert-small"]
@@ -58,25 +48,37 @@ _SPECIAL = "data.special"  # in a run's identity, if they are not those of a tok
 
 
 @dataclass(frozen=True)
-class CompressConfig(BertFormats):
+class CompressConfig(base.Formats):
     """Formats of the compressed layers; only the method comera uses them."""
 
+    format: base.Format = "tt"
+    order: int = 6
+    rank: int | tuple[int, ...] = 30
+    embedding: Literal["ttm", "low_rank"] = "ttm"
+    embedding_order: int = 4
     embedding_rank: int | tuple[int, ...] = 32
-    """Initial TT-rank of the token embedding."""
     head: Literal["share", "untie", "dense"] = "untie"
     """Output head: share the embedding's cores, untie it in the format of linear layers, or as a dense weight."""
     head_rank: int | tuple[int, ...] = 64
     """Initial rank of an untied output head."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tensorize()  # refuses what no layer can have
+
     def tensorize(self) -> TensorizeConfig:
         """The conversion; position and segment tables stay dense, as published."""
         overrides: dict[str, TT | BTT | TTM | None] = {"*.position_embeddings": None, "*.token_type_embeddings": None}
         if self.head != "share":
-            own = self.linear_of(self.head_rank) if self.head == "untie" else None
+            own = (
+                base.linear_format(self.format, self.order, self.head_rank, self.blocks)
+                if self.head == "untie"
+                else None
+            )
             overrides["cls.predictions.decoder"] = own
         return TensorizeConfig(
-            linear=self.linear,
-            embedding=self.table,
+            linear=base.linear_format(self.format, self.order, self.rank, self.blocks),
+            embedding=base.table_format(self.embedding, self.embedding_order, self.embedding_rank),
             overrides=overrides,
             tied="share" if self.head == "share" else "untie",
         )
@@ -135,7 +137,7 @@ PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
 
 
 @dataclass(frozen=True)
-class CodeLMConfig:
+class CodeLMConfig(base.RecipeConfig):
     """Pre-training of a BERT-style transformer on source code."""
 
     method: Method = "comera"
@@ -146,8 +148,6 @@ class CodeLMConfig:
     encoders of the published results; codebert: CodeBERT's twelve encoders, its vocabulary size, length and schedule,
     on functions and their docstrings, compressed further in the second half; codebert-small: the same in small, for a
     CPU."""
-    out: str | None = None
-    """Folder of the run; default: runs/code-lm-METHOD."""
     data: CodeDataConfig = field(default_factory=CodeDataConfig)
     """Source code, tokenizer and masking."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -159,15 +159,11 @@ class CodeLMConfig:
     train: TrainConfig = field(default_factory=lambda: _TRAIN)
     """Length, optimizer, rank adaptation and outputs."""
 
-    def __post_init__(self) -> None:
-        check_method(self.method, LINEAR_METHODS)
-        check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
-        check_length("data.block_size", self.data.block_size, self.model.max_positions)
+    recipe, methods, presets = NAME, LINEAR_METHODS, tuple(PRESETS)
 
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return runs_folder(self.out, NAME, self.method)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length("data.block_size", self.data.block_size, self.model.max_positions)
 
 
 def preset(method: Method = "comera", preset: Preset = "small") -> CodeLMConfig:
@@ -199,7 +195,7 @@ def build_model(
     special: Special = Special(),  # noqa: B008
 ) -> tuple[BertForMaskedLM, Conversion]:
     """A stock BertForMaskedLM, seeded by train.seed and converted by the method, and the report of that."""
-    sizes = narrow.sizes(config, partial(step_flops, vocab_size=vocab_size))
+    sizes = base.sizes_of(config, meta_step, vocab_size)
     torch.manual_seed(config.train.seed)
     tokens = {"bos_token_id": special.start, "pad_token_id": special.pad, "eos_token_id": special.end}
     tokens["type_vocab_size"] = 1
@@ -209,20 +205,16 @@ def build_model(
     return model, apply_method_(model, config.method, config.compress.tensorize(), config.baselines)
 
 
-def step_flops(config: CodeLMConfig, vocab_size: int) -> int:
-    """FLOPs of a training step, forward and backward, counted on the meta device."""
-    with torch.device("meta"):
-        model, _ = build_model(config, vocab_size)
-        return count_flops(model, partial(masked_loss, model, _meta_batch(config)))
-
-
-def _meta_batch(config: CodeLMConfig) -> Batch | PaddedBatch:
+def meta_step(config: CodeLMConfig, vocab_size: int) -> base.Step:
+    """A method's model, the report of its conversion, and the loss of a step."""
+    model, report = build_model(config, vocab_size)
     rows, width = config.train.batch_size, config.data.block_size
     masked = masked_at_most(config.data.mask_share, rows * width)
     ids, *others = (torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (masked,), (masked,)])
-    if config.data.form == "files":
-        return Batch(ids, *others)
-    return PaddedBatch(ids, torch.empty(rows, width, dtype=torch.bool), *others)
+    batch: Batch | PaddedBatch = Batch(ids, *others)
+    if config.data.form == "functions":
+        batch = PaddedBatch(ids, torch.empty(rows, width, dtype=torch.bool), *others)
+    return model, report, partial(masked_loss, model, batch)
 
 
 def masked_loss(model: Any, batch: Batch | PaddedBatch) -> Tensor:
@@ -248,10 +240,9 @@ def frequency_loss(config: CodeLMConfig, data: CodeData | FunctionData) -> float
     return -float(data.log_frequencies()[labels].mean())
 
 
-class CodeLMTask(RecipeTask):
+class CodeLMTask(base.RecipeTask):
     """Masked language modeling, as a task for `comera.trainer.loop.fit`."""
 
-    name = NAME
     config: CodeLMConfig
     data: CodeData | FunctionData
 
@@ -262,9 +253,9 @@ class CodeLMTask(RecipeTask):
         settings = {f"data.{name}": getattr(config.data, name) for name in ("block_size", "mask_share")}
         if data.special != Special():
             settings[_SPECIAL] = list(data.special)
-        super().__init__(config, data, model, report, **settings, **config.baselines.identity(config.method))
-        dense = replace(config, method="dense")
-        narrow.note(self, model.config.hidden_size, lambda: build_model(dense, data.vocab_size, data.special)[0])
+        dense = partial(build_model, replace(config, method="dense"), data.vocab_size, data.special)
+        width = model.config.hidden_size
+        super().__init__(config, data, model, report, width=width, whole=lambda: dense()[0], identity=settings)
         self.files = data.files(config.model.max_positions)
         if isinstance(data, FunctionData):
             self.steps_per_epoch = self.epoch_length()
@@ -289,37 +280,25 @@ class CodeLMTask(RecipeTask):
 
 def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
     """Prepare the data, build the model and train it into `config.folder`; raises what `prepare` and `fit` raise."""
-    main = is_main(config.train)
-    data = prepare(config.data, quiet=not main)
-    reached = frequency_loss(config, data)
-    log(main, NAME, f"held-out loss from token frequencies alone: {reached:.4f}")
-    task = CodeLMTask(config, data)
-    for line in narrow.about(task):
-        log(main, NAME, line)
+    data = prepare(config.data, quiet=not base.is_main(config.train))
+    reached, task = frequency_loss(config, data), CodeLMTask(config, data)
     task.references = {"loss": {"token frequencies alone": reached}}
-    return fit(task, config.train, config.folder, resume=resume, resolved=resolved(config))
-
-
-def runs(config: CodeLMConfig) -> dict[str, Path]:
-    """The folder of the only run, by its method."""
-    return {config.method: config.folder}
+    return base.fit_one(task, resume=resume, lines=[f"held-out loss from token frequencies alone: {reached:.4f}"])
 
 
 def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step for every installed method, on the meta device: nothing is allocated or
-    computed."""
+    """Memory and FLOPs of a training step for every installed method."""
 
-    def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
-        model, report = build_model(replace(config, method=method), config.data.vocab_size)
-        return model, report, partial(masked_loss, model, _meta_batch(config))
+    def build(method: Method) -> base.Step:
+        return meta_step(replace(config, method=method), config.data.vocab_size)
 
-    return estimates_by_method(build, config.train, LINEAR_METHODS)
+    return base.estimates_by_method(build, config.train, LINEAR_METHODS)
 
 
 def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     vocab_size = stored_rows(checkpoint, "bert.embeddings.word_embeddings")
-    special, config = Special(*identity.get(_SPECIAL, ())), narrow.as_begun(config, identity)
+    special, config = Special(*identity.get(_SPECIAL, ())), base.as_begun(config, identity)
     return transformers_architecture(
         BertForMaskedLM,
         lambda: build_model(config, vocab_size, special)[0],

@@ -7,7 +7,9 @@ Every batch is padded to a bucket, one of a few lengths, so that few shapes occu
 B batch, T tokens of a padded example, N examples."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -15,11 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from comera.errors import DataError
 from comera.recipes.data.cache import Progress
-from comera.recipes.data.documents import Part
+from comera.recipes.data.documents import Corpus, split
+from comera.recipes.data.tokenizer import FILE, report_skipped, train_on
 
 MANIFEST = "manifest.json"
 ENCODE_BYTES = 1_000_000  # text per call of the tokenizer
@@ -60,26 +64,54 @@ def _chunks(sized: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]
 
 def write_streams(
     folder: Path,
-    parts: Mapping[str, Part],
-    encode: Callable[[list[str]], Iterable[Array]],
-    progress: Progress,
-    what: str,
-) -> dict[str, dict[str, int]]:
-    """Write the tokens of each part to a file of its own; returns what the manifest says of them. encode: token ids of
-    each text, called for about ENCODE_BYTES at a time: bounds memory, and keeps all cores busy. what: the name by which
-    the manifest counts the documents."""
-    noted = {}
-    for name, part in parts.items():
-        tokens = 0
-        with open(folder / f"{name}.bin", "wb") as out:
-            sized = ((document.text, len(document.text.encode())) for document in part.read())
-            for chunk in _chunks(sized):
-                for ids in encode([text for text, _ in chunk]):
-                    ids.tofile(out)
-                    tokens += len(ids)
-                progress.add(sum(size for _, size in chunk))
-        noted[name] = {what: len(part), "bytes": part.bytes, "tokens": tokens}
-    return noted
+    corpora: tuple[Corpus, Corpus | None],
+    config: Any,
+    given: Tokenizer | None,
+    frame: Callable[[Tokenizer], tuple[Callable[[list[str]], Iterable[Array]], dict[str, Any]]],
+    *,
+    special_tokens: Sequence[str],
+    vocab_size: int,
+    subset: int | None,
+    names: tuple[str, str],
+    quiet: bool,
+) -> None:
+    """Read documents, tokenize them and write the tokens of each part to a file of its own, beside the tokenizer and a
+    manifest. corpora: the documents, and those that are held out, or a share of the others is. config: with `held_out`
+    and `tokenizer_bytes`. given: None to train a tokenizer of `special_tokens` and at most `vocab_size` tokens. frame:
+    gives for a tokenizer what makes the token ids of texts, about ENCODE_BYTES at a time, and its part of the manifest.
+    subset: bytes to read, at most. names: of what is read and of its documents, for messages and the manifest."""
+    skipped, long_words, (what, unit) = Counter[str](), list[str](), names
+    for corpus in filter(None, corpora):
+        skipped.update(corpus.skipped)
+    with Progress(quiet) as progress:
+        progress.start("reading", None)
+        parts, tokenizer = split(folder, *corpora, config.held_out, subset, skipped), given
+        if tokenizer is None:
+            progress.start("training the tokenizer", None)
+            tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, vocab_size, special_tokens)
+        (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
+        tokenizer.encode_special_tokens = True  # a "<mask>" in a text is ordinary text
+        encode, manifest = frame(tokenizer)
+        progress.start(f"tokenizing the {what}", sum(part.bytes for part in parts.values()))
+        for name, part in parts.items():
+            tokens = 0
+            with open(folder / f"{name}.bin", "wb") as out:
+                sized = ((document.text, len(document.text.encode())) for document in part.read())
+                for chunk in _chunks(sized):
+                    for ids in encode([text for text, _ in chunk]):
+                        ids.tofile(out)
+                        tokens += len(ids)
+                    progress.add(sum(size for _, size in chunk))
+            manifest[name] = {unit: len(part), "bytes": part.bytes, "tokens": tokens}
+    write_manifest(folder, manifest | {"skipped": dict(skipped), "long_words": len(long_words)})
+    if not quiet:
+        train, held_out = manifest["train"], manifest["held_out"]
+        lines = [
+            f"{train[unit]:,} {unit} ({train['tokens']:,} tokens) to train on, {held_out[unit]:,} "
+            f"({held_out['tokens']:,}) held out, {manifest['vocab_size']:,} different tokens",
+            *report_skipped(skipped, long_words),
+        ]
+        print(*(f"{what}: {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
 def open_stream(folder: Path, part: str, fewest: int, expected: str) -> Array:
@@ -155,7 +187,8 @@ class Examples:
         return -(-len(self) // size)
 
     def shuffled(self, index: int, size: int, seed: int) -> ExampleBatch:
-        """The `index`-th batch of an endless sequence of epochs; a pure function of its arguments."""
+        """The `index`-th batch of an endless sequence of epochs; a pure function of its arguments. Each epoch has all
+        examples in a new order; its last batch may be smaller."""
         epoch, place = divmod(index, self.batches_per_epoch(size))
         return self.batch(_epoch(self, size, seed, epoch)[place * size : (place + 1) * size])
 
@@ -178,32 +211,20 @@ def _epoch(examples: Examples, size: int, seed: int, epoch: int) -> Array:
     return np.concatenate([batches.reshape(-1), rest])
 
 
-class ExampleWriter:
-    """Collects tokenized examples and writes them in the form that `Examples` reads."""
+Example = tuple[Array, int, int]
+"""The token ids of an example, the length of its first segment, and its label."""
 
-    def __init__(self) -> None:
-        self._tokens: list[Array] = []
-        self._boundaries: list[int] = []
-        self._labels: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def add(self, ids: Sequence[int], boundary: int, label: int) -> None:
-        """Add an example: its token ids, the length of its first segment, and its label."""
-        self._tokens.append(np.array(ids, np.int32))
-        self._boundaries.append(boundary)
-        self._labels.append(label)
-
-    def write(self, folder: Path, part: str) -> dict[str, int]:
-        """Write PART.tokens.npy and so on, for at least one example; returns the numbers of examples and tokens."""
-        tokens = np.concatenate(self._tokens)
-        arrays = {
-            "tokens": tokens.astype(np.uint16) if tokens.max() < 2**16 else tokens,
-            "offsets": np.cumsum([0, *map(len, self._tokens)], dtype=np.int64),
-            "boundaries": np.array(self._boundaries, np.int32),
-            "labels": np.array(self._labels, np.int8 if max(self._labels) < 128 else np.int16),
-        }
-        for name in ARRAYS:
-            np.save(folder / f"{part}.{name}.npy", arrays[name])
-        return {"examples": len(self), "tokens": len(tokens)}
+def write_examples(folder: Path, part: str, examples: Sequence[Example]) -> dict[str, int]:
+    """Write PART.tokens.npy and so on, as `Examples` reads them; returns the numbers of examples and tokens."""
+    ids, boundaries, labels = zip(*examples, strict=True)
+    tokens = np.concatenate(ids)
+    arrays = {
+        "tokens": tokens.astype(np.uint16) if tokens.max() < 2**16 else tokens,
+        "offsets": np.cumsum([0, *map(len, ids)], dtype=np.int64),
+        "boundaries": np.array(boundaries, np.int32),
+        "labels": np.array(labels, np.int8 if max(labels) < 128 else np.int16),
+    }
+    for name in ARRAYS:
+        np.save(folder / f"{part}.{name}.npy", arrays[name])
+    return {"examples": len(examples), "tokens": len(tokens)}

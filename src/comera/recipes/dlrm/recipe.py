@@ -1,19 +1,20 @@
 """Click prediction: DLRM on Criteo's click log, with its large embedding tables compressed or not.
 
-Runs in stages, see `comera.recipes.stages`.
+Runs in stages, see `comera.recipes.base`.
 B batch."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines import TABLE_METHODS, Conversion, Method, check_method, smaller_tables_
+from comera.baselines import TABLE_METHODS, Conversion, Method, smaller_tables_
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.files import replace_file
@@ -21,19 +22,20 @@ from comera.memory.estimate import MemoryEstimate, check_memory
 from comera.memory.estimate import estimate as estimate_step
 from comera.optim.names import OPTIMIZERS
 from comera.rank.objective import EarlyStage
+from comera.recipes import base
+from comera.recipes.base import runs
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.model import DLRM, DLRMConfig
 from comera.recipes.dlrm.table_budget import ORDERS, fit_tables
-from comera.recipes.interface import Architecture
-from comera.recipes.stages import check_stages, fit_stages, is_main, log, refuse_existing, runs
-from comera.recipes.task import RecipeTask, runs_folder, write_test
+from comera.recipes.trained import Architecture
 from comera.trainer.config import TrainConfig
 from comera.trainer.metrics import Summary, to_json
 
+__all__ = ["DLRMTask", "DLRMTaskConfig", "architecture", "estimate", "preset", "run", "runs"]
+
 NAME = "dlrm"
 Preset = Literal["sample", "kaggle"]
-PRESETS: tuple[Preset, ...] = ("sample", "kaggle")
 METHODS: tuple[Method, ...] = ("dense", "comera", *TABLE_METHODS)
 _LARGE = 2**15  # elements of a layer worth a tensor train
 _EXAMPLE_ROWS = 1024  # of an example batch
@@ -101,7 +103,7 @@ _RATES: dict[Method, TrainConfig] = {
 
 
 @dataclass(frozen=True)
-class DLRMTaskConfig:
+class DLRMTaskConfig(base.StagedConfig):
     """Click prediction with DLRM, on Criteo's log or a table of one's own: will this user click on this ad?"""
 
     method: Method = "comera"
@@ -110,13 +112,8 @@ class DLRMTaskConfig:
     preset: Preset = "sample"
     """Where the defaults come from. sample: one table row per category of the data; kaggle: categories hashed into
     tables of the full Kaggle data's sizes, compressed 200 times."""
-    out: str | None = None
-    """Folder of the runs; default: runs/dlrm-METHOD."""
     late_targets: tuple[float, ...] = (0.5,)
-    """Target sizes, as fractions of the compressed size after the early stage; each gets its own late stage."""
     late_epochs: float = 0.5
-    """Passes over the training rows in each late stage (train.epochs sets those of the early stage). The size shrinks
-    during the first half of them, unless train.late.steps is set."""
     data: CriteoConfig = field(default_factory=CriteoConfig)
     """The click log, and how its categories map to rows of tables."""
     model: DLRMConfig = field(default_factory=DLRMConfig)
@@ -128,16 +125,8 @@ class DLRMTaskConfig:
     run. If late stages follow, the early stage holds its learning rates after the warm-up; they decay in the late
     stages."""
 
-    def __post_init__(self) -> None:
-        check_method(self.method, METHODS)  # the others compress linear layers, and nearly all of this model is tables
-        if self.preset not in PRESETS:
-            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        check_stages(self)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of all runs."""
-        return runs_folder(self.out, NAME, self.method)
+    # the other methods compress linear layers, and nearly all of this model is tables
+    recipe, methods, presets = NAME, METHODS, get_args(Preset)
 
 
 def preset(method: Method = "comera", preset: Preset = "sample") -> DLRMTaskConfig:
@@ -184,11 +173,10 @@ def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
 
 
-class DLRMTask(RecipeTask):
+class DLRMTask(base.RecipeTask):
     """Click prediction, as a task for `comera.trainer.loop.fit`. first: steps that earlier runs trained. part: of the
     data to evaluate on."""
 
-    name = NAME
     counted = "samples"
     part: Literal["validation", "test"] = "validation"
     config: DLRMTaskConfig
@@ -198,7 +186,7 @@ class DLRMTask(RecipeTask):
         model, report = build_model(config, data.table_sizes)
         settings = {"shuffle": data.shuffle, "first_step": first, "table_sizes": list(data.table_sizes)}
         identity = {f"data.{name}": value for name, value in settings.items()}
-        super().__init__(config, data, model, report, first, **identity)
+        super().__init__(config, data, model, report, first, identity=identity)
         self.steps_per_epoch = self.epoch_length()
         self.references = {"nce": {"click rate alone": 1.0}}  # by the definition of normalized entropy
 
@@ -232,9 +220,9 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
     finished run also writes test.json: the metrics of its last model on the test rows. resume: keep finished runs and
     continue an interrupted one. An interruption ends the current run and skips the rest. Raises ConfigError if a run
     exists already and `resume` is not set, or the budget is too small, and what `prepare` and `fit` raise."""
-    main = is_main(config.train)
+    main = base.is_main(config.train)
     if not resume:
-        refuse_existing(config)
+        base.refuse_existing(config)
     data = prepare(config.data, quiet=not main)
     steps = estimate(config, ("dense", config.method))  # before anything is written: the budget may be too small
     check_memory(steps[config.method], config.train.device, f"method={config.method}")
@@ -243,14 +231,14 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
         for folder in runs(config).values():  # for the report: estimated bytes by method and part
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / "memory.json", content)
-    return fit_stages(config, partial(DLRMTask, config, data), resume=resume, finish=_tested)
+    return base.fit_stages(config, partial(DLRMTask, config, data), resume=resume, finish=_tested)
 
 
 def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
     """Write test.json for a finished run, unless it exists; returns the summary."""
     if summary.finished and not (folder / "test.json").exists():
         task.part = "test"
-        write_test(task, folder)
+        base.write_test(task, folder)
     return summary
 
 
@@ -266,7 +254,7 @@ def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dic
             except ConfigError as error:  # narrow tables have a least size
                 if method == config.method:
                     raise
-                log(True, NAME, f"no estimate of {method}: {error}")
+                print(f"{NAME}: no estimate of {method}: {error}", file=sys.stderr)
                 continue
             ids = torch.empty(rows, len(sizes), dtype=torch.int64)
             batch = ClickBatch(torch.empty(rows, config.data.number_count), ids, torch.empty(rows))
@@ -282,9 +270,8 @@ def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dic
 def architecture(config: DLRMTaskConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     sizes = identity["data.table_sizes"]
-    dense = replace(
-        config, method="dense", train=replace(config.train, optimizer="adamw")
-    )  # load_pretrained cannot convert sparse tables
+    # load_pretrained cannot convert sparse tables
+    dense = replace(config, method="dense", train=replace(config.train, optimizer="adamw"))
     rng = torch.Generator().manual_seed(0)
     dense_BI = 5 * torch.rand(_EXAMPLE_ROWS, config.data.number_count, generator=rng)
     ids_BF = torch.stack([torch.randint(size, (_EXAMPLE_ROWS,), generator=rng) for size in sizes], 1)

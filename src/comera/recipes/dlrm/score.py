@@ -21,9 +21,16 @@ from comera.errors import CheckpointError, ConfigError, DataError
 from comera.files import replace_file
 from comera.recipes.data.cache import Progress, cache_folder
 from comera.recipes.dlrm.criteo.batches import RowEncoder
-from comera.recipes.dlrm.criteo.files import END_MISSING, START, find_files, read_blocks
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, CriteoRows, RowFormat
-from comera.recipes.dlrm.criteo.table import open_table
+from comera.recipes.dlrm.criteo.config import CATEGORIES, INTEGERS
+from comera.recipes.dlrm.criteo.rows import (
+    END_MISSING,
+    START,
+    CriteoRows,
+    RowFormat,
+    find_files,
+    open_table,
+    read_blocks,
+)
 from comera.recipes.trained import Trained
 from comera.trainer.step import autocast, set_precision_
 

@@ -8,9 +8,7 @@ predicted once. Batches are pure functions of their index, so a resumed run sees
 B batch, T block size, V vocabulary."""
 
 import json
-import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +21,9 @@ from torch import Tensor
 
 from comera.errors import ConfigError, check_fields
 from comera.files import typed_path
-from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
-from comera.recipes.data.documents import TEXT_SUFFIXES, Corpus, TextReader, open_corpus, split
-from comera.recipes.data.prepared import (
-    id_dtype,
-    open_stream,
-    permutation,
-    read_manifest,
-    train_rows,
-    write_manifest,
-    write_streams,
-)
-from comera.recipes.data.tokenizer import FILE, report_skipped, train_on
+from comera.recipes.data import prepared
+from comera.recipes.data.cache import cache_folder, open_or_make, settings_digest
+from comera.recipes.data.documents import TEXT_SUFFIXES, Corpus, TextReader, open_corpus
 from comera.recipes.lm.ngrams import ngram_losses
 from comera.recipes.lm.tokenizer import (
     BYTES,
@@ -127,14 +116,14 @@ class LMData:
 
     def __init__(self, folder: Path, config: LMDataConfig) -> None:
         self.config, self.folder = config, folder
-        self.manifest = read_manifest(folder)
+        self.manifest = prepared.read_manifest(folder)
         self.vocab_size: int = self.manifest["vocab_size"]
         self.separator: int = self.manifest["separator"]
         self.tokenizer = read_tokenizer(folder)
         self.bytes = ByteTable(self.tokenizer, self.separator)
         width = config.block_size
         self.train, self.held_out = (
-            open_stream(folder, part, width + 1, f"more than one block of {width} tokens")
+            prepared.open_stream(folder, part, width + 1, f"more than one block of {width} tokens")
             for part in ("train", "held_out")
         )
 
@@ -144,11 +133,11 @@ class LMData:
 
     def train_batch(self, index: int, size: int, seed: int) -> Batch:
         """The `index`-th batch of `size` blocks; each epoch permutes all blocks anew."""
-        return self._batch(self.train, train_rows(self.blocks(self.train), index, size, seed))
+        return self._batch(self.train, prepared.train_rows(self.blocks(self.train), index, size, seed))
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
         """All held-out blocks in batches of `size`, the last one smaller; their order depends on the data alone."""
-        order = permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
+        order = prepared.permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
         for first in range(0, len(order), size):
             yield self._batch(self.held_out, order[first : first + size])
 
@@ -166,7 +155,7 @@ class LMData:
         """What byte n-grams reach, in nats per byte, on exactly the bytes that `batches` held-out batches of `size`
         score (0: all of them), counted in up to NGRAM_BYTES of the training part, in evenly spaced blocks. Computed
         once and kept in the cache, in a folder of its own."""
-        order = permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
+        order = prepared.permutation(self.blocks(self.held_out), HELD_OUT_SEED, 0)
         scored = order[: size * batches] if batches else order
 
         def write(folder: Path) -> None:
@@ -210,23 +199,10 @@ def prepare(config: LMDataConfig, *, quiet: bool = False) -> LMData:
 def _write(
     folder: Path, corpus: Corpus, apart: Corpus | None, given: Tokenizer | None, config: LMDataConfig, quiet: bool
 ) -> None:
-    skipped: Counter[str] = Counter(corpus.skipped)
-    if apart:
-        skipped.update(apart.skipped)
-    long_words: list[str] = []
-    with Progress(quiet) as progress:
-        progress.start("reading", None)
-        parts, tokenizer = split(folder, corpus, apart, config.held_out, config.max_bytes, skipped), given
-        if tokenizer is None:
-            progress.start("training the tokenizer", None)
-            size = config.vocab_size or DEFAULT_VOCABULARY
-            tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, size, [END_OF_TEXT])
-        (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
-        tokenizer.encode_special_tokens = True  # a "<|endoftext|>" in a text is ordinary text
+    def frame(tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
         separator = separator_of(tokenizer)
         lengths = ByteTable(tokenizer, separator).lengths
-        dtype = id_dtype(len(lengths))
-        manifest: dict[str, Any] = {"format": FORMAT, "vocab_size": len(lengths), "separator": separator}
+        dtype = prepared.id_dtype(len(lengths))
 
         def encode(texts: list[str]) -> Iterator[np.ndarray[Any, Any]]:
             for text, encoding in zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
@@ -238,15 +214,9 @@ def _write(
                     )
                 yield ids
 
-        progress.start("tokenizing the text", sum(part.bytes for part in parts.values()))
-        manifest |= write_streams(folder, parts, encode, progress, "documents")
-    manifest |= {"dtype": dtype.name, "skipped": dict(skipped), "long_words": len(long_words)}
-    write_manifest(folder, manifest)
-    if not quiet:
-        train, held_out = manifest["train"], manifest["held_out"]
-        lines = [
-            f"{train['documents']:,} documents ({train['tokens']:,} tokens) to train on, {held_out['documents']:,} "
-            f"({held_out['tokens']:,}) held out, {len(lengths):,} different tokens",
-            *report_skipped(skipped, long_words),
-        ]
-        print(*(f"text: {line}" for line in lines), sep="\n", file=sys.stderr)
+        return encode, {"format": FORMAT, "vocab_size": len(lengths), "separator": separator, "dtype": dtype.name}
+
+    size = config.vocab_size or DEFAULT_VOCABULARY
+    how: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "vocab_size": size, "subset": config.max_bytes}
+    names = ("text", "documents")
+    prepared.write_streams(folder, (corpus, apart), config, given, frame, **how, names=names, quiet=quiet)

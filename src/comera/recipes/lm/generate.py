@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from comera.baselines import has_own_layers
-from comera.baselines.short_conv import ShortConv
+from comera.baselines.tokens import ShortConv
 from comera.errors import CheckpointError, ConfigError, check_fields
 from comera.pretrained import MANIFEST, WEIGHTS, load_pretrained, read_manifest
 from comera.recipes.data.tokenizer import FILE

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from comera.baselines.narrow import nearest_heads
 from comera.convert import BTT, TT, TTM, NGrams, TensorizeConfig, TensorizeReport, ngrams_, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.fusion.decoder_attention import CAUSAL
+from comera.recipes.base import Format, Formats, linear_format, table_format
 
 Family = Literal["llama", "gpt2"]
 CLASSES: dict[Family, type[PreTrainedModel]] = {"llama": LlamaForCausalLM, "gpt2": GPT2LMHeadModel}
@@ -116,20 +117,16 @@ class ModelConfig:
         )
 
 
-Format = Literal["tt", "btt", "dense"]
-_RANKS = {"tt": 30, "btt": 8}
-_HEAD_RANKS = {"tt": 64, "btt": 2}
+_RANKS = {"tt": 30, "btt": 8, "dense": 0}
+_HEAD_RANKS = {"tt": 64, "btt": 2, "dense": 0}
 
 
 @dataclass(frozen=True)
-class CompressConfig:
+class CompressConfig(Formats):
     """Formats of the compressed layers; only the method comera uses them."""
 
     format: Format = "btt"
-    """Format of linear layers. btt, a block tensor train, learns most for what it costs; tt, a tensor train, goes to
-    much smaller sizes; dense leaves them as they are, for models so narrow that the vocabulary is most of them."""
     order: int = 6
-    """Cores in the tensor train of a linear layer; tt only."""
     rank: int | tuple[int, ...] | None = None
     """Initial rank of linear layers: one value, clipped where the modes or blocks allow less, or for tt all order + 1,
     ones at both ends. Default: 30 for tt, 8 for btt."""
@@ -141,9 +138,7 @@ class CompressConfig:
     parameters of its own, or ttm, a TT-matrix, which is much smaller and learns less. A small table, such as one of
     bytes, is better left dense."""
     embedding_order: int = 4
-    """Cores in the TT-matrix of the token embedding; ttm only."""
     embedding_rank: int | tuple[int, ...] = 32
-    """Initial rank of the token embedding."""
     head: Literal["share", "untie", "dense"] | None = None
     """Output head: share the embedding's cores, untie it in the format of linear layers, or as a dense weight.
     Default: share, or untie where model.tie is off."""
@@ -160,14 +155,12 @@ class CompressConfig:
     """Heads of an n-gram table that is a tensor train, of ngram_rank features in all; None: one of products of columns
     (CP), which learns more."""
 
+    embeddings = ("ttm", "low_rank", "dense")
+
     def __post_init__(self) -> None:
-        formats = get_args(Format)
-        checks = {
-            "format": (self.format in formats, f"one of {', '.join(formats)}"),
-            "embedding": (self.embedding in ("ttm", "low_rank", "dense"), "ttm, low_rank or dense"),
-            "head": (self.head in (None, "share", "untie", "dense"), "share, untie or dense"),
-        }
-        check_fields(self, "compress.", checks)
+        super().__post_init__()
+        heads = (None, "share", "untie", "dense")
+        check_fields(self, "compress.", {"head": (self.head in heads, "share, untie or dense")})
         self._ngrams()
         for tie in (True, False):
             self.tensorize(ModelConfig(tie=tie))  # refuses what no layer can have
@@ -216,26 +209,13 @@ class CompressConfig:
             overrides["lm_head"] = own if head == "untie" else None
         return TensorizeConfig(
             linear=self._linear(self.rank, _RANKS, self.blocks),
-            embedding=self._table,
+            embedding=table_format(self.embedding, self.embedding_order, self.embedding_rank),
             overrides=overrides,
             tied="share" if head == "share" else "untie",
         )
 
-    @property
-    def _table(self) -> TTM | None:
-        if self.embedding == "low_rank":
-            return TTM.low_rank(self.embedding_rank)
-        return None if self.embedding == "dense" else TTM(order=self.embedding_order, rank=self.embedding_rank)
-
-    def _linear(
-        self, rank: int | tuple[int, ...] | None, defaults: Mapping[str, int], blocks: tuple[int, int] | None
-    ) -> TT | BTT | None:
-        if self.format == "dense":
-            return None
-        rank = defaults[self.format] if rank is None else rank
-        if self.format == "tt":
-            return TT(order=self.order, rank=rank)
-        return BTT(rank=rank, blocks=blocks)  # type: ignore[arg-type]  # which refuses several ranks
+    def _linear(self, rank: Any, defaults: Mapping[str, int], blocks: tuple[int, int] | None) -> TT | BTT | None:
+        return linear_format(self.format, self.order, defaults[self.format] if rank is None else rank, blocks)
 
 
 @torch.no_grad()

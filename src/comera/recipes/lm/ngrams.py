@@ -15,22 +15,15 @@ Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int_ | np.int32]]
 
 
-class _Order:
-    """Counts of the n-grams of one order."""
-
-    def __init__(self, order: int, train: Bytes) -> None:
-        self.order = order
-        codes, counts = np.unique(_codes(train, order), return_counts=True)
-        self.seen = np.bincount(codes >> 8, counts, 256 ** (order - 1))
-        self.kinds = np.bincount(codes >> 8, minlength=256 ** (order - 1))
-        self.codes, self.counts = np.append(codes, _NONE), np.append(counts, 0)
-
-    def probabilities(self, codes: Integers, lower: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Of n-grams, given those of the lower order."""
-        at = np.searchsorted(self.codes, codes)
-        counts = np.where(self.codes[at] == codes, self.counts[at], 0)
-        seen, kinds = self.seen[codes >> 8], self.kinds[codes >> 8]
-        return np.where(seen > 0, (counts + kinds * lower) / np.maximum(seen + kinds, 1), lower)
+def _probabilities(order: int, train: Bytes, codes: Integers, lower: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Of n-grams of one order, given those of the lower one."""
+    known, often = np.unique(_codes(train, order), return_counts=True)
+    seen = np.bincount(known >> 8, often, 256 ** (order - 1))[codes >> 8]
+    kinds = np.bincount(known >> 8, minlength=256 ** (order - 1))[codes >> 8]
+    known, often = np.append(known, _NONE), np.append(often, 0)
+    at = np.searchsorted(known, codes)
+    counts = np.where(known[at] == codes, often[at], 0)
+    return np.where(seen > 0, (counts + kinds * lower) / np.maximum(seen + kinds, 1), lower)
 
 
 def _codes(data: Bytes, order: int) -> Integers:
@@ -67,7 +60,7 @@ def ngram_losses(train: Bytes, blocks: Bytes, lengths: Integers, given: Integers
     losses, lower = {}, np.full(len(blocks), 1 / 256)
     for order, name in enumerate(NAMES, 1):
         codes = _codes(np.concatenate([np.zeros(order - 1, np.uint8), blocks]), order)
-        found = _Order(order, train).probabilities(codes, lower)
+        found = _probabilities(order, train, codes, lower)
         lower = np.where(places >= order - 1, found, lower)  # without so long a history: the lower order
         losses[name] = float(-np.log(lower[scored]).mean())
     return losses

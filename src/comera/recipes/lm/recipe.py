@@ -4,7 +4,7 @@ Next-token prediction on packed blocks, in the family of Llama or GPT-2. Held-ou
 byte, which does not depend on the vocabulary, beside those of byte n-grams.
 B batch, T block size, V vocabulary."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,23 +23,21 @@ from comera.baselines import (
     Conversion,
     Method,
     apply_method_,
-    check_method,
     rates_by_method,
 )
-from comera.errors import ConfigError, check_fields
-from comera.memory.estimate import MemoryEstimate, count_flops, shortage
-from comera.recipes import narrow
-from comera.recipes.architectures import check_length, example_ids, stored_rows, transformers_architecture
+from comera.errors import ConfigError
+from comera.memory.estimate import MemoryEstimate, shortage
+from comera.recipes import base
+from comera.recipes.base import runs
 from comera.recipes.data.tokenizer import stored_tokenizer
-from comera.recipes.interface import Architecture
 from comera.recipes.lm.data import Batch, LMData, LMDataConfig, prepare
 from comera.recipes.lm.model import CLASSES, CompressConfig, ModelConfig, dense_model
 from comera.recipes.lm.tokenizer import run_files
-from comera.recipes.stages import is_main, log, resolved
-from comera.recipes.task import RecipeTask, estimates_by_method, runs_folder
+from comera.recipes.trained import Architecture, check_length, example_ids, stored_rows, transformers_architecture
 from comera.trainer.config import TrainConfig
-from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
+
+__all__ = ["PRESETS", "LMConfig", "LMTask", "architecture", "estimate", "preset", "run", "runs"]
 
 NAME = "lm"
 Preset = Literal["small", "base", "llama-1b", "llama-7b"]
@@ -85,7 +83,7 @@ _LARGE: dict[Preset, ModelConfig] = {  # TinyLlama's and Llama's own
 
 
 @dataclass(frozen=True)
-class LMConfig:
+class LMConfig(base.RecipeConfig):
     """Pre-training of a causal language model on text or code."""
 
     method: Method = "comera"
@@ -96,8 +94,6 @@ class LMConfig:
     """Where the defaults come from. small: four blocks on short texts, about ten minutes on two CPU cores; base: six
     blocks on longer texts and more steps, hours; llama-1b, llama-7b: the shapes of Llamas of that many parameters, of
     which the compressed model alone ever exists."""
-    out: str | None = None
-    """Folder of the run; default: runs/lm-METHOD."""
     data: LMDataConfig = field(default_factory=LMDataConfig)
     """Text, tokenizer and blocks."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -109,9 +105,10 @@ class LMConfig:
     train: TrainConfig = field(default_factory=lambda: PRESETS["base"]["comera"])
     """Length, optimizer, rank adaptation and outputs."""
 
+    recipe, methods, presets = NAME, METHODS, tuple(PRESETS)
+
     def __post_init__(self) -> None:
-        check_method(self.method, METHODS)
-        check_fields(self, "", {"preset": (self.preset in PRESETS, f"one of {', '.join(PRESETS)}")})
+        super().__post_init__()
         check_length("data.block_size", self.data.block_size, self.context)
         if self.model.family == "gpt2" and self.method not in _WITHOUT_LINEAR:
             raise ConfigError(
@@ -120,11 +117,6 @@ class LMConfig:
             )
         if self.compress.head == "share" and not self.model.tie:
             raise ConfigError("compress.head share needs a tied head: set model.tie, or take another compress.head")
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return runs_folder(self.out, NAME, self.method)
 
     @property
     def context(self) -> int:
@@ -145,7 +137,7 @@ def preset(method: Method = "comera", preset: Preset = "small") -> LMConfig:
 
 def build_model(config: LMConfig, vocab_size: int, separator: int = 0) -> tuple[PreTrainedModel, Conversion]:
     """A stock model of transformers, seeded by train.seed and converted by the method, and the report of that."""
-    sizes = narrow.sizes(config, partial(step_flops, vocab_size=vocab_size))
+    sizes = base.sizes_of(config, meta_step, vocab_size)
     torch.manual_seed(config.train.seed)
     compresses = config.method == "comera" and config.compress.converts
     with torch.device("meta") if compresses else nullcontext():
@@ -164,16 +156,12 @@ def build_model(config: LMConfig, vocab_size: int, separator: int = 0) -> tuple[
     return model, report
 
 
-def step_flops(config: LMConfig, vocab_size: int) -> int:
-    """FLOPs of a training step, forward and backward, counted on the meta device."""
-    with torch.device("meta"):
-        model, _ = build_model(config, vocab_size)
-        return count_flops(model, partial(next_token_loss, model, _meta_batch(config)))
-
-
-def _meta_batch(config: LMConfig) -> Batch:
+def meta_step(config: LMConfig, vocab_size: int) -> base.Step:
+    """A method's model, the report of its conversion, and the loss of a step."""
+    model, report = build_model(config, vocab_size)
     rows, width = config.train.batch_size, config.data.block_size
-    return Batch(*(torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (rows, width), (rows,)]))
+    batch = Batch(*(torch.empty(shape, dtype=torch.int64) for shape in [(rows, width), (rows, width), (rows,)]))
+    return model, report, partial(next_token_loss, model, batch)
 
 
 def token_losses(model: Any, batch: Batch) -> Tensor:
@@ -188,10 +176,9 @@ def next_token_loss(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-class LMTask(RecipeTask):
+class LMTask(base.RecipeTask):
     """Next-token prediction, as a task for `comera.trainer.loop.fit`."""
 
-    name = NAME
     keep_logits = False
     config: LMConfig
     data: LMData
@@ -199,9 +186,9 @@ class LMTask(RecipeTask):
     def __init__(self, config: LMConfig, data: LMData) -> None:
         model, report = build_model(config, data.vocab_size, data.separator)
         identity = {"data.block_size": config.data.block_size, "data.separator": data.separator}
-        super().__init__(config, data, model, report, **identity, **config.baselines.identity(config.method))
-        dense = replace(config, method="dense")
-        narrow.note(self, model.config.hidden_size, lambda: build_model(dense, data.vocab_size, data.separator)[0])
+        dense = partial(build_model, replace(config, method="dense"), data.vocab_size, data.separator)
+        width = model.config.hidden_size
+        super().__init__(config, data, model, report, width=width, whole=lambda: dense()[0], identity=identity)
         self.files = run_files(data.tokenizer, data.separator, config.context)
         self.references = {METRIC: data.ngram_losses(config.train.batch_size, config.train.eval_batches)}
 
@@ -228,22 +215,13 @@ class LMTask(RecipeTask):
 
 def run(config: LMConfig, *, resume: bool = False) -> Summary:
     """Prepare the data, build the model and train it into `config.folder`; raises what `prepare` and `fit` raise."""
-    main = is_main(config.train)
-    data = prepare(config.data, quiet=not main)
+    data = prepare(config.data, quiet=not base.is_main(config.train))
     step = estimate(config, [config.method], data.vocab_size)[config.method]  # before the model takes any memory
     if lacking := shortage(step, config.train.device):
-        log(main, NAME, lacking)
+        base.log(config, lacking)
     task = LMTask(config, data)
     reached = ", ".join(f"{name} {loss:.4f}" for name, loss in task.references[METRIC].items())
-    log(main, NAME, f"held-out nats per byte from frequencies alone: {reached}")
-    for line in narrow.about(task):
-        log(main, NAME, line)
-    return fit(task, config.train, config.folder, resume=resume, resolved=resolved(config))
-
-
-def runs(config: LMConfig) -> dict[str, Path]:
-    """The folder of the only run, by its method."""
-    return {config.method: config.folder}
+    return base.fit_one(task, resume=resume, lines=[f"held-out nats per byte from frequencies alone: {reached}"])
 
 
 def estimate(
@@ -253,20 +231,19 @@ def estimate(
     computed. methods: these alone. The vocabulary is by default the one asked for; a small text can give fewer
     tokens."""
     vocab_size = vocab_size or config.data.expected_vocabulary()
-
-    def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
-        model, report = build_model(replace(config, method=method), vocab_size)
-        return model, report, partial(next_token_loss, model, _meta_batch(config))
-
     methods = methods or (METHODS if config.model.family == "llama" else _WITHOUT_LINEAR)
-    return estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
+
+    def build(method: Method) -> base.Step:
+        return meta_step(replace(config, method=method), vocab_size)
+
+    return base.estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
 
 
 def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     embedding = "transformer.wte" if config.model.family == "gpt2" else "model.embed_tokens"
     vocab_size, separator = stored_rows(checkpoint, embedding), int(identity["data.separator"])
-    config = narrow.as_begun(config, identity)
+    config = base.as_begun(config, identity)
     return transformers_architecture(
         CLASSES[config.model.family],
         lambda: build_model(config, vocab_size, separator)[0],

@@ -1,8 +1,7 @@
-"""Physics-informed networks: `recipe` trains, `model` is the network, `equation` what it solves, `derivatives` how its
-derivatives follow from values."""
+"""Physics-informed networks: `recipe` trains, `model` is the network, `equation` what it solves."""
 
 from comera.extras import require
 
 require("comera.recipes.pinn", "comera[train]", "accelerate", "rich", "yaml")
 
-__all__ = ["derivatives", "equation", "model", "recipe"]
+__all__ = ["equation", "model", "recipe"]

@@ -5,32 +5,176 @@ the relative L2 error against the known solution at held-out points. A forward p
 network: a point, or with exact derivatives one of its tangents (`model`).
 B points, I inputs, K nodes of the derivatives' estimate."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from comera.baselines import Conversion, Method
+from comera.baselines.narrow import Narrow
 from comera.convert import tensorize_
-from comera.memory.estimate import MemoryEstimate, count_flops
-from comera.optim.zeroth_order import ZerothOrder
-from comera.recipes import narrow
-from comera.recipes.interface import Architecture
-from comera.recipes.pinn.config import METHODS, NAME, PRESETS, PinnConfig, preset
-from comera.recipes.pinn.derivatives import drawn_nodes, sparse_grid, stein_derivatives
-from comera.recipes.pinn.equation import HJB, Derivatives
-from comera.recipes.pinn.model import PINN
-from comera.recipes.stages import is_main, log, resolved
-from comera.recipes.task import estimates_by_method, set_from_conversion
-from comera.trainer.loop import fit
+from comera.errors import ConfigError, check_fields
+from comera.memory.estimate import MemoryEstimate
+from comera.optim.zeroth_order import LAYOUTS, Layout, ZerothOrder, adaptive_queries
+from comera.rank.objective import EarlyStage
+from comera.recipes import base
+from comera.recipes.base import runs
+from comera.recipes.pinn.equation import HJB, Derivatives, drawn_nodes, sparse_grid, stein_derivatives
+from comera.recipes.pinn.model import PINN, CompressConfig, ModelConfig
+from comera.recipes.trained import Architecture
+from comera.trainer.config import TrainConfig
 from comera.trainer.metrics import Summary
-from comera.trainer.task import Task
 
 __all__ = ["PRESETS", "PinnConfig", "PinnTask", "architecture", "estimate", "preset", "run", "runs"]
+
+NAME = "pinn"
+Preset = Literal["backward", "forward"]
+Rule = Literal["sparse-grid", "monte-carlo"]
+METHODS: tuple[Method, ...] = ("comera", "dense", "narrow")
+
+
+@dataclass(frozen=True)
+class SteinConfig:
+    """Derivatives from values of the network (derivatives stein)."""
+
+    rule: Rule = "sparse-grid"
+    """Where the network is evaluated around each point. sparse-grid: 2n² + 2n + 1 places for n inputs, always the same
+    ones; monte-carlo: places drawn in each step."""
+    sigma: float = 0.1
+    """Standard deviation of the Gaussian that smooths the network."""
+    samples: int = 64
+    """Places of the rule monte-carlo, an even number."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "rule": (self.rule in get_args(Rule), f"one of {', '.join(get_args(Rule))}"),
+            "sigma": (0 < self.sigma < float("inf"), "a number > 0"),
+            "samples": (self.samples >= 2 and self.samples % 2 == 0, "an even number >= 2"),
+        }
+        check_fields(self, "stein.", checks)
+
+
+@dataclass(frozen=True)
+class ZerothOrderConfig:
+    """Gradients from values of the loss (gradients zeroth-order)."""
+
+    eps: float = 1e-3
+    """How far each parameter is moved."""
+    queries: float = 8
+    """Random directions of a step, each with two values of the loss; with growth > 0 the factor of their number."""
+    growth: float = 0.0
+    """Power with which queries grow with the epoch e, as in AdaZeta: min(queries x e^growth, max_queries)."""
+    max_queries: int = 32
+    """The most directions of a step."""
+    epoch: int = 100
+    """Steps that count as an epoch of this schedule."""
+    layout: Layout = "whole"
+    """whole: all parameters are moved together; tensors: one core or bias at a time, for as many queries each."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "eps": (0 < self.eps < float("inf"), "a number > 0"),
+            "queries": (1 <= self.queries < float("inf"), "a number >= 1"),
+            "growth": (0 <= self.growth < float("inf"), "a number >= 0"),
+            "max_queries": (self.max_queries >= 1, "at least 1"),
+            "epoch": (self.epoch >= 1, "at least 1 step"),
+            "layout": (self.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
+        }
+        check_fields(self, "zeroth_order.", checks)
+
+    def queries_at(self, step: int) -> int:
+        """Directions of a step, from 0."""
+        epoch = step // self.epoch + 1
+        return adaptive_queries(epoch, alpha=self.queries, beta=self.growth, maximum=self.max_queries)
+
+
+_BACKWARD = TrainConfig(
+    steps=1000,
+    batch_size=64,
+    lr=1e-2,
+    eval_batches=16,
+    early=EarlyStage(size_weight=0),
+)
+_FORWARD = replace(_BACKWARD, steps=400, batch_size=16)
+PRESETS: dict[Preset, TrainConfig] = {"backward": _BACKWARD, "forward": _FORWARD}
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Settings of the other methods."""
+
+    narrow: Narrow = field(default_factory=Narrow)
+    """A dense network of fewer channels."""
+
+
+@dataclass(frozen=True)
+class PinnConfig(base.RecipeConfig):
+    """A physics-informed network for the Hamilton-Jacobi-Bellman equation, whose solution is known."""
+
+    method: Method = "comera"
+    """comera: hidden layers as tensor trains, with adaptive ranks; dense: uncompressed; narrow: a dense network of
+    fewer channels that costs as much as the compressed one."""
+    preset: Preset = "backward"
+    """Where the defaults come from. backward: exact derivatives and back-propagation; forward: both from values alone,
+    for devices that can do nothing else."""
+    dimension: int = 20
+    """Dimensions of space in the equation; time is one more input."""
+    derivatives: Literal["exact", "stein"] = "exact"
+    """Those in the equation. exact: carried forward through the layers; stein: from values of the network around each
+    point."""
+    gradients: Literal["backward", "zeroth-order"] = "backward"
+    """Those of the loss. backward: back-propagation; zeroth-order: from values of the loss at moved parameters."""
+    stein: SteinConfig = field(default_factory=SteinConfig)
+    """Derivatives from values."""
+    zeroth_order: ZerothOrderConfig = field(default_factory=ZerothOrderConfig)
+    """Gradients from values."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Sizes of the network."""
+    compress: CompressConfig = field(default_factory=CompressConfig)
+    """Formats of the compressed layers."""
+    baselines: Baselines = field(default_factory=Baselines)
+    """Settings of the other methods."""
+    train: TrainConfig = field(default_factory=lambda: _BACKWARD)
+    """Length, optimizer, rank adaptation and outputs."""
+
+    recipe, methods, presets = NAME, METHODS, tuple(PRESETS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks = {
+            "dimension": (self.dimension >= 1, "at least 1"),
+            "derivatives": (self.derivatives in ("exact", "stein"), "one of exact, stein"),
+            "gradients": (self.gradients in ("backward", "zeroth-order"), "one of backward, zeroth-order"),
+        }
+        check_fields(self, "", checks)
+        if self.derivatives == "exact" and self.gradients == "backward":
+            return
+        if self.train.precision != "fp32":
+            raise ConfigError(
+                f"train.precision: differences of values need fp32, got {self.train.precision!r}: take fp32, or "
+                "derivatives exact with gradients backward"
+            )
+        if self.gradients == "zeroth-order" and self.train.mode != "eager":
+            raise ConfigError(
+                f"train.mode: estimates of gradients draw random numbers on the host, got {self.train.mode!r}: take "
+                "eager, or gradients backward"
+            )
+
+
+def preset(method: Method = "comera", preset: Preset = "backward") -> PinnConfig:
+    """The defaults for a method; all methods have the same ones."""
+    config = PinnConfig(method=method, preset=preset, train=PRESETS.get(preset, _BACKWARD))
+    if preset == "forward":
+        # drawn places: the grid's 925 values a point give about the same error for 14 times the passes
+        stein = SteinConfig(rule="monte-carlo")
+        model = ModelConfig(hidden=64)
+        return replace(config, derivatives="stein", stein=stein, gradients="zeroth-order", model=model)
+    return config
+
 
 METRIC = "relative_l2"
 _HELD_OUT_BATCHES, _HELD_OUT_POINTS = 16, 256
@@ -98,47 +242,48 @@ def rows_of_loss(config: PinnConfig, batch: Batch) -> int:
 
 def build_model(config: PinnConfig) -> tuple[PINN, Conversion]:
     """The method's network, seeded by train.seed, and the report of its conversion."""
-    sizes = narrow.sizes(config, _backward_flops)
+    sizes = base.sizes_of(replace(config, gradients="backward"), meta_step)
     torch.manual_seed(config.train.seed)
     model = PINN(sizes, HJB(config.dimension))
     return model, tensorize_(model, config.compress.tensorize()) if config.method == "comera" else None
 
 
-def _backward_flops(config: PinnConfig) -> int:
-    """FLOPs of the loss and its backward, counted on the meta device."""
-    own = replace(config, gradients="backward")
-    with torch.device("meta"):
-        model, _ = build_model(own)
-        return count_flops(model, _meta_loss(own, model))
-
-
-def _meta_loss(config: PinnConfig, model: nn.Module) -> Callable[[], Tensor]:
+def meta_step(config: PinnConfig) -> base.Step:
+    """A method's network, the report of its conversion, and the loss of a step."""
+    model, report = build_model(config)
     with torch.device("cpu"):
         batch = draw(config, 0, config.zeroth_order.queries_at(0))
     points, nodes, weights, *rest = batch
     batch = Batch(points.to("meta"), nodes.to("meta"), weights.to("meta"), *rest)
-    return lambda: step_loss(config, model, batch)
+    return model, report, lambda: step_loss(config, model, batch)
 
 
-class PinnTask(Task):
+class PinnTask(base.RecipeTask):
     """The equation as a task for `comera.trainer.loop.fit`. `tokens` counts forward passes."""
 
-    name = NAME
     counted = "forward passes"
+    config: PinnConfig
+    model: PINN
 
     def __init__(self, config: PinnConfig) -> None:
-        self.config, self.method = config, config.method
-        self.model, report = build_model(config)
-        set_from_conversion(self, report)
-        settings = asdict(config)
+        model, report = build_model(config)
+        identity = {name: getattr(config, name) for name in ("dimension", "derivatives", "gradients")}
+        dense = replace(config, method="dense")
         groups = ("model", "compress", "stein", "zeroth_order")
-        self.identity = {name: settings[name] for name in ("dimension", "derivatives", "gradients")}
-        self.identity |= {f"{group}.{name}": value for group in groups for name, value in settings[group].items()}
-        narrow.note(self, self.model.head.in_features, lambda: build_model(replace(config, method="dense"))[0])
+        super().__init__(
+            config,
+            None,
+            model,
+            report,
+            groups=groups,
+            width=model.head.in_features,
+            whole=lambda: build_model(dense)[0],
+            identity=identity,
+        )
         alone = HJB(config.dimension).points(_HELD_OUT_POINTS * _HELD_OUT_BATCHES, _generator(0, _HELD_OUT))
         self.held_out = alone.split(_HELD_OUT_POINTS)
-        known = torch.cat([self.model.equation.exact(points) for points in self.held_out])
-        missed = torch.cat([self.model.equation.solution(p, p.new_zeros(len(p))) for p in self.held_out]) - known
+        known = torch.cat([model.equation.exact(points) for points in self.held_out])
+        missed = torch.cat([model.equation.solution(p, p.new_zeros(len(p))) for p in self.held_out]) - known
         self.references = {METRIC: {"network 0": float(missed.norm() / known.norm())}}
 
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
@@ -183,33 +328,20 @@ class PinnTask(Task):
 
 def run(config: PinnConfig, *, resume: bool = False) -> Summary:
     """Build the network and train it into `config.folder`; raises what `fit` raises."""
-    main, task = is_main(config.train), PinnTask(config)
+    task = PinnTask(config)
     passes = task.tokens(task.train_batch(0, 0, 0, 1)) * config.train.accumulation
-    log(main, NAME, f"{HJB(config.dimension).inputs} inputs; the first step takes {passes:,} forward passes")
-    for line in narrow.about(task):
-        log(main, NAME, line)
-    return fit(task, config.train, config.folder, resume=resume, resolved=resolved(config))
-
-
-def runs(config: PinnConfig) -> dict[str, Path]:
-    """The folder of the only run, by its method."""
-    return {config.method: config.folder}
+    inputs = HJB(config.dimension).inputs
+    return base.fit_one(task, resume=resume, lines=[f"{inputs} inputs; the first step takes {passes:,} forward passes"])
 
 
 def estimate(config: PinnConfig) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step by method, on the meta device: nothing is allocated or computed."""
-
-    def build(method: Method) -> tuple[nn.Module, Conversion, Callable[[], Tensor]]:
-        own = replace(config, method=method)
-        model, report = build_model(own)
-        return model, report, _meta_loss(own, model)
-
-    return estimates_by_method(build, config.train, METHODS)
+    """Memory and FLOPs of a training step by method."""
+    return base.estimates_by_method(lambda method: meta_step(replace(config, method=method)), config.train, METHODS)
 
 
 def architecture(config: PinnConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run: points (B, I) -> u (B,)."""
-    config = narrow.as_begun(config, identity)
+    config = base.as_begun(config, identity)
     equation = HJB(config.dimension)
     return Architecture(
         build=lambda: build_model(config)[0],

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from comera.errors import DataError
 from comera.files import SUMS, damage
-from comera.recipes.dlrm.criteo.columns import DENSE, LABELS, features
-from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, Lookup
-from comera.recipes.dlrm.criteo.parse import INTEGERS, Array, Rows
+from comera.recipes.dlrm.criteo.columns import DENSE, IDS, LABELS, TABLE, VALUES, Lookup, features
+from comera.recipes.dlrm.criteo.config import INTEGERS
+from comera.recipes.dlrm.criteo.rows import Array, Rows
 
 PARTS = ("train", "validation", "test")
 MANIFEST = "manifest.json"

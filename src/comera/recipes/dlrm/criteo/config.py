@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from comera.errors import check_fields
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS
 
+INTEGERS, CATEGORIES = 13, 26
 SYNTHETIC = "synthetic"
 HELD_OUT = 7  # the last seventh of the rows is held out: the last day of the Kaggle data
 LEAST_ROWS = 2 * HELD_OUT  # at least one row for each part

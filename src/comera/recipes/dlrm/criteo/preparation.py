@@ -20,13 +20,23 @@ import numpy as np
 from comera.errors import ConfigError, DataError
 from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
 from comera.recipes.dlrm.criteo.batches import HASHED, MANIFEST, NUMBERED, PARTS, ClickData
-from comera.recipes.dlrm.criteo.columns import DENSE, LABELS, RAW, Columns, State, features, read_columns, too_many_bad
+from comera.recipes.dlrm.criteo.columns import (
+    DENSE,
+    IDS,
+    LABELS,
+    RAW,
+    TABLE,
+    VALUES,
+    Columns,
+    State,
+    features,
+    make_ids,
+    read_columns,
+    too_many_bad,
+)
 from comera.recipes.dlrm.criteo.config import HELD_OUT, LEAST_ROWS, SYNTHETIC, CriteoConfig
-from comera.recipes.dlrm.criteo.files import find_files, stamp
-from comera.recipes.dlrm.criteo.ids import IDS, TABLE, VALUES, make_ids
-from comera.recipes.dlrm.criteo.parse import CriteoRows, RowFormat
+from comera.recipes.dlrm.criteo.rows import CriteoRows, RowFormat, find_files, is_table, open_table, stamp
 from comera.recipes.dlrm.criteo.synthetic import ClickLog
-from comera.recipes.dlrm.criteo.table import is_table, open_table
 
 _FORMAT = 2  # of the cache folder; raise it when its contents, or how they are made, change
 

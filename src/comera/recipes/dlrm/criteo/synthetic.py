@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from comera.recipes.dlrm.criteo.ids import MISSING
-from comera.recipes.dlrm.criteo.parse import CATEGORIES, INTEGERS, Array, log_integers
+from comera.recipes.dlrm.criteo.config import CATEGORIES, INTEGERS
+from comera.recipes.dlrm.criteo.rows import MISSING, Array, log_integers
 
 CHUNK = 32_768  # rows drawn from one random generator
 # Categories of each feature, distributed like the real data: from a handful to many that occur once.

@@ -1,0 +1,415 @@
+"""What the recipes share: their configurations, tasks with a sequence of batches, the method narrow, estimates, and
+runs, a single one or several stages one after the other.
+
+    comera  out/early          early stage of `train.epochs`
+            out/late-0.8, ...  one late stage per target, each starting from the end of the early stage
+    dense   out                dense baseline: as long as the early stage and one late stage together
+    others  out                other baselines, as long as the dense one
+
+Batches depend on the seed and on their place in one sequence, in which each late stage continues after the early one:
+the dense baseline sees exactly the batches of the early stage and of a late one.
+If late stages follow, the early stage holds its learning rates after the warm-up, and they decay in each late stage:
+pruned ranks recover at full rates only, and rates that have decayed twice waste the steps in between (docs/log.md)."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from comera.baselines import (
+    COMMON_METHODS,
+    METHODS,
+    Applied,
+    BaselineConfig,
+    Conversion,
+    Method,
+    Narrow,
+    check_method,
+    installed,
+    widest,
+)
+from comera.convert import BTT, TT, TTM
+from comera.errors import ConfigError, check_fields
+from comera.files import replace_file, typed_path
+from comera.memory.estimate import MemoryEstimate, count_flops
+from comera.memory.estimate import estimate as estimate_step
+from comera.pretrained import load_pretrained
+from comera.trainer.checkpoint import find_checkpoint
+from comera.trainer.config import TrainConfig
+from comera.trainer.display import figure
+from comera.trainer.evaluation import evaluate
+from comera.trainer.lock import hold
+from comera.trainer.loop import fit
+from comera.trainer.metrics import Summary, to_json
+from comera.trainer.processes import open_accelerator
+from comera.trainer.state import adapt_
+from comera.trainer.step import set_precision_
+from comera.trainer.task import Batch, Task
+
+T = TypeVar("T", bound=Task)
+Step = tuple[nn.Module, Conversion, Callable[[], Tensor]]
+"""Of a method, to count and estimate on the meta device: its model, the report of the conversion, the step's loss."""
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """A recipe's configuration: the fields of its subclass are the command-line options, and the text under each one
+    its help. It has the field `train`, too. recipe, methods, presets: the recipe's name and what it offers."""
+
+    method: Method = "comera"
+    preset: str = ""
+    out: str | None = None
+    """Folder of the runs; default: runs/RECIPE-METHOD."""
+
+    recipe = ""
+    methods = METHODS
+    presets = tuple[str, ...]()
+
+    def __post_init__(self) -> None:
+        check_method(self.method, self.methods)
+        check_fields(self, "", {"preset": (self.preset in self.presets, f"one of {', '.join(self.presets)}")})
+
+    @property
+    def name(self) -> str:
+        """The name under which its runs are known."""
+        return self.recipe
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all runs."""
+        return typed_path(f"runs/{self.name}-{self.method}" if self.out is None else self.out, "out")
+
+
+@dataclass(frozen=True)
+class StagedConfig(RecipeConfig):
+    """Of a recipe that runs in stages. `train`: settings of the early stage."""
+
+    late_targets: tuple[float, ...] = ()
+    """Target sizes, as fractions of the size after the early stage; each gets its own late stage."""
+    late_epochs: float = 1.0
+    """Passes over the training data in each late stage (train.epochs sets those of the early stage). The size shrinks
+    during the first half of them, unless train.late.steps is set."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        targets = tuple(self.late_targets)  # YAML has only lists
+        object.__setattr__(self, "late_targets", targets)
+        for target in targets:
+            if isinstance(target, bool) or not 0 < target < 1:
+                raise ConfigError(f"late_targets must be fractions of the early size, > 0 and < 1, got {target!r}")
+        if len({f"{target:g}" for target in targets}) < len(targets):
+            raise ConfigError(f"late_targets must differ, since each names a folder, got {targets}")
+        check_fields(self, "", {"late_epochs": (0 < self.late_epochs < inf, "a number > 0")})
+        late = vars(self)["train"].late
+        if late.target_size is not None or late.starts:
+            raise ConfigError(
+                "train.late must have no target_size and no start here: set late_targets and train.epochs"
+            )
+
+
+def linear_format(format: str, order: int, rank: Any, blocks: tuple[int, int] | None) -> TT | BTT | None:
+    """The format of linear layers; None for dense ones. rank: one, or for tt several."""
+    return (
+        None if format == "dense" else TT(order=order, rank=rank) if format == "tt" else BTT(rank=rank, blocks=blocks)
+    )
+
+
+def table_format(embedding: str, order: int, rank: Any) -> TTM | None:
+    """The format of the token embedding; None for a dense one."""
+    if embedding == "low_rank":
+        return TTM.low_rank(rank)
+    return TTM(order=order, rank=rank) if embedding == "ttm" else None
+
+
+Format = Literal["tt", "btt", "dense"]
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Formats of the compressed layers; only the method comera uses them."""
+
+    format: Format | None = None
+    """Format of linear layers: tt, a tensor train, as published, which goes to the smallest sizes; btt, a block tensor
+    train, which learns most for what it costs; dense leaves them as they are, for models so narrow that the vocabulary
+    is most of them."""
+    order: int | None = None
+    """Cores in the tensor train of a linear layer; tt only."""
+    rank: int | tuple[int, ...] | None = None
+    """Initial rank of linear layers: one value, clipped where the modes or blocks allow less, or for tt all order + 1,
+    ones at both ends."""
+    blocks: tuple[int, int] | None = None
+    """Input and output blocks of linear layers; btt only. None: about the square roots of the features."""
+    embedding: Literal["ttm", "low_rank", "dense"] = "ttm"
+    """Format of the token embedding: ttm, a TT-matrix, as published, or low_rank, a product of two matrices in which
+    every token has `embedding_rank` parameters of its own; it learns more, and is larger."""
+    embedding_order: int | None = None
+    """Cores in the TT-matrix of the token embedding; ttm only."""
+    embedding_rank: int | tuple[int, ...] | None = None
+    """Initial rank of the token embedding."""
+
+    embeddings = tuple[str, ...](("ttm", "low_rank"))
+
+    def __post_init__(self) -> None:
+        for name, known in (("format", ("tt", "btt", "dense")), ("embedding", self.embeddings)):
+            words = f"{', '.join(known[:-1])} or {known[-1]}"
+            check_fields(self, "compress.", {name: (getattr(self, name) in (None, *known), words)})
+
+
+def is_main(train: TrainConfig) -> bool:
+    """Whether this process is the one that writes and logs."""
+    return bool(open_accelerator(train.device).is_main_process)
+
+
+def log(config: Any, *lines: str) -> None:
+    """Print lines about a recipe's progress to stderr, from the main process only."""
+    if is_main(config.train):
+        for line in lines:
+            print(f"{config.name}: {line}", file=sys.stderr)
+
+
+# --- the method narrow, and those that add to it: a dense model with so few channels that a step costs no more than a
+# compressed one's; the sizes in `config.model` have `narrowed(hidden)` -----------------------------------------------
+
+
+def _narrow(config: Any) -> Narrow | None:
+    """The settings of the method, if it is narrow or adds to it."""
+    own = getattr(config.baselines, config.method, None) if hasattr(config, "baselines") else None
+    return own if isinstance(own, Narrow) else None
+
+
+def _width_name(method: str) -> str:
+    """The width's name in a run's identity."""
+    return f"baselines.{method}.hidden"
+
+
+def step_flops(config: Any, meta_step: Callable[..., Step], *sizes: Any) -> int:
+    """FLOPs of a training step, forward and backward, counted on the meta device."""
+    with torch.device("meta"):
+        model, _, loss = meta_step(config, *sizes)
+        return count_flops(model, loss)
+
+
+def sizes_of(config: Any, meta_step: Callable[..., Step], *sizes: Any) -> Any:
+    """The sizes of the model that is trained: those of `config.model`, for narrow of fewer channels: as set by hand, or
+    as many as cost no more than the compressed model on the same batch. sizes: further arguments of `meta_step`."""
+    own = _narrow(config)
+    if own is None:
+        return config.model
+
+    def dense(width: int) -> float:
+        return step_flops(replace(config, method="dense", model=config.model.narrowed(width)), meta_step, *sizes)
+
+    hidden = own.hidden or widest(step_flops(replace(config, method="comera"), meta_step, *sizes), dense)
+    return config.model.narrowed(hidden)
+
+
+def as_begun(config: Any, identity: Mapping[str, Any]) -> Any:
+    """`config`, for narrow with the width that was chosen when the run started."""
+    own = _narrow(config)
+    if own is None:
+        return config
+    as_it_was = replace(own, hidden=identity[_width_name(config.method)])
+    return replace(config, baselines=replace(config.baselines, **{config.method: as_it_was}))
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def set_from_conversion(task: Any, report: Conversion) -> None:
+    """Set the members of a task that its method decides: rows of the layer table, parameters of the dense model, and
+    for a baseline its optimizer and what it does after a step. report: of the conversion."""
+    task.report_rows = [row.to_dict() for row in report.rows] if report else []
+    task.dense_total = report.dense_total if report else None
+    if isinstance(report, Applied):
+        task.optimizer, task.after_step = report.optimizer, report.after_step
+
+
+class RecipeTask(Task):
+    """A task for `comera.trainer.loop.fit`, from a recipe's configuration, its prepared data, if it has any, and its
+    model. report: of the model's conversion. first: steps that earlier runs trained. groups: parts of the configuration
+    that decide what is learned. width, whole: of the method narrow, its width, under which alone a run resumes, and
+    what makes the dense model that it is narrower than. identity: further entries of the run's, by dotted name."""
+
+    def __init__(
+        self,
+        config: Any,
+        data: Any,
+        model: nn.Module,
+        report: Conversion,
+        first: int = 0,
+        *,
+        groups: Sequence[str] = ("model", "compress"),
+        width: int | None = None,
+        whole: Callable[[], nn.Module] | None = None,
+        identity: Mapping[str, Any],
+    ) -> None:
+        self.config, self.data, self.first = config, data, first
+        self.name, self.method, self.model = config.name, config.method, model
+        set_from_conversion(self, report)
+        self.identity = {"data.prepared": data.folder.name} if data else {}
+        self.identity |= identity
+        if isinstance(getattr(config, "baselines", None), BaselineConfig):
+            self.identity |= config.baselines.identity(config.method)
+        for group in groups:
+            self.identity |= {f"{group}.{name}": value for name, value in asdict(getattr(config, group)).items()}
+        if _narrow(config) and whole:
+            with torch.device("meta"):
+                self.dense_total = sum(p.numel() for p in whole().parameters())
+            self.identity[_width_name(config.method)] = width
+
+    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
+        """The next batch of a single sequence that all micro-batches, processes and successive runs share."""
+        train = self.config.train
+        index = ((self.first + step) * train.accumulation + micro) * world + rank
+        return self.data.train_batch(index, train.batch_size, train.seed)
+
+    def epoch_length(self) -> int:
+        """Steps per epoch over all processes."""
+        train = self.config.train
+        batches = train.accumulation * open_accelerator(train.device).num_processes
+        return int(self.data.steps_per_epoch(train.batch_size, batches))
+
+    def about(self) -> list[str]:
+        """What became of the model, in lines to print."""
+        if _narrow(self.config) is None:
+            return []
+        width = self.identity[_width_name(self.config.method)]
+        return [f"{self.method}: dense and {width} wide instead of {self.config.model.hidden}"]
+
+
+def evaluate_last(task: RecipeTask, folder: Path) -> dict[str, float]:
+    """The means of a finished run's last model over `task.eval_batches`; the task's model becomes that one."""
+    accelerator = open_accelerator(task.config.train.device)
+    model = task.model.to(accelerator.device)
+    set_precision_(model, task.config.train.precision)
+    load_pretrained(model, find_checkpoint(folder))  # if an earlier call finished the run, `task` is untrained
+    return evaluate(task, model, accelerator, precision=task.config.train.precision)
+
+
+def write_test(task: RecipeTask, folder: Path) -> None:
+    """Evaluate a finished run's last model on the test data, which `task.eval_batches` has, and write test.json."""
+    accelerator, means = open_accelerator(task.config.train.device), evaluate_last(task, folder)
+    if accelerator.is_main_process:
+        replace_file(folder / "test.json", to_json(means, indent=1) + "\n")
+    log(task.config, "test: " + ", ".join(f"{name} {figure(mean)}" for name, mean in means.items()))
+    accelerator.wait_for_everyone()
+
+
+def estimates_by_method(
+    build: Callable[[Method], Step],
+    train: TrainConfig,
+    methods: Sequence[Method] = COMMON_METHODS,
+    *,
+    keep_logits: bool = True,
+) -> dict[str, MemoryEstimate]:
+    """Memory and FLOPs of a training step for every installed method. build: is called on the meta device: nothing is
+    allocated or computed. train: how the model is fused. methods: those of the recipe. keep_logits: as the task has
+    it."""
+    estimates: dict[str, MemoryEstimate] = {}
+    for method in filter(installed, methods):
+        with torch.device("meta"):
+            model, report, loss = build(method)
+            plain = replace(train, recompute=False, precision="fp32")  # without what only compressed models can
+            own = train if method == "comera" else plain
+            adapt_(model.train(), own, keep_logits=keep_logits)
+            estimate = (
+                report.estimate(model, loss)
+                if isinstance(report, Applied)
+                else estimate_step(model, loss, device=train.device)
+            )
+        estimates[method] = estimate
+    return estimates
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def runs(config: Any) -> dict[str, Path]:
+    """Run folders by name, in order: "early", "late 0.8", ...; for other methods than comera, and recipes without
+    stages, the only run, by its method."""
+    if config.method != "comera" or not isinstance(config, StagedConfig):
+        return {config.method: config.folder}
+    late = {f"late {target:g}": config.folder / f"late-{target:g}" for target in config.late_targets}
+    return {"early": config.folder / "early", **late}
+
+
+def refuse_existing(config: StagedConfig) -> None:
+    """Raise ConfigError if one of the runs exists already; for runs that are not resumed."""
+    existing = [str(folder) for folder in runs(config).values() if (folder / "metrics.jsonl").exists()]
+    if existing:
+        raise ConfigError(
+            f"expected a folder without a run, got {config.folder} with {', '.join(existing)}: "
+            "resume those runs, give another folder, or move this one away"
+        )
+
+
+def _resolved(config: Any) -> dict[str, Any]:
+    """All fields of a recipe's configuration, with the actual folder of its runs."""
+    return asdict(replace(config, out=str(config.folder)))
+
+
+def fit_one(task: RecipeTask, *, resume: bool, lines: Iterable[str] = ()) -> Summary:
+    """Train the only run of a recipe into its folder; raises what `fit` raises. lines: to print before."""
+    config = task.config
+    log(config, *lines, *task.about())
+    return fit(task, config.train, config.folder, resume=resume, resolved=_resolved(config))
+
+
+def fit_stages(
+    config: Any,
+    make_task: Callable[[int], T],
+    *,
+    resume: bool,
+    finish: Callable[[Summary, T, Path], Summary] = lambda summary, task, folder: summary,
+) -> Summary:
+    """Train the runs of `config`; returns the summary of the last run that was started. make_task: makes the task of a
+    run, from the number of steps that other runs trained before it. resume: keep finished runs and continue an
+    interrupted one. finish: called after each run. An interruption ends the current run and skips the rest. Raises what
+    `fit` raises."""
+    folders, settings = runs(config), _resolved(config)
+    task = make_task(0)  # before anything is written: it may fail
+
+    def run(task: T, train: TrainConfig, folder: Path, **others: Any) -> Summary:
+        return finish(fit(task, train, folder, resume=resume, resolved=settings, **others), task, folder)
+
+    if config.method != "comera":
+        return run(task, _dense(config, task.steps_per_epoch), config.folder)
+    with hold(config.folder, open_accelerator(config.train.device)):
+        if is_main(config.train):  # each run has this file too; `--resume` reads the one of the whole
+            config.folder.mkdir(parents=True, exist_ok=True)
+            replace_file(config.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        log(config, f"early stage, in {folders['early']}")
+        train = replace(config.train, schedule="constant") if config.late_targets else config.train
+        summary = run(task, train, folders["early"])
+        first = summary.steps
+        for target in config.late_targets:
+            if not summary.finished:
+                break
+            folder = folders[f"late {target:g}"]
+            log(config, f"late stage to {target:g} of the size, in {folder}")
+            task = make_task(first)
+            summary = run(task, _late(config, target, task.steps_per_epoch), folder, start_from=folders["early"])
+        return summary
+
+
+def _late(config: Any, target: float, epoch: int | None) -> TrainConfig:
+    """Settings of a late stage; epoch: steps per epoch."""
+    train: TrainConfig = replace(config.train, epochs=config.late_epochs)
+    half = (train.bound(epoch) or 0) // 2  # the size shrinks during the first half
+    steps = half if train.late.steps is None else train.late.steps
+    return replace(train, late=replace(train.late, target_size=target, steps=steps))
+
+
+def _dense(config: Any, epoch: int | None) -> TrainConfig:
+    """Settings of a baseline: in steps, so that it sees exactly what the early stage and a late one see together."""
+    train: TrainConfig = config.train
+    early, late = train.bound(epoch), replace(train, epochs=config.late_epochs).bound(epoch)
+    if early is None or late is None or not config.late_targets:
+        return train
+    return replace(train, steps=early + late, epochs=None)
