@@ -1,4 +1,5 @@
-"""The command line: comera train | compare | inspect | estimate | export | convert | generate | score | completion.
+"""The command line: comera train | compare | inspect | estimate | export | convert | generate | score | predict |
+completion.
 
 A command imports torch and the rooms only once its arguments are parsed, so help and typing errors answer at once.
 `options` makes the options of a recipe.
@@ -325,6 +326,28 @@ def _score(argv: list[str]) -> int:
     return 0
 
 
+def _predict(argv: list[str]) -> int:
+    """Predict the labels of rows with a trained classify run."""
+    options = parsers.predict(first_line(_predict)).parse_args(argv)
+
+    with quick_imports():
+        from comera.recipes.classify.predict import predict, predict_file
+        from comera.recipes.trained import open_trained
+
+    trained = open_trained(typed_path(options.path, "RUN"), saved_config, "best")
+    file = typed_path(options.file, "FILE")
+    out = None if options.out is None else typed_path(options.out, "--out")
+    own = {name: getattr(options, name) for name in ("text", "pair", "label", "batch_size")}
+    own["to"] = options.to or ("csv" if out is not None and out.suffix == ".csv" else "jsonl")
+    with interruptible():
+        if out is None:
+            done = predict(trained, file, lambda lines: print(lines, end="", flush=True), **own)
+        else:
+            done = predict_file(trained, file, out, overwrite=options.overwrite, **own)
+    print(f"comera: {done}", file=sys.stderr)
+    return 0
+
+
 def _completion(argv: list[str]) -> int:
     """Print a script that completes commands and options in bash or zsh."""
     shell = parsers.completion(first_line(_completion)).parse_args(argv).shell
@@ -341,6 +364,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "convert": _convert,
     "generate": _generate,
     "score": _score,
+    "predict": _predict,
     "completion": _completion,
 }
 
