@@ -1,5 +1,5 @@
-"""The command line: comera train | compare | inspect | estimate | export | convert | generate | score | calibrate |
-completion.
+"""The command line: comera train | compare | inspect | estimate | export | convert | generate | score | predict |
+calibrate | completion.
 
 A command imports torch and the rooms only once its arguments are parsed, so help and typing errors answer at once.
 `options` makes the options of a recipe.
@@ -326,6 +326,28 @@ def _score(argv: list[str]) -> int:
     return 0
 
 
+def _predict(argv: list[str]) -> int:
+    """Predict the labels of rows with a trained classify run."""
+    options = parsers.predict(first_line(_predict)).parse_args(argv)
+
+    with quick_imports():
+        from comera.recipes.classify.predict import predict, predict_file
+        from comera.recipes.trained import open_trained
+
+    trained = open_trained(typed_path(options.path, "RUN"), saved_config, "best")
+    file = typed_path(options.file, "FILE")
+    out = None if options.out is None else typed_path(options.out, "--out")
+    own = {name: getattr(options, name) for name in ("text", "pair", "label", "batch_size")}
+    own["to"] = options.to or ("csv" if out is not None and out.suffix == ".csv" else "jsonl")
+    with interruptible():
+        if out is None:
+            done = predict(trained, file, lambda lines: print(lines, end="", flush=True), **own)
+        else:
+            done = predict_file(trained, file, out, overwrite=options.overwrite, **own)
+    print(f"comera: {done}", file=sys.stderr)
+    return 0
+
+
 def _calibrate(argv: list[str]) -> int:
     """Measure which Triton kernels are faster than torch's products on this GPU, and use them from now on."""
     parsers.calibrate(first_line(_calibrate)).parse_args(argv)
@@ -352,6 +374,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "convert": _convert,
     "generate": _generate,
     "score": _score,
+    "predict": _predict,
     "calibrate": _calibrate,
     "completion": _completion,
 }

@@ -100,6 +100,25 @@ def score(about: str) -> argparse.ArgumentParser:
     return parser
 
 
+def predict(about: str) -> argparse.ArgumentParser:
+    """`comera predict`."""
+    parser = argparse.ArgumentParser(
+        "comera predict",
+        description=about,
+        epilog="Each row that can be read gets a line: the line of the file that it ends in, its label, and the "
+        "probability of each label. Labels in FILE are not needed; where they are, the accuracy is printed.",
+    )
+    parser.add_argument("path", metavar="RUN|CHECKPOINT", help="folder of a run (best checkpoint) or checkpoint")
+    parser.add_argument("file", metavar="FILE", help="rows: .jsonl, .csv or .tsv, plain or .gz, or .parquet")
+    parser.add_argument("--out", metavar="OUT", help="file to write (default: standard output)")
+    parser.add_argument("--to", choices=("jsonl", "csv"), help="form (default: csv for an OUT that ends in .csv)")
+    for name, what in (("text", "the text"), ("pair", "the second text of pairs"), ("label", "the label")):
+        parser.add_argument(f"--{name}", metavar="COLUMN", help=f"column of {what} (default: as in training)")
+    parser.add_argument("--batch_size", type=int, default=64, metavar="N", help="rows per batch (default: 64)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
+    return parser
+
+
 def calibrate(about: str) -> argparse.ArgumentParser:
     """`comera calibrate`."""
     return argparse.ArgumentParser("comera calibrate", description=about)
@@ -125,6 +144,7 @@ WITHOUT_RECIPE: dict[str, Callable[[str], argparse.ArgumentParser]] = {
     "convert": convert,
     "generate": generate,
     "score": score,
+    "predict": predict,
     "calibrate": calibrate,
     "completion": completion,
 }

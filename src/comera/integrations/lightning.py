@@ -92,7 +92,6 @@ class RankCallback(_Callback):
         self.controller: RankController | None = None
         self._state: dict[str, Any] | None = None  # of the checkpoint, until the controller exists
         self._step = 0  # the last one that was seen to end
-        self._warned = False  # of rates
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stand behind callbacks that write an average into the model at the end: the target is met after that."""
@@ -121,7 +120,7 @@ class RankCallback(_Callback):
         for optimizer in training or trainer.optimizers:  # if there is none, the controller says what is missing
             self.controller.attach(optimizer)
         self._step = trainer.global_step
-        self._warned = warn_of_rates(pl_module, training)
+        warn_of_rates(pl_module, training)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Observe the loss as `training_step` returned it, without the factors of accumulation and of a GradScaler."""
@@ -139,7 +138,6 @@ class RankCallback(_Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Count the epoch."""
         self._running.epoch_ended()
-        self._warned = self._warned or warn_of_rates(pl_module, trainer.optimizers)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Pass on the held-out loss, if the module logs it."""

@@ -17,23 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from comera.distributed import rewrap_
 from comera.errors import ConfigError
-from comera.integrations._rates import warn_of_rates
+from comera.integrations._rates import Rate, StepRates, measured_rates, warn_of_rates
 from comera.integrations.transformers_formats import note_formats_
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.controller import RankController
 from comera.rank.copies import Copies
 from comera.rank.objective import EarlyStage, LateStage
-from comera.rank.optimizer_state import reset_state_
+from comera.rank.optimizer_state import reset_state_, unwrap
 from comera.tt.spec import Spec
 
 __all__ = ["RankCallback"]
 
 _EARLY, _LATE = EarlyStage(), LateStage()
+_WITHOUT_STATE_IN_GROUPS = ("torch.optim.", "transformers.optimization")  # those of others may count steps there
 _LOG = logging.getLogger(__name__)
 
 
@@ -42,8 +44,12 @@ class RankCallback(TrainerCallback, ExportableState):
 
     It attaches a `RankController` to the optimizer, gives it the loss of every step, the ends of epochs and the
     held-out losses, prunes at intervals, lets DistributedDataParallel follow, and meets the target at the last step,
-    before the Trainer's last evaluation and checkpoint. Compress the model before the Trainer gets it, and give the
-    Trainer an optimizer of `comera.param_groups`: its own one would decay gates like weights.
+    before the Trainer's last evaluation and checkpoint. Compress the model before the Trainer gets it.
+
+    An optimizer that the Trainer makes itself, one of torch or Adafactor, has one rate for all parameters. Its steps
+    then take those of `comera.param_groups(model, lr=args.learning_rate, weight_decay=args.weight_decay)` for cores and
+    gates, scaled as its schedule says; `param_groups` of the Trainer's optimizer show the dense rate alone. There is a
+    warning for other optimizers without such rates, among them those that you give the Trainer.
 
     Losses are those that the model returns. A Trainer that computes them itself (`compute_loss_func`,
     `label_smoothing_factor`) hands them on with `record`.
@@ -60,15 +66,14 @@ class RankCallback(TrainerCallback, ExportableState):
         ConfigError: `prune_every` below 0.
 
     Example:
-        >>> import comera, torch
+        >>> import comera
         >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
         >>> from comera.integrations.transformers import RankCallback
         >>> model = BertForSequenceClassification(BertConfig(hidden_size=96, num_hidden_layers=1))
         >>> _ = comera.tensorize_(model, ratio=5)
-        >>> optimizer = torch.optim.AdamW(comera.param_groups(model, lr=1e-3))
         >>> ranks = RankCallback(late=comera.LateStage(target_size=0.5, start_step=1000), prune_every=100)
-        >>> arguments = TrainingArguments("out", report_to="none")
-        >>> trainer = Trainer(model, arguments, optimizers=(optimizer, None), callbacks=[ranks])
+        >>> arguments = TrainingArguments("out", learning_rate=1e-3, report_to="none")
+        >>> trainer = Trainer(model, arguments, callbacks=[ranks])
         >>> # trainer.train(), and after a kill trainer.train(resume_from_checkpoint=True)
 
     Source: docs/method.md §3.
@@ -96,6 +101,9 @@ class RankCallback(TrainerCallback, ExportableState):
         self._of_all = False  # whether each is its share of the step's loss, or else a mean of its own
         self._specs: dict[TensorTrain, Spec] = {}  # as optimizer and DistributedDataParallel know them
         self._wrapper: DistributedDataParallel | None = None
+        self.rates: dict[str, Rate] | None = None  # of cores and gates, in the steps of the Trainer's own optimizer
+        self._given = False  # whether the Trainer was given an optimizer
+        self._step_rates: StepRates | None = None
         self._done = False
 
     def state(self) -> dict[str, Any]:
@@ -104,12 +112,16 @@ class RankCallback(TrainerCallback, ExportableState):
         saved = self.saved if self.controller is None else self.controller.state_dict()
         return {
             "args": {**settings, "multiple": self.multiple, "prune_every": self.prune_every},
-            "attributes": {"saved": saved, "averaged": self.averaged},
+            "attributes": {"saved": saved, "averaged": self.averaged, "rates": self.rates},
         }
 
     def record(self, loss: Tensor) -> None:
         """Observe the loss of a micro-batch, its mean over the batch, where the model does not return one."""
         self._losses.append(loss.detach())
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See whether the Trainer was given an optimizer."""
+        self._given = kwargs.get("optimizer") is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the optimizer, with the state of the checkpoint that the run goes on from."""
@@ -121,7 +133,8 @@ class RankCallback(TrainerCallback, ExportableState):
                 "without them. Leave that option off, as the callback finds its state in the checkpoint without it"
             )
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        saved = (entry[0] if isinstance(entry, list) else entry)["attributes"]["saved"]
+        attributes = (entry[0] if isinstance(entry, list) else entry)["attributes"]
+        saved = attributes["saved"]
         if saved is None and state.global_step:
             warnings.warn(
                 f"the checkpoint of step {state.global_step} holds no state of a RankCallback: its stages begin now",
@@ -132,8 +145,8 @@ class RankCallback(TrainerCallback, ExportableState):
         self.controller = RankController(model, self.early, self.late, **options)
         if saved is not None:
             self.controller.load_state_dict(saved)
+        self._set_rates(model, unwrap(optimizer), args, state, attributes.get("rates"))
         self.controller.attach(optimizer)
-        warn_of_rates(model, [optimizer])
         self._forward = model.register_forward_hook(self._see, with_kwargs=True)
         self._specs, self._done = _specs(model), False
 
@@ -194,6 +207,26 @@ class RankCallback(TrainerCallback, ExportableState):
         self._follow(model)
         self._release()
 
+    def _set_rates(self, model: nn.Module, optimizer: Optimizer, args: Any, state: Any, saved: Any) -> None:
+        """Give an optimizer that the Trainer made the rates of tensor trains, those `saved` where a run goes on; warn
+        of another one without them. A run that began without them goes on so."""
+        groups, self.rates = optimizer.param_groups, None
+        made = not self._given and type(optimizer).__module__.startswith(_WITHOUT_STATE_IN_GROUPS)
+        if made and not any("name" in group for group in groups):
+            if saved is not None:
+                self.rates = {name: (rate, decay) for name, (rate, decay) in saved.items()}
+            elif not state.global_step and all(
+                group.get("initial_lr", group["lr"]) == args.learning_rate
+                and group.get("weight_decay") in (args.weight_decay, 0.0)
+                for group in groups
+            ):
+                self.rates = measured_rates(model)
+        if self.rates is None:
+            warn_of_rates(model, [optimizer])
+        else:
+            parameters = dict(model.named_parameters())
+            self._step_rates = StepRates(optimizer, {parameters[name]: each for name, each in self.rates.items()})
+
     @property
     def _running(self) -> RankController:
         assert self.controller is not None
@@ -216,7 +249,9 @@ class RankCallback(TrainerCallback, ExportableState):
             self.controller.detach()
         if self._forward is not None:
             self._forward.remove()
-        self._forward = self._wrapper = None
+        if self._step_rates is not None:
+            self._step_rates.remove()
+        self._forward = self._wrapper = self._step_rates = None
 
     def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """After a forward of the model in training: keep its loss."""

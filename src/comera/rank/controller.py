@@ -41,7 +41,7 @@ from comera.rank.copies import Copies, trains_of_copies, warn_of_strays
 from comera.rank.importance import update_importance_, zero_gates_
 from comera.rank.loss_mean import LossMean
 from comera.rank.objective import EarlyStage, LateStage, late_budget, loss_behind
-from comera.rank.optimizer_state import unwrap
+from comera.rank.optimizer_state import rates_overwritten, unwrap
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
@@ -55,6 +55,7 @@ _AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
 # Most steps between two rounds of zeroing gates, about as far as the importances look back; a stage has at least as
 # many rounds, the last at its end.
 _ZERO_EVERY = 20
+_CHECKED_STEPS = 3  # at the beginning, whose rates are looked at; and one after each epoch
 
 
 class RankController:
@@ -129,6 +130,7 @@ class RankController:
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: list[Optimizer] = []  # as attached: they may wrap those that take the steps, and have state
         self._given = GivenRules()
+        self._to_check, self._warned = _CHECKED_STEPS, False  # rates
         self._state, self._losses = RankState(), LossMean()
 
     def attach(self, optimizer: Optimizer) -> RankController:
@@ -235,6 +237,7 @@ class RankController:
     def epoch_ended(self) -> None:
         """Count an epoch, for `LateStage.start_epoch`."""
         self._state.epochs += 1
+        self._to_check = max(self._to_check, 1)  # averaging of weights changes rates between epochs
         self._start_late_if_due(epochs=self._state.epochs)
 
     def evaluated(self, held_out_loss: float) -> None:
@@ -388,6 +391,8 @@ class RankController:
         return self._tables
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArgs | None:
+        if self._to_check and not self._warned:
+            self._check_rates()
         return self._given.begin(self._rule, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -396,6 +401,19 @@ class RankController:
         if not self.replayed and optimizer is next(reversed(self._hooks)):  # that attached last ends the step
             self.advance()
             self.between_steps()
+
+    def _check_rates(self) -> None:
+        """Warn once where one number has replaced the rates of `comera.param_groups`. Does not synchronize."""
+        self._to_check -= 1
+        self._warned = any(map(rates_overwritten, self._hooks))
+        if self._warned:
+            warnings.warn(
+                "a schedule has overwritten the rates of comera.param_groups, which differ by group, with one number: "
+                "use one that scales each group's rate (LambdaLR, CosineAnnealingLR), or give it a rate for each, as "
+                'OneCycleLR(optimizer, max_lr=[group["lr"] for group in optimizer.param_groups], ...) and '
+                "StochasticWeightAveraging(swa_lrs=[...]) take them",
+                stacklevel=2,
+            )
 
     def _zero_gates(self, passed: int) -> None:
         """Zero the gates that exceed the present budget, `passed` steps into the late stage."""

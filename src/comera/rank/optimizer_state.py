@@ -1,4 +1,4 @@
-"""The optimizer state of parameters whose ranks change: cut with them, zeroed, or reset."""
+"""What an optimizer holds: the state of parameters whose ranks change, cut with them, zeroed, or reset; its rates."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +38,16 @@ def _chain(optimizer: Optimizer) -> list[Optimizer]:
 
 def _parameters(optimizer: Optimizer) -> set[Tensor]:
     return {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+
+
+def rates_overwritten(optimizer: Optimizer) -> bool:
+    """Whether all groups have one rate before their schedule, where `comera.param_groups` gave them different ones.
+    Of rates in tensors it is not known."""
+    groups = optimizer.param_groups
+    rates = [group.get("initial_lr", group["lr"]) for group in groups]
+    times = [group.get("times", 1.0) for group in groups]
+    known = not any(isinstance(rate, Tensor) for rate in rates)
+    return known and min(rates) == max(rates) > 0 and max(times) > 1.001 * min(times)
 
 
 def _with_state(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,11 +123,13 @@ class Trained:
     model: nn.Module
 
 
-def open_trained(path: Path, read_config: Callable[[str, Path], Any]) -> Trained:
-    """The model of a run (its last checkpoint) or of one of its checkpoints. path: folder of the run or of the
-    checkpoint. read_config: (recipe's name, config.yaml) -> the recipe's configuration. Raises CheckpointError for any
-    other folder, and for an unfinished or truncated checkpoint."""
-    checkpoint = _find(Path(path))
+def open_trained(
+    path: Path, read_config: Callable[[str, Path], Any], which: Literal["last", "best"] = "last"
+) -> Trained:
+    """The model of a run or of one of its checkpoints. path: folder of the run or of the checkpoint. read_config:
+    (recipe's name, config.yaml) -> the recipe's configuration. which: checkpoint of a run, its last one or that of the
+    best evaluation. Raises CheckpointError for any other folder, and for an unfinished or truncated checkpoint."""
+    checkpoint = _find(Path(path), which)
     file = checkpoint.parents[1] / "config.yaml"
     if not file.is_file():
         raise CheckpointError(f"expected the run's config.yaml at {file}, found none: keep a checkpoint in its run")
@@ -145,7 +147,7 @@ def open_trained(path: Path, read_config: Callable[[str, Path], Any]) -> Trained
     return Trained(recipe, config, checkpoint, identity, architecture, load_pretrained(model, checkpoint).eval())
 
 
-def _find(path: Path) -> Path:
+def _find(path: Path, which: Literal["last", "best"]) -> Path:
     path = path.expanduser().resolve()
     if (path / "trainer.json").is_file() or (path / WEIGHTS).is_file():
         if path in checkpoints(path.parent.parent):
@@ -155,7 +157,7 @@ def _find(path: Path) -> Path:
         )
     run = run_in(path)
     if (run / "config.yaml").is_file() and (run / "metrics.jsonl").is_file():
-        return find_checkpoint(run)
+        return find_checkpoint(run, which)
     what = "another folder" if path.is_dir() else "a file" if path.exists() else "nothing"
     raise CheckpointError(
         f"expected the folder of a run or of one of its checkpoints at {path}, found {what}: give one that "

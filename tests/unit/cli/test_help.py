@@ -124,6 +124,7 @@ def test_a_shell_completes_commands_recipes_options_and_values(
         "convert": {"--ratio", "--out"},
         "generate": {"--max_new_tokens", "--temperature", "--top_p", "--seed"},
         "score": {"--out", "--batch_size", "--max_bad_rows", "--overwrite"},
+        "predict": {"--out", "--to", "--text", "--pair", "--label", "--batch_size", "--overwrite"},
         "calibrate": set(),
         "completion": set(),
     }

@@ -54,11 +54,16 @@ def build() -> LlamaForCausalLM:
     return model
 
 
-def trainer_of(out: Path, *more: TrainerCallback, ranks: RankCallback | None = None, **options: Any) -> Trainer:
-    model = build()
-    optimizer = torch.optim.AdamW(comera.param_groups(model, lr=3e-3))
+def trainer_of(
+    out: Path, *more: TrainerCallback, ranks: RankCallback | None = None, makes: bool = False, **options: Any
+) -> Trainer:
+    """makes: whether the Trainer makes its optimizer itself."""
+    model, decay = build(), options.get("weight_decay", 0.0)
+    optimizer = None if makes else torch.optim.AdamW(comera.param_groups(model, lr=3e-3, weight_decay=decay))
     settings: dict[str, Any] = {
         "max_steps": STEPS,
+        "learning_rate": 3e-3,
+        "optim": "adamw_torch",
         "per_device_train_batch_size": 8,
         "save_steps": 13,
         "logging_steps": 1,
@@ -105,6 +110,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"gradient_accumulation_steps": 3},
     {"gradient_accumulation_steps": 2, "activation_checkpointing": True, "bf16": True},
     {"restore_callback_states_from_checkpoint": True, "max_grad_norm": 0.0},
+    {"makes": True, "weight_decay": 0.1, "warmup_steps": 3, "lr_scheduler_type": "cosine"},
+    {"makes": True, "restore_callback_states_from_checkpoint": True, "optim": "adamw_torch_fused"},
 ]
 
 
@@ -199,6 +206,58 @@ def test_losses_that_the_trainer_computes_are_recorded(tmp_path: Path) -> None:
     assert ranks.controller.state_dict()["loss"] == pytest.approx(sum(losses(trainer)) / 4, rel=1e-5)
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+def test_the_optimizer_that_the_trainer_makes_has_the_rates_of_param_groups(optim: str, tmp_path: Path) -> None:
+    seen = []
+
+    class See(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            inner = kwargs["optimizer"].optimizer
+            inner.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer.param_groups))
+
+    options = {"optim": optim, "max_steps": 1, "weight_decay": 0.1}
+    made = trainer_of(tmp_path, See(), makes=True, **options)
+    expected = {}
+    for group in comera.param_groups(made.model, lr=3e-3, weight_decay=0.1):
+        expected |= {p: pytest.approx((group["lr"], group["weight_decay"]), rel=1e-6) for p in group["params"]}
+    made.train()
+    found = {p: (group["lr"], group["weight_decay"]) for group in seen[0] for p in group["params"]}
+    assert found == expected
+    own = made.optimizer.optimizer.param_groups
+    assert [group["initial_lr"] for group in own] == made.lr_scheduler.base_lrs == [3e-3, 3e-3]
+
+
+def test_it_trains_as_with_one_of_param_groups(tmp_path: Path) -> None:
+    made = trainer_of(tmp_path / "made", makes=True, weight_decay=0.1, warmup_steps=3)
+    made.train()
+    given = trainer_of(tmp_path / "given", weight_decay=0.1, warmup_steps=3)
+    given.train()
+    torch.testing.assert_close(losses(made), losses(given), rtol=1e-4, atol=1e-5)
+    assert ranks_of(made).state()["attributes"]["rates"] is not None
+    assert ranks_of(given).state()["attributes"]["rates"] is None
+    assert comera.model_size(made.model).tensorized == comera.model_size(given.model).tensorized
+
+
+def test_a_run_that_began_with_one_rate_goes_on_so(tmp_path: Path) -> None:
+    trainer_of(tmp_path, makes=True, max_steps=5).train()
+    path = tmp_path / "checkpoint-5" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["stateful_callbacks"]["RankCallback"]["attributes"]["rates"]  # as earlier versions wrote it
+    path.write_text(json.dumps(state))
+    with pytest.warns(UserWarning, match="the optimizer has no rates of their own for cores"):
+        trainer_of(tmp_path, makes=True, max_steps=10).train(resume_from_checkpoint=True)
+
+
+def test_rates_that_a_given_optimizer_has_are_left_alone(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, makes=True, max_steps=1)
+    own = torch.optim.AdamW(trainer.model.parameters(), lr=3e-3, weight_decay=0.0)
+    ranks = RankCallback()
+    again = Trainer(trainer.model, trainer.args, train_dataset=Pairs(), optimizers=(own, None), callbacks=[ranks])
+    with pytest.warns(UserWarning, match="the optimizer has no rates of their own for cores"):
+        again.train()
+    assert ranks.rates is None
+
+
 def test_gates_that_are_decayed_are_reported(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, max_steps=1)
     trainer.optimizer = None
@@ -231,6 +290,7 @@ def test_nothing_stays_attached(tmp_path: Path) -> None:
     trainer.train()
     assert not trainer.model._forward_hooks
     assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks
+    assert not trainer.optimizer.optimizer._optimizer_step_post_hooks
     trainer.train()
     assert len(list(named_trains(trainer.model))) > 0
     shutil.rmtree(tmp_path)

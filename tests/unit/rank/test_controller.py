@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -327,3 +328,58 @@ def test_a_size_weight_alone_makes_ranks_fall_and_pruning_goes_on() -> None:
     assert model.linear.tt.spec.inner_ranks == (0, 0, 0)
     assert model.segments.tt.spec.order == 1
     assert torch.isfinite(backward(model))
+
+
+SCHEDULES: dict[str, Any] = {
+    "one maximum": (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1e-3, total_steps=9), True),
+    "one base": (lambda o: torch.optim.lr_scheduler.CyclicLR(o, 1e-4, 1e-3, cycle_momentum=False), True),
+    "by hand": (lambda o: [group.update(lr=1e-3) for group in o.param_groups], True),
+    "a maximum each": (
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[g["lr"] for g in o.param_groups], total_steps=9),
+        False,
+    ),
+    "none": (lambda o: None, False),
+    "warm-up from zero": (lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: step / 9), False),
+    "cosine": (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9), False),
+    "on a plateau": (lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o), False),
+    "scaled by hand": (lambda o: [group.update(lr=group["lr"] * 0.1) for group in o.param_groups], False),
+    "zero by hand": (lambda o: [group.update(lr=0.0) for group in o.param_groups], False),
+    "one group by hand": (lambda o: o.param_groups[0].update(lr=1e-4), False),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rates_that_one_number_overwrites_are_said_once(schedule: str) -> None:
+    make, overwrites = SCHEDULES[schedule]
+    model = Tied()
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
+    controller = RankController(model).attach(optimizer)
+    made = make(optimizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            backward(model)
+            optimizer.step()
+            if isinstance(made, torch.optim.lr_scheduler.LRScheduler):
+                made.step(*[1.0] * isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau))
+            controller.epoch_ended()
+    said = [one for one in said if "a schedule has overwritten the rates" in str(one.message)]
+    assert len(said) == overwrites
+    assert all('max_lr=[group["lr"] for group in optimizer.param_groups]' in str(one.message) for one in said)
+
+
+@pytest.mark.parametrize("groups", ["flat", "one rate for cores", "plain", "tensors"])
+def test_equal_rates_by_choice_are_not_said(groups: str) -> None:
+    model = Tied()
+    made: Any = {
+        "flat": lambda: param_groups(model, lr=1e-3, rates="flat"),
+        "one rate for cores": lambda: param_groups(model, lr=1e-3, core_lr=1e-3),
+        "plain": lambda: [{"params": [p]} for p in model.parameters()],
+        "tensors": lambda: [group | {"lr": torch.tensor(1e-3)} for group in param_groups(model, lr=1e-3)],
+    }[groups]()
+    optimizer = torch.optim.AdamW(made, lr=1e-3)
+    RankController(model).attach(optimizer)
+    backward(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()

@@ -67,15 +67,17 @@ def find_columns(
         raise DataError(f"expected different columns for {OPTIONS}, got {', '.join(given)}: name each once")
     guessed = [role for role, name in (("text", text), ("label", label)) if name is None]
     left = [name for name in found if name not in given]
-    label = label or _only(left, USUAL_LABELS, "data.label", "the label", where)
+    label = label or only_column(left, USUAL_LABELS, "data.label", "the label", where)
     left = [name for name in left if name != label]
-    text = text or _only(left, USUAL_TEXTS, "data.text (and data.pair for pairs)", "the text", where)
+    text = text or only_column(left, USUAL_TEXTS, "data.text (and data.pair for pairs)", "the text", where)
     if pair is None:
         return Columns((text,), label, ("text",)), guessed
     return Columns((text, pair), label, ("first text", "second text")), guessed
 
 
-def _only(left: Sequence[str], usual: Sequence[str], options: str, what: str, where: str) -> str:
+def only_column(left: Sequence[str], usual: Sequence[str], options: str, what: str, where: str) -> str:
+    """The only one of the columns `left` with a usual name, or the only one; raises DataError for several. options:
+    name it. what: it holds."""
     likely = [name for name in left if name.lower() in usual] or left
     if len(likely) != 1:
         raise DataError(
@@ -228,7 +230,7 @@ class Gathering:
             if own is not None and label not in columns.missing:
                 _collect(label, own, where, columns)
             try:
-                texts = [_text(text, role, where, columns) for text, role in zip(raw, columns.roles, strict=True)]
+                texts = [text_of(text, role, where, columns) for text, role in zip(raw, columns.roles, strict=True)]
             except DataError as error:
                 if columns.strict:
                     raise
@@ -283,7 +285,8 @@ def _by_number(name: str) -> tuple[int, int, str]:
     return (0, int(name), "") if name.removeprefix("-").isdecimal() else (1, 0, name)
 
 
-def _text(value: object, role: str, where: str, columns: Columns) -> str:
+def text_of(value: object, role: str, where: str, columns: Columns) -> str:
+    """A value as text, empty without one; raises DataError for what is none, and where columns are strict for none."""
     if value is None and not columns.strict:
         return ""
     if not isinstance(value, str):

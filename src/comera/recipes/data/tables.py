@@ -3,6 +3,7 @@
 .jsonl   a JSON object in each line
 .csv     fields between commas; a field in double quotes may hold commas and newlines
 .tsv     fields between tabs, as in GLUE: quotes are ordinary characters
+.parquet columns by name; `read_rows` alone reads it
 """
 
 import csv
@@ -21,11 +22,12 @@ from comera.errors import DataError
 
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
+PARQUET = ".parquet"
 FIRST_ROWS = 1000
 
 
 class Row(NamedTuple):
-    """The values of a row by column, and the line that it ends in, from 1."""
+    """The values of a row by column, and the line that it ends in, from 1; without lines, its number."""
 
     line: int
     values: Mapping[str, Any]
@@ -42,7 +44,7 @@ def refuse(error: DataError) -> None:
 def read_rows(file: Path, bad: Bad = refuse) -> Iterator[Row]:
     """The rows of a file. bad: for single rows that do not parse, which are skipped. Raises DataError, with file and
     line, for unreadable files."""
-    return parse_rows(file, read_lines(file), bad)
+    return _parquet(file) if file.suffix == PARQUET else parse_rows(file, read_lines(file), bad)
 
 
 def parse_rows(file: Path, lines: Iterable[str], bad: Bad = refuse) -> Iterator[Row]:
@@ -58,6 +60,20 @@ def parse_rows(file: Path, lines: Iterable[str], bad: Bad = refuse) -> Iterator[
 
 def _is_table(name: str) -> bool:
     return name.endswith(TABLE_SUFFIXES)
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file) as table:
+            check_names(table.schema_arrow.names, "columns", str(file))
+            batches = (batch.to_pylist() for batch in table.iter_batches(FIRST_ROWS))
+            for number, values in enumerate(chain.from_iterable(batches), 1):
+                yield Row(number, values)
+    except (OSError, ArrowException) as error:
+        raise DataError(f"{file}: cannot be read as Parquet ({error}): is the file complete? Fetch it again") from error
 
 
 def _json(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[Row]:
@@ -102,10 +118,10 @@ def open_rows(file: Path, wanted: Iterable[str], bad: Bad) -> tuple[list[str], I
     for row in rows:
         first.append(row)
         found |= dict.fromkeys(row.values)
-        if _is_table(file.name) or (len(first) >= FIRST_ROWS and wanted <= found.keys()):
+        if file.suffix == PARQUET or _is_table(file.name) or (len(first) >= FIRST_ROWS and wanted <= found.keys()):
             break
     if not found:
-        raise DataError(f"{file}: expected rows, got none: check data.path")
+        raise DataError(f"{file}: expected rows, got none that can be read: check this file")
     return list(found), chain(first, rows)
 
 
