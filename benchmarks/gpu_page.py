@@ -23,12 +23,14 @@ Triton kernel for GPUs by the compiler that it would have there and reads the re
 {commit}. Of these **{spill} spill registers; of the {products} products that could use the matrix units, {lack} lack
 their instructions**.
 
-- **Where they run**: `comera calibrate` measures them against torch's products on your GPU, in about a minute, and
-  keeps which are faster there in all cases. Without that torch's operations run. `COMERA_KERNELS=all` or `none`
-  overrides it.
+- **Where they run**: `comera calibrate` measures them against torch's products on your GPU and keeps which are faster
+  there in all cases; it is made to take about a minute, and has run on no GPU yet. Without it torch's operations run.
+  `COMERA_KERNELS=all` or `none` overrides it.
 - **No host reads**: training steps of BERT, Llama and DLRM, compressed, fused and not, while ranks adapt and in the
-  late stage, read no value on the host and copy nothing between devices, on fake tensors of a GPU
-  (`tests/unit/trainer/test_fake_gpu.py`). The steps of the late stage that zero gates, about 20 in all, do read.
+  late stage, read no value on the host and copy nothing between devices, on fake tensors of a device that stands for
+  a GPU (eager, float32; `tests/unit/trainer/test_fake_gpu.py`). Two things do read: the steps of the late stage that
+  zero gates, every 20th where it has 400 steps or more, else a twentieth of its steps apart; and the masks of
+  transformers, one value in a forward, dense or compressed.
 - **float32** means exact sums: NVIDIA's matrix units have none, AMD's do. `tf32` is what PyTorch calls
   `allow_tf32`. The lookup's blocks are too small for matrix units.
 

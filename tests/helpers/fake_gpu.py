@@ -3,11 +3,13 @@
 Reading a value on the host, which would wait for the GPU, raises in torch's fake tensors, and so do operands of several
 devices; a copy between devices, which waits too, raises here. Fake tensors of CUDA itself have no backward without a
 driver, so the device has another name: where the code asks for "cuda" it is to choose a kernel or a random state.
+The masks of transformers read one value in a forward, dense or compressed, and not on fake tensors: a test says where.
 """
 
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, masking_utils
 
 import comera
 from comera.recipes.dlrm.model import DLRM, DLRMConfig
@@ -91,7 +93,7 @@ def take_steps(made: tuple[nn.Module, Any], *, fused: bool, stage: str) -> None:
     if fused:
         comera.fuse_(model)
     optimizer = torch.optim.AdamW(comera.param_groups(model.train(), lr=1e-3), fused=True)  # as the trainer's
-    controller = comera.RankController(model, late=comera.LateStage(target_size=0.5, steps=100)).attach(optimizer)
+    controller = comera.RankController(model, late=comera.LateStage(target_size=0.5, steps=1000)).attach(optimizer)
     step = TrainStep(model, loss_of, optimizer, controller=controller, max_grad_norm=1.0)
     step([batch, batch])
     if stage == "late":
@@ -118,6 +120,20 @@ def take_steps(made: tuple[nn.Module, Any], *, fused: bool, stage: str) -> None:
 @pytest.mark.parametrize("make", [bert, llama, dlrm])
 def test_a_step_reads_nothing_on_the_host(make: Callable[[], tuple[nn.Module, Any]], fused: bool, stage: str) -> None:
     take_steps(make(), fused=fused, stage=stage)
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_what_transformers_reads_on_the_host_is_in_its_masks(
+    make: Callable[[], tuple[nn.Module, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: False)  # what fake tensors are taken for
+    with pytest.raises(DataDependentOutputException) as raised:
+        take_steps(made, fused=True, stage="early")
+    assert any(Path(entry.path).name == "masking_utils.py" for entry in raised.traceback)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda _: None)
+    monkeypatch.setattr(masking_utils, "_ignore_bidirectional_mask_sdpa", lambda *_, **__: True)
+    take_steps(make(), fused=True, stage="early")  # and nothing else
 
 
 class ReadsOnTheHost(nn.Module):
