@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from comera.errors import SpecError, WeightError
 from comera.kernels.tracing import traced
-from comera.nn.weight import Make, is_weight_of, lazy_weight
+from comera.nn.weight import LazyWeight, Make, is_weight_of, lazy_weight
 from comera.ops.dtypes import merge_dtype, without_autocast
 from comera.tt.dense import absorb, materialize
 from comera.tt.init import init_cores
@@ -370,6 +370,16 @@ class CompressedLayer(nn.Module):
 
     tt: TensorTrain
     dense_type: type[nn.Module]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As a module does. Raises WeightError for the weight, which `torch.nn.utils.prune` keeps under another name."""
+        if isinstance(param, LazyWeight):
+            raise WeightError(
+                f"expected a parameter to prune or to change, got the weight of a {type(self).__name__}, which is made "
+                "of the cores of a tensor train whenever it is used: prune or parametrize its cores, as in "
+                'prune.l1_unstructured(layer.tt.cores, "0", amount=0.5), or cut its ranks with comera.prune_'
+            )
+        super().register_parameter(name, param)
 
     @property
     def weight(self) -> Tensor:

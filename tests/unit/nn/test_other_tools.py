@@ -246,3 +246,15 @@ def test_hooks_that_nothing_calls_are_refused(hook: str) -> None:
     HOOKED[hook](layer.tt.cores)
     with pytest.raises(WeightError, match=r"forward hooks on the list of them.*parametrizations work on cores"):
         layer(rows(3, 12))
+
+
+@each
+def test_a_pruned_weight_says_what_can_be_pruned(name: str) -> None:
+    if name == "attention":
+        pytest.skip("has no weight of its own")
+    model, inputs = made(name)
+    before = model(inputs(3))
+    with pytest.raises(WeightError, match=r"prune or parametrize its cores, as in prune.l1_unstructured"):
+        prune.l1_unstructured(model[0], "weight", amount=0.5)
+    assert not model[0]._forward_pre_hooks
+    torch.testing.assert_close(model(inputs(3)), before, rtol=0, atol=0)
