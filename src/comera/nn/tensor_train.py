@@ -372,7 +372,7 @@ class CompressedLayer(nn.Module):
     dense_type: type[nn.Module]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As a module does. Raises WeightError for the weight, which `torch.nn.utils.prune` keeps under another name."""
+        """As a module does. Raises WeightError for the weight, which `torch.nn.utils.prune` would rename."""
         if isinstance(param, LazyWeight):
             raise WeightError(
                 f"expected a parameter to prune or to change, got the weight of a {type(self).__name__}, which is made "
