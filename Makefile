@@ -18,7 +18,7 @@ SEEDS ?= 3
 .PHONY: help install demo docs test test-versions test-newest zoo faults dist check bench bench-dlrm frontier gpu gpu-dry format clean
 
 help:
-	@echo "make demo    train a language model of code dense, narrow and compressed for the same time and compare them (8 minutes)"
+	@echo "make demo    train a language model of code dense, narrow (also with helpers) and compressed for the same time, and compare them (11 minutes)"
 	@echo "make docs    build the documentation site, with the API reference, in site/"
 	@echo "make test    run the tests (10 minutes)"
 	@echo "make test-versions TORCH=2.15.0 PYTHON=python3.11   run the tests with that PyTorch and Python, in an environment of its own"
@@ -51,8 +51,11 @@ $(VENV)/.installed: requirements.lock pyproject.toml hatch_build.py src/comera/k
 	@touch $@
 
 demo: install
-	@$(BIN)/comera compare lm --methods dense,narrow,comera \
-		--data.vocab_size 32768 --seconds $(SECONDS_EACH) --out $(DEMO_OUT)
+	@$(BIN)/comera compare lm --methods dense,narrow,narrow_conv,hashed_ngrams,comera \
+		--data.vocab_size 32768 --seconds $(SECONDS_EACH) --out $(DEMO_OUT) --model.hidden 64 --model.heads 2 \
+		--compress.format dense --compress.embedding low_rank --compress.embedding_rank 32 --compress.ngrams 4 \
+		--train.table_lr 0.02 --baselines.narrow.hidden 48 --baselines.narrow_conv.hidden 48 \
+		--baselines.hashed_ngrams.hidden 48 --baselines.hashed_ngrams.order 4
 	@echo "three lines that the compressed model completes:"
 	@for prompt in "def read(self" "    for name in" "    def __init__(self"; do \
 		$(BIN)/comera generate $(DEMO_OUT)/comera "$$prompt" --max_new_tokens 40 --temperature 0.5; echo "--"; done

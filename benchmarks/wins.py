@@ -188,6 +188,22 @@ def ngrams() -> str:
     return bars("Nats per byte after half a minute", found)
 
 
+def demo() -> str:
+    """What `make demo` reaches, one seed."""
+    labels = {
+        "dense": "dense, 64 wide",
+        "narrow": "dense, 48 wide",
+        "hashed_ngrams": "and hashed n-grams",
+        "narrow_conv": "and short convolutions",
+        "comera": "ours: tables of low rank and of n-grams",
+    }
+    found = {row["method"]: row["nats_per_byte"] for row in measured("demo") if row["seed"] == "0"}
+    return bars(
+        "Nats per byte after 100 seconds",
+        [Bar(label, float(found[key]), f"{float(found[key]):.2f}", key == "comera") for key, label in labels.items()],
+    )
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "wins-few-data": few_data,
     "wins-slow-links": slow_links,
@@ -195,6 +211,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "wins-equation": equation,
     "wins-large": large,
     "wins-ngrams": ngrams,
+    "wins-demo": demo,
 }
 
 
