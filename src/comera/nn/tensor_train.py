@@ -376,8 +376,8 @@ class CompressedLayer(nn.Module):
         if isinstance(param, LazyWeight):
             raise WeightError(
                 f"expected a parameter to prune or to change, got the weight of a {type(self).__name__}, which is made "
-                "of the cores of a tensor train whenever it is used: prune or parametrize its cores, as in "
-                'prune.l1_unstructured(layer.tt.cores, "0", amount=0.5), or cut its ranks with comera.prune_'
+                "of the cores of a tensor train whenever it is used: parametrize a core, as in "
+                'parametrizations.spectral_norm(layer.tt.cores, "0"), or cut its ranks with comera.prune_'
             )
         super().register_parameter(name, param)
 

@@ -254,7 +254,7 @@ def test_a_pruned_weight_says_what_can_be_pruned(name: str) -> None:
         pytest.skip("has no weight of its own")
     model, inputs = made(name)
     before = model(inputs(3))
-    with pytest.raises(WeightError, match=r"prune or parametrize its cores, as in prune.l1_unstructured"):
+    with pytest.raises(WeightError, match=r"parametrize a core, as in parametrizations.spectral_norm"):
         prune.l1_unstructured(model[0], "weight", amount=0.5)
     assert not model[0]._forward_pre_hooks
     torch.testing.assert_close(model(inputs(3)), before, rtol=0, atol=0)
