@@ -62,8 +62,7 @@ def calibrate() -> int:
 
 def keep(gpu: str, faster: set[str]) -> str:
     """Write what is faster on a GPU beside what is known of others; returns the path."""
-    path = select.calibration_file()
-    known = {} if select.damage(path) else json.loads(path.read_text("utf-8")) if path.exists() else {}
+    path, (known, _) = select.calibration_file(), select.calibrations()
     known[gpu] = {"faster": sorted(faster), "versions": select.versions()}
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(known, indent=1))

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -156,18 +156,18 @@ def versions() -> str:
     return f"torch {torch.__version__}, triton {metadata.version('triton')}, comera {__version__}"
 
 
-def damage(path: Path) -> str:
-    """Why a file is no calibration; "" if it is one, or is not there."""
+def calibrations() -> tuple[dict[str, Any], str]:
+    """What `comera calibrate` has kept, by the GPU's name, and what is wrong with the file; then nothing is taken."""
     try:
-        known = json.loads(path.read_text("utf-8"))
+        known = json.loads(calibration_file().read_text("utf-8"))
         for gpu in known.values():
             if not isinstance(gpu["versions"], str) or not set(gpu["faster"]) <= set(TRITON):
-                return f"expected names of {', '.join(TRITON)} and versions, got {gpu}"
+                return {}, f"expected names of {', '.join(TRITON)} and versions, got {gpu}"
     except FileNotFoundError:
-        return ""
+        return {}, ""
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return {}, f"{type(error).__name__}: {error}"
+    return known, ""
 
 
 @cache
@@ -176,18 +176,17 @@ def calibrated(gpu: str) -> frozenset[str]:
 
     Warns of a file that is damaged, or of other versions than those at hand; then there are none.
     """
-    path = calibration_file()
-    problem = damage(path)
-    found = json.loads(path.read_text("utf-8")).get(gpu) if path.exists() and not problem else None
+    known, problem = calibrations()
+    found = known.get(gpu)
     if found and found["versions"] != versions():
         problem = f"it is of {found['versions']}, here are {versions()}"
     if problem:
         warnings.warn(
-            f"{path}: {problem}. Torch's operations run in place of Triton kernels: run `comera calibrate` again",
+            f"{calibration_file()}: {problem}. Torch's operations run in place of Triton kernels: run "
+            "`comera calibrate` again",
             stacklevel=2,
         )
-        return frozenset()
-    return frozenset(found["faster"]) if found else frozenset()
+    return frozenset(found["faster"]) if found and not problem else frozenset()
 
 
 def asked(kernel: str) -> bool | None:
