@@ -54,8 +54,8 @@ STEPS = 20  # of each run of `speed`
 
 
 class Case(NamedTuple):
-    """A model: its method and width, the formats of its layers or the settings of its method, and the taps of short
-    convolutions that it has besides."""
+    """A model: its method and width, the formats of its layers or the settings of its method, the taps of short
+    convolutions that it has besides, and the rate of its tables as a multiple of the base rate, 0 for the rule's."""
 
     method: Method
     hidden: int
@@ -63,6 +63,7 @@ class Case(NamedTuple):
     compress: CompressConfig | None = None
     baselines: BaselineConfig = BaselineConfig()
     taps: int = 0
+    tables: int = 0
 
 
 CASES = [f"dense-{hidden}" for hidden in (64, 96, 128, 192, 256, 384, 512)]
@@ -72,11 +73,12 @@ CASES += [f"btt{rank}b{blocks}-256" for rank, blocks in ((4, 8), (16, 2), (32, 1
 CASES += ["btt2-256", "btt2-384", "tt2r64-384", "tt4r64-384", "tt6r30-384", "tt6r64-384"]
 CASES += [f"{method}-{hidden}" for method in ("cola", "galore", "lte") for hidden in (192, 384)]
 CASES += ["densen6r160-128", "densen6r160c4-128", "hashed6r2840d24-128", "summed6-128", "densec4-128"]
+CASES += ["densev32n4r160-64", "densev32n4r160q2c4-64", "hashed4r16384d24-48"]
 NAME = re.compile(
     r"(?:(?P<method>dense|cola|galore|lte)|btt(?P<btt>\d+)(?:b(?P<blocks>\d+))?|tt(?P<order>\d+)r(?P<tt>\d+)"
     r"|hashed(?P<hashed>\d+)r(?P<rows>\d+)d(?P<dim>\d+)(?:x(?P<hashes>\d+))?|summed(?P<summed>\d+))"
     r"(?:v(?P<vocabulary>\d+))?(?:e(?P<embedding>\d+))?(?:h(?P<head>\d+)(?:b(?P<head_blocks>\d+))?)?"
-    r"(?:n(?P<ngrams>\d+)r(?P<ngram_rank>\d+)(?:t(?P<ngram_heads>\d+))?)?(?:c(?P<taps>\d+))?"
+    r"(?:n(?P<ngrams>\d+)r(?P<ngram_rank>\d+)(?:t(?P<ngram_heads>\d+))?)?(?:q(?P<tables>\d+))?(?:c(?P<taps>\d+))?"
     r"-(?P<hidden>\d+)(?:-(?P<layers>\d+))?"
 )
 
@@ -90,7 +92,8 @@ def parse(name: str) -> Case:
     rank, 32; densev32-128: that table, and layers that stay dense. densen6r160-128: dense layers and a table of n-grams
     to 6 of rank 160, a CP, densen6r32t4-128: a tensor train of 4 heads; hashed6r2840d24-128: hashed tables of n-grams
     to 6, 2,840 rows of 24 features an order, x2: two an order; summed6-128: tables of the 5 ids before, summed. c4
-    after any of these: short causal convolutions of 4 taps, densec4-128: these alone.
+    after any of these: short causal convolutions of 4 taps, densec4-128: these alone. q2 before that: compressed tables
+    at twice the base rate.
     """
     found = NAME.fullmatch(name)
     if found is None:
@@ -121,7 +124,7 @@ def parse(name: str) -> Case:
     ranks |= {name: part.get(name) for name in ("ngrams", "ngram_rank", "ngram_heads")}
     if found["method"] and "vocabulary" not in part:
         ranks |= {"embedding": "dense", "head": "dense"}
-    return Case("comera", hidden, layers, CompressConfig(**ranks), taps=taps)
+    return Case("comera", hidden, layers, CompressConfig(**ranks), taps=taps, tables=part.get("tables", 0))
 
 
 class Half(LMTask):
@@ -159,6 +162,7 @@ def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int,
     train = TrainConfig(
         steps=steps,
         lr=lr,
+        table_lr=case.tables * lr or None,
         optimizer=options.optimizer,
         seed=seed,
         batch_size=ROWS,
