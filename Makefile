@@ -54,8 +54,8 @@ demo: install
 	@$(BIN)/comera compare lm --methods dense,narrow,narrow_conv,hashed_ngrams,comera \
 		--data.vocab_size 32768 --seconds $(SECONDS_EACH) --out $(DEMO_OUT) --model.hidden 64 --model.heads 2 \
 		--compress.format dense --compress.embedding low_rank --compress.embedding_rank 32 --compress.ngrams 4 \
-		--train.table_lr 0.02 --baselines.narrow.hidden 48 --baselines.narrow_conv.hidden 48 \
-		--baselines.hashed_ngrams.hidden 48 --baselines.hashed_ngrams.order 4
+		--baselines.narrow.hidden 48 --baselines.narrow_conv.hidden 48 \
+		--baselines.hashed_ngrams.hidden 48 --baselines.hashed_ngrams.order 4 --baselines.hashed_ngrams.rows 16384
 	@echo "three lines that the compressed model completes:"
 	@for prompt in "def read(self" "    for name in" "    def __init__(self"; do \
 		$(BIN)/comera generate $(DEMO_OUT)/comera "$$prompt" --max_new_tokens 40 --temperature 0.5; echo "--"; done

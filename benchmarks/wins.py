@@ -178,16 +178,6 @@ def large() -> str:
     return bars("A training step of Llama 7B's shape", found)
 
 
-def ngrams() -> str:
-    """What README's example reaches, three seeds each."""
-    losses: dict[str, list[float]] = {}
-    for row in measured("first_example"):
-        losses.setdefault(row["width"], []).append(float(row["nats_per_byte"]))
-    labels = {"128": "dense, 128 wide", "96": "ours: 96 wide, with a table of n-grams"}
-    found = [Bar(label, mean(losses[key]), f"{mean(losses[key]):.2f}", key == "96") for key, label in labels.items()]
-    return bars("Nats per byte after half a minute", found)
-
-
 def demo() -> str:
     """What `make demo` reaches, one seed."""
     labels = {
@@ -210,7 +200,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "wins-tables": tables,
     "wins-equation": equation,
     "wins-large": large,
-    "wins-ngrams": ngrams,
     "wins-demo": demo,
 }
 
