@@ -1,7 +1,8 @@
 """Checkpoints in the run folder. A run that is killed at any moment resumes from the last one, to the bit on a CPU.
 
     checkpoints/step-00000120/  model.safetensors, comera.json   the model, as `save_pretrained` writes it
-                                optimizer.safetensors            the optimizer's tensors, "parameter name:key"
+                                optimizer.safetensors            the optimizer's tensors, "parameter name:key"; both
+                                                                 in shards where they are large
                                 trainer.json                     everything else
                                 XXH128SUMS                       checksums of these files, compared on loading
 
@@ -19,15 +20,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConfigError, RankError
-from comera.files import damage, flush, replace_file, replace_folder, write_sums
+from comera.files import damage, flush, replace_folder, write_sums
 from comera.kernels.select import kernels_in_use
-from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained, tensor_headers
+from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
+from comera.pretrained.stored import StoredTensors, write_tensors
 from comera.rank.controller import RankController
 from comera.trainer.random_state import check_rng_state, set_rng_state
 from comera.trainer.trainer_json import FORMAT, TRAINER, Progress, TrainerState, broken, read_trainer
@@ -102,10 +102,7 @@ def save_checkpoint(
     temporary.mkdir(parents=True)
     save_pretrained(model, temporary)
     tensors, scalars = _optimizer_state(model, optimizer)
-    try:
-        replace_file(temporary / _STATE_FILE, lambda beside: save_file(tensors, beside))
-    except SafetensorError as error:
-        raise CheckpointError(f"{temporary / _STATE_FILE} could not be written: {error}") from error
+    write_tensors(temporary, _STATE_FILE, tensors)
     trainer = {
         **FORMAT,
         "progress": asdict(progress),
@@ -185,7 +182,7 @@ def _load_state(
     folder: Path, trainer: TrainerState, model: nn.Module, optimizer: Optimizer, controller: RankController | None
 ) -> None:
     """Load a checkpoint's model, optimizer and controller after validating everything."""
-    if trainer.sizes is None and (found := damage(folder, [WEIGHTS, _STATE_FILE])):
+    if trainer.sizes is None and (found := damage(folder, [path.name for path in folder.glob("*.safetensors*")])):
         raise broken(folder, "the files that were saved", found)
     for name, size in (trainer.sizes or {}).items():
         came = (folder / name).stat().st_size if (folder / name).is_file() else 0
@@ -218,7 +215,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{names[parameter]}:{key}"] = value.detach().resolve_conj().resolve_neg().contiguous()
+                tensors[f"{names[parameter]}:{key}"] = value
             else:
                 scalars.setdefault(names[parameter], {})[key] = value
     return tensors, scalars
@@ -234,9 +231,10 @@ def _set_optimizer_state(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Mapping[str, Any]]
 ) -> None:
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
-    for entry, value in tensors.items():
+    there = dict(model.named_parameters())
+    for entry, value in tensors.items():  # each is read on its way to where it stays
         name, _, key = entry.rpartition(":")
-        state.setdefault(name, {})[key] = value.clone()  # the file's memory is read-only and shared
+        state.setdefault(name, {})[key] = value.to(there[name].device if value.ndim else "cpu", copy=True)
     by_index = {i: state[name] for i, name in enumerate(_trained(model, optimizer)) if name in state}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
 
@@ -251,21 +249,21 @@ def _other_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     }
 
 
-def _read_tensors(folder: Path, trainer: TrainerState) -> dict[str, Tensor]:
-    """The optimizer's tensors, checked against the model beside them and the scalars of trainer.json."""
+def _read_tensors(folder: Path, trainer: TrainerState) -> StoredTensors:
+    """The optimizer's tensors, not read yet, checked against the model beside them and the scalars of trainer.json."""
     try:
-        tensors = load_file(folder / _STATE_FILE)
+        tensors = StoredTensors.open(folder, _STATE_FILE)
         shapes = {name: shape for name, (shape, _) in tensor_headers(folder).items()}
-    except (OSError, SafetensorError) as error:
+    except (OSError, CheckpointError) as error:
         raise broken(folder, "whole safetensors files", str(error)) from error
     held = {entry.rpartition(":")[::2] for entry in tensors}
     scalars = {(name, key) for name, values in trainer.scalars.items() for key in values}
     if strange := sorted(held & scalars | {entry for entry in held | scalars if entry[0] not in trainer.parameters}):
         raise broken(folder, "one state of each parameter and key", f"{':'.join(strange[0])!r}, unknown or twice")
-    for entry, value in tensors.items():
+    for entry, came in tensors.shapes.items():
         shape = tuple(trainer.other_shapes.get(entry, shapes.get(entry.rpartition(":")[0], ())))
-        if value.ndim and value.shape != shape:
-            raise broken(folder, f"state of shape {shape}", f"{entry!r} of shape {tuple(value.shape)}")
+        if came and came != shape:
+            raise broken(folder, f"state of shape {shape}", f"{entry!r} of shape {came}")
     return tensors
 
 

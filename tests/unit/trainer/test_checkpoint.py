@@ -128,7 +128,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing in a save catches it. (tests/recipes kills for real.)"""
 
 
-@pytest.mark.parametrize("moment", ["flush", "_drop", "save_file", "save_pretrained"])
+@pytest.mark.parametrize("moment", ["flush", "_drop", "write_tensors", "save_pretrained"])
 def test_a_kill_inside_a_save_leaves_whole_checkpoints_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
