@@ -20,6 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -134,32 +136,44 @@ def load_checkpoint(
     *,
     identity: Mapping[str, Any],
     process: int = 0,
+    one_sequence: bool = False,
 ) -> Progress:
     """Restore model (with its ranks), optimizer, controller and this process's random state from a checkpoint.
 
+    one_sequence: as of a Task: other processes may have written it, if a step had as many batches.
     Raises CheckpointError if it is damaged, foreign, or of another model or optimizer, and ConfigError if it was
-    written with another `identity`; nothing is changed then. Warns if other kernels wrote it: their results differ by
-    rounding.
+    written with another `identity`; nothing is changed then. Warns if other kernels or another number of processes
+    wrote it: their results differ by rounding.
     """
     folder = Path(folder)
     trainer = read_trainer(folder)
-    _check_identity(folder, trainer.identity, identity)
+    _check_identity(folder, trainer.identity, identity, one_sequence=one_sequence)
+    before, now = trainer.identity.get("processes"), identity.get("processes")
     groups = len(optimizer.param_groups)
     for kind, each in (("rate", trainer.progress.peak_lrs), ("weight decay", trainer.progress.weight_decays)):
         if each and len(each) != groups:
             raise broken(folder, f"a {kind} for each of the optimizer's {groups} groups of parameters", f"{len(each)}")
-    if process >= len(trainer.rng):
-        raise broken(folder, f"the random state of process {process}", f"that of {len(trainer.rng)} processes")
+    source = process if before == now else process % (before or 1)
+    if source >= len(trainer.rng):
+        raise broken(folder, f"the random state of process {source}", f"that of {len(trainer.rng)} processes")
     try:
-        check_rng_state(trainer.rng[process])
+        check_rng_state(trainer.rng[source])
     except ValueError as error:
-        raise broken(folder, f"the random state of process {process}", str(error)) from error
+        raise broken(folder, f"the random state of process {source}", str(error)) from error
     _load_state(folder, trainer, model, optimizer, controller)
-    set_rng_state(trainer.rng[process])
-    if trainer.kernels not in (None, now := _kernels(model)):
+    set_rng_state(trainer.rng[source])
+    if source != process:  # a process that was not there draws numbers of its own, which follow from the checkpoint
+        set_seed(int(torch.randint(2**31, ())) + process)
+    if before != now and not process:
         warnings.warn(
-            f"{folder} was written with other kernels ({trainer.kernels}) than compute here ({now}): the run goes on, "
-            "but not to the bit; for that, resume where it was started, with the same version and COMERA_KERNELS",
+            f"{folder} was written with processes: {before}, now there are {now}. The run goes on with the same "
+            "batches in a step, but not to the bit: sums are rounded in another order, and dropout draws other numbers",
+            stacklevel=2,
+        )
+    if trainer.kernels not in (None, kernels := _kernels(model)):
+        warnings.warn(
+            f"{folder} was written with other kernels ({trainer.kernels}) than compute here ({kernels}): the run goes "
+            "on, but not to the bit; for that, resume where it was started, with the same version and COMERA_KERNELS",
             stacklevel=2,
         )
     return trainer.progress
@@ -267,14 +281,22 @@ def _read_tensors(folder: Path, trainer: TrainerState) -> StoredTensors:
     return tensors
 
 
-def _check_identity(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_identity(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, one_sequence: bool = False
+) -> None:
     now = json.loads(json.dumps(now))
     changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+    batches, others = (each.get("processes", 1) * each.get("accumulation", 1) for each in (saved, now))
+    if one_sequence and batches == others:
+        changed = [key for key in changed if key not in ("processes", "accumulation")]
     if changed:
         rows = "; ".join(f"{key}: expected {saved.get(key)!r}, got {now.get(key)!r}" for key in changed)
+        share, rest = divmod(batches, now.get("processes", 1))
+        same = "take a number of processes that divides" if rest else f"set train.accumulation to {share}, for"
+        same = f"; {same} the {batches} batches of a step" if one_sequence and batches != others else ""
         raise ConfigError(
             f"a resumed run must go on as it was begun ({rows}; checkpoint {folder}): "
-            "resume with the configuration in the run folder, or start a new run in another folder"
+            f"resume with the configuration in the run folder, or start a new run in another folder{same}"
         )
 
 
