@@ -156,11 +156,11 @@ def test_a_save_that_fails_leaves_the_old_shards(tmp_path: Path, monkeypatch: py
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     calls = []
 
-    def full(*arguments: object) -> None:
+    def full(*arguments: Any, **about: Any) -> None:
         calls.append(arguments)
         if len(calls) == failing:
             raise OSError("no space left on device")
-        save_file(*arguments)  # type: ignore[arg-type]
+        save_file(*arguments, **about)
 
     monkeypatch.setattr(stored, "save_file", full)
     with pytest.raises(OSError, match="no space left"):

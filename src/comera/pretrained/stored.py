@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,51 +163,38 @@ def write_tensors(
     or OSError for a file that cannot be written: the folder holds what it held.
     """
     groups, index = packed(tensors, SHARD), folder / f"{file}{INDEX}"
-    before = _shards_in(index)
-    sums: dict[str, str] = {}
-    shards: dict[str, str] = {}  # by name of the tensor
+    before, one = _shards_in(index), len(groups) == 1
+    sums: dict[str, str] = {}  # by file
+    places: dict[str, str] = {}  # file by name of the tensor
     failed: OSError | SafetensorError | None = None
     for k, names in enumerate(groups, 1):
         held = _to_write({name: tensors[name] for name in names})
         if failed or not writer:
             continue  # the others wait for this process where a tensor is spread
         found = checksum(held)
+        tag = f"-{found[:8]}" if index.exists() else ""
+        to = file if one else f"{Path(file).stem}-{k:05}-of-{len(groups):05}{tag}.safetensors"
+        sums[to] = found
+        places |= dict.fromkeys(names, to)
+        header = (about and about(found)) if one else {"format": "pt"}
         try:
-            if len(groups) == 1:
-                _write(folder / file, held, about and about(found))
-                continue
-            tag = f"-{found[:8]}" if index.exists() else ""
-            shard = f"{Path(file).stem}-{k:05}-of-{len(groups):05}{tag}.safetensors"
-            sums[shard] = found
-            shards |= dict.fromkeys(names, shard)
-            _write(folder / shard, held, {"format": "pt"})
+            replace_file(folder / to, partial(save_file, held, metadata=header))
+            if k == len(groups) > 1:
+                size = sum(t.numel() * t.element_size() for t in tensors.values())
+                metadata = {"total_size": size, **(about(sums) if about else {})}
+                replace_file(index, json.dumps({"metadata": metadata, "weight_map": places}, indent=1) + "\n")
         except (OSError, SafetensorError) as error:
             failed = error
     if not writer:
         return
-    try:
-        if failed:
-            raise failed
-        if shards:
-            size = sum(t.numel() * t.element_size() for t in tensors.values())
-            metadata = {"total_size": size, **(about(sums) if about else {})}
-            replace_file(index, json.dumps({"metadata": metadata, "weight_map": shards}, indent=1) + "\n")
-    except (OSError, SafetensorError) as error:
-        for shard in sums.keys() - before:
-            (folder / shard).unlink(missing_ok=True)
-        if isinstance(error, SafetensorError):
-            raise CheckpointError(f"{file} could not be written in {folder}: {error}") from error
-        raise
-    if shards:
-        (folder / file).unlink(missing_ok=True)
-    elif before:
-        index.unlink()
-    for shard in before - sums.keys():
+    for shard in (sums.keys() - before - {file}) if failed else (before | {file}) - sums.keys():
         (folder / shard).unlink(missing_ok=True)
-
-
-def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None) -> None:
-    replace_file(path, lambda beside: save_file(tensors, beside, about))
+    if isinstance(failed, SafetensorError):
+        raise CheckpointError(f"{file} could not be written in {folder}: {failed}") from failed
+    if failed:
+        raise failed
+    if one and before:
+        index.unlink()
 
 
 def _to_write(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
