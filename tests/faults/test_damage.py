@@ -21,7 +21,7 @@ from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError, ComeraError
 from comera.files import write_sums
 from comera.optim.param_groups import param_groups
-from comera.pretrained import load_pretrained, read_manifest, save_pretrained
+from comera.pretrained import load_pretrained, read_manifest, save_pretrained, stored
 from comera.rank.controller import RankController
 from comera.recipes.code_lm import data as code
 from comera.recipes.data.cache import open_or_make
@@ -156,12 +156,16 @@ def test_a_damaged_trainer_json_is_no_best_checkpoint(saved: tuple[Path, dict[st
         find_checkpoint(folder.parents[1], "best")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "comera.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "comera.json", "model.safetensors.index.json", "model-00002-of-00004.safetensors"]
+)
 @pytest.mark.parametrize("times", TIMES)
 def test_a_damaged_model_never_loads_other_values(
-    tmp_path: Path, name: str, times: int, record_property: Record
+    tmp_path: Path, name: str, times: int, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make()[0]
+    if name.startswith(("model-", "model.safetensors.")):
+        monkeypatch.setattr(stored, "SHARD", 2000)
     save_pretrained(model, tmp_path)
     expected = {key: value.tolist() for key, value in model.state_dict().items()}
     manifest = read_manifest(tmp_path)

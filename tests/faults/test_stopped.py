@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from comera.export.program import export_program
 from comera.export.write import export_compressed, export_dense
 from comera.files import replace_file
 from comera.optim.param_groups import param_groups
-from comera.pretrained import load_pretrained, save_pretrained
+from comera.pretrained import load_pretrained, save_pretrained, stored
 from comera.rank.controller import RankController
 from comera.recipes.data.cache import open_or_make
 from comera.trainer.checkpoint import clean, find_checkpoint, load_checkpoint, save_checkpoint
@@ -81,6 +82,24 @@ def checkpoint_state(run: Path) -> str:
     return of(made.eval()(INPUTS))
 
 
+@contextmanager
+def shards() -> Iterator[None]:
+    """Here a file of a model holds at most so many bytes of tensors."""
+    before, stored.SHARD = stored.SHARD, 800
+    yield
+    stored.SHARD = before
+
+
+def save_shards(seed: int, folder: Path) -> None:
+    with shards():
+        save_pretrained(model(seed), folder)
+
+
+def step_shards(run: Path, step: int) -> None:
+    with shards():
+        save_step(run, step, step)
+
+
 def pretrained_state(folder: Path) -> str:
     return of(load_pretrained(dense(), folder).eval()(INPUTS))
 
@@ -129,6 +148,18 @@ SCENARIOS = {
         lambda folder: save_pretrained(model(1), folder),
         lambda folder: save_pretrained(model(2), folder),
         pretrained_state,
+    ),
+    "save_checkpoint, in shards": Scenario(
+        lambda run: step_shards(run, 1), lambda run: step_shards(run, 2), checkpoint_state
+    ),
+    "save_pretrained, in shards": Scenario(
+        lambda folder: save_shards(1, folder), lambda folder: save_shards(2, folder), pretrained_state
+    ),
+    "save_pretrained, shards for a file": Scenario(
+        lambda folder: save_pretrained(model(1), folder), lambda folder: save_shards(2, folder), pretrained_state
+    ),
+    "save_pretrained, a file for shards": Scenario(
+        lambda folder: save_shards(1, folder), lambda folder: save_pretrained(model(2), folder), pretrained_state
     ),
     "open_or_make": Scenario(lambda cache: None, lambda cache: prepare(cache / "data", "new"), prepared_state),
     "open_or_make, damaged data": Scenario(damaged, lambda cache: prepare(cache / "data", "new"), prepared_state),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.helpers.tiny_run import TINY, words
 
 from comera.cli.main import main
+from comera.recipes.lm.recipe import LMTask
+from comera.trainer.checkpoint import find_checkpoint
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="device auto takes this machine's accelerator")
 
@@ -44,6 +48,102 @@ def test_torchrun_on_a_cpu_trains_one_run_in_several_processes(tmp_path: Path) -
     trainer = json.loads((tmp_path / "two" / "checkpoints" / "step-00000003" / "trainer.json").read_text())
     assert (trainer["identity"]["processes"], len(trainer["rng"])) == (2, 2)
     assert {p.name for p in (tmp_path / "two").iterdir()} == {p.name for p in (tmp_path / "one").iterdir()}
+
+
+KILLED = """
+import os, signal, sys
+from comera.cli.main import main
+from comera.recipes.lm.recipe import LMTask
+whole, last = LMTask.train_batch, int(sys.argv.pop(1))
+def killed(task, step, *place):
+    if step == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(task, step, *place)
+LMTask.train_batch = killed
+sys.exit(main(sys.argv[1:]))
+"""
+LM = {
+    **TINY,
+    "data.vocab_size": 300,
+    "model.hidden": 64,
+    "model.heads": 4,
+    "compress.format": "tt",
+    "compress.order": 4,
+    "compress.rank": 6,
+    "train.optimizer": "adamw",
+    "train.steps": 16,
+    "train.save_every": 4,
+    "train.eval_every": 8,
+    "train.late.target_size": 0.5,
+    "train.late.start_step": 2,
+    "train.late.steps": 12,
+    "train.prune_every": 2,
+    "train.threads": 1,
+}
+
+
+def course(run: Path) -> list[tuple[int, int, float]]:
+    """Step, size and loss of every step of training; the last of those that were trained twice."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["size"], row["loss"]) for row in rows if row["kind"] == "train"]
+
+
+@cpu_only
+def test_a_run_that_was_killed_under_torchrun_resumes_on_one_process_and_on_two_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(KILLED)
+    run = tmp_path / "run"
+    settings = words({"out": run, **LM, "data.cache": tmp_path / "cache"})
+
+    def torchrun(last: int, *more: str) -> subprocess.CompletedProcess[str]:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+        command = [*launch, "--standalone", str(program), str(last), "train", "lm", *settings, *more]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+    def saved() -> tuple[str, int, int, int]:
+        """The last checkpoint, and how many processes, micro-batches and random states it was written with."""
+        last = find_checkpoint(run)
+        trainer = json.loads((last / "trainer.json").read_text())
+        return last.name, trainer["identity"]["processes"], trainer["identity"]["accumulation"], len(trainer["rng"])
+
+    killed = torchrun(6)
+    assert "Signal 9 (SIGKILL)" in killed.stderr
+    assert saved() == ("step-00000004", 2, 1, 2)
+
+    capsys.readouterr()
+    assert main(["train", "lm", *settings, "--resume"]) == 2
+    assert "set train.accumulation to 2, for the 2 batches of a step" in capsys.readouterr().err
+    whole = LMTask.train_batch
+
+    def interrupted(task: LMTask, step: int, micro: int, *place: int) -> object:
+        if (step, micro) == (9, 0):
+            signal.raise_signal(signal.SIGINT)
+        return whole(task, step, micro, *place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LMTask, "train_batch", interrupted)
+        with pytest.warns(
+            UserWarning, match="written with processes: 2, now there are 1. The run goes on with the same"
+        ):
+            main(["train", "lm", *settings, "--resume", "--train.accumulation", "2"])
+    assert saved() == ("step-00000010", 1, 2, 1)
+
+    ended = torchrun(99, "--resume", "--train.accumulation", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("written with processes: 1, now there are 2.") == 1
+    assert saved() == ("step-00000016", 2, 1, 2)
+
+    assert main(["train", "lm", *settings, "--out", str(tmp_path / "one"), "--train.accumulation", "2"]) == 0
+    expected, came = course(tmp_path / "one"), course(run)
+    assert [row[:2] for row in came] == [row[:2] for row in expected]
+    assert [row[2] for row in came] == pytest.approx([row[2] for row in expected], rel=1e-4)
+    sizes = [size for _, size, _ in came]
+    assert sizes[3] > sizes[5] > sizes[9] > sizes[-1]  # ranks fell on two processes and on one
+    weights, others = (load_file(find_checkpoint(each) / "model.safetensors") for each in (run, tmp_path / "one"))
+    assert {name: value.shape for name, value in weights.items()} == {name: v.shape for name, v in others.items()}
 
 
 @pytest.mark.parametrize(

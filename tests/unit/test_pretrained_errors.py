@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import CheckpointError
-from comera.pretrained import load_pretrained, read_manifest, save, save_pretrained
-from comera.pretrained.folder import checksum, file_header
+from comera.pretrained import load_pretrained, read_manifest, save_pretrained, stored
+from comera.pretrained.folder import file_header
+from comera.pretrained.stored import checksum
 
 SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
 
@@ -266,7 +267,7 @@ def test_a_save_that_fails_leaves_the_old_model(saved: Path, monkeypatch: pytest
         path.write_bytes(b"torn")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(save, "save_file", torn)
+    monkeypatch.setattr(stored, "save_file", torn)
     with pytest.raises(OSError, match="no space left"):
         save_pretrained(net(seed=5), saved)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before

@@ -29,8 +29,9 @@ from comera.convert.select import all_names
 from comera.errors import CheckpointError, ComeraError
 from comera.files import replace_file
 from comera.nn.tensor_train import TensorTrain
-from comera.pretrained.folder import FORMAT, Kind, SavedTrain, checksum, file_header, read_folder
+from comera.pretrained.folder import FORMAT, Kind, SavedTrain, file_header, read_folder
 from comera.pretrained.sharded import is_writer, type_name, whole
+from comera.pretrained.stored import checksum
 from comera.tt.spec import TTSpec
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from comera.errors import CheckpointError, ConfigError
 from comera.export.layers import copy_with_own_trains
 from comera.files import flush, replace_folder
-from comera.pretrained import WEIGHTS
+from comera.pretrained import MANIFEST, WEIGHTS
 
 Inputs: TypeAlias = Sequence[Tensor] | Mapping[str, Tensor]
 
@@ -84,7 +84,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(f"expected a folder that is not there yet, got {folder}: give another, or set overwrite")
-    exported = any((folder / name).is_file() for name in (WEIGHTS, PROGRAM, ONNX))
+    exported = any((folder / name).is_file() for name in (WEIGHTS, MANIFEST, PROGRAM, ONNX))
     if not exported or (folder / "trainer.json").exists():  # that is a checkpoint
         raise ConfigError(f"expected an earlier export to overwrite, got {folder}: give another folder")
 

@@ -8,11 +8,12 @@ Each is written to a temporary folder, loaded again, compared with the model, an
 """
 
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
 
 from comera.errors import ConversionError
@@ -20,7 +21,7 @@ from comera.export.folder import Exported, Inputs, compare, count, new_folder, o
 from comera.export.layers import copy_with_own_trains, dense_copy
 from comera.files import replace_file
 from comera.nn.tensor_train import named_trains
-from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained
+from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained, tensor_headers
 from comera.rank.prune import prune_
 
 Build: TypeAlias = Callable[[Path], nn.Module]
@@ -74,7 +75,8 @@ def export_compressed(
         save_pretrained(small, beside, metadata=metadata)
         loaded = load_pretrained(build(beside), beside).eval()
         difference = compare(model, loaded, one_more_row(example_inputs), folder)
-        parameters = count(load_file(beside / WEIGHTS))
+        headers = tensor_headers(beside).values()
+        parameters = sum(prod(shape) for shape, kind in headers if kind.startswith(("F", "BF")))
     return Exported(folder, size(folder), parameters, difference)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import WeightConverter
@@ -36,8 +36,8 @@ from comera.files import flush, replace_file, replace_folder
 from comera.integrations.transformers_formats import Stored, conversions, forget_quantizer_
 from comera.memory.estimate import free_memory
 from comera.nn.tensor_train import TensorTrain
-from comera.pretrained.folder import WEIGHTS
-from comera.pretrained.transformers_folder import CONFIG, INDEX, QUANT_METHOD
+from comera.pretrained.stored import INDEX, WEIGHTS, StoredTensors
+from comera.pretrained.transformers_folder import CONFIG, QUANT_METHOD
 from comera.tt.format import spec_size
 from comera.tt.spec import spec_from_dict
 
@@ -116,7 +116,7 @@ def _write(model: Any, folder: Path, partial: Path, out: Path) -> None:
     shutil.rmtree(whole, ignore_errors=True)
     model.save_pretrained(whole, max_shard_size=_SHARD)
     for file in folder.iterdir():
-        if file.suffix in _BESIDE and file.name != INDEX and not (whole / file.name).exists():
+        if file.suffix in _BESIDE and not file.name.endswith(INDEX) and not (whole / file.name).exists():
             shutil.copyfile(file, whole / file.name)
     for written in whole.iterdir():
         shutil.copymode(whole / CONFIG, written)  # safetensors lets the owner alone read what it writes
@@ -147,28 +147,12 @@ def _model_in(folder: Path) -> tuple[Any, list[Path]]:
             f"expected a model of transformers, got {name} in {folder / CONFIG}: load it, then call tensorize_ with "
             "init='decompose'"
         )
-    files = {WEIGHTS: set[str]()}
-    if not (folder / WEIGHTS).exists():
-        try:
-            index = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
-            files = {Path(file).name: {key for key in index if index[key] == file} for file in index.values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"expected weights in {folder}, in {WEIGHTS} or in shards with {INDEX}, got {error!r}"
-            ) from error
-    for file, keys in sorted(files.items()):
-        try:
-            with safe_open(folder / file, framework="pt") as opened:
-                lost = keys.difference(opened.keys())
-        except FileNotFoundError as error:
-            raise CheckpointError(f"the shard {folder / file} is missing: take another copy") from error
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"the shard {folder / file} is truncated or damaged ({error}): take another copy"
-            ) from error
-        if lost:
-            raise CheckpointError(f"the shard {folder / file} lacks {min(lost)}: take another copy")
-    return kind, [folder / file for file in sorted(files)]
+    try:
+        return kind, StoredTensors.open(folder).files
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"expected weights in {folder}, in {WEIGHTS} or in shards with {WEIGHTS}{INDEX}, got {error!r}"
+        ) from error
 
 
 class _Request(QuantizationConfigMixin):  # type: ignore[misc]

@@ -1,9 +1,9 @@
 """What a folder with a saved model holds: its tensors in `model.safetensors`, and a manifest of its tensor trains.
 
 The manifest is stored in the header of model.safetensors, so that a single rename replaces tensors and manifest and an
-interrupted save never leaves a pair that does not match. `comera.json` is a copy for people; loading does not read it.
-"checksum" is that of all tensors; the manifest's own stands beside it in the header. Files without them, of before they
-were written, load as well.
+interrupted save never leaves a pair that does not match; a large model has shards and the manifest in their index.
+`comera.json` is a copy for people; loading does not read it. "checksum" is that of all tensors, or those of the shards;
+the manifest's own stands beside it in the header. Files without them, of before they were written, load as well.
 
     {"format": 1, "comera": version, "metadata": {...}, "checksum": "…",
      "trains": [{"names": {"encoder.0.tt": "TTLinear"}, "spec": {...}, "init_std": 0.02, "threshold": 0.01,
@@ -15,7 +15,6 @@ were written, load as well.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,21 +25,19 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError, SpecError
 from comera.nn.adapted import adapted_layers
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.sharded import type_name
+from comera.pretrained.stored import MANIFEST_ENTRY, WEIGHTS, StoredTensors
 from comera.tt.spec import Spec, spec_from_dict
 
-WEIGHTS = "model.safetensors"
-"""Name of the file with the tensors, and with the manifest in its header."""
 MANIFEST = "comera.json"
 """Name of the copy of the manifest for people; loading does not read it."""
 FORMAT = 1
-_TEXT, _SUM = "comera", "comera_xxh3_128"  # entries of the header: the manifest and its checksum
+_SUM = "comera_xxh3_128"  # in the header: the manifest's checksum
 
 
 @dataclass(frozen=True)
@@ -101,25 +98,15 @@ def with_stored_layout(spec: Spec, layout: Tensor, name: str, where: object) -> 
 def file_header(manifest: Mapping[str, Any]) -> dict[str, str]:
     """What the header of model.safetensors says of its tensors. Raises TypeError or ValueError unless JSON-ready."""
     text = json.dumps(manifest, allow_nan=False)
-    return {"format": "pt", _TEXT: text, _SUM: _text_sum(text)}
+    return {"format": "pt", MANIFEST_ENTRY: text, _SUM: _text_sum(text)}
 
 
 def _text_sum(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and elements of contiguous tensors on the CPU."""
-    found = xxhash.xxh3_128()
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        if tensor.numel():
-            found.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-    return found.hexdigest()
-
-
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a saved model; reads only the header of model.safetensors.
+    """The manifest of a saved model; reads only headers.
 
     Raises CheckpointError for a file that is missing, truncated, foreign or of a later format.
 
@@ -138,9 +125,9 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def tensor_headers(folder: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type ("F32") of every tensor that model.safetensors stores, from its header; tied ones once.
+    """Shape and type ("F32") of every tensor that a folder stores, from the headers of its files; tied ones once.
 
-    Raises OSError or SafetensorError for a file that is missing, truncated or foreign.
+    Raises FileNotFoundError if there are no files, CheckpointError for ones that are truncated, foreign or not whole.
 
     Example:
         >>> import tempfile, torch, comera
@@ -153,9 +140,8 @@ def tensor_headers(folder: str | Path) -> dict[str, tuple[tuple[int, ...], str]]
         >>> headers["0.bias"]
         ((64,), 'F32')
     """
-    with safe_open(Path(folder, WEIGHTS), framework="pt") as file:
-        headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
+    stored = StoredTensors.open(Path(folder))
+    return {name: (shape, stored.types[name]) for name, shape in stored.shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -176,20 +162,15 @@ MODEL = Kind(
 )
 
 
-def read_folder(
-    folder: Path, kind: Kind = MODEL, *, with_tensors: bool = True
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Manifest and tensors of a saved model, tied tensors under each of their names; from one open file."""
+def read_folder(folder: Path, kind: Kind = MODEL, *, with_tensors: bool = True) -> tuple[dict[str, Any], StoredTensors]:
+    """Manifest and tensors of a saved model, tied tensors under each of their names."""
     path = folder / kind.file
     try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in (file.keys() if with_tensors else ())}
+        tensors = StoredTensors.open(folder, kind.file)
     except FileNotFoundError as error:
         raise CheckpointError(f"expected {kind.what} in {folder}, but it has no {kind.file}") from error
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is truncated or no safetensors file ({error}): take another copy") from error
-    text = about.get(_TEXT)
+    about = tensors.metadata
+    text = about.get(MANIFEST_ENTRY)
     if text is None:
         raise CheckpointError(
             f"{path} was not written by {kind.writer} of this library: it has no manifest. {kind.instead}"
@@ -206,10 +187,11 @@ def read_folder(
             )
         for entry in manifest["trains"]:
             SavedTrain.of(entry)
-        if with_tensors and has_sums and manifest["checksum"] != checksum(tensors):
+        if with_tensors and has_sums and manifest["checksum"] != tensors.sums():
             raise CheckpointError(f"{path} is damaged: its tensors differ from their checksum. Take another copy")
         if with_tensors:
-            tensors |= {name: tensors[source] for name, source in manifest["tied"].items()}
+            for name, source in manifest["tied"].items():
+                tensors.tie(name, source)
             if not set(manifest["transient"]) <= tensors.keys():
                 raise KeyError("transient")
     except CheckpointError:

@@ -23,6 +23,7 @@ from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
 from comera.pretrained.sharded import shard_like, type_name
+from comera.pretrained.stored import MAPPED, StoredTensors, packed
 from comera.pretrained.transformers_folder import read_transformers_folder
 from comera.rank.optimizer_state import reset_state_, unwrap
 from comera.tt.ngram import NGramSpec
@@ -111,7 +112,7 @@ def _add_tables_(model: nn.Module, trains: Iterable[SavedTrain]) -> list[NGramEm
     return added
 
 
-def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, Tensor], set[str]]:
+def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], StoredTensors, set[str]]:
     """Tensor trains, tensors and names of transient buffers in a folder."""
     found = read_transformers_folder(folder)
     if found is None:
@@ -131,14 +132,15 @@ def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], dict[str, T
         loaded, info = type(theirs).from_pretrained(folder, dtype="auto", output_loading_info=True)
         trains = [SavedTrain.of(SavedTrain.entry(tt, names)) for tt, names in train_names(loaded).items()]
         missing = info["missing_keys"] - computed
-        stored = {key: value for key, value in loaded.state_dict().items() if key not in missing}
+        stored = StoredTensors({key: value for key, value in loaded.state_dict().items() if key not in missing})
     names: dict[int, list[str]] = {}  # transformers stores tied tensors once and leaves the ties to the model
     for key, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(key)
     for tied in names.values():
-        there = next((key for key in tied if key in stored), None)
-        if there is not None:
-            stored |= {key: stored[there] for key in tied if key not in stored}
+        there = [key for key in tied if key in stored]
+        for key in tied if there else ():
+            if key not in stored:
+                stored.tie(key, there[0])
     return trains, stored, set()
 
 
@@ -180,14 +182,14 @@ class _Placement:
 class _Plan:
     """What loading will do to a model; `apply` changes it once everything else has been checked."""
 
-    def __init__(self, model: nn.Module, stored: Mapping[str, Tensor], transient: set[str]) -> None:
+    def __init__(self, model: nn.Module, stored: StoredTensors, transient: set[str]) -> None:
         self.model, self.stored, self._transient = model, stored, transient
         self.problems: list[str] = []  # what cannot be loaded at all
         self.unmatched: list[str] = []  # what only the file or only the model holds
         self.placements: list[_Placement] = []
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._train_names = train_names(model)
-        self._left = {key: value for key, value in stored.items() if key not in transient}
+        self._left = {key: shape for key, shape in stored.shapes.items() if key not in transient}
         state = model.state_dict(keep_vars=True)
         self.state: dict[str, Tensor] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         self.meta_buffers = {key: b for key, b in transient_buffers(model).items() if b.is_meta}
@@ -204,11 +206,12 @@ class _Plan:
             path, _, attribute = name.rpartition(".")
             module = self._modules.get(path)
             for key, shape in saved.shapes(name).items():
-                value = self._left.pop(key, None)
-                if value is None or value.shape != shape:
-                    got = "nothing" if value is None else str(tuple(value.shape))
-                    self.problems.append(f"{key}: expected {shape} as the manifest says, got {got}")
-                elif key == f"{name}.{saved.spec.layout_name}" and value.tolist() != saved.spec.layout:
+                came = self._left.pop(key, None)
+                if came != shape:
+                    self.problems.append(
+                        f"{key}: expected {shape} as the manifest says, got {'nothing' if came is None else came}"
+                    )
+                elif key == f"{name}.{saved.spec.layout_name}" and self.stored[key].tolist() != saved.spec.layout:
                     self.problems.append(f"{key}: expected what the manifest says, got others")
             there = dense_place(self._modules, path)
             if module is None and there is None:
@@ -249,20 +252,20 @@ class _Plan:
                 self._claim(f"{name}.")
         first: dict[int, str] = {}
         for key, own in list(self.state.items()):
-            value = self._left.pop(key, None)
+            came = self._left.pop(key, None)
             tied_to = first.setdefault(id(own), key)
-            if value is None:
+            if came is None:
                 self.unmatched.append(f"{key} {tuple(own.shape)} is in the model only")
                 del self.state[key]
                 if own.is_meta:
                     self.problems.append(_without_values(key))
-            elif value.shape != own.shape:
-                self.problems.append(f"{key}: expected {tuple(own.shape)}, got {tuple(value.shape)} in the file")
-            elif tied_to != key and tied_to in self.state and not torch.equal(value, self.stored[tied_to]):
+            elif came != own.shape:
+                self.problems.append(f"{key}: expected {tuple(own.shape)}, got {came} in the file")
+            elif tied_to != key and tied_to in self.state and not torch.equal(self.stored[key], self.stored[tied_to]):
                 self.problems.append(f"{key} and {tied_to} are tied in the model, but differ in the file")
-        self.unmatched += [f"{key} {tuple(value.shape)} is in the file only" for key, value in self._left.items()]
+        self.unmatched += [f"{key} {came} is in the file only" for key, came in self._left.items()]
         for key, buffer in self.meta_buffers.items():
-            if key not in self._transient or self.stored[key].shape != buffer.shape:
+            if key not in self._transient or self.stored.shapes[key] != buffer.shape:
                 self.problems.append(f"buffer {key} is on the meta device and its values are not in the file")
 
     def check(self, folder: Path, *, strict: bool) -> None:
@@ -316,7 +319,9 @@ class _Plan:
                 setattr(module, attribute, tt)
         compress_layers_(self.model, new)
 
-        self._load({key: shard_like(self.stored[key], own) for key, own in self.state.items() if not own.is_meta})
+        there = {key: own for key, own in self.state.items() if not own.is_meta}
+        for names in packed(there, MAPPED):
+            self._load({key: shard_like(self.stored[key], there[key]) for key in names})
         made: dict[int, Tensor] = {}  # tied ones stay tied
         for key, own in self.state.items():
             if own.is_meta and id(own) not in made:

@@ -5,30 +5,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from comera._version import __version__
 from comera.errors import CheckpointError
 from comera.files import replace_file
 from comera.nn.adapted import refuse_adapters
-from comera.pretrained.folder import (
-    FORMAT,
-    MANIFEST,
-    WEIGHTS,
-    SavedTrain,
-    checksum,
-    file_header,
-    train_names,
-    transient_buffers,
-)
-from comera.pretrained.sharded import is_writer, whole
+from comera.pretrained.folder import FORMAT, MANIFEST, SavedTrain, file_header, train_names, transient_buffers
+from comera.pretrained.sharded import is_writer
+from comera.pretrained.stored import WEIGHTS, write_tensors
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
     """Write a model, compressed or dense, to `folder`: model.safetensors and comera.json, each replaced as a whole.
 
+    More than 1 GiB of tensors is written in shards with an index, as transformers names them, one shard at a time.
     With parameters that `fully_shard` has spread over processes, call it in every process; the first one writes.
 
     Args:
@@ -62,30 +53,30 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
         "trains": [SavedTrain.entry(tt, names) for tt, names in train_names(model).items()],
         "tied": tied,
         "transient": transient,
-        "checksum": checksum(tensors),
     }
+    writer = is_writer(model.parameters())
     try:
-        about = file_header(manifest)
-        if not is_writer(model.parameters()):
-            return
-        folder.mkdir(parents=True, exist_ok=True)
+        file_header(manifest)  # before anything is written
+        if writer:
+            folder.mkdir(parents=True, exist_ok=True)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"metadata for {folder} must be JSON-ready, but: {error}") from error
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"expected a folder to save in, found a file at {folder}") from error
-    try:
-        replace_file(folder / WEIGHTS, lambda beside: save_file(tensors, beside, about))
-    except SafetensorError as error:
-        raise CheckpointError(f"{folder / WEIGHTS} could not be written: {error}") from error
-    replace_file(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+    def about(sums: str | dict[str, str]) -> dict[str, str]:
+        manifest["checksum"] = sums
+        return file_header(manifest)
+
+    write_tensors(folder, WEIGHTS, tensors, about, writer=writer)
+    if writer:
+        replace_file(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
-    """The tensors to store, each once and in memory of its own; other name -> stored name of the tied ones; and the
-    names of transient buffers."""
+    """The tensors to store, each once; other name -> stored name of the tied ones; names of transient buffers."""
     transient = transient_buffers(model)
     first: dict[int, str] = {}
-    memory: set[int] = set()
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if name != "_metadata"}
@@ -97,10 +88,5 @@ def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             tied[name] = first[id(value)]
             continue
         first[id(value)] = name
-        tensor = whole(value.detach()).cpu().resolve_conj().resolve_neg().contiguous()
-        where = tensor.untyped_storage().data_ptr()
-        if where in memory and tensor.numel():  # another view of the same memory, which safetensors refuses
-            tensor = tensor.clone()
-        memory.add(where)
-        tensors[name] = tensor
+        tensors[name] = value
     return tensors, tied, list(transient)

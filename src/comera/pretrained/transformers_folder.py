@@ -16,15 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from comera.errors import CheckpointError
-from comera.pretrained.folder import WEIGHTS, SavedTrain, train_names, with_stored_layout
+from comera.pretrained.folder import SavedTrain, train_names, with_stored_layout
+from comera.pretrained.stored import MANIFEST_ENTRY, StoredTensors
 
 QUANT_METHOD = "comera"  # quant_method in config.json
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CONFIG = "config.json"
 
 
 def entries_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -88,7 +87,7 @@ def with_stored_ranks(saved: SavedTrain, shapes: Mapping[str, Sequence[int]], wh
     )
 
 
-def read_transformers_folder(folder: Path) -> tuple[list[SavedTrain], dict[str, Tensor]] | None:
+def read_transformers_folder(folder: Path) -> tuple[list[SavedTrain], StoredTensors] | None:
     """Tensor trains and tensors of a folder, the trains' under each of their names; None for another kind of folder.
 
     Where `comera.save_pretrained` wrote the weights, their own manifest says more than config.json: None, too.
@@ -97,26 +96,13 @@ def read_transformers_folder(folder: Path) -> tuple[list[SavedTrain], dict[str, 
     entries = _entries_in(folder)
     if entries is None:
         return None
-    tensors: dict[str, Tensor] = {}
     try:
-        files = [WEIGHTS]
-        if (folder / WEIGHTS).exists():
-            with safe_open(folder / WEIGHTS, framework="pt") as file:
-                if "comera" in (file.metadata() or {}):
-                    return None
-        else:
-            index = json.loads((folder / INDEX).read_text("utf-8"))
-            files = sorted({Path(file).name for file in index["weight_map"].values()})  # of this folder, no other
-        for file in files:
-            tensors |= load_file(folder / file)
+        tensors = StoredTensors.open(folder)
     except FileNotFoundError as error:
-        raise CheckpointError(f"expected all weights of a model in {folder}, but it is not whole: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the weights in {folder} are truncated or damaged ({error}): take another copy"
-        ) from error
-    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-    found = [with_stored_ranks(saved, shapes, folder) for saved in read_entries(entries, folder)]
+        raise CheckpointError(f"expected all weights of a model in {folder}, but it has none: {error}") from error
+    if MANIFEST_ENTRY in tensors.metadata:
+        return None
+    found = [with_stored_ranks(saved, tensors.shapes, folder) for saved in read_entries(entries, folder)]
     trains = [saved for saved in found if saved is not None]
     for k, saved in enumerate(trains):
         first = next(name for name in saved.names if f"{name}.cores.0" in tensors)
@@ -125,7 +111,8 @@ def read_transformers_folder(folder: Path) -> tuple[list[SavedTrain], dict[str, 
             trains[k] = replace(saved, spec=spec)
         for name in saved.names:
             for key, same in zip(saved.shapes(name), saved.shapes(first), strict=True):
-                tensors.setdefault(key, tensors[same])
+                if key not in tensors:
+                    tensors.tie(key, same)
     return trains, tensors
 
 

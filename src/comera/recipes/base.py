@@ -236,6 +236,8 @@ class RecipeTask(Task):
     that decide what is learned. width, whole: of the method narrow, its width, under which alone a run resumes, and
     what makes the dense model that it is narrower than. identity: further entries of the run's, by dotted name."""
 
+    one_sequence = True
+
     def __init__(
         self,
         config: Any,

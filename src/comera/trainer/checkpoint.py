@@ -1,7 +1,8 @@
 """Checkpoints in the run folder. A run that is killed at any moment resumes from the last one, to the bit on a CPU.
 
     checkpoints/step-00000120/  model.safetensors, comera.json   the model, as `save_pretrained` writes it
-                                optimizer.safetensors            the optimizer's tensors, "parameter name:key"
+                                optimizer.safetensors            the optimizer's tensors, "parameter name:key"; both
+                                                                 in shards where they are large
                                 trainer.json                     everything else
                                 XXH128SUMS                       checksums of these files, compared on loading
 
@@ -19,15 +20,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera.errors import CheckpointError, ConfigError, RankError
-from comera.files import damage, flush, replace_file, replace_folder, write_sums
+from comera.files import damage, flush, replace_folder, write_sums
 from comera.kernels.select import kernels_in_use
-from comera.pretrained import WEIGHTS, load_pretrained, save_pretrained, tensor_headers
+from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
+from comera.pretrained.stored import StoredTensors, write_tensors
 from comera.rank.controller import RankController
 from comera.trainer.random_state import check_rng_state, set_rng_state
 from comera.trainer.trainer_json import FORMAT, TRAINER, Progress, TrainerState, broken, read_trainer
@@ -102,10 +104,7 @@ def save_checkpoint(
     temporary.mkdir(parents=True)
     save_pretrained(model, temporary)
     tensors, scalars = _optimizer_state(model, optimizer)
-    try:
-        replace_file(temporary / _STATE_FILE, lambda beside: save_file(tensors, beside))
-    except SafetensorError as error:
-        raise CheckpointError(f"{temporary / _STATE_FILE} could not be written: {error}") from error
+    write_tensors(temporary, _STATE_FILE, tensors)
     trainer = {
         **FORMAT,
         "progress": asdict(progress),
@@ -137,32 +136,44 @@ def load_checkpoint(
     *,
     identity: Mapping[str, Any],
     process: int = 0,
+    one_sequence: bool = False,
 ) -> Progress:
     """Restore model (with its ranks), optimizer, controller and this process's random state from a checkpoint.
 
+    one_sequence: as of a Task: other processes may have written it, if a step had as many batches.
     Raises CheckpointError if it is damaged, foreign, or of another model or optimizer, and ConfigError if it was
-    written with another `identity`; nothing is changed then. Warns if other kernels wrote it: their results differ by
-    rounding.
+    written with another `identity`; nothing is changed then. Warns if other kernels or another number of processes
+    wrote it: their results differ by rounding.
     """
     folder = Path(folder)
     trainer = read_trainer(folder)
-    _check_identity(folder, trainer.identity, identity)
+    _check_identity(folder, trainer.identity, identity, one_sequence=one_sequence)
+    before, now = trainer.identity.get("processes"), identity.get("processes")
     groups = len(optimizer.param_groups)
     for kind, each in (("rate", trainer.progress.peak_lrs), ("weight decay", trainer.progress.weight_decays)):
         if each and len(each) != groups:
             raise broken(folder, f"a {kind} for each of the optimizer's {groups} groups of parameters", f"{len(each)}")
-    if process >= len(trainer.rng):
-        raise broken(folder, f"the random state of process {process}", f"that of {len(trainer.rng)} processes")
+    source = process if before == now else process % (before or 1)
+    if source >= len(trainer.rng):
+        raise broken(folder, f"the random state of process {source}", f"that of {len(trainer.rng)} processes")
     try:
-        check_rng_state(trainer.rng[process])
+        check_rng_state(trainer.rng[source])
     except ValueError as error:
-        raise broken(folder, f"the random state of process {process}", str(error)) from error
+        raise broken(folder, f"the random state of process {source}", str(error)) from error
     _load_state(folder, trainer, model, optimizer, controller)
-    set_rng_state(trainer.rng[process])
-    if trainer.kernels not in (None, now := _kernels(model)):
+    set_rng_state(trainer.rng[source])
+    if source != process:  # a process that was not there draws numbers of its own, which follow from the checkpoint
+        set_seed(int(torch.randint(2**31, ())) + process)
+    if before != now and not process:
         warnings.warn(
-            f"{folder} was written with other kernels ({trainer.kernels}) than compute here ({now}): the run goes on, "
-            "but not to the bit; for that, resume where it was started, with the same version and COMERA_KERNELS",
+            f"{folder} was written with processes: {before}, now there are {now}. The run goes on with the same "
+            "batches in a step, but not to the bit: sums are rounded in another order, and dropout draws other numbers",
+            stacklevel=2,
+        )
+    if trainer.kernels not in (None, kernels := _kernels(model)):
+        warnings.warn(
+            f"{folder} was written with other kernels ({trainer.kernels}) than compute here ({kernels}): the run goes "
+            "on, but not to the bit; for that, resume where it was started, with the same version and COMERA_KERNELS",
             stacklevel=2,
         )
     return trainer.progress
@@ -185,7 +196,7 @@ def _load_state(
     folder: Path, trainer: TrainerState, model: nn.Module, optimizer: Optimizer, controller: RankController | None
 ) -> None:
     """Load a checkpoint's model, optimizer and controller after validating everything."""
-    if trainer.sizes is None and (found := damage(folder, [WEIGHTS, _STATE_FILE])):
+    if trainer.sizes is None and (found := damage(folder, [path.name for path in folder.glob("*.safetensors*")])):
         raise broken(folder, "the files that were saved", found)
     for name, size in (trainer.sizes or {}).items():
         came = (folder / name).stat().st_size if (folder / name).is_file() else 0
@@ -218,7 +229,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{names[parameter]}:{key}"] = value.detach().resolve_conj().resolve_neg().contiguous()
+                tensors[f"{names[parameter]}:{key}"] = value
             else:
                 scalars.setdefault(names[parameter], {})[key] = value
     return tensors, scalars
@@ -234,9 +245,10 @@ def _set_optimizer_state(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Mapping[str, Any]]
 ) -> None:
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
-    for entry, value in tensors.items():
+    there = dict(model.named_parameters())
+    for entry, value in tensors.items():  # each is read on its way to where it stays
         name, _, key = entry.rpartition(":")
-        state.setdefault(name, {})[key] = value.clone()  # the file's memory is read-only and shared
+        state.setdefault(name, {})[key] = value.to(there[name].device if value.ndim else "cpu", copy=True)
     by_index = {i: state[name] for i, name in enumerate(_trained(model, optimizer)) if name in state}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
 
@@ -251,32 +263,40 @@ def _other_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     }
 
 
-def _read_tensors(folder: Path, trainer: TrainerState) -> dict[str, Tensor]:
-    """The optimizer's tensors, checked against the model beside them and the scalars of trainer.json."""
+def _read_tensors(folder: Path, trainer: TrainerState) -> StoredTensors:
+    """The optimizer's tensors, not read yet, checked against the model beside them and the scalars of trainer.json."""
     try:
-        tensors = load_file(folder / _STATE_FILE)
+        tensors = StoredTensors.open(folder, _STATE_FILE)
         shapes = {name: shape for name, (shape, _) in tensor_headers(folder).items()}
-    except (OSError, SafetensorError) as error:
+    except (OSError, CheckpointError) as error:
         raise broken(folder, "whole safetensors files", str(error)) from error
     held = {entry.rpartition(":")[::2] for entry in tensors}
     scalars = {(name, key) for name, values in trainer.scalars.items() for key in values}
     if strange := sorted(held & scalars | {entry for entry in held | scalars if entry[0] not in trainer.parameters}):
         raise broken(folder, "one state of each parameter and key", f"{':'.join(strange[0])!r}, unknown or twice")
-    for entry, value in tensors.items():
+    for entry, came in tensors.shapes.items():
         shape = tuple(trainer.other_shapes.get(entry, shapes.get(entry.rpartition(":")[0], ())))
-        if value.ndim and value.shape != shape:
-            raise broken(folder, f"state of shape {shape}", f"{entry!r} of shape {tuple(value.shape)}")
+        if came and came != shape:
+            raise broken(folder, f"state of shape {shape}", f"{entry!r} of shape {came}")
     return tensors
 
 
-def _check_identity(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_identity(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, one_sequence: bool = False
+) -> None:
     now = json.loads(json.dumps(now))
     changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+    batches, others = (each.get("processes", 1) * each.get("accumulation", 1) for each in (saved, now))
+    if one_sequence and batches == others:
+        changed = [key for key in changed if key not in ("processes", "accumulation")]
     if changed:
         rows = "; ".join(f"{key}: expected {saved.get(key)!r}, got {now.get(key)!r}" for key in changed)
+        share, rest = divmod(batches, now.get("processes", 1))
+        same = "take a number of processes that divides" if rest else f"set train.accumulation to {share}, for"
+        same = f"; {same} the {batches} batches of a step" if one_sequence and batches != others else ""
         raise ConfigError(
             f"a resumed run must go on as it was begun ({rows}; checkpoint {folder}): "
-            "resume with the configuration in the run folder, or start a new run in another folder"
+            f"resume with the configuration in the run folder, or start a new run in another folder{same}"
         )
 
 

@@ -198,7 +198,8 @@ def _resume(state: TrainState, start_from: Path | str | None) -> None:
     if found := checkpoints(state.out):
         process = accelerator.process_index
         began = state.progress
-        state.progress = load_checkpoint(found[-1], *loaded, identity=state.identity, process=process)
+        how: Any = {"identity": state.identity, "process": process, "one_sequence": state.task.one_sequence}
+        state.progress = load_checkpoint(found[-1], *loaded, **how)
         state.progress.peak_lrs = state.progress.peak_lrs or began.peak_lrs
         state.progress.weight_decays = state.progress.weight_decays or began.weight_decays
         for group, decay in zip(state.optimizer.param_groups, state.progress.weight_decays, strict=True):

@@ -30,6 +30,8 @@ class Task(ABC):
         keep_logits: whether `loss` reads the logits of a causal language model that it has given labels (`fuse_`).
         steps_per_epoch: steps per pass over the training data. None: the data has no end.
         counted: the unit that `tokens` counts, for display.
+        one_sequence: whether batches depend on (step * accumulation + micro) * world + rank alone. Then a run may
+            resume on another number of processes, with an accumulation that gives a step as many batches.
 
     Example:
         >>> import torch, comera
@@ -68,6 +70,7 @@ class Task(ABC):
     keep_logits: bool = True
     steps_per_epoch: int | None = None
     counted: str = "tokens"
+    one_sequence: bool = False
 
     @abstractmethod
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:

@@ -28,7 +28,7 @@ from comera.integrations.fsdp import clip_grad_norm_, fit_ranks_, replicate_
 from comera.nn.size import model_size
 from comera.nn.tensor_train import CompressedLayer, named_trains
 from comera.optim.param_groups import param_groups
-from comera.pretrained import load_pretrained, save_pretrained
+from comera.pretrained import load_pretrained, save_pretrained, stored
 from comera.rank import LateStage, RankController, round_
 
 from ...helpers.processes import in_processes
@@ -137,6 +137,7 @@ def train_sharded(rank: int, fused: bool, late: LateStage, folder: str) -> list[
     optimizer, ranks = start(model, late)
     ranks.attach(optimizer)
     losses = train(model, optimizer, ranks, range(14), [rank], clip=clip_grad_norm_)
+    stored.SHARD = 4000 if fused else stored.SHARD  # in several files
     save_pretrained(model, folder)
     dist.barrier()
     state = whole(model)
@@ -159,6 +160,7 @@ def test_a_sharded_model_trains_as_one_that_is_whole(tmp_path: Path, fused: bool
     expected = train(model, optimizer, ranks, range(14), [0, 1], clip=nn.utils.clip_grad_norm_)
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     assert [p.shape for p in model.parameters()] == [state[name].shape for name, _ in model.named_parameters()]
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists() == fused
     loaded = load_pretrained(build(seed=3), tmp_path / "model")
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 

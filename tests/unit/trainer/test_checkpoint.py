@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from comera.errors import CheckpointError
+from comera.errors import CheckpointError, ConfigError
 from comera.kernels.select import supports
 from comera.trainer import checkpoint as runs
 from comera.trainer.checkpoint import checkpoints, clean, find_checkpoint, load_checkpoint, save_checkpoint, take_over
@@ -81,6 +82,60 @@ def test_random_states_come_back_for_each_process(tmp_path: Path) -> None:
         assert (random.gauss(0, 1), numpy.random.rand(), torch.rand(3).tolist()) == draws[process]
 
 
+def numbers() -> tuple[Any, ...]:
+    return random.random(), numpy.random.rand(), torch.rand(3).tolist()
+
+
+def test_other_processes_go_on_with_random_numbers_of_their_own(tmp_path: Path) -> None:
+    state, rng, draws = make(), [], []
+    for process in range(2):
+        torch.manual_seed(process)
+        rng.append(rng_state())
+        draws.append(numbers())
+    by_two = {**IDENTITY, "processes": 2, "accumulation": 3}
+    folder = save(tmp_path, state, 1, rng=rng, identity=by_two)
+    by_one = {**IDENTITY, "processes": 1, "accumulation": 6}
+    with pytest.warns(UserWarning, match="written with processes: 2, now there are 1.* not to the bit"):
+        load_checkpoint(folder, *make(), identity=by_one, one_sequence=True)
+    assert numbers() == draws[0]
+
+    by_six = {**IDENTITY, "processes": 6, "accumulation": 1}
+    drawn = []
+    for process in [0, 1, 2, 3, 4, 5, 5]:
+        with pytest.warns(UserWarning, match="now there are 6") if process == 0 else nullcontext():
+            load_checkpoint(folder, *make(), identity=by_six, one_sequence=True, process=process)
+        drawn.append(numbers())
+    assert drawn[:2] == draws
+    assert drawn[-1] == drawn[-2]
+    assert len({str(each) for each in drawn}) == 6
+
+
+@pytest.mark.parametrize(
+    ("now", "one_sequence", "message"),
+    [
+        (
+            {"processes": 1},
+            True,
+            r"\(processes: expected 2, got 1; .* set train.accumulation to 6, for the 6 batches of a",
+        ),
+        ({"processes": 4}, True, "take a number of processes that divides the 6 batches of a step"),
+        ({"accumulation": 2}, True, "accumulation: expected 3, got 2.* set train.accumulation to 3, for the 6 batches"),
+        ({"processes": 1, "accumulation": 6}, False, "accumulation: expected 3, got 6; processes: .* another folder$"),
+        ({"processes": 1, "accumulation": 6, "lr": 1.0}, True, r"\(lr: expected 0.001, got 1.0; checkpoint .* folder$"),
+    ],
+)
+def test_a_step_has_as_many_batches_as_before(
+    tmp_path: Path, now: dict[str, Any], one_sequence: bool, message: str
+) -> None:
+    identity = {**IDENTITY, "processes": 2, "accumulation": 3}
+    folder = save(tmp_path, make(), 1, identity=identity)
+    state = make(seed=1)
+    before = snapshot(state)
+    with pytest.raises(ConfigError, match=message):
+        load_checkpoint(folder, *state, identity=identity | now, one_sequence=one_sequence)
+    assert_equal(snapshot(state), before)
+
+
 def test_rng_state_round_trips_without_a_file() -> None:
     state = rng_state()
     first = torch.rand(4)
@@ -128,7 +183,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing in a save catches it. (tests/recipes kills for real.)"""
 
 
-@pytest.mark.parametrize("moment", ["flush", "_drop", "save_file", "save_pretrained"])
+@pytest.mark.parametrize("moment", ["flush", "_drop", "write_tensors", "save_pretrained"])
 def test_a_kill_inside_a_save_leaves_whole_checkpoints_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

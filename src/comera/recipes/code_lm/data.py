@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -150,8 +150,8 @@ class FunctionReader(NamedTuple):
     def identity(self) -> list[str | None]:
         return [self.code, self.docstring]
 
-    def file(self, path: str, text: str) -> Iterator[documents.Document]:
-        yield documents.Document(path, text)
+    def file(self, path: str, text: TextIO) -> Iterator[documents.Document]:
+        yield documents.Document(path, text.read())
 
     def row(self, row: Any, rows: Counter[str]) -> Iterator[documents.Document]:
         options = {

@@ -25,6 +25,7 @@ from rich.console import Console
 from comera.errors import ConfigError
 from comera.files import SUMS, damage, typed_path, write_sums
 
+RESUME = "resume.json"  # in a folder on its way: what is done of it, by which a killed preparation goes on
 VERIFIED_BYTES = 64 * 2**30  # a minute from a fast disk
 SMALL_BYTES = 64 * 2**20
 GATHERED_ROWS = 256  # written at a time
@@ -49,7 +50,8 @@ def settings_digest(settings: list[object]) -> str:
 def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path], object]) -> T:
     """Return `load(folder)`; if the folder is missing or damaged, `write` makes it first. One process writes while the
     others wait. It writes to a folder beside, flushes to disk and renames, so a killed process leaves nothing that
-    looks complete, and an error leaves nothing at all. Raises ConfigError for a cache that is not a writable folder,
+    looks complete, and an error leaves nothing at all. One that was killed or interrupted and had written RESUME gets
+    its folder again. Raises ConfigError for a cache that is not a writable folder,
     and whatever `write` raises. Errors of `load` pass through: the data is intact, but these settings cannot use it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +65,9 @@ def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path]
             _log.warning("prepared data in %s is damaged (%s): it is made anew", folder, found)
             shutil.rmtree(folder)
         partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-        partial.mkdir()
+        if not (partial / RESUME).exists():
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+        partial.mkdir(exist_ok=True)
         try:
             write(partial)
             write_sums(partial)
@@ -81,7 +84,8 @@ def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path]
                 "make room there, or give another folder"
             ) from error
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not (isinstance(sys.exception(), KeyboardInterrupt) and (partial / RESUME).exists()):
+                shutil.rmtree(partial, ignore_errors=True)
         return load(folder)
 
 

@@ -3,8 +3,8 @@
     path -> files and their digests -> documents, gathered -> training | held-out, by a hash of each one's key
 
 The files are read twice: for the digests, which name the cache folder, and if that does not exist, to gather the
-documents in one memory-mapped Arrow file, which all that follows reads. Everything is a pure function of the files'
-contents and the settings."""
+documents in one memory-mapped Arrow file, which all that follows reads. Memory holds a document and a part of a file at
+a time, however large that is. Everything is a pure function of the files' contents and the settings."""
 
 import gzip
 import hashlib
@@ -16,10 +16,11 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class Reader(Protocol):
 
     @property
     def identity(self) -> Any: ...
-    def file(self, path: str, text: str) -> Iterator[Document]: ...
+    def file(self, path: str, text: TextIO) -> Iterator[Document]: ...
     def row(self, row: Any, rows: Counter[str]) -> Iterator[Document]: ...
 
 
@@ -82,11 +83,12 @@ class TextReader(NamedTuple):
     def identity(self) -> str:
         return self.field
 
-    def file(self, path: str, text: str) -> Iterator[Document]:
-        if len(text) > LARGE_FILE:
-            yield from (Document(f"{path}#{n}", part) for n, part in enumerate(_passages(text)))
+    def file(self, path: str, text: TextIO) -> Iterator[Document]:
+        start = text.read(LARGE_FILE + 1)
+        if len(start) > LARGE_FILE:
+            yield from (Document(f"{path}#{n}", part) for n, part in enumerate(_passages(start, text)))
         else:
-            yield Document(path, text)
+            yield Document(path, start)
 
     def row(self, row: Any, rows: Counter[str]) -> Iterator[Document]:
         text = text_of(row, self.field, "data.text_field", rows)
@@ -112,13 +114,14 @@ def text_of(row: Any, field: str, option: str, rows: Counter[str]) -> str | None
     return text
 
 
-def _passages(text: str) -> Iterator[str]:
-    """A text cut at line ends into passages of about PASSAGE characters."""
-    start = 0
-    while start < len(text):
-        end = text.rfind("\n", start, start + PASSAGE) + 1 or start + PASSAGE
-        yield text[start:end]
-        start = end
+def _passages(held: str, text: TextIO) -> Iterator[str]:
+    """What is held of a text and the rest of it, cut at line ends into passages of about PASSAGE characters."""
+    while held:
+        end = held.rfind("\n", 0, PASSAGE) + 1 or PASSAGE
+        yield held[:end]
+        held = held[end:]
+        if len(held) < PASSAGE:
+            held += text.read(LARGE_FILE)
 
 
 @dataclass(frozen=True)
@@ -197,20 +200,19 @@ def find_files(
                 continue
             if status.st_size > left:
                 continue
-            content = _content(root / path)
-            content.decode("utf-8")
+            with _Text(root / path) as text:
+                digest, size = text.rest()
         except (OSError, EOFError, zlib.error):
             skipped["unreadable"] += 1
             continue
         except UnicodeDecodeError:
             skipped["not_utf8"] += 1
             continue
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        if not content or digest in chosen:
-            skipped["repeated" if content else "empty"] += 1
+        if not size or digest in chosen:
+            skipped["repeated" if size else "empty"] += 1
             continue
-        chosen[digest] = Source(path, len(content), digest)
-        left -= len(content)
+        chosen[digest] = Source(path, size, digest)
+        left -= size
     return sorted(chosen.values()), skipped
 
 
@@ -225,26 +227,70 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def _content(path: Path) -> bytes:
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+class _Hashed(io.RawIOBase):
+    """The unpacked bytes of a file, and the digest and number of those that were read."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # noqa: SIM115
+        self.digest, self.size = hashlib.blake2b(digest_size=16), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._file.readinto(buffer)
+        self.digest.update(memoryview(buffer)[:count])
+        self.size += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _Text(io.TextIOWrapper):
+    """The text of a file; only a newline ends a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._hashed = _Hashed(path)
+        super().__init__(io.BufferedReader(self._hashed, LARGE_FILE), "utf-8", newline="\n")
+
+    def rest(self) -> tuple[str, int]:
+        """Read to the end; the digest and size of all."""
+        while self.read(LARGE_FILE):
+            pass
+        return self._hashed.digest.hexdigest(), self._hashed.size
+
+
+@contextmanager
+def _opened(root: Path, source: Source) -> Iterator[TextIO]:
+    """The text of a file that `find_files` found. Raises DataError, at the end of it, if it has changed since."""
+    try:
+        with _Text(root / source.path) as text:
+            yield text
+            changed = text.rest()[0] != source.digest
+    except UnicodeDecodeError:
+        changed = True
+    if changed:
+        raise DataError(f"{root / source.path} changed while it was being read: run again")
 
 
 def read(root: Path, source: Source) -> str:
-    """The text of a file that `find_files` found. Raises DataError if it has changed since."""
-    content = _content(root / source.path)
-    if hashlib.blake2b(content, digest_size=16).hexdigest() != source.digest:
-        raise DataError(f"{root / source.path} changed while it was being read: run again")
-    return content.decode("utf-8")
+    """All of it."""
+    with _opened(root, source) as text:
+        return text.read()
 
 
 def _rows(root: Path, sources: list[Source], reader: Reader, rows: Counter[str]) -> Iterator[Document]:
     for source in sources:
-        text, file = read(root, source), root / source.path
-        if file.name.endswith(ROW_SUFFIXES):
-            for row in parse_rows(file, io.StringIO(text.removeprefix("\ufeff"), newline="\n")):
-                yield from reader.row(row.values, rows)
-        else:
-            yield from reader.file(source.path, text)
+        file = root / source.path
+        with _opened(root, source) as text:
+            if file.name.endswith(ROW_SUFFIXES):
+                lines = (line if number else line.removeprefix("\ufeff") for number, line in enumerate(text))
+                for row in parse_rows(file, lines):
+                    yield from reader.row(row.values, rows)
+            else:
+                yield from reader.file(source.path, text)
 
 
 def place(purpose: str, path: str) -> float:
@@ -276,9 +322,10 @@ class Part:
         """Those of the documents for which a mask is true, in the same order."""
         return Part(self.rows.select(np.flatnonzero(mask), keep_in_memory=True))
 
-    def read(self) -> Iterator[Document]:
-        """The documents, keys shortened to names."""
-        for chunk in self.rows.iter(READ_ROWS):
+    def read(self, first: int = 0) -> Iterator[Document]:
+        """The documents from number `first`, keys shortened to names."""
+        left = self.rows.select(range(first, len(self))).iter(READ_ROWS) if first < len(self) else ()
+        for chunk in left:
             yield from map(Document, chunk["name"], chunk["text"], chunk["docstring"])
 
     def sample(self, limit: int) -> "Part":

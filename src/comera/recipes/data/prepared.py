@@ -7,9 +7,11 @@ Every batch is padded to a bucket, one of a few lengths, so that few shapes occu
 B batch, T tokens of a padded example, N examples."""
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -21,12 +23,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from comera.errors import DataError
-from comera.recipes.data.cache import Progress
+from comera.files import replace_file
+from comera.recipes.data.cache import RESUME, Progress
 from comera.recipes.data.documents import Corpus, split
 from comera.recipes.data.tokenizer import FILE, report_skipped, train_on
 
 MANIFEST = "manifest.json"
 ENCODE_BYTES = 1_000_000  # text per call of the tokenizer
+KEPT_BYTES = 16_000_000  # text between two notes of what is done, which wait for the disk
 ENCODE_EXAMPLES = 4096  # likewise, of examples: bounds memory, and keeps all cores busy
 ARRAYS = ("tokens", "offsets", "boundaries", "labels")
 POOL = 64  # batches sorted together: a larger pool means less padding, a smaller one more random batches
@@ -79,30 +83,50 @@ def write_streams(
     manifest. corpora: the documents, and those that are held out, or a share of the others is. config: with `held_out`
     and `tokenizer_bytes`. given: None to train a tokenizer of `special_tokens` and at most `vocab_size` tokens. frame:
     gives for a tokenizer what makes the token ids of texts, about ENCODE_BYTES at a time, and its part of the manifest.
-    subset: bytes to read, at most. names: of what is read and of its documents, for messages and the manifest."""
+    subset: bytes to read, at most. names: of what is read and of its documents, for messages and the manifest. In a
+    folder that a killed process has left, its tokenizer and tokens are kept; only the documents are gathered anew."""
     skipped, long_words, (what, unit) = Counter[str](), list[str](), names
     for corpus in filter(None, corpora):
         skipped.update(corpus.skipped)
     with Progress(quiet) as progress:
         progress.start("reading", None)
-        parts, tokenizer = split(folder, *corpora, config.held_out, subset, skipped), given
-        if tokenizer is None:
+        parts, tokenizer, done = split(folder, *corpora, config.held_out, subset, skipped), given, _read_done(folder)
+        if done:
+            tokenizer, long_words = Tokenizer.from_file(str(folder / FILE)), done["long_words"]
+        elif tokenizer is None:
             progress.start("training the tokenizer", None)
             tokenizer, long_words = train_on(parts["train"], config.tokenizer_bytes, vocab_size, special_tokens)
-        (folder / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
+        replace_file(folder / FILE, tokenizer.to_str(pretty=True))
+        done = done or {"long_words": long_words, "parts": {}}
         tokenizer.encode_special_tokens = True  # a "<mask>" in a text is ordinary text
         encode, manifest = frame(tokenizer)
         progress.start(f"tokenizing the {what}", sum(part.bytes for part in parts.values()))
         for name, part in parts.items():
-            tokens = 0
-            with open(folder / f"{name}.bin", "wb") as out:
-                sized = ((document.text, len(document.text.encode())) for document in part.read())
+            count, tokens = done["parts"].get(name, (0, 0))
+            with open(folder / f"{name}.bin", "ab") as out:
+                if out.tell() < tokens * (width := np.dtype(manifest["dtype"]).itemsize):
+                    count = tokens = 0  # the disk has lost some
+                out.truncate(tokens * width)
+                before = int(part.numbers("size")[:count].sum())
+                progress.add(before)
+                if count and not quiet:
+                    print(f"{what}: goes on after {before:,} of {part.bytes:,} bytes of {name}", file=sys.stderr)
+                sized = ((document.text, len(document.text.encode())) for document in part.read(count))
+                since = 0
                 for chunk in _chunks(sized):
                     for ids in encode([text for text, _ in chunk]):
                         ids.tofile(out)
                         tokens += len(ids)
-                    progress.add(sum(size for _, size in chunk))
+                    count += len(chunk)
+                    since += (size := sum(size for _, size in chunk))
+                    progress.add(size)
+                    if since >= KEPT_BYTES or count == len(part):
+                        out.flush()
+                        os.fsync(out.fileno())
+                        done["parts"][name], since = (count, tokens), 0
+                        replace_file(folder / RESUME, json.dumps(done))
             manifest[name] = {unit: len(part), "bytes": part.bytes, "tokens": tokens}
+    (folder / RESUME).unlink(missing_ok=True)
     write_manifest(folder, manifest | {"skipped": dict(skipped), "long_words": len(long_words)})
     if not quiet:
         train, held_out = manifest["train"], manifest["held_out"]
@@ -112,6 +136,13 @@ def write_streams(
             *report_skipped(skipped, long_words),
         ]
         print(*(f"{what}: {line}" for line in lines), sep="\n", file=sys.stderr)
+
+
+def _read_done(folder: Path) -> dict[str, Any]:
+    """What a killed process had noted in RESUME, once it was on disk; empty if there is nothing that can be read."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((folder / RESUME).read_text("utf-8")))
+    return {}
 
 
 def open_stream(folder: Path, part: str, fewest: int, expected: str) -> Array:

@@ -151,7 +151,8 @@ def open_writer(path: Path, read_config: Callable[[str, Path], Any]) -> Writer:
     read_config: see `open_trained`. Raises ConfigError for a run of another recipe, CheckpointError for other folders
     and for damaged files."""
     path = path.expanduser()
-    if not (path / "trainer.json").exists() and (path / WEIGHTS).exists() and (path / "config.json").exists():
+    weights = any((path / name).exists() for name in (WEIGHTS, MANIFEST))
+    if weights and not (path / "trainer.json").exists() and (path / "config.json").exists():
         return Writer(_exported(path), read_tokenizer(path, "EXPORT"), path)
     trained = open_trained(path, read_config)
     if trained.recipe != NAME:
