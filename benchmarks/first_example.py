@@ -17,7 +17,7 @@ README = Path(__file__).parents[1] / "README.md"
 SEEDS = range(3)
 INSTEAD = [(width, rate) for width in (96, 128, 192) for rate in ("1e-3", "1.5e-3", "2e-3")]
 WITH_CONVOLUTIONS = [(width, rate) for width in (96, 128) for rate in ("1e-3", "1.5e-3", "3e-3")]
-PRINTED = re.compile(r"^([\d,]+) parameters: ([\d.]+) nats per byte$", re.MULTILINE)
+PRINTED = re.compile(r"^([\d,]+) parameters: ([\d.]+) nats$", re.MULTILINE)
 
 
 def replaced(code: str, *changes: tuple[str, str]) -> str:
