@@ -184,11 +184,9 @@ class LMTask(base.RecipeTask):
     data: LMData
 
     def __init__(self, config: LMConfig, data: LMData) -> None:
-        model, report = build_model(config, data.vocab_size, data.separator)
         identity = {"data.block_size": config.data.block_size, "data.separator": data.separator}
-        dense = partial(build_model, replace(config, method="dense"), data.vocab_size, data.separator)
-        width = model.config.hidden_size
-        super().__init__(config, data, model, report, width=width, whole=lambda: dense()[0], identity=identity)
+        build = partial(build_model, vocab_size=data.vocab_size, separator=data.separator)
+        super().__init__(config, data, build, identity=identity)
         self.files = run_files(data.tokenizer, data.separator, config.context)
         self.references = {METRIC: data.ngram_losses(config.train.batch_size, config.train.eval_batches)}
 
@@ -232,11 +230,12 @@ def estimate(
     tokens."""
     vocab_size = vocab_size or config.data.expected_vocabulary()
     methods = methods or (METHODS if config.model.family == "llama" else _WITHOUT_LINEAR)
-
-    def build(method: Method) -> base.Step:
-        return meta_step(replace(config, method=method), vocab_size)
-
-    return base.estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
+    return base.estimates_by_method(
+        lambda method: meta_step(replace(config, method=method), vocab_size),
+        config.train,
+        methods,
+        keep_logits=LMTask.keep_logits,
+    )
 
 
 def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
