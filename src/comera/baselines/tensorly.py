@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from comera.baselines.common import Applied, Baseline, Package, adamw, convert_linear_, elements, is_integer
+from comera.baselines.common import Applied, Baseline, Package, adamw, convert_linear_, elements
 from comera.convert import LINEAR, LayerRow
-from comera.errors import check_fields
+from comera.errors import check_fields, is_integer
 from comera.tt.format import clip_ranks
 from comera.tt.shapes import balanced_modes
 
