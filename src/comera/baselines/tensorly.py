@@ -60,12 +60,7 @@ class Tensorly(Baseline):
 
 
 def tensorly_(
-    model: nn.Module,
-    rank: int = 30,
-    *,
-    order: int = 6,
-    implementation: Form = "factorized",
-    skip: Sequence[str] = (),
+    model: nn.Module, rank: int = 30, *, order: int = 6, implementation: Form = "factorized", skip: Sequence[str] = ()
 ) -> tuple[LayerRow, ...]:
     """Replace linear layers in place by `tltorch.FactorizedLinear`; returns what became of each. Biases are kept;
     random cores preserve the weight's standard deviation. Modes are balanced, and their product is exact. skip: glob

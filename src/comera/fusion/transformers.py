@@ -117,10 +117,7 @@ BLOCKS: dict[str, BlockPattern | tuple[BlockPattern, ...]] = {
     "gemma3.Gemma3RMSNorm": RMSNorm(offset=1.0),
     "phi.PhiAttention": _LLAMA_ATTENTION,
     "opt.OPTAttention": _LLAMA_QKV,
-    "opt.OPTDecoderLayer": (
-        _OPT_MLP,
-        replace(_MBART_BLOCK, mlp=_OPT_MLP, switch="do_layer_norm_before"),
-    ),
+    "opt.OPTDecoderLayer": (_OPT_MLP, replace(_MBART_BLOCK, mlp=_OPT_MLP, switch="do_layer_norm_before")),
     "opt.OPTForCausalLM": CausalLM(),
     "gpt2.GPT2MLP": MLP("forward", ups=("c_fc",), activation="act", down="c_proj"),
     "gpt2.GPT2Block": PreNorm("ln_1", ("attn.resid_dropout",), "ln_2"),

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from comera.graphs.graphed import ChoiceError
 from comera.graphs.pool import Pool
 from comera.kernels.cpp.library import check
+from comera.memory.live import run_backward
 from comera.memory.replay import written
 
 Entry = tuple[Callable[..., object], tuple[Any, ...]]
@@ -175,11 +176,8 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward and len(args) == 1 and not any(kwargs.values()):
-            loss, run_backward = args[0], torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
             with self:  # which torch's own function would leave
-                return run_backward(
-                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
+                return run_backward(args[0])
         name = getattr(func, "__name__", "")
         if name in _TO_PYTHON or (name in _MEMORY and not _here().startswith(_COMERA)):
             self._recording.refuse(f"reads values of a tensor, by {name}()")

@@ -248,10 +248,7 @@ class ClassifyTask(base.RecipeTask):
         """Loss and accuracy, means over the batch; its number of examples; their answers and labels (B, 2)."""
         logits = scores(model, batch, self.reads)
         answers = logits.argmax(-1)
-        means = {
-            "loss": F.cross_entropy(logits, batch.labels),
-            "accuracy": (answers == batch.labels).float().mean(),
-        }
+        means = {"loss": F.cross_entropy(logits, batch.labels), "accuracy": (answers == batch.labels).float().mean()}
         return means, len(batch.labels), torch.stack([answers, batch.labels], 1)
 
     def evaluate_rows(self, rows: Tensor) -> dict[str, float]:

@@ -46,13 +46,7 @@ METHODS: tuple[Method, ...] = (*LINEAR_METHODS, *TOKEN_METHODS)
 _WITHOUT_LINEAR: tuple[Method, ...] = ("comera", "dense", "narrow", *TOKEN_METHODS)  # where layers are no nn.Linear
 
 _TRAIN = TrainConfig(
-    steps=10_000,
-    batch_size=16,
-    lr=3e-3,
-    betas=(0.9, 0.95),
-    warmup=0.05,
-    prune_every=500,
-    eval_batches=16,
+    steps=10_000, batch_size=16, lr=3e-3, betas=(0.9, 0.95), warmup=0.05, prune_every=500, eval_batches=16
 )
 _SMALL = replace(_TRAIN, steps=2500, batch_size=8)  # with four blocks of 128 tokens, on two CPU cores
 

@@ -92,13 +92,7 @@ class ZerothOrderConfig:
         return adaptive_queries(epoch, alpha=self.queries, beta=self.growth, maximum=self.max_queries)
 
 
-_BACKWARD = TrainConfig(
-    steps=1000,
-    batch_size=64,
-    lr=1e-2,
-    eval_batches=16,
-    early=EarlyStage(size_weight=0),
-)
+_BACKWARD = TrainConfig(steps=1000, batch_size=64, lr=1e-2, eval_batches=16, early=EarlyStage(size_weight=0))
 _FORWARD = replace(_BACKWARD, steps=400, batch_size=16)
 PRESETS: dict[Preset, TrainConfig] = {"backward": _BACKWARD, "forward": _FORWARD}
 
