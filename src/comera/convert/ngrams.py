@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from comera.convert.declared import guard_resizing_
 from comera.convert.registry import converters
-from comera.convert.vocabulary import guard_resizing_
 from comera.errors import ConversionError, DataError, SpecError, check_fields, check_module, is_integer
 from comera.nn.adapted import refuse_adapters
 from comera.nn.changes import notify_conversion
