@@ -53,6 +53,11 @@ def check_module(model: object) -> None:
         raise ConversionError(f"expected a torch.nn.Module, got {model!r:.200} ({type(model).__name__})")
 
 
+def is_integer(value: object, least: int = 1) -> bool:
+    """Whether a setting is an integer of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_fields(
     settings: object, group: str, checks: Mapping[str, tuple[bool, str]], error: type[ComeraError] = ConfigError
 ) -> None:

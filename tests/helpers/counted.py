@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from comera.fusion import decoder_attention, embedding_norm, mlp, norm, qkv, residual
+from comera.fusion import decoder_attention, embedding_norm, mlp, norm, qkv, sums
 
 # where an operation is called, its name there, and what it is counted as
 OPERATIONS: tuple[tuple[Any, str, str], ...] = (
@@ -16,7 +16,7 @@ OPERATIONS: tuple[tuple[Any, str, str], ...] = (
     (qkv, "low_rank", "qkv"),
     (qkv, "btt_linears", "qkv"),
     (norm, "residual_rms_norm", "norm"),
-    (residual, "residual_layer_norm", "residual norm"),
+    (sums, "residual_layer_norm", "residual norm"),
     (embedding_norm, "residual_layer_norm", "embedding norm"),
     (decoder_attention, "rotary", "rotary attention"),
 )

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from comera.graphs.cuda import CudaRecorder
 from comera.graphs.graphed import attempted
 from comera.graphs.picture import Picture
-from comera.graphs.recording import written
+from comera.memory.replay import written
 
 HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 

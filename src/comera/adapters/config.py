@@ -3,13 +3,9 @@
 from dataclasses import dataclass
 from math import isfinite
 
-from comera.errors import SpecError, check_fields
+from comera.errors import SpecError, check_fields, is_integer
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
-
-
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)
@@ -40,8 +36,8 @@ class TTAdapter:
     def __post_init__(self) -> None:
         number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
         checks = {
-            "order": (_is_integer(self.order, 2), "an integer >= 2 (cores)"),
-            "rank": (_is_integer(self.rank, 0), "an integer >= 0"),
+            "order": (is_integer(self.order, 2), "an integer >= 2 (cores)"),
+            "rank": (is_integer(self.rank, 0), "an integer >= 0"),
             "scale": (number and isfinite(self.scale) and self.scale != 0, "a finite number other than 0"),
         }
         check_fields(self, "TTAdapter: ", checks, SpecError)

@@ -37,10 +37,7 @@ from comera.tt.spec import TTSpec
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model"
 _ADAPTERS = Kind(
-    WEIGHTS,
-    "saved adapters",
-    "save_adapters",
-    "Adapters of PEFT are loaded by PEFT: see comera.integrations.peft",
+    WEIGHTS, "saved adapters", "save_adapters", "Adapters of PEFT are loaded by PEFT: see comera.integrations.peft"
 )
 
 

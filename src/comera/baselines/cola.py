@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements, is_integer
+from comera.baselines.common import Applied, Baseline, adamw, convert_linear_, elements
 from comera.convert import LayerRow
-from comera.errors import check_fields
+from comera.errors import check_fields, is_integer
 
 
 @dataclass(frozen=True)

@@ -172,8 +172,3 @@ def split_groups(model: nn.Module, own: Iterable[nn.Parameter], name: str, confi
 def adamw(model: nn.Module, own: Iterable[nn.Parameter], name: str) -> Callable[[TrainConfig], Optimizer]:
     """Makes fused AdamW, as for the dense and the compressed model, over `split_groups`."""
     return lambda config: AdamW(split_groups(model, own, name, config), betas=config.betas, fused=True)
-
-
-def is_integer(value: object, least: int = 1) -> bool:
-    """Whether a setting is an integer of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from comera.baselines import common
-from comera.errors import check_fields
+from comera.errors import check_fields, is_integer
 from comera.trainer.config import TrainConfig
 
 _ALIAS = "_comera_galore_torch"
@@ -57,8 +57,8 @@ class GaLore(common.Baseline):
 
     def __post_init__(self) -> None:
         checks = {
-            "rank": (self.rank is None or common.is_integer(self.rank), "an integer >= 1 or nothing"),
-            "update_proj_gap": (common.is_integer(self.update_proj_gap), "an integer >= 1"),
+            "rank": (self.rank is None or is_integer(self.rank), "an integer >= 1 or nothing"),
+            "update_proj_gap": (is_integer(self.update_proj_gap), "an integer >= 1"),
             "scale": (0 < self.scale < float("inf"), "a number > 0"),
         }
         check_fields(self, "galore.", checks)

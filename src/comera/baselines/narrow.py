@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from comera.baselines.common import Applied, Baseline, is_integer
-from comera.errors import ConfigError, check_fields
+from comera.baselines.common import Applied, Baseline
+from comera.errors import ConfigError, check_fields, is_integer
 
 WIDTH_STEP = 8  # widths are multiples of it, as kernels like them
 GUESSES = 8  # of `widest`, which bisects from then on

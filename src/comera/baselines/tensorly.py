@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from comera.baselines.common import Applied, Baseline, Package, adamw, convert_linear_, elements, is_integer
+from comera.baselines.common import Applied, Baseline, Package, adamw, convert_linear_, elements
 from comera.convert import LINEAR, LayerRow
-from comera.errors import check_fields
+from comera.errors import check_fields, is_integer
 from comera.tt.format import clip_ranks
 from comera.tt.shapes import balanced_modes
 
@@ -60,12 +60,7 @@ class Tensorly(Baseline):
 
 
 def tensorly_(
-    model: nn.Module,
-    rank: int = 30,
-    *,
-    order: int = 6,
-    implementation: Form = "factorized",
-    skip: Sequence[str] = (),
+    model: nn.Module, rank: int = 30, *, order: int = 6, implementation: Form = "factorized", skip: Sequence[str] = ()
 ) -> tuple[LayerRow, ...]:
     """Replace linear layers in place by `tltorch.FactorizedLinear`; returns what became of each. Biases are kept;
     random cores preserve the weight's standard deviation. Modes are balanced, and their product is exact. skip: glob

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.baselines.common import Replaced, elements, is_integer
+from comera.baselines.common import Replaced, elements
 from comera.baselines.narrow import Narrow
 from comera.convert.ngrams import CACHES, finish_ngrams_
-from comera.errors import ConfigError, check_fields
+from comera.errors import ConfigError, check_fields, is_integer
 from comera.nn.ngram import attach_ngrams_
 from comera.ops.ngram import NGramIds
 

@@ -96,16 +96,20 @@ def cases(device: str, *, tiny: bool = False) -> Iterator[Case]:
     def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
         return low_rank(x, LowRankFactors(a, b).with_bias(bias))[0]
 
-    def product_by_triton(*operands: Tensor) -> Tensor:
-        with patch.object(select, "low_rank_backend", lambda *_: "triton"):
-            return product(*operands)
+    def by_triton(name: str, function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
+        def run(*operands: Tensor) -> Tensor:
+            with patch.object(select, f"{name}_backend", lambda *_: "triton"):
+                return function(*operands)
+
+        return gradients(run, operands)
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if tiny else 2]:
         for batch, features, out_features, rank in TINY_PRODUCTS if tiny else PRODUCTS:
             shapes = ((batch, features), (rank, features), (rank, out_features), (out_features,))
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
-            yield "low_rank", str(dtype)[6:], case, gradients(product_by_triton, operands), gradients(product, operands)
+            sides = by_triton("low_rank", product, operands), gradients(product, operands)
+            yield "low_rank", str(dtype)[6:], case, *sides
         for batch, features, out_features, rank in TINY_BLOCKS if tiny else BLOCKS:
             spec = btt_spec(features, out_features, rank=rank)
             (n, m), components = spec.sizes, spec.ranks[1]
@@ -115,19 +119,9 @@ def cases(device: str, *, tiny: bool = False) -> Iterator[Case]:
             def blocks(x: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor, spec: BTTSpec = spec) -> Tensor:
                 return block_product(x, r_NK, l_KM, spec, bias)
 
-            def blocks_by_triton(*operands: Tensor, blocks: Callable[..., Tensor] = blocks) -> Tensor:
-                with patch.object(select, "block_product_backend", lambda *_: "triton"):
-                    y: Tensor = blocks(*operands)
-                return y
-
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
-            yield (
-                "block_product",
-                str(dtype)[6:],
-                case,
-                gradients(blocks_by_triton, operands),
-                gradients(blocks, operands),
-            )
+            sides = by_triton("block_product", blocks, operands), gradients(blocks, operands)
+            yield "block_product", str(dtype)[6:], case, *sides
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if tiny else TABLES:
         ids = torch.randint(0, rows_l * rows_r, (count,), device=device)
         each = torch.arange(count, device=device)

@@ -3,18 +3,17 @@
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from comera.cli.imports import quick_imports
 from comera.cli.options import RESERVED, field_types, first_line
-from comera.cli.parsers import WITHOUT_RECIPE, compare
+from comera.cli.parsers import WITHOUT_RECIPE, compare, parser_of
 from comera.recipes.registry import RECIPES
 
-_WITH_RECIPES = ("train", "compare", "estimate")
 _FILES = ("path", "file", "out", "config", "cache", "tokenizer", "vocab")  # last words of what takes a file or folder
 
 
-def completion(shell: str, commands: Mapping[str, Callable[[list[str]], int]]) -> str:
+def completion(shell: str, commands: Mapping[str, Callable[[Any], int]]) -> str:
     """The script that a shell sources. It loads every recipe, to know their options."""
     import shtab
 
@@ -24,9 +23,8 @@ def completion(shell: str, commands: Mapping[str, Callable[[list[str]], int]]) -
     whole: list[argparse.ArgumentParser] = []
     for name, command in commands.items():
         about = first_line(command)
-        if name not in _WITH_RECIPES:
-            own = WITHOUT_RECIPE[name](about)
-            whole.append(known.add_parser(name, help=about, parents=[own], add_help=False))
+        if name in WITHOUT_RECIPE:
+            whole.append(known.add_parser(name, help=about, parents=[parser_of(name, about)], add_help=False))
             continue
         recipes = known.add_parser(name, help=about).add_subparsers(metavar="RECIPE")
         for recipe, entry in RECIPES.items():

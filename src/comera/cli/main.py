@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from comera._version import __version__
 from comera.cli import parsers
@@ -48,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             require(f"comera {name}", "comera[train]", *TRAIN)
         if name != "train" and (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
             raise ConfigError(f"expected one process for `comera {name}`, got {processes}: only train uses several")
-        return _COMMANDS[name](arguments[1:])
+        command, rest = _COMMANDS[name], arguments[1:]
+        own = name in parsers.WITHOUT_RECIPE
+        return command(parsers.parser_of(name, first_line(command)).parse_args(rest) if own else rest)
     except ComeraError as error:
         print(f"comera: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingError) else 2
@@ -148,7 +152,7 @@ def _compare_runs(runs: dict[str, Path], out: Path) -> None:
         print(f"comparison: {out / 'compare.html'}", file=sys.stderr)
 
 
-def _parse_comparison(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse_comparison(name: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     """The comparison's own options and those for all its runs; with --resume, the ones that it was started with."""
     parser = parsers.compare(name, first_line(_compare))
     options, shared = parser.parse_known_args(argv)
@@ -212,15 +216,13 @@ def _end_with_comparison() -> None:
         threading.Thread(target=watch, args=[int(pipe)], daemon=True).start()
 
 
-def _inspect(argv: list[str]) -> int:
+def _inspect(options: Namespace) -> int:
     """Show the layers of a run or a checkpoint: modes, ranks, sizes, FLOPs."""
-    path = parsers.inspect(first_line(_inspect)).parse_args(argv).path
-
     with quick_imports():
         from comera import report
 
     with interruptible():
-        print(report.inspect(typed_path(path, "RUN")))
+        print(report.inspect(typed_path(options.path, "RUN")))
     return 0
 
 
@@ -249,10 +251,8 @@ def _estimate(argv: list[str]) -> int:
     return 0
 
 
-def _export(argv: list[str]) -> int:
+def _export(options: Namespace) -> int:
     """Export a trained model: its weights, a program that needs torch alone, or ONNX."""
-    options = parsers.export(first_line(_export)).parse_args(argv)
-
     with quick_imports():
         from comera.export.runs import export_run
         from comera.recipes.trained import open_trained
@@ -264,10 +264,8 @@ def _export(argv: list[str]) -> int:
     return 0
 
 
-def _convert(argv: list[str]) -> int:
+def _convert(options: Namespace) -> int:
     """Decompose a trained model of transformers that may be too large to hold, layer by layer."""
-    options = parsers.convert(first_line(_convert)).parse_args(argv)
-
     with quick_imports():
         from comera.integrations.decompose import convert_folder
         from comera.recipes.data.cache import Progress
@@ -285,9 +283,9 @@ def _convert(argv: list[str]) -> int:
     return 0
 
 
-def _generate(argv: list[str]) -> int:
+def _generate(options: Namespace) -> int:
     """Continue a text with a trained lm run; the text streams as it is written."""
-    values = vars(parsers.generate(first_line(_generate)).parse_args(argv))
+    values = vars(options)
     path, prompt = values.pop("path"), values.pop("prompt")
 
     with quick_imports():
@@ -310,10 +308,8 @@ def _generate(argv: list[str]) -> int:
     return 0
 
 
-def _score(argv: list[str]) -> int:
+def _score(options: Namespace) -> int:
     """Score rows with a trained dlrm run, using its compressed tables."""
-    options = parsers.score(first_line(_score)).parse_args(argv)
-
     with quick_imports():
         from comera.recipes.dlrm.score import score as score_file
         from comera.recipes.trained import open_trained
@@ -326,10 +322,8 @@ def _score(argv: list[str]) -> int:
     return 0
 
 
-def _predict(argv: list[str]) -> int:
+def _predict(options: Namespace) -> int:
     """Predict the labels of rows with a trained classify run."""
-    options = parsers.predict(first_line(_predict)).parse_args(argv)
-
     with quick_imports():
         from comera.recipes.classify.predict import predict, predict_file
         from comera.recipes.trained import open_trained
@@ -348,24 +342,22 @@ def _predict(argv: list[str]) -> int:
     return 0
 
 
-def _calibrate(argv: list[str]) -> int:
+def _calibrate(_: Namespace) -> int:
     """Measure which Triton kernels are faster than torch's products on this GPU, and use them from now on."""
-    parsers.calibrate(first_line(_calibrate)).parse_args(argv)
-
     with quick_imports():
         from comera.cli import calibrate
 
     return calibrate.calibrate()
 
 
-def _completion(argv: list[str]) -> int:
+def _completion(options: Namespace) -> int:
     """Print a script that completes commands and options in bash or zsh."""
-    shell = parsers.completion(first_line(_completion)).parse_args(argv).shell
-    print(completion(shell, _COMMANDS))
+    print(completion(options.shell, _COMMANDS))
     return 0
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+# those with a recipe take the words after their own name, the others their options
+_COMMANDS: dict[str, Callable[[Any], int]] = {
     "train": _train,
     "compare": _compare,
     "inspect": _inspect,

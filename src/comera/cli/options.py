@@ -81,12 +81,7 @@ def saved_config(recipe: str, file: Path) -> Any:
 
 def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
     """A jsonargparse parser with one option per field; nested fields have dotted names."""
-    from jsonargparse import (  # type: ignore[attr-defined]
-        ActionConfigFile,
-        ArgumentParser,
-        DefaultHelpFormatter,
-        set_parsing_settings,
-    )
+    from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, set_parsing_settings  # type: ignore[attr-defined]
 
     class Formatter(DefaultHelpFormatter):
         """With types in words."""

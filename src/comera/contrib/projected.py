@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from comera.contrib.subspaces import Bases, Projection, carried, plan, project, refined, restore, restore_squares
-from comera.errors import ConfigError, check_fields
+from comera.errors import ConfigError, check_fields, is_integer
 from comera.optim.adamw import AdamW, check_dense
 
 _WHOLE = ("cores", "tables", "ranks", "dense_no_decay")  # groups of `comera.param_groups` that are left to AdamW
@@ -329,21 +329,17 @@ def _check(group: dict[str, Any]) -> None:
         "",
         {
             "lr": (group["lr"] >= 0, "a number >= 0"),
-            "rank": (share or _is_count(rank), "an integer >= 1, or a share in (0, 1] as a float"),
+            "rank": (share or is_integer(rank), "an integer >= 1, or a share in (0, 1] as a float"),
             "energy": (energy is None or 0 < energy <= 1, "in (0, 1]"),
             "converged": (converged is None or 0 < converged < 1, "in (0, 1)"),
-            "check_every": (group["check_every"] is None or _is_count(group["check_every"]), "an integer >= 1"),
-            "refresh_every": (_is_count(group["refresh_every"]), "an integer >= 1"),
+            "check_every": (group["check_every"] is None or is_integer(group["check_every"]), "an integer >= 1"),
+            "refresh_every": (is_integer(group["refresh_every"]), "an integer >= 1"),
             "scale": (0 < group["scale"] < float("inf"), "a number > 0"),
             "betas": (all(0 <= beta < 1 for beta in group["betas"]), "two numbers in [0, 1)"),
             "eps": (group["eps"] > 0, "a number > 0"),
             "weight_decay": (group["weight_decay"] >= 0, "a number >= 0"),
         },
     )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _dtype(parameter: Tensor) -> torch.dtype:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, Self
 
-from comera.errors import ConversionError, SpecError, check_fields
+from comera.errors import ConversionError, SpecError, check_fields, is_integer
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
 from comera.tt.spec import BTTSpec, TTMSpec, TTSpec, check_activation
 
@@ -84,11 +84,11 @@ class BTT:
     blocks: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.rank is not None and not _is_integer(self.rank, 1):
+        if self.rank is not None and not is_integer(self.rank, 1):
             raise SpecError(f"BTT needs rank to be an integer >= 1 or None, got {self.rank!r}")
         if self.blocks is not None:
             good = isinstance(self.blocks, list | tuple) and len(self.blocks) == 2
-            if not good or not all(_is_integer(count, 1) for count in self.blocks):
+            if not good or not all(is_integer(count, 1) for count in self.blocks):
                 raise SpecError(f"BTT needs blocks to be two integers >= 1 or None, got {self.blocks!r}")
             object.__setattr__(self, "blocks", tuple(self.blocks))
 
@@ -187,14 +187,10 @@ _TABLE_ORDER = 4
 _EXAMPLES = {"TT": 30, "TTM": 32, "BTT": 2}
 
 
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) -> None:
     """Validate the fields that both formats have, and convert lists to tuples."""
     kind, rest = type(format_).__name__, isinstance(format_, TTM)
-    if not (_is_integer(format_.order, least_order) or (rest and format_.order is None)):
+    if not (is_integer(format_.order, least_order) or (rest and format_.order is None)):
         raise SpecError(f"{kind} needs an order of at least {least_order} (cores), got {format_.order!r}")
     for name in ("rank", left, right):
         value = getattr(format_, name)
@@ -202,7 +198,7 @@ def _check_format(format_: TT | TTM, left: str, right: str, least_order: int) ->
             value = tuple(value)
             object.__setattr__(format_, name, value)
         if name == "rank":
-            good, allowed = _is_integer(value, 1) or _are_integers(value, 1), "an integer >= 1, a tuple of them"
+            good, allowed = is_integer(value, 1) or _are_integers(value, 1), "an integer >= 1, a tuple of them"
         else:
             good, allowed = _are_integers(value, 1, rest), "a tuple of positive integers"
             allowed += ", one of which may be -1," if rest else ""
@@ -215,7 +211,7 @@ def _are_integers(values: object, least: int, rest: bool = False) -> bool:
     if not isinstance(values, tuple) or not values:
         return False
     given = [value for value in values if value != -1] if rest and values.count(-1) == 1 else values
-    return all(_is_integer(value, least) for value in given)
+    return all(is_integer(value, least) for value in given)
 
 
 @dataclass(frozen=True)

@@ -176,14 +176,16 @@ def _draw_(module: nn.Module) -> None:
 @contextmanager
 def _drawn_anew(model: nn.Module) -> Iterator[None]:
     """Inside, transformers takes no module and no parameter for drawn already, and its notes of it end here."""
-    flag = "_is_hf_initialized"
-    for each in (*model.modules(), *_held(model)):
-        vars(each).pop(flag, None)
+
+    def forget() -> None:
+        for each in (*model.modules(), *model.parameters(), *model.buffers()):
+            vars(each).pop("_is_hf_initialized", None)
+
+    forget()
     try:
         yield
     finally:
-        for each in (*model.modules(), *_held(model)):
-            vars(each).pop(flag, None)
+        forget()
 
 
 def draw_on_(model: nn.Module, device: torch.device, drawn: Drawn, but: Sequence[Tensor]) -> None:
@@ -230,8 +232,3 @@ def _on_meta(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
         for name, tensor in tensors.items()
         if tensor is not None and tensor.is_meta
     ]
-
-
-def _held(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()

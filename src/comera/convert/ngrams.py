@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from comera.convert.declared import guard_resizing_
 from comera.convert.registry import converters
-from comera.convert.vocabulary import guard_resizing_
-from comera.errors import ConversionError, DataError, SpecError, check_fields, check_module
+from comera.errors import ConversionError, DataError, SpecError, check_fields, check_module, is_integer
 from comera.nn.adapted import refuse_adapters
 from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding
@@ -67,14 +67,11 @@ class NGrams:
     threshold: float = 1e-2
 
     def __post_init__(self) -> None:
-        def integer(value: object, least: int) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
         checks = {
-            "order": (integer(self.order, 2), "an integer >= 2: order 1 is the token embedding itself"),
-            "rank": (integer(self.rank, 1), "an integer >= 1"),
+            "order": (is_integer(self.order, 2), "an integer >= 2: order 1 is the token embedding itself"),
+            "rank": (is_integer(self.rank, 1), "an integer >= 1"),
             "form": (self.form in ("cp", "tt"), "'cp' or 'tt'"),
-            "heads": (integer(self.heads, 1), "an integer >= 1"),
+            "heads": (is_integer(self.heads, 1), "an integer >= 1"),
             "tables": (self.tables in ("own", "shared", None), "'own', 'shared' or None"),
             "threshold": (0 <= self.threshold < 1, "in [0, 1): gates start at 1"),
         }
@@ -171,16 +168,9 @@ def ngrams_(
         _check(name, embedding, ngrams, [base for base, own in bases if own is embedding])
         spec = ngrams.spec(embedding.num_embeddings, embedding.embedding_dim)  # type: ignore[arg-type]
         like = next(embedding.parameters())
-        std = _std(embedding)
+        about: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": generator}
         with torch.no_grad():
-            tt = TensorTrain(
-                spec,
-                init_std=std,
-                threshold=ngrams.threshold,
-                dtype=like.dtype,
-                device=like.device,
-                generator=generator,
-            )
+            tt = TensorTrain(spec, init_std=_std(embedding), threshold=ngrams.threshold, **about)
         tables[name] = embedding, NGramTable(tt)
     for embedding, table in tables.values():
         attach_ngrams_(embedding, table)
@@ -221,8 +211,7 @@ def _format(ngrams: NGrams | None, order: int | None, rank: int | None) -> NGram
     if not isinstance(ngrams, NGrams | None):
         raise SpecError(f"ngrams_: expected NGrams(...), got {ngrams!r}")
     ngrams = ngrams or NGrams()
-    own = {"order": ngrams.order if order is None else order, "rank": ngrams.rank if rank is None else rank}
-    return NGrams(**own, form=ngrams.form, heads=ngrams.heads, tables=ngrams.tables, threshold=ngrams.threshold)
+    return replace(ngrams, order=ngrams.order if order is None else order, rank=ngrams.rank if rank is None else rank)
 
 
 def _bases(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

@@ -73,18 +73,9 @@ def _heads(module: Any) -> dict[str, Layout]:
     return found
 
 
-def _projections(module: Any) -> dict[str, Layout]:
-    """Of nn.MultiheadAttention: one matrix for queries, keys and values, or one each."""
-    found = {}
-    for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        parameter = module._parameters.get(name)
-        if parameter is not None:
-            found[name] = Layout(tuple(parameter.shape), parameter.shape[1], parameter.shape[0])
-    return found
-
-
-def _recurrent(module: nn.Module) -> dict[str, Layout]:
-    """Of nn.LSTM, nn.GRU and nn.RNN: matrices (out, in) of each layer and direction."""
+def _matrices(module: nn.Module) -> dict[str, Layout]:
+    """Matrices (out, in): of nn.MultiheadAttention one for queries, keys and values, or one each; of nn.LSTM, nn.GRU
+    and nn.RNN those of each layer and direction."""
     own = {name: p.shape for name, p in module._parameters.items() if p is not None and p.ndim == 2}
     return {name: Layout(tuple(shape), shape[1], shape[0]) for name, shape in own.items()}
 
@@ -100,10 +91,10 @@ EXPERTS_IN_FIRST = PackedConverter(lambda module: _stacks(module, True), experts
 """The same for (experts, in, out)."""
 
 _CONVERTERS: dict[type[nn.Module], PackedConverter] = {
-    nn.MultiheadAttention: PackedConverter(_projections),
-    nn.LSTM: PackedConverter(_recurrent),
-    nn.GRU: PackedConverter(_recurrent),
-    nn.RNN: PackedConverter(_recurrent),
+    nn.MultiheadAttention: PackedConverter(_matrices),
+    nn.LSTM: PackedConverter(_matrices),
+    nn.GRU: PackedConverter(_matrices),
+    nn.RNN: PackedConverter(_matrices),
 }
 
 _FOREIGN: Mapping[tuple[str, str], PackedConverter] = {

@@ -165,17 +165,13 @@ def _check_patterns(names: dict[nn.Module, list[str]], sites: list[Site], config
         flat = [name for own in known for name in own]
         near = difflib.get_close_matches(pattern.strip("*."), flat, n=5, cutoff=0.5) or flat[:5]
         others = [f"{own[0]} ({type(module).__name__})" for module, own in names.items() if _matches(pattern, own)]
+        parts = {m: [f"{at}.{HELD}.{leaf}" for leaf in packed_leaves(m) for at in own] for m, own in names.items()}
+        closed = [module for module, own in names.items() if _matches(pattern, own + dense_names(parts[module]))]
         matched = f"it matches only {', '.join(others[:3])}, of other types" if others else "it matches no module"
         raise ConversionError(
             f"the override {pattern!r} matches no layer that can be converted: {matched}. "
-            f"Near matches: {', '.join(near) or 'none, the model has no such layer'}"
-            + closed_hint((module for module, own in names.items() if _matches(pattern, _all_of(module, own))), config)
+            f"Near matches: {', '.join(near) or 'none, the model has no such layer'}" + closed_hint(closed, config)
         )
-
-
-def _all_of(module: nn.Module, own: list[str]) -> list[str]:
-    """The names of a module and of the parameters that it reads itself."""
-    return own + [name for leaf in packed_leaves(module) for name in dense_names([f"{at}.{HELD}.{leaf}" for at in own])]
 
 
 def find_groups(

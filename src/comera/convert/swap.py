@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera.convert.declared_ties import read_ties, rewrite_ties
+from comera.convert.declared import guard_resizing_, read_ties, rewrite_ties
 from comera.convert.packed import packed_leaves
 from comera.convert.registry import converters
-from comera.convert.vocabulary import guard_resizing_
 from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear

@@ -98,20 +98,24 @@ def serving_copy(model: nn.Module) -> nn.Module:
             cores[layer.tt] = _Cores(layer.tt)
         return _INFERENCE[type(layer)](layer, cores[layer.tt])
 
-    layers = [m for m in copy.modules() if isinstance(m, CompressedLayer) and not _read_by_others(m)]
-    swaps: dict[nn.Module, nn.Module] = {layer: replacement(layer) for layer in layers}
-    swaps |= {m: _DenseBag(m) for m in copy.modules() if type(m) is nn.EmbeddingBag and _sums_rows(m)}
+    swaps: dict[nn.Module, nn.Module] = {}
+    for module in copy.modules():
+        if isinstance(module, CompressedLayer):
+            by_others = isinstance(module, CompressedParameter) or module.dense_type is NonDynamicallyQuantizableLinear
+            if not by_others:  # no other module multiplies by its weight
+                swaps[module] = replacement(module)
+        elif type(module) is nn.EmbeddingBag and (module.mode, module.max_norm, module.padding_idx) == (
+            "sum",
+            None,
+            None,
+        ):
+            swaps[module] = _DenseBag(module)
     for parent in list(copy.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in swaps:
                 setattr(parent, name, swaps[child])
     _leave_fast_paths(copy)
     return swaps.get(copy, copy).eval()
-
-
-def _read_by_others(layer: CompressedLayer) -> bool:
-    """Whether another module multiplies by its weight."""
-    return isinstance(layer, CompressedParameter) or layer.dense_type is NonDynamicallyQuantizableLinear
 
 
 def _leave_fast_paths(model: nn.Module) -> None:
@@ -125,10 +129,6 @@ def _leave_fast_paths(model: nn.Module) -> None:
 
 def _without_weights(layer: nn.Module) -> bool:
     return not all(hasattr(getattr(layer, name, None), "weight") for name in ("linear1", "linear2"))
-
-
-def _sums_rows(bag: nn.EmbeddingBag) -> bool:
-    return bag.mode == "sum" and bag.max_norm is None and bag.padding_idx is None
 
 
 class _Cores(nn.Module):

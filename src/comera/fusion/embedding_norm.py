@@ -13,8 +13,7 @@ from comera.fusion.lazy import value_of
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.obstacles import call_obstacle, replaced_obstacle, submodule
 from comera.fusion.registry import BlockPattern, Instead, StandIn
-from comera.fusion.residual import modules_obstacle
-from comera.fusion.sums import NO_DROPOUT, Sum, norm_of_sums
+from comera.fusion.sums import NO_DROPOUT, Sum, layer_norm_obstacle, norm_of_sums
 from comera.kernels.tracing import traced
 from comera.ops.dtypes import autocast_dtype
 from comera.ops.residual_norm import residual_layer_norm
@@ -53,7 +52,7 @@ class EmbeddingNorm(BlockPattern):
         for name in self.tables:
             if (reason := _table_obstacle(name, submodule(module, name))) is not None:
                 return reason
-        return modules_obstacle(NO_DROPOUT, submodule(module, self.norm)) or replaced_obstacle(module, self)
+        return layer_norm_obstacle(NO_DROPOUT, submodule(module, self.norm)) or replaced_obstacle(module, self)
 
     def run(self, module: nn.Module, cache: MergeCache, /, *args: Any, **kwargs: Any) -> Any:
         if traced() or self.obstacle(module):
@@ -112,10 +111,11 @@ class _Rows(Sum):
     def normed(self, norm: nn.Module) -> Tensor:
         """The norm of the sum."""
         z, table = self._z, self._table
-        if z is None or z.dtype != table.dtype or autocast_dtype(z) is not None or not _fits(norm, z):
+        plain = z is not None and z.dtype == table.dtype and autocast_dtype(z) is None
+        if z is None or not plain or type(norm) is not nn.LayerNorm or norm.normalized_shape != z.shape[-1:]:
             y: Tensor = norm(self.value)
             return y
-        return residual_layer_norm(z, table, norm.weight, norm.bias, norm.eps, rows=self._ids)[1]  # type: ignore[arg-type]
+        return residual_layer_norm(z, table, norm.weight, norm.bias, norm.eps, rows=self._ids)[1]
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, _Rows) and not (self._z is not None and other._z is not None):
@@ -137,10 +137,6 @@ class _Rows(Sum):
             pairs = (self._table[:, None] + other._table).flatten(0, 1)
             rows = _Rows(pairs, self._ids * len(other._table) + other._ids)
         return rows if z is None else rows + z
-
-
-def _fits(norm: nn.Module, z: Tensor) -> bool:
-    return type(norm) is nn.LayerNorm and norm.normalized_shape == z.shape[-1:]
 
 
 def _reaches(shape: torch.Size, other: torch.Size) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-import comera.fusion.torch_layers  # noqa: F401  which registers them
 from comera.errors import check_module
 from comera.fusion.causal_lm import CausalLM
 from comera.fusion.dropout import Dropout

@@ -101,7 +101,7 @@ class MergeCache:
         is not the model's, for a sparse or nested input, and for one that does not fit, which the layer reports.
         """
         recording = torch.is_grad_enabled()
-        if not self.passes_down or not (recording or getattr(self._thread, "inside", False)):
+        if traced() or not (recording or getattr(self._thread, "inside", False)):
             return None
         if is_irregular(input) or input.ndim == 0 or input.shape[-1] != layers[0].in_features:
             return None
@@ -110,7 +110,8 @@ class MergeCache:
             return None
         if not self._prefers_factors(layers, input):
             return None
-        dtype = kernel_dtype(input, "low_rank", max(map(_rank, trains)))
+        ranks = (layer.spec.ranks[layer.spec.split] for layer in layers)
+        dtype = kernel_dtype(input, "low_rank", max(ranks))
         merged = self._merged.setdefault((dtype, input.device, recording, torch.is_inference_mode_enabled()), {})
         found = []
         for layer, train in zip(layers, trains, strict=True):
@@ -118,13 +119,9 @@ class MergeCache:
             if made is None or made.used[0] or made.versions != self._versions(train):
                 merged |= self._merge(train, dtype)
                 made = merged[train]
-            found.append(self._with_bias(made.factors, layer))
+            missing = None if layer.bias is None or made.factors.has_bias else layer.bias.to(made.factors.b.dtype)
+            found.append(made.factors.with_bias(missing))
         return found
-
-    @property
-    def passes_down(self) -> bool:
-        """Whether layers may be passed factors here: not in a trace."""
-        return not traced()
 
     def _prefers_factors(self, layers: Sequence[TTLinear], input: Tensor) -> bool:
         """Whether the trains may meet the dtype of the input, and for one of them the product of A and B is wanted, or
@@ -158,10 +155,12 @@ class MergeCache:
 
     def _merge(self, like: TensorTrain, dtype: torch.dtype) -> dict[TensorTrain, _Merged]:
         """Merge all trains with the signature of one of them."""
-        trains = self._alike(like)
-        versions = [self._versions(train) for train in trains]
+        signature = _signature(like)
+        trains = [train for train in self._layers if _signature(train) == signature]
+        versions, biases = [self._versions(train) for train in trains], [self._bias(train) for train in trains]
+        specs: list[TTSpec] = [train.spec for train in trains]  # type: ignore[misc]
         with unrecorded():  # the factors outlive the forward, so its replay finds them made
-            made = self._merge_now(trains, dtype)
+            made = merge(specs, [_flat(train) for train in trains], like.threshold, dtype, biases)
         used = [False]
         if self._leaves is not None:
             made = [LowRankFactors(*map(self._leaf, pair)) for pair in made]
@@ -169,20 +168,6 @@ class MergeCache:
             made[0].a.grad_fn.register_prehook(lambda _: used.__setitem__(0, True))
         each = zip(trains, made, versions, strict=True)
         return {train: _Merged(factors, version, used) for train, factors, version in each}
-
-    def _alike(self, like: TensorTrain) -> list[TensorTrain]:
-        signature = _signature(like)
-        return [train for train in self._layers if _signature(train) == signature]
-
-    def _merge_now(self, trains: Sequence[TensorTrain], dtype: torch.dtype) -> list[LowRankFactors]:
-        biases = [self._bias(train) for train in trains]
-        specs: list[TTSpec] = [train.spec for train in trains]  # type: ignore[misc]
-        return merge(specs, [_flat(train) for train in trains], trains[0].threshold, dtype, biases)
-
-    @staticmethod
-    def _with_bias(factors: LowRankFactors, layer: TTLinear) -> LowRankFactors:
-        missing = None if layer.bias is None or factors.has_bias else layer.bias.to(factors.b.dtype)
-        return factors.with_bias(missing)
 
     def _versions(self, train: TensorTrain) -> list[int]:
         bias = self._bias(train)
@@ -282,13 +267,6 @@ def _flat(train: TensorTrain) -> list[Tensor]:
     """Cores, then gates."""
     cores, gates = train.tensors
     return cores + gates
-
-
-def _rank(train: TensorTrain) -> int:
-    """That of its factors."""
-    spec = train.spec
-    assert isinstance(spec, TTSpec)
-    return spec.ranks[spec.split]
 
 
 def _signature(train: TensorTrain) -> tuple[Any, ...]:

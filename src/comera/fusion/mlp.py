@@ -180,7 +180,9 @@ class _Call:
         if factors is None:
             found: Tensor = self.down(value_of(hidden))
             return found
-        first = _halves(factors[0]) if self.pattern.packed else factors[:-1]
+        first = factors[:-1]
+        if self.pattern.packed:  # one layer gives gate and up concatenated
+            first = [LowRankFactors(factors[0].a, b.contiguous()) for b in factors[0].b.chunk(2, 1)]
         return mlp(hidden.input, first, self.activation, factors[-1])
 
     def _factors(self, input: Tensor) -> list[LowRankFactors] | None:
@@ -248,11 +250,6 @@ class _Hidden(Lazy):
         return self.value * value_of(other)
 
     __rmul__ = __mul__
-
-
-def _halves(both: LowRankFactors) -> list[LowRankFactors]:
-    """The factors of gate and up, which one layer gives concatenated."""
-    return [LowRankFactors(both.a, b.contiguous()) for b in both.b.chunk(2, 1)]
 
 
 def _does_nothing(dropout: nn.Module) -> bool:

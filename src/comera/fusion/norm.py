@@ -68,9 +68,9 @@ class RMSNorm(BlockPattern):
         return residual_rms_norm(z, x, getattr(module, self.weight), getattr(module, self.eps), self.offset)
 
 
-def is_rms_norm(norm: nn.Module) -> bool:
-    """Whether a norm is of a type that is registered as an RMSNorm."""
-    return _pattern(norm) is not None
+def rms_norm_of(norm: nn.Module) -> RMSNorm | None:
+    """The pattern by which a norm's type is registered as an RMSNorm; None for other norms."""
+    return next((pattern for pattern in patterns_of(norm) if isinstance(pattern, RMSNorm)), None)
 
 
 def rms_norm_obstacle(norm: nn.Module) -> str | None:
@@ -83,12 +83,8 @@ def rms_norm_obstacle(norm: nn.Module) -> str | None:
 
 def add_and_rms_norm(z: Tensor | None, x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """s = x + z, or x, and norm(s): in one operation where nothing stands in its way."""
-    pattern, inputs = _pattern(norm), [x] if z is None else [x, z]
+    pattern, inputs = rms_norm_of(norm), [x] if z is None else [x, z]
     if pattern is None or rms_norm_obstacle(norm) or not pattern.fits(norm, *inputs):
         s = x if z is None else x + z
         return s, norm(s)
     return pattern.after_sum(z, x, norm)
-
-
-def _pattern(norm: nn.Module) -> RMSNorm | None:
-    return next((pattern for pattern in patterns_of(norm) if isinstance(pattern, RMSNorm)), None)

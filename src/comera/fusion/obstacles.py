@@ -88,11 +88,8 @@ def is_hooked(module: nn.Module) -> bool:
         return True
     if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(not _is_cache(hook) for hook in module._forward_pre_hooks.values())
-
-
-def _is_cache(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), MergeCache)
+    hooks = module._forward_pre_hooks.values()
+    return any(not isinstance(getattr(hook, "__self__", None), MergeCache) for hook in hooks)
 
 
 def call_obstacle(module: nn.Module) -> str | None:

@@ -53,7 +53,7 @@ class QKV(BlockPattern):
 
     def stand_ins(self, module: nn.Module, cache: MergeCache, /, **kwargs: Any) -> dict[str, Any]:
         """What to put in place of the layers for one call of the forward; nothing where they must be called."""
-        if not cache.passes_down or self.obstacle(module):
+        if traced() or self.obstacle(module):
             return {}
         names = self.layers if kwargs.get("key_value_states") is None else self.layers[1:]
         product = _Product([submodule(module, name) for name in names], cache)

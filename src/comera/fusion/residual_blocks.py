@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from comera.fusion.lazy import values_of
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.mlp import MLP
-from comera.fusion.norm import RMSNorm, is_rms_norm, rms_norm_obstacle
+from comera.fusion.norm import RMSNorm, rms_norm_obstacle, rms_norm_of
 from comera.fusion.obstacles import checkpoints, is_replaced, replaced_obstacle, submodule
 from comera.fusion.qkv import QKV
 from comera.fusion.registry import BlockPattern, StandIn, known
-from comera.fusion.residual import modules_obstacle
-from comera.fusion.sums import Part, Sum, dropout_of, norm_of_sums
+from comera.fusion.sums import Part, Sum, dropout_of, layer_norm_obstacle, norm_of_sums
 from comera.kernels.tracing import traced
 
 
@@ -49,7 +48,7 @@ class _ResidualBlock(BlockPattern):
         parts, norms = self.parts_and_norms()
         if self.first is not None:
             norms = (self.first, *norms)
-            if args and isinstance(args[0], Tensor) and is_rms_norm(submodule(module, self.first)):
+            if args and isinstance(args[0], Tensor) and rms_norm_of(submodule(module, self.first)):
                 args = Sum(None, args[0]), *args[1:]  # x and its norm too: the gradients of both meet in one pass
         for name, _, dropout in (part.partition(".") for part in parts):
             if hasattr(module, name):
@@ -64,7 +63,7 @@ def _norm_obstacle(name: str, norm: nn.Module, dropouts: Sequence[nn.Module]) ->
     if any(isinstance(each.pattern, RMSNorm) for each in known(type(norm))):
         reason = rms_norm_obstacle(norm)
         return f"{name}: {reason}" if reason else None
-    return next(filter(None, (modules_obstacle(dropout, norm) for dropout in dropouts)), None)
+    return next(filter(None, (layer_norm_obstacle(dropout, norm) for dropout in dropouts)), None)
 
 
 @dataclass(frozen=True)

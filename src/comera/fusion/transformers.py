@@ -1,8 +1,12 @@
-"""What `fuse_` knows of Hugging Face's models: the one table of their blocks, and their attention function.
+"""What `fuse_` knows of Hugging Face's models and of PyTorch's own layers: the one table of their blocks; and the
+attention function of the former.
 
 Blocks are named by where they are defined, so that transformers is never imported from here. A family whose code is a
 copy needs no entry (same_code.py): Mistral's MLP is found by Llama's, Marian by BART. To add a block, add it to the
 table and its family to the tests in tests/unit/fusion.
+
+Of PyTorch's transformer layers the attention stays torch's. So does the fast path that an encoder layer takes without
+gradients in evaluation: its forward runs as it is, on a stand-in that shows it the weights of the layer.
 """
 
 import sys
@@ -32,6 +36,13 @@ _BART_CROSS_SUM = ("encoder_attn", "encoder_attn_layer_norm")
 _MBART_BLOCK = PreNorm("self_attn_layer_norm", ("self_attn", "fc2"), "final_layer_norm", mlp=_BART_MLP)
 _MBART_CROSS_BLOCK = replace(
     _MBART_BLOCK, parts=("self_attn", "encoder_attn", "fc2"), others=("encoder_attn_layer_norm",)
+)
+
+_TORCH_MLP = MLP("_ff_block", ups=("linear1",), activation="activation", down="linear2", dropout="dropout")
+# The same names whether norms come first or not; in the latter case every norm follows a sum.
+_TORCH_SUMS = PreNorm("norm1", ("_sa_block.dropout1", "_ff_block.dropout2"), "norm2", switch="norm_first")
+_TORCH_CROSS_SUMS = replace(
+    _TORCH_SUMS, parts=("_sa_block.dropout1", "_mha_block.dropout2", "_ff_block.dropout3"), others=("norm3",)
 )
 
 # One of all blocks that are the same code, by file and name. Not fused are
@@ -106,10 +117,7 @@ BLOCKS: dict[str, BlockPattern | tuple[BlockPattern, ...]] = {
     "gemma3.Gemma3RMSNorm": RMSNorm(offset=1.0),
     "phi.PhiAttention": _LLAMA_ATTENTION,
     "opt.OPTAttention": _LLAMA_QKV,
-    "opt.OPTDecoderLayer": (
-        _OPT_MLP,
-        replace(_MBART_BLOCK, mlp=_OPT_MLP, switch="do_layer_norm_before"),
-    ),
+    "opt.OPTDecoderLayer": (_OPT_MLP, replace(_MBART_BLOCK, mlp=_OPT_MLP, switch="do_layer_norm_before")),
     "opt.OPTForCausalLM": CausalLM(),
     "gpt2.GPT2MLP": MLP("forward", ups=("c_fc",), activation="act", down="c_proj"),
     "gpt2.GPT2Block": PreNorm("ln_1", ("attn.resid_dropout",), "ln_2"),
@@ -119,6 +127,8 @@ for _path, _patterns in BLOCKS.items():
     _family, _, _name = _path.partition(".")
     _given = _patterns if isinstance(_patterns, tuple) else (_patterns,)
     register_block(f"transformers.models.{_family}.modeling_{_family}.{_name}", *_given)
+register_block("torch.nn.modules.transformer.TransformerEncoderLayer", _TORCH_MLP, _TORCH_SUMS)
+register_block("torch.nn.modules.transformer.TransformerDecoderLayer", _TORCH_MLP, _TORCH_CROSS_SUMS)
 
 
 def fuse_attention_(model: nn.Module, *, enabled: bool) -> tuple[list[str], dict[str, str]]:

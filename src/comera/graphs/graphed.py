@@ -124,7 +124,9 @@ class GraphedStep:
                 shape.inputs = map_tensors(lambda t: t.detach().clone(), list(batches))
                 shape.replay = self._capture(shape, picture)
             else:
-                _copy(batches, shape.inputs)
+                with torch.no_grad():
+                    for source, target in zip(tensors_in(batches), tensors_in(shape.inputs), strict=True):
+                        target.copy_(source, non_blocking=True)
                 self._unsettled = max(self._unsettled - 1, 0)
             return map_tensors(torch.clone, shape.replay())
         except RecordingError as refused:
@@ -178,9 +180,8 @@ class GraphedStep:
             for path, leaf in _leaves(batch):
                 if isinstance(leaf, Tensor):
                     if leaf.requires_grad:
-                        self._refuse(
-                            RecordingError(f"{path} needs a gradient, which a recording would not leave there")
-                        )
+                        reason = f"{path} needs a gradient, which a recording would not leave there"
+                        self._refuse(RecordingError(reason))
                     key.append(leaf.shape)
                     form[path] = f"{leaf.dtype}, {leaf.ndim}-dimensional, on {leaf.device}"
                 elif isinstance(leaf, _PLAIN):
@@ -252,13 +253,6 @@ def _leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
         return
     for item_path, item in items:
         yield from _leaves(item, item_path)
-
-
-def _copy(batches: Any, into: Any) -> None:
-    """Copy the tensors of batches into others of the same form."""
-    with torch.no_grad():
-        for source, target in zip(tensors_in(batches), tensors_in(into), strict=True):
-            target.copy_(source, non_blocking=True)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ So it is refused, with file and line, for
 The step that is recorded goes on all the same, and counts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from traceback import extract_stack
 from typing import Any
@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from comera.graphs.graphed import ChoiceError
 from comera.graphs.pool import Pool
 from comera.kernels.cpp.library import check
+from comera.memory.live import run_backward
+from comera.memory.replay import written
 
 Entry = tuple[Callable[..., object], tuple[Any, ...]]
 
@@ -134,12 +136,8 @@ class Recording(TorchDispatchMode):
 
     def _placed(self, made: Tensor, empty: bool) -> Tensor:
         """A new tensor in memory that a replay writes again."""
-        if (
-            made.layout is torch.strided
-            and made.is_cpu
-            and made.numel()
-            and not torch._debug_has_internal_overlap(made)
-        ):
+        ours = made.layout is torch.strided and made.is_cpu and made.numel()
+        if ours and not torch._debug_has_internal_overlap(made):
             placed = self._pool.like(made)
             return placed if empty else placed.copy_(made)
         self.keep(made)
@@ -178,13 +176,10 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward and len(args) == 1 and not any(kwargs.values()):
-            loss, run_backward = args[0], torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
             with self:  # which torch's own function would leave
-                return run_backward(
-                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
+                return run_backward(args[0])
         name = getattr(func, "__name__", "")
-        if name in _TO_PYTHON or (name in _MEMORY and not _frame()[0].startswith(_COMERA)):
+        if name in _TO_PYTHON or (name in _MEMORY and not _here().startswith(_COMERA)):
             self._recording.refuse(f"reads values of a tensor, by {name}()")
         outer, self._unused = self._unused, {_place(t): t for t in _tensors((args, kwargs)) if _is_integer(t)}
         try:
@@ -255,14 +250,10 @@ def _plain(func: Any) -> dict[str, str]:
     return {each.name: str(each.type) for each in func._schema.arguments if not each.is_out}
 
 
-def _frame() -> tuple[str, int | None]:
+def _here() -> str:
     """The file and line of what is being recorded."""
     frames = [f for f in extract_stack() if f.filename != __file__ and not f.filename.startswith(_TORCH)]
-    return frames[-1].filename, frames[-1].lineno
-
-
-def _here() -> str:
-    return "{}:{}".format(*_frame())
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
 def _reads(func: Any, args: Any, kwargs: Any) -> bool:
@@ -272,16 +263,6 @@ def _reads(func: Any, args: Any, kwargs: Any) -> bool:
     if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return False
     return bool(_READS.intersection(func.tags))
-
-
-def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """What an operation writes to, statistics of batch norm included, of which the schema does not say so."""
-    if not func._schema.is_mutable and "batch_norm" not in func._schema.name:
-        return
-    for k, argument in enumerate(func._schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes or argument.name in ("running_mean", "running_var"):
-            yield from _tensors(args[k] if k < len(args) else kwargs.get(argument.name))
 
 
 def _is_integer(tensor: Tensor) -> bool:

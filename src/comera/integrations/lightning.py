@@ -20,7 +20,7 @@ from comera.nn.tensor_train import named_trains
 from comera.rank.controller import RankController
 from comera.rank.copies import Copies
 from comera.rank.objective import EarlyStage, LateStage
-from comera.rank.step_rule import parameters_of
+from comera.rank.optimizer_state import parameters_of
 
 __all__ = ["RankCallback"]
 

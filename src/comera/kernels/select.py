@@ -58,7 +58,8 @@ def supports(kernel: str, *tensors: Tensor) -> bool:
     if traced() or not tensors or asked(kernel) is False:
         return False
     plain = (type(t) in _PLAIN and t.dtype == torch.float32 and on_cpu(t) and not t.is_neg() for t in tensors)
-    return all(plain) and not any(map(is_irregular, tensors)) and unavailable_reason() is None
+    regular = (t.layout is torch.strided and not t.is_nested for t in tensors)
+    return all(plain) and all(regular) and unavailable_reason() is None
 
 
 def is_irregular(tensor: Tensor) -> bool:

@@ -42,10 +42,7 @@ from comera.optim.names import Rates, optimizer_named
 # distinct ids does; on the meta device there are none.
 _MOST_PARTS = 16
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-_CONTRACTIONS: dict[Contraction, str] = {
-    "planned": "as planned for the rows",
-    "low_rank": "low rank, from both ends",
-}
+_CONTRACTIONS: dict[Contraction, str] = {"planned": "as planned for the rows", "low_rank": "low rank, from both ends"}
 
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]

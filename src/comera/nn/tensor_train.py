@@ -254,9 +254,7 @@ class TensorTrain(nn.Module):
         return absorb(cores, gates)
 
     def dense(
-        self,
-        tensors: Sequence[Tensor] | None = None,
-        product: Callable[[Spec, Sequence[Tensor]], Tensor] = materialize,
+        self, tensors: Sequence[Tensor] | None = None, product: Callable[[Spec, Sequence[Tensor]], Tensor] = materialize
     ) -> Tensor:
         """The materialized weight, of `spec.shape`, in the cores' dtype whatever autocast says.
 

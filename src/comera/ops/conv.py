@@ -101,12 +101,7 @@ def _takes_fewer(spec: TTSpec, groups: int) -> bool:
 
 
 def _check_shapes(
-    input: Tensor,
-    spec: TTSpec,
-    cores: Sequence[Tensor],
-    bias: Tensor | None,
-    kernel_size: Sequence[int],
-    groups: int,
+    input: Tensor, spec: TTSpec, cores: Sequence[Tensor], bias: Tensor | None, kernel_size: Sequence[int], groups: int
 ) -> None:
     check_cores(spec, cores)
     dims, (ins, outs) = len(kernel_size), spec.shape

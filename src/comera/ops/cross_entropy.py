@@ -131,10 +131,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x_BI: Tensor, labels_B: Tensor, classes: int, head: Head, ignored: int, *tensors: Tensor
     ) -> Tensor:
-        (
-            x_wanted,
-            *_,
-        ) = ctx.needs_input_grad
+        (x_wanted, *_) = ctx.needs_input_grad
         wanted = ctx.needs_input_grad[5:]
         leaves = [t.detach().requires_grad_(needs) for t, needs in zip(tensors, wanted, strict=True)]
         trained = [leaf for leaf in leaves if leaf.requires_grad]

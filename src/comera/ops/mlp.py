@@ -137,11 +137,7 @@ def _cpp_forward(x_BI: Tensor, flat: Sequence[Tensor], activation: str) -> tuple
 
 
 def _through_hidden_backward(
-    activation: str,
-    ps_SB: Sequence[Tensor],
-    ups: Sequence[LowRankFactors],
-    down: LowRankFactors,
-    u_RB: Tensor,
+    activation: str, ps_SB: Sequence[Tensor], ups: Sequence[LowRankFactors], down: LowRankFactors, u_RB: Tensor
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """∂A, all V_k and all [∂bias_k; ∂B_k] from U."""
     da_RF: Tensor | None = None

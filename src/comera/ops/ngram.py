@@ -60,11 +60,7 @@ class NGramIds(NamedTuple):
 
 
 def ngram_features(
-    ids: NGramIds,
-    spec: NGramSpec,
-    tables: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    tokens_BLI: Tensor | None = None,
+    ids: NGramIds, spec: NGramSpec, tables: Sequence[Tensor], gates: Sequence[Tensor], tokens_BLI: Tensor | None = None
 ) -> Tensor:
     """The features e_2 … e_N of each position that have gates, before these.
 

@@ -150,13 +150,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_BI: Tensor,
-        left_MNR: Tensor,
-        right_RMN: Tensor,
-        bias: Tensor | None,
-        rows: int,
-        padding: int | None,
+        ctx: Any, x_BI: Tensor, left_MNR: Tensor, right_RMN: Tensor, bias: Tensor | None, rows: int, padding: int | None
     ) -> Tensor:
         ctx.save_for_backward(x_BI, left_MNR, right_RMN)
         ctx.padding = padding

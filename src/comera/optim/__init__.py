@@ -8,14 +8,7 @@ from comera.optim.param_groups import param_groups
 from comera.optim.smmf import SMMF
 from comera.optim.zeroth_order import ZerothOrder, adaptive_queries
 
-__all__ = [
-    "SMMF",
-    "AdamW",
-    "Muon",
-    "ZerothOrder",
-    "adaptive_queries",
-    "param_groups",
-]
+__all__ = ["SMMF", "AdamW", "Muon", "ZerothOrder", "adaptive_queries", "param_groups"]
 
 _MOVED = ("AdaRankGrad", "TensorGaLore")  # to comera.contrib
 

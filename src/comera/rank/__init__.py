@@ -6,13 +6,4 @@ from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport, RankRow
 
-__all__ = [
-    "EarlyStage",
-    "LateStage",
-    "RankController",
-    "RankReport",
-    "RankRow",
-    "canonicalize_",
-    "prune_",
-    "round_",
-]
+__all__ = ["EarlyStage", "LateStage", "RankController", "RankReport", "RankRow", "canonicalize_", "prune_", "round_"]

@@ -31,35 +31,22 @@ _BISECTIONS = 50
 def allocate(
     specs: Sequence[Spec],
     importances: Sequence[Sequence[Sequence[float]]],
-    budget: int,
-    *,
-    multiple: int = 1,
-    rounding: bool = False,
-) -> list[tuple[int, ...]]:
-    """Inner ranks of every tensor train whose total size, gates included, is at most `budget`.
-
-    No inner rank with a gate falls below 1 (or `multiple`); if even these smallest ranks exceed the budget, they are
-    returned.
-
-    importances: for each train and inner rank, those of the gates that may stay, ascending; dropping the first m of
-    them leaves rank len − m. multiple: ranks stay at multiples of it, or as they are. rounding: no rank exceeds what
-    its neighbors allow, r_k ≤ reach · r_{k±1}, as SVD rounding leaves it.
-    """
-    return allocate_all(specs, importances, [], budget, multiple=multiple, rounding=rounding)[0]
-
-
-def allocate_all(
-    specs: Sequence[Spec],
-    importances: Sequence[Sequence[Sequence[float]]],
     tables: Sequence[NGramGates],
     budget: int,
     *,
     multiple: int = 1,
     rounding: bool = False,
 ) -> tuple[list[tuple[int, ...]], list[list[Tensor]]]:
-    """`allocate` for tensor trains and n-gram tables together; of the tables, the gates of each order that stay.
+    """Inner ranks of every tensor train, and of n-gram tables the gates of each order that stay, of a total size, gates
+    included, of at most `budget`.
 
-    A gate of a table costs its importance, as a gate of a train does to first order. All gates of a table may go.
+    No inner rank with a gate falls below 1 (or `multiple`); if even these smallest ranks exceed the budget, they are
+    returned. A gate of a table costs its importance, as a gate of a train does to first order. All gates of a table may
+    go.
+
+    importances: for each train and inner rank, those of the gates that may stay, ascending; dropping the first m of
+    them leaves rank len − m. multiple: ranks stay at multiples of it, or as they are. rounding: no rank exceeds what
+    its neighbors allow, r_k ≤ reach · r_{k±1}, as SVD rounding leaves it.
     """
     costs = [[_costs(gates, multiple) for gates in train] for train in importances]
     by_order: dict[int, list[int]] = {}

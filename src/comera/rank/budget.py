@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from comera.distributed import shapes_changed
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.allocate import allocate_all
+from comera.rank.allocate import allocate
 from comera.rank.copies import Copies, trains_of_copies
 from comera.rank.ngrams import NGramGates
 from comera.rank.optimizer_state import reset_state_
@@ -203,7 +203,7 @@ def _round(
         worth = [(own[indices] * weight).tolist() for own, indices in zip(shares[name], unpruned, strict=True)]
         gates.append(NGramGates(train.spec, unpruned, worth))
     specs = [train.spec for train in linear.values()]
-    ranks, kept = allocate_all(specs, importances, gates, budget, multiple=multiple, rounding=True)
+    ranks, kept = allocate(specs, importances, gates, budget, multiple=multiple, rounding=True)
     rounded = {
         name: round_cores(train.spec, cores[name], ranks=(1, *inner, 1))
         for (name, train), inner in zip(linear.items(), ranks, strict=True)

@@ -41,12 +41,12 @@ from comera.rank.copies import Copies, trains_of_copies, warn_of_strays
 from comera.rank.importance import update_importance_, zero_gates_
 from comera.rank.loss_mean import LossMean
 from comera.rank.objective import EarlyStage, LateStage, late_budget, loss_behind
-from comera.rank.optimizer_state import rates_overwritten, unwrap
+from comera.rank.optimizer_state import parameters_of, rates_overwritten, unwrap
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.state import RankState
-from comera.rank.step_rule import GivenRules, HookArgs, StepRule, parameters_of, stage_scales, step_rule
+from comera.rank.step_rule import GivenRules, HookArgs, StepRule, stage_scales, step_rule
 from comera.rank.target import late_target
 from comera.rank.trains import check_roundable
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from comera.nn.tensor_train import TensorTrain
-from comera.rank.allocate import allocate_all
+from comera.rank.allocate import allocate
 from comera.rank.ngrams import NGramGates
 from comera.rank.optimizer_state import state_tensors, zero_state_
 from comera.rank.step_rule import Gradients
@@ -84,7 +84,7 @@ def zero_gates_(
             budget -= spec_size(train.spec.keeping(unpruned))
         else:
             budget -= spec_size(train.spec, [len(indices) for indices in unpruned])
-    ranks, kept = allocate_all(
+    ranks, kept = allocate(
         [train.spec.with_ranks((1, *(len(indices) for indices, _ in gates), 1)) for train, gates in measured],
         [[importances for _, importances in gates] for _, gates in measured],
         [table for _, table in tables],

@@ -39,7 +39,6 @@ class EarlyStage:
 
     size_weight: float = 0.01
     """γ: weight of the initial model size against the loss; 0 leaves the ranks to the loss alone."""
-
     ridge: float = 0.0
     """β: weight of the squared norm of the cores, in both stages; it keeps them from growing while the gates shrink."""
 
@@ -75,33 +74,25 @@ class LateStage:
     target_size: int | float | str | None = None
     """S0, what all tensorized layers together may store in the end: a fraction of their size when the stage starts
     (0.2), a number of parameters (350000) or bytes ("1.5MB"). None: no late stage."""
-
     target_loss: float | None = None
     """L0, the loss to hold: the size does not fall while the loss is relatively further from its target. None: by
     sensitivity, the size never waits; by surrogate, the mean loss of the last steps before the stage; by gate_mean, 0.8
     as in the authors' code."""
-
     shrink: Shrink = "sensitivity"
     """How the ranks fall. sensitivity: the gates of least importance to the loss are zeroed along a falling budget.
     surrogate: as published, the optimizer moves all gates down the gradient of the size's ℓ1 surrogate. gate_mean: as
     in the authors' code, and in both stages, down that of the mean of the unpruned gates, not rescaled by the loss."""
-
     steps: int | None = None
     """sensitivity: steps over which the budget falls to S0, after which training goes on at the final size. None: half
     as many as the early stage took."""
-
     loss_weight: float = 0.1
     """ρ_L, surrogate and gate_mean: weight of the loss while the size is further from its target."""
-
     size_weight: float = 0.01
     """ρ_S, surrogate and gate_mean: weight of the size while the loss is further from its target."""
-
     start_step: int | None = None
     """Step after which the late stage starts."""
-
     start_epoch: int | None = None
     """Epoch after which the late stage starts."""
-
     plateau: int | None = None
     """Start after this many evaluations in a row without a new lowest held-out loss."""
 

@@ -22,11 +22,11 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
 
 def _chain(optimizer: Optimizer) -> list[Optimizer]:
     """A wrapper, the optimizer of the same parameters that it holds under whatever name, and so on inward."""
-    own = _parameters(optimizer)
+    own = parameters_of(optimizer)
     held = {
         name: value
         for name, value in vars(optimizer).items()
-        if isinstance(value, Optimizer) and value is not optimizer and (not own or own & _parameters(value))
+        if isinstance(value, Optimizer) and value is not optimizer and (not own or own & parameters_of(value))
     }
     if len(set(held.values())) > 1:
         raise RankError(
@@ -36,7 +36,8 @@ def _chain(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer, *(each for inner in list(held.values())[:1] for each in _chain(inner))]
 
 
-def _parameters(optimizer: Optimizer) -> set[Tensor]:
+def parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    """The parameters of all groups; none of a wrapper without groups."""
     return {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 

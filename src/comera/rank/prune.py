@@ -30,11 +30,7 @@ from comera.tt.spec import Spec
 
 @torch.no_grad()
 def prune_(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer] = (),
-    *,
-    multiple: int = 1,
-    copies: Copies = (),
+    model: nn.Module, optimizers: Sequence[Optimizer] = (), *, multiple: int = 1, copies: Copies = ()
 ) -> RankReport:
     """Cut the slices behind pruned gates out of a model's tensor trains and their optimizer state, in place.
 

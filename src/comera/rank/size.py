@@ -144,7 +144,9 @@ class NGramSizeTable(SizeTable):
         self._note([train])
         assert isinstance(train.spec, NGramSpec)
         self.spec = train.spec
-        self._place_E = _places(train.spec).to(self._end.device)
+        # of each gate among the features of all orders
+        places = [k * train.spec.features + j for k, own in enumerate(train.spec.gated) for j in own]
+        self._place_E = torch.tensor(places, dtype=torch.long, device=self._end.device)
         self._prices_O = head_prices(train.spec).to(self._one)
 
     def _by_head(self, gates_E: Tensor) -> Tensor:
@@ -187,11 +189,6 @@ def size_tables(trains: Iterable[TensorTrain]) -> list[SizeTable]:
         else:
             groups.setdefault(_key(train)[1:], []).append(train)
     return [*(SizeTable(group) for group in groups.values()), *tables]
-
-
-def _places(spec: NGramSpec) -> Tensor:
-    """The place of each gate among the features of all orders, (E,)."""
-    return torch.tensor([k * spec.features + j for k, own in enumerate(spec.gated) for j in own], dtype=torch.long)
 
 
 def head_prices(spec: NGramSpec) -> Tensor:

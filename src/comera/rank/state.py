@@ -9,16 +9,6 @@ from typing import Any
 
 from comera.errors import RankError
 
-_COUNTS = {
-    "switch_size",
-    "switch_step",
-    "steps",
-    "epochs",
-    "evaluations_since",
-    "losses",
-    "losses_left_out",
-    "zero_every",
-}
 _LATER = {"losses", "losses_left_out", "zero_every"}  # not in older states
 
 
@@ -48,6 +38,9 @@ class RankState:
             raise RankError(f"expected the state of a RankController, numbers for {sorted(known)}, got {state}")
         finite = {key: value if value is None or isfinite(value) else None for key, value in state.items()}
         return cls(**{"losses": state["steps"], **finite})
+
+
+_COUNTS = {field.name for field in fields(RankState) if field.type == "int"}
 
 
 def _fits(key: str, value: object) -> bool:

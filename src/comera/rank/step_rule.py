@@ -54,7 +54,9 @@ class StepRule:
         decayed = [core for core in self.cores if core in gradients] if self.ridge else []
         with torch.no_grad():
             if gradients and not _is(self.c_loss, 1):
-                torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], self.c_loss)
+                # of a gradient that `fully_shard` has spread over processes, the part that this one holds
+                local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients.values()]
+                torch._foreach_mul_(local, self.c_loss)
             if pairs:
                 torch._foreach_add_([gradient for gradient, _ in pairs], [slope for _, slope in pairs])
             if decayed:
@@ -146,20 +148,9 @@ def gate_mean_gradient(tables: Sequence[SizeTable], scale: float | Tensor) -> li
     return [table.gate_grads(share.to(table.rank_params[0].device)) for table in tables]
 
 
-def _local(grad: Any) -> Tensor:
-    """The part of a gradient that this process holds: all of it, unless `fully_shard` has spread it over processes."""
-    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return local
-
-
 def _is(scale: float | Tensor, value: float) -> bool:
     """Whether a scale is known on the host to be this value."""
     return not isinstance(scale, Tensor) and scale == value
-
-
-def parameters_of(optimizer: Optimizer) -> set[Any]:
-    """The parameters of all groups."""
-    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def gradients_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:

@@ -183,11 +183,6 @@ def _narrow(config: Any) -> Narrow | None:
     return own if isinstance(own, Narrow) else None
 
 
-def _width_name(method: str) -> str:
-    """The width's name in a run's identity."""
-    return f"baselines.{method}.hidden"
-
-
 def step_flops(config: Any, meta_step: Callable[..., Step], *sizes: Any) -> int:
     """FLOPs of a training step, forward and backward, counted on the meta device."""
     with torch.device("meta"):
@@ -214,7 +209,7 @@ def as_begun(config: Any, identity: Mapping[str, Any]) -> Any:
     own = _narrow(config)
     if own is None:
         return config
-    as_it_was = replace(own, hidden=identity[_width_name(config.method)])
+    as_it_was = replace(own, hidden=identity[f"baselines.{config.method}.hidden"])
     return replace(config, baselines=replace(config.baselines, **{config.method: as_it_was}))
 
 
@@ -231,10 +226,9 @@ def set_from_conversion(task: Any, report: Conversion) -> None:
 
 
 class RecipeTask(Task):
-    """A task for `comera.trainer.loop.fit`, from a recipe's configuration, its prepared data, if it has any, and its
-    model. report: of the model's conversion. first: steps that earlier runs trained. groups: parts of the configuration
-    that decide what is learned. width, whole: of the method narrow, its width, under which alone a run resumes, and
-    what makes the dense model that it is narrower than. identity: further entries of the run's, by dotted name."""
+    """A task for `comera.trainer.loop.fit`, from a recipe's configuration, its prepared data, if it has any, and what
+    makes a configuration's model. first: steps that earlier runs trained. groups: parts of the configuration that
+    decide what is learned. identity: further entries of the run's, by dotted name."""
 
     one_sequence = True
 
@@ -242,17 +236,15 @@ class RecipeTask(Task):
         self,
         config: Any,
         data: Any,
-        model: nn.Module,
-        report: Conversion,
+        build: Callable[[Any], tuple[nn.Module, Conversion]],
         first: int = 0,
         *,
         groups: Sequence[str] = ("model", "compress"),
-        width: int | None = None,
-        whole: Callable[[], nn.Module] | None = None,
         identity: Mapping[str, Any],
     ) -> None:
         self.config, self.data, self.first = config, data, first
-        self.name, self.method, self.model = config.name, config.method, model
+        self.name, self.method = config.name, config.method
+        self.model, report = build(config)
         set_from_conversion(self, report)
         self.identity = {"data.prepared": data.folder.name} if data else {}
         self.identity |= identity
@@ -260,10 +252,15 @@ class RecipeTask(Task):
             self.identity |= config.baselines.identity(config.method)
         for group in groups:
             self.identity |= {f"{group}.{name}": value for name, value in asdict(getattr(config, group)).items()}
-        if _narrow(config) and whole:
+        if _narrow(config):
             with torch.device("meta"):
-                self.dense_total = sum(p.numel() for p in whole().parameters())
-            self.identity[_width_name(config.method)] = width
+                whole, _ = build(replace(config, method="dense"))
+            self.dense_total = sum(p.numel() for p in whole.parameters())
+            self.identity[f"baselines.{config.method}.hidden"] = self.width()  # under which alone a run resumes
+
+    def width(self) -> int:
+        """Width of the model, in channels."""
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
         """The next batch of a single sequence that all micro-batches, processes and successive runs share."""
@@ -281,8 +278,7 @@ class RecipeTask(Task):
         """What became of the model, in lines to print."""
         if _narrow(self.config) is None:
             return []
-        width = self.identity[_width_name(self.config.method)]
-        return [f"{self.method}: dense and {width} wide instead of {self.config.model.hidden}"]
+        return [f"{self.method}: dense and {self.width()} wide instead of {self.config.model.hidden}"]
 
 
 def evaluate_last(task: RecipeTask, folder: Path) -> dict[str, float]:
@@ -320,12 +316,10 @@ def estimates_by_method(
             plain = replace(train, recompute=False, precision="fp32")  # without what only compressed models can
             own = train if method == "comera" else plain
             adapt_(model.train(), own, keep_logits=keep_logits)
-            estimate = (
-                report.estimate(model, loss)
-                if isinstance(report, Applied)
-                else estimate_step(model, loss, device=train.device)
-            )
-        estimates[method] = estimate
+            if isinstance(report, Applied):
+                estimates[method] = report.estimate(model, loss)
+            else:
+                estimates[method] = estimate_step(model, loss, device=train.device)
     return estimates
 
 

@@ -52,13 +52,15 @@ def compare(runs: Mapping[str, str | Path], out: str | Path) -> str:
     replace_file(out / "compare.md", f"# {title}\n\n{' '.join(verdict)}\n\n{text}\n\n{curves}\n")
     kinds = ["verdict", *["muted"] * len(verdict)]
     lead = "".join(f'<p class="{kind}">{escape(sentence)}</p>' for kind, sentence in zip(kinds, verdict, strict=False))
-    links = {name: link for name, run in data.items() if (link := _link(run.folder / "report.html", out))}
+    pages = {name: run.folder / "report.html" for name, run in data.items()}
+    # relative, so that they hold when the folder of all is moved
+    links = {
+        name: quote(os.path.relpath(page, out).replace(os.sep, "/")) for name, page in pages.items() if page.is_file()
+    }
     body = [tiles({name: _tile(run, summaries[name]) for name, run in data.items()})]
     body += [section("Curves", drawn)] if (drawn := plots(charts_of_runs(data))) else []
-    body += [
-        section(name, table.transposed().html(links) if name == "Results" else table.html())
-        for name, table in tables.items()
-    ]
+    for name, table in tables.items():
+        body.append(section(name, table.transposed().html(links) if name == "Results" else table.html()))
     body.append(section("Provenance", _provenance(data, links)))
     replace_file(out / "compare.html", page(title, lead, body))
     return text
@@ -104,11 +106,6 @@ def _tables(data: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> di
     return tables
 
 
-def _link(page: Path, out: Path) -> str | None:
-    """The address of a run's page, relative so that it holds when the folder of all is moved; None without a page."""
-    return quote(os.path.relpath(page, out).replace(os.sep, "/")) if page.is_file() else None
-
-
 def _provenance(runs: Mapping[str, RunData], links: Mapping[str, str]) -> str:
     """Where the runs come from: what is the same for all, then what is not. Times compare on equal machines only."""
     last = [run.provenance[-1] if run.provenance else {} for run in runs.values()]
@@ -138,11 +135,15 @@ def _results(runs: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> T
     dense = summaries.get("dense") or next((s for s in summaries.values() if s.method == "dense"), None)
     columns: dict[str, list[str]] = {}
     known = [summary.energy for summary in summaries.values() if summary.energy]
+
+    def header(name: str) -> str:
+        return f"{label(name)} %" if name in SHARES else label(name)
+
     energy, mark = ("estimated Wh", "") if all(map(is_estimated, known)) else ("Wh", " (estimated)")
     for name in dict.fromkeys(name for summary in summaries.values() for name in summary.metrics):
-        columns[_header(name)] = [metric(name, summary.metrics.get(name)) for summary in summaries.values()]
+        columns[header(name)] = [metric(name, summary.metrics.get(name)) for summary in summaries.values()]
     for name in dict.fromkeys(name for run in runs.values() for name in run.test if name != "loss"):
-        columns[f"test {_header(name)}"] = [metric(name, run.test.get(name)) for run in runs.values()]
+        columns[f"test {header(name)}"] = [metric(name, run.test.get(name)) for run in runs.values()]
     for run, summary in zip(runs.values(), summaries.values(), strict=True):
         faster = dense.step_time / summary.step_time if dense and summary.step_time else None
         joules = total(summary.energy)
@@ -172,10 +173,6 @@ def _results(runs: Mapping[str, RunData], summaries: Mapping[str, Summary]) -> T
     columns = {name: cells for name, cells in columns.items() if set(cells) != {"–"}}
     rows = zip(summaries, *columns.values(), strict=True)
     return Table(("method", *columns), "l" + "r" * len(columns), tuple(rows))
-
-
-def _header(name: str) -> str:
-    return f"{label(name)} %" if name in SHARES else label(name)
 
 
 def _ranks_of_a_block(runs: Mapping[str, RunData]) -> tuple[str, Table | None]:

@@ -15,17 +15,7 @@ from comera.report.confusion import confusion_section
 from comera.report.curves import charts_of
 from comera.report.ranks import ranks_section
 from comera.report.run import RunData, read_run
-from comera.report.tables import (
-    count,
-    duration,
-    join_ranks,
-    label,
-    megabytes,
-    metric,
-    modes_of,
-    number,
-    times,
-)
+from comera.report.tables import count, duration, join_ranks, label, megabytes, metric, modes_of, number, times
 from comera.report.verdict import energy_text, of_run
 from comera.tables import Table
 from comera.trainer.metrics import Summary
@@ -47,6 +37,8 @@ def render(run: str | Path) -> Path:
     """
     data = read_run(run, damaged=True)
     table, charts = layer_table(data), charts_of(data)
+    without = "No layers are listed: layers.json is empty, missing or damaged."
+    without = "No layer is compressed: this is a dense run." if data.method == "dense" else without
     sections = [
         tiles(_headline(data)),
         section("Training curves", plots(charts) or "<p>No steps yet.</p>"),
@@ -55,7 +47,7 @@ def render(run: str | Path) -> Path:
         f'<div class="plots">{costs}</div>' if (costs := _costs(data)) else "",
         section("Energy", _energy(data)) if data.train else "",
         section("Memory of a training step, estimated", _memory_table(data).html()) if data.memory else "",
-        section("Layers", table.html() if table else f"<p>{_without_layers(data)}</p>"),
+        section("Layers", table.html() if table else f"<p>{without}</p>"),
         section("Provenance", _provenance(data)),
         section("Configuration", _configuration(data.config_text.rstrip())) if data.config_text else "",
     ]
@@ -120,9 +112,8 @@ def _headline(run: RunData) -> dict[str, tuple[str, str]]:
         results["Step time"] = (f"{number(step_time * 1e3)} ms", "median")
     if sizes:
         size = sizes[-1]
-        remark = "" if size.ratio == 1 else f"{times(size.ratio)} smaller than dense"
-        if 0 < size.ratio < 1:
-            remark = f"{times(1 / size.ratio)} larger than dense"
+        smaller = "" if size.ratio == 1 else f"{times(size.ratio)} smaller than dense"
+        remark = f"{times(1 / size.ratio)} larger than dense" if 0 < size.ratio < 1 else smaller
         if size.ranks:
             remark = f"{remark}, its compressed layers {times(size.tensorized_ratio)}".removeprefix(", ")
         results["Model"] = (f"{megabytes(size.total * run.element_bytes)} MB", remark)
@@ -161,14 +152,10 @@ def _lead(run: RunData) -> str:
     """How the run ended, and what is missing."""
     missing = [f"{name} is missing." for name in ("config.yaml", "metrics.jsonl") if not (run.folder / name).is_file()]
     notices = [*missing, *(f"Not shown, because it cannot be read: {problem}" for problem in run.problems)]
-    if run.summary is None:
-        notices.insert(
-            0,
-            "This run has no summary: it is still running, or it was killed. The results are those logged so far.",
-        )
     html = "".join(f'<p class="notice">{escape(text)}</p>' for text in notices)
     if run.summary is None:
-        return html
+        still = "This run has no summary: it is still running, or it was killed. The results are those logged so far."
+        return f'<p class="notice">{escape(still)}</p>{html}'
     ended = {
         "steps": f"Finished all {run.summary.steps:,} steps",
         "time": "Finished at its time limit",
@@ -181,12 +168,6 @@ def _lead(run: RunData) -> str:
 def _configuration(text: str) -> str:
     lines = text.count("\n") + 1
     return f"<details><summary>config.yaml, {lines:,} lines</summary><pre>{escape(text)}</pre></details>"
-
-
-def _without_layers(run: RunData) -> str:
-    if run.method == "dense":
-        return "No layer is compressed: this is a dense run."
-    return "No layers are listed: layers.json is empty, missing or damaged."
 
 
 def _time_table(run: RunData) -> Table:
@@ -235,12 +216,8 @@ def _provenance(run: RunData) -> str:
         rows.append(("data.path", str(data["path"])))
     if isinstance(last.get("start_from"), dict):
         rows.append(("starts from", ", ".join(f"{name} {value}" for name, value in last["start_from"].items())))
-    resumed = [str(entry.get("step")) for entry in run.provenance[1:]]
-    rows += (
-        [("resumed", f"at step {', '.join(resumed)}; first started {run.provenance[0].get('started')}")]
-        if resumed
-        else []
-    )
+    if resumed := [str(entry.get("step")) for entry in run.provenance[1:]]:
+        rows.append(("resumed", f"at step {', '.join(resumed)}; first started {run.provenance[0].get('started')}"))
     return facts((str(name), value) for name, value in rows)
 
 

@@ -10,13 +10,8 @@ from comera.report.run import RunData
 from comera.report.tables import SHARES, duration, label, metric, number, times
 from comera.trainer.energy import is_estimated, total
 
-_FALLING = (
-    "loss",
-    "nats_per_byte",
-    "nce",
-    "perplexity",
-    "relative_l2",
-)  # metrics of which less is better, by the end of their name
+# Metrics of which less is better, by the end of their name.
+_FALLING = ("loss", "nats_per_byte", "nce", "perplexity", "relative_l2")
 _TIE = 0.002  # of a value: less than this apart is neither ahead nor behind
 _UNEQUAL = 1.1  # training times that differ by more than this factor are not the same: a budget ends with a whole step
 
@@ -77,7 +72,8 @@ def _ranking(runs: Mapping[str, RunData]) -> list[str]:
     unit = label(name)
     reached = f"{shown[leader]} {unit} on held-out data" if " per " in unit else f"a held-out {unit} of {shown[leader]}"
     text = f"After {duration(end)} of training each, "
-    tied = [each for each in others if _ties(known[leader], known[each])]
+    best = known[leader]
+    tied = [each for each in others if abs(best - known[each]) <= _TIE * max(abs(best), abs(known[each]))]
     if tied:
         text += f"{_joined([leader, *tied])} are level at {reached}"
     else:
@@ -135,9 +131,8 @@ def energy_text(joules: Mapping[str, float]) -> str:
     if energy is None:
         return "–"
     hours = energy / WATT_HOUR
-    text = (
-        f"{number(hours / 1000)} kWh" if hours >= 1000 else f"{number(hours)} Wh" if hours >= 0.1 else f"{energy:.3g} J"
-    )
+    text = f"{number(hours / 1000)} kWh" if hours >= 1000 else f"{number(hours)} Wh"
+    text = text if hours >= 0.1 else f"{energy:.3g} J"
     return f"{text} (estimated)" if is_estimated(joules) else text
 
 
@@ -148,10 +143,6 @@ def is_better(name: str, value: float, than: float) -> bool:
 
 def _falls(name: str) -> bool:
     return name.endswith(_FALLING)
-
-
-def _ties(one: float, other: float) -> bool:
-    return abs(one - other) <= _TIE * max(abs(one), abs(other))
 
 
 def _gap(name: str, leader: float, value: float) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from comera.fusion import PreNorm, fuse_, register_block, residual
+from comera.fusion import PreNorm, fuse_, register_block, sums
 from comera.fusion import norm as norms
 
 from ...helpers.families import inputs, model, trained
@@ -23,13 +23,13 @@ SUMS = {"modernbert": [0.0], "vit": [0.3], "gpt2": [0.3], "opt": [0.3], "opt, po
 @pytest.mark.parametrize("name", SUMS)
 def test_dropout_of_a_sum_is_drawn_with_its_norm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[float] = []
-    run = residual.residual_layer_norm
+    run = sums.residual_layer_norm
 
     def spied(*given: Any) -> Any:
         drawn.append(given[-1])
         return run(*given)
 
-    monkeypatch.setattr(residual, "residual_layer_norm", spied)
+    monkeypatch.setattr(sums, "residual_layer_norm", spied)
     made = model(name, drop=0.3)
     fuse_(made)
     trained(made, name)

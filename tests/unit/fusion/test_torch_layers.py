@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera.fusion import residual
+from comera.fusion import sums
 from comera.fusion.fuse import fuse_
 from comera.memory.recompute import recompute_
 
@@ -113,8 +113,8 @@ def test_dropout_of_a_sum_is_drawn_with_its_norm(
     kind: str, norm_first: bool, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[float] = []
-    run = residual.residual_layer_norm
-    monkeypatch.setattr(residual, "residual_layer_norm", lambda *given: drawn.append(given[-1]) or run(*given))
+    run = sums.residual_layer_norm
+    monkeypatch.setattr(sums, "residual_layer_norm", lambda *given: drawn.append(given[-1]) or run(*given))
     made = model(kind, form, drop=0.3, norm_first=norm_first)
     exact = copy.deepcopy(made).eval()(**inputs(kind)).detach()
     report = fuse_(made)

@@ -388,8 +388,8 @@ def test_the_same_with_and_without(monkeypatch):
 def test_one_openmp_serves_torch_and_the_kernels():
     """It is no dependency of the library, which finds what torch has loaded."""
     code = (
-        "import torch; from comera.kernels import select; from comera.kernels.cpp.gated import activated;"
-        "assert select.unavailable_reason() is None; activated(torch.ones(2**20), 'gelu');"
+        "import torch; from comera.kernels import select; from comera.kernels.cpp.gated import gated;"
+        "assert select.unavailable_reason() is None; gated(torch.ones(2**20), None, 'gelu');"
         "files = {line.split()[-1] for line in open('/proc/self/maps')};"
         "print(len([f for f in files if any(name in f for name in ('libgomp', 'libomp', 'libiomp'))]))"
     )

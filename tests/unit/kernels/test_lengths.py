@@ -225,12 +225,12 @@ def test_wrong_operands_of_gated_are_refused(change):
     dh, g, u = (torch.randn(4, 6) for _ in range(3))
     assert_all_refused(lambda u: gated.gated(g, u, "silu"), [u], change)
     assert_all_refused(lambda *given: gated.gated_backward(*given, "silu"), [dh, g, u], change)
-    assert_all_refused(lambda dh: gated.activated_backward(dh, g, "silu"), [dh], change)
-    for refused in (lambda: gated.gated(g, u, "tanh"), lambda: gated.activated(g, "tanh")):
+    assert_all_refused(lambda dh: gated.gated_backward(dh, g, None, "silu"), [dh], change)
+    for refused in (lambda: gated.gated(g, u, "tanh"), lambda: gated.gated(g, None, "tanh")):
         with pytest.raises(ValueError, match="tuple"):
             refused()
-    with pytest.raises(RuntimeError, match="expected y of dtype float32"):
-        gated.activated(g.double(), "gelu")
+    with pytest.raises(RuntimeError, match="expected g of dtype float32"):
+        gated.gated(g.double(), None, "gelu")
 
 
 def test_wrong_moments_and_gradients_are_refused_by_adamw():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from comera.kernels.cpp import compiler
-from comera.kernels.cpp.activations import ACTIVATIONS as KERNEL_ACTIVATIONS
+from comera.kernels.cpp.gated import ACTIVATIONS as KERNEL_ACTIVATIONS
 from comera.kernels.cpp.low_rank import low_rank_output
 from comera.kernels.cpp.mlp import mlp, mlp_backward
 from comera.ops.activations import ACTIVATIONS

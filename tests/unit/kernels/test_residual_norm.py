@@ -15,10 +15,10 @@ from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
 from transformers.models.bert.modeling_bert import BertOutput
 
 import comera
-from comera.fusion import residual
+from comera.fusion import sums
 from comera.fusion.dropout import Dropout
 from comera.fusion.fuse import fuse_
-from comera.fusion.residual import add_and_layer_norm
+from comera.fusion.sums import add_and_layer_norm
 from comera.kernels import select
 from comera.kernels.cpp import residual_norm as kernels
 from comera.memory.recompute import recompute_
@@ -318,8 +318,8 @@ def trained(made: nn.Module) -> dict[str, Tensor]:
 def test_a_fused_model_is_the_plain_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model(0.0, kind)
     before, calls = trained(made), []
-    fits = residual._fits
-    monkeypatch.setattr(residual, "_fits", lambda *given: calls.append(fits(*given)) or calls[-1])
+    fits = sums._fits
+    monkeypatch.setattr(sums, "_fits", lambda *given: calls.append(fits(*given)) or calls[-1])
     report = fuse_(made)
     ends = [f"encoder.layer.{k}.{part}" for k in range(2) for part in ("attention.output", "output")]
     assert list(report.fused("residual norm")) == ends

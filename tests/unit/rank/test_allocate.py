@@ -3,17 +3,24 @@
 from collections.abc import Sequence
 from itertools import product
 from math import log
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera.rank.allocate import allocate
+from comera.rank.allocate import allocate as allocate_with_tables
 from comera.tt.format import spec_size
 from comera.tt.spec import TTSpec
 
 ONE = TTSpec(12, 12, (12,), (12,), (1, 6, 1))  # 24 core entries and a gate per rank
 TWO = TTSpec(12, 12, (3, 4), (12,), (1, 3, 12, 1))
+
+
+def allocate(
+    specs: Sequence[TTSpec], importances: Sequence[Sequence[Sequence[float]]], budget: int, **options: Any
+) -> list[tuple[int, ...]]:
+    return allocate_with_tables(specs, importances, [], budget, **options)[0]
 
 
 def size_of(specs: Sequence[TTSpec], ranks: Sequence[Sequence[int]]) -> int:

@@ -72,11 +72,7 @@ def _call(name: str, batch: int, weights: Sequence[Weight], flat: list[int], *op
         raise RuntimeError(f"expected ranks >= 0 whose sum is the number of components, got {came}") from error
 
 
-def _flops(x: Any, rs: Any, ls: Any, biases: Any, gates: Any, ranks: Any, outs: Any) -> int:
-    return int(sum(2 * x[0] * count * (n + m) for (n, count), (_, m) in zip(rs, ls, strict=True)))
-
-
-@operation(_flops)
+@operation(lambda x, rs, ls, *_: sum(2 * x[0] * count * (n + m) for (n, count), (_, m) in zip(rs, ls, strict=True)))
 def block_product(
     x_BI: Tensor,
     rs_NK: Sequence[Tensor],

@@ -60,11 +60,7 @@ def _output_words(p_BS: Tensor, weights: Sequence[Factors], ys_BO: Sequence[Tens
     return words(word for weight, p, y_BO in each for word in weight.words(p, y_BO))
 
 
-def _low_rank_flops(x: Any, a: Any, b: Any) -> int:
-    return int(2 * x[0] * (sum(r * i for r, i in a) + sum(s * o for s, o in b)))
-
-
-@operation(_low_rank_flops)
+@operation(lambda x, a, b: 2 * x[0] * (sum(r * i for r, i in a) + sum(s * o for s, o in b)))
 def low_rank(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SO: Sequence[Tensor]) -> list[Tensor]:
     """All [1 P_k] in one tensor (B, Σ width), then y_k (B, O), from x (B, I), A_k (R, I) and [bias_k; B_k] (S, O).
 
@@ -78,11 +74,7 @@ def low_rank(x_BI: Tensor, as_RI: Sequence[Tensor], bs_SO: Sequence[Tensor]) -> 
     return [p_BS, *ys_BO]
 
 
-def _low_rank_output_flops(p: Any, ranks: Any, b: Any) -> int:
-    return int(2 * p[0] * sum(s * o for s, o in b))
-
-
-@operation(_low_rank_output_flops)
+@operation(lambda p, ranks, b: 2 * p[0] * sum(s * o for s, o in b))
 def low_rank_output(p_BS: Tensor, ranks: Sequence[int], bs_SO: Sequence[Tensor]) -> list[Tensor]:
     """The y_k of `low_rank` from its P, to the same bits. Raises RuntimeError as `low_rank` does."""
     weights = [_factors(None, b, rank) for rank, b in zip(ranks, bs_SO, strict=True)]

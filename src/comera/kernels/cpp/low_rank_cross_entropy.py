@@ -2,8 +2,6 @@
 
 They differ in how B lies in memory: as the second factor of a weight, or as the rows of a table."""
 
-from typing import Any
-
 from torch import Tensor
 
 from comera.kernels.cpp.cross_entropy import checked_labels
@@ -16,15 +14,7 @@ def _flops(batch: int, rank: int, classes: int, bias: bool, wants_b: bool) -> in
     return 2 * batch * classes * (2 * (rank + bias) + rank + (rank + bias) * wants_b)
 
 
-def _factor_flops(p: Any, b: Any, labels: Any, ignored: int, wants_b: bool) -> int:
-    return _flops(p[0], p[1], b[1], b[0] > p[1], wants_b)
-
-
-def _table_flops(p: Any, table: Any, bias: Any, labels: Any, ignored: int, wants_table: bool) -> int:
-    return _flops(p[0], p[1], table[0], bias is not None, wants_table)
-
-
-@operation(_factor_flops)
+@operation(lambda p, b, labels, ignored, wants_b: _flops(p[0], p[1], b[1], b[0] > p[1], wants_b))
 def low_rank_cross_entropy(
     p_BR: Tensor, b_SV: Tensor, labels_B: Tensor, ignored: int, wants_b: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +38,9 @@ def low_rank_cross_entropy(
     return losses, u_BR, db_SV
 
 
-@operation(_table_flops)
+@operation(
+    lambda p, table, bias, labels, ignored, wants_table: _flops(p[0], p[1], table[0], bias is not None, wants_table)
+)
 def linear_cross_entropy(
     p_BR: Tensor, table_VR: Tensor, bias_V: Tensor | None, labels_B: Tensor, ignored: int, wants_table: bool
 ) -> list[Tensor]:

@@ -89,11 +89,7 @@ def _products(layout: Sequence[int]) -> Iterator[list[int]]:
             yield flops
 
 
-def _merge_flops(parameters: Any, biases: Any, layout: Sequence[int], threshold: float) -> int:
-    return sum(sum(flops) for flops in _products(layout))
-
-
-@operation(_merge_flops)
+@operation(lambda parameters, biases, layout, threshold: sum(map(sum, _products(layout))))
 def merge(
     parameters: Sequence[Tensor], biases: Sequence[Tensor | None], layout: Sequence[int], threshold: float
 ) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera.kernels.cpp.activations import ACTIVATIONS
+from comera.kernels.cpp.gated import ACTIVATIONS
 from comera.kernels.cpp.library import call, checked, floats, operation, words
 from comera.kernels.cpp.low_rank import Factors, checked_factors, starts
 from comera.kernels.cpp.memory import empty

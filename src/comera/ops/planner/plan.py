@@ -106,13 +106,7 @@ def make_plan(problem: Problem) -> ContractionPlan:
 
 
 def plan_linear(
-    spec: TTSpec,
-    batch: int,
-    itemsize: int = 4,
-    *,
-    device: str = "cpu",
-    grad_x: bool = True,
-    grad_cores: bool = True,
+    spec: TTSpec, batch: int, itemsize: int = 4, *, device: str = "cpu", grad_x: bool = True, grad_cores: bool = True
 ) -> ContractionPlan:
     """The plan of y = x W for x (batch, in_features); arguments and options as in `LinearProblem`."""
     return make_plan(LinearProblem(spec, batch, itemsize, device, grad_x, grad_cores))

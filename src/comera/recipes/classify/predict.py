@@ -18,15 +18,7 @@ from tokenizers import Tokenizer
 from comera.errors import CheckpointError, ConfigError, DataError
 from comera.files import replace_file
 from comera.recipes.classify.data import PUBLISHED, ClassifyDataConfig
-from comera.recipes.classify.rows import (
-    UNREADABLE,
-    USUAL_LABELS,
-    USUAL_TEXTS,
-    Columns,
-    Skipped,
-    only_column,
-    text_of,
-)
+from comera.recipes.classify.rows import UNREADABLE, USUAL_LABELS, USUAL_TEXTS, Columns, Skipped, only_column, text_of
 from comera.recipes.classify.task import Reads, scores
 from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.data.tables import PARQUET, ROW_SUFFIXES, Row, open_rows

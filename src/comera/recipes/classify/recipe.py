@@ -202,31 +202,22 @@ class ClassifyTask(base.RecipeTask):
         sizes = (data.vocab_size, data.tokenizer.pad, data.label_names)
         about = build_dense(config, *sizes)
         self.begun: list[str] = []
-        if config.model.checkpoint is None:
-            model, report = build_model(config, about)
-        else:
-            torch.manual_seed(config.train.seed)
-            model, self.begun = encoder.trained_model(config.model.checkpoint, about)
-            report = _convert_(config, model)
-        longest = encoder.longest_text(model)
-        if longest is not None:
-            check_length("data.max_length", config.data.max_length, longest)
         identity: dict[str, Any] = {"data.first_step": first}
         if config.name == "mnli" and data.label_names != MNLI_LABELS:
             identity[_LABELS] = list(data.label_names)
-        width = getattr(about, "hidden_size", None)
-        dense = partial(encoder.dense_config, config.model, *sizes)
-        super().__init__(
-            config,
-            data,
-            model,
-            report,
-            first,
-            width=width,
-            whole=lambda: encoder.fresh_model(dense()),
-            identity=identity,
-        )
-        self.reads = Reads.of(model)
+
+        def build(own: ClassifyConfig) -> tuple[PreTrainedModel, Conversion]:
+            if config.model.checkpoint is None:
+                return build_model(own, about if own is config else build_dense(own, *sizes))
+            torch.manual_seed(config.train.seed)
+            model, self.begun = encoder.trained_model(config.model.checkpoint, about)
+            return model, _convert_(config, model)
+
+        super().__init__(config, data, build, first, identity=identity)
+        longest = encoder.longest_text(self.model)
+        if longest is not None:
+            check_length("data.max_length", config.data.max_length, longest)
+        self.reads = Reads.of(self.model)
         self.steps_per_epoch = self.epoch_length()
         label, share = data.most_frequent
         self.references = {"accuracy": {f"always {label}": share}}
@@ -257,10 +248,7 @@ class ClassifyTask(base.RecipeTask):
         """Loss and accuracy, means over the batch; its number of examples; their answers and labels (B, 2)."""
         logits = scores(model, batch, self.reads)
         answers = logits.argmax(-1)
-        means = {
-            "loss": F.cross_entropy(logits, batch.labels),
-            "accuracy": (answers == batch.labels).float().mean(),
-        }
+        means = {"loss": F.cross_entropy(logits, batch.labels), "accuracy": (answers == batch.labels).float().mean()}
         return means, len(batch.labels), torch.stack([answers, batch.labels], 1)
 
     def evaluate_rows(self, rows: Tensor) -> dict[str, float]:
@@ -327,12 +315,11 @@ def estimate(config: ClassifyConfig) -> dict[str, MemoryEstimate]:
     given = find_tokenizer(config.data, config.model.source) if known else None
     vocab_size = given.size if given else config.data.vocab_size
     labels = MNLI_LABELS if config.name == "mnli" else ("0", "1")
-
-    def build(method: Method) -> base.Step:
-        return meta_step(replace(config, method=method), vocab_size, labels=labels)
-
-    methods = LINEAR_METHODS if config.model.source is None else COMMON_METHODS
-    return base.estimates_by_method(build, config.train, methods)
+    return base.estimates_by_method(
+        lambda method: meta_step(replace(config, method=method), vocab_size, labels=labels),
+        config.train,
+        LINEAR_METHODS if config.model.source is None else COMMON_METHODS,
+    )
 
 
 def architecture(config: ClassifyConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:

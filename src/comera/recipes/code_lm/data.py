@@ -39,13 +39,7 @@ from comera.recipes.code_lm.masking import (
 )
 from comera.recipes.data import documents, prepared
 from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
-from comera.recipes.data.tokenizer import (
-    BYTE_ROLES,
-    FILE,
-    TextTokenizer,
-    given_tokenizer,
-    train_on,
-)
+from comera.recipes.data.tokenizer import BYTE_ROLES, FILE, TextTokenizer, given_tokenizer, train_on
 
 FORMATS = {"files": 2, "functions": 1}  # of the cache folders; raise them when contents, or how they are made, change
 BUCKETS = 8  # lengths that batches of functions are padded to

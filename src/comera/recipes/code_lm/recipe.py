@@ -247,15 +247,13 @@ class CodeLMTask(base.RecipeTask):
     data: CodeData | FunctionData
 
     def __init__(self, config: CodeLMConfig, data: CodeData | FunctionData) -> None:
-        model, report = build_model(config, data.vocab_size, data.special)
-        with torch.no_grad():  # the head starts with the token frequencies: no steps are spent on learning them
-            model.cls.predictions.bias.copy_(data.log_frequencies())
         settings = {f"data.{name}": getattr(config.data, name) for name in ("block_size", "mask_share")}
         if data.special != Special():
             settings[_SPECIAL] = list(data.special)
-        dense = partial(build_model, replace(config, method="dense"), data.vocab_size, data.special)
-        width = model.config.hidden_size
-        super().__init__(config, data, model, report, width=width, whole=lambda: dense()[0], identity=settings)
+        build = partial(build_model, vocab_size=data.vocab_size, special=data.special)
+        super().__init__(config, data, build, identity=settings)
+        with torch.no_grad():  # the head starts with the token frequencies: no steps are spent on learning them
+            self.model.get_parameter("cls.predictions.bias").copy_(data.log_frequencies())
         self.files = data.files(config.model.max_positions)
         if isinstance(data, FunctionData):
             self.steps_per_epoch = self.epoch_length()
@@ -288,11 +286,9 @@ def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
 
 def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step for every installed method."""
-
-    def build(method: Method) -> base.Step:
-        return meta_step(replace(config, method=method), config.data.vocab_size)
-
-    return base.estimates_by_method(build, config.train, LINEAR_METHODS)
+    return base.estimates_by_method(
+        lambda method: meta_step(replace(config, method=method), config.data.vocab_size), config.train, LINEAR_METHODS
+    )
 
 
 def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:

@@ -183,10 +183,9 @@ class DLRMTask(base.RecipeTask):
     data: ClickData
 
     def __init__(self, config: DLRMTaskConfig, data: ClickData, first: int = 0) -> None:
-        model, report = build_model(config, data.table_sizes)
         settings = {"shuffle": data.shuffle, "first_step": first, "table_sizes": list(data.table_sizes)}
         identity = {f"data.{name}": value for name, value in settings.items()}
-        super().__init__(config, data, model, report, first, identity=identity)
+        super().__init__(config, data, partial(build_model, table_sizes=data.table_sizes), first, identity=identity)
         self.steps_per_epoch = self.epoch_length()
         self.references = {"nce": {"click rate alone": 1.0}}  # by the definition of normalized entropy
 

@@ -46,13 +46,7 @@ METHODS: tuple[Method, ...] = (*LINEAR_METHODS, *TOKEN_METHODS)
 _WITHOUT_LINEAR: tuple[Method, ...] = ("comera", "dense", "narrow", *TOKEN_METHODS)  # where layers are no nn.Linear
 
 _TRAIN = TrainConfig(
-    steps=10_000,
-    batch_size=16,
-    lr=3e-3,
-    betas=(0.9, 0.95),
-    warmup=0.05,
-    prune_every=500,
-    eval_batches=16,
+    steps=10_000, batch_size=16, lr=3e-3, betas=(0.9, 0.95), warmup=0.05, prune_every=500, eval_batches=16
 )
 _SMALL = replace(_TRAIN, steps=2500, batch_size=8)  # with four blocks of 128 tokens, on two CPU cores
 
@@ -184,11 +178,9 @@ class LMTask(base.RecipeTask):
     data: LMData
 
     def __init__(self, config: LMConfig, data: LMData) -> None:
-        model, report = build_model(config, data.vocab_size, data.separator)
         identity = {"data.block_size": config.data.block_size, "data.separator": data.separator}
-        dense = partial(build_model, replace(config, method="dense"), data.vocab_size, data.separator)
-        width = model.config.hidden_size
-        super().__init__(config, data, model, report, width=width, whole=lambda: dense()[0], identity=identity)
+        build = partial(build_model, vocab_size=data.vocab_size, separator=data.separator)
+        super().__init__(config, data, build, identity=identity)
         self.files = run_files(data.tokenizer, data.separator, config.context)
         self.references = {METRIC: data.ngram_losses(config.train.batch_size, config.train.eval_batches)}
 
@@ -232,11 +224,12 @@ def estimate(
     tokens."""
     vocab_size = vocab_size or config.data.expected_vocabulary()
     methods = methods or (METHODS if config.model.family == "llama" else _WITHOUT_LINEAR)
-
-    def build(method: Method) -> base.Step:
-        return meta_step(replace(config, method=method), vocab_size)
-
-    return base.estimates_by_method(build, config.train, methods, keep_logits=LMTask.keep_logits)
+    return base.estimates_by_method(
+        lambda method: meta_step(replace(config, method=method), vocab_size),
+        config.train,
+        methods,
+        keep_logits=LMTask.keep_logits,
+    )
 
 
 def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:

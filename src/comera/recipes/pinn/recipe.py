@@ -92,13 +92,7 @@ class ZerothOrderConfig:
         return adaptive_queries(epoch, alpha=self.queries, beta=self.growth, maximum=self.max_queries)
 
 
-_BACKWARD = TrainConfig(
-    steps=1000,
-    batch_size=64,
-    lr=1e-2,
-    eval_batches=16,
-    early=EarlyStage(size_weight=0),
-)
+_BACKWARD = TrainConfig(steps=1000, batch_size=64, lr=1e-2, eval_batches=16, early=EarlyStage(size_weight=0))
 _FORWARD = replace(_BACKWARD, steps=400, batch_size=16)
 PRESETS: dict[Preset, TrainConfig] = {"backward": _BACKWARD, "forward": _FORWARD}
 
@@ -266,25 +260,18 @@ class PinnTask(base.RecipeTask):
     model: PINN
 
     def __init__(self, config: PinnConfig) -> None:
-        model, report = build_model(config)
         identity = {name: getattr(config, name) for name in ("dimension", "derivatives", "gradients")}
-        dense = replace(config, method="dense")
         groups = ("model", "compress", "stein", "zeroth_order")
-        super().__init__(
-            config,
-            None,
-            model,
-            report,
-            groups=groups,
-            width=model.head.in_features,
-            whole=lambda: build_model(dense)[0],
-            identity=identity,
-        )
+        super().__init__(config, None, build_model, groups=groups, identity=identity)
+        equation = self.model.equation
         alone = HJB(config.dimension).points(_HELD_OUT_POINTS * _HELD_OUT_BATCHES, _generator(0, _HELD_OUT))
         self.held_out = alone.split(_HELD_OUT_POINTS)
-        known = torch.cat([model.equation.exact(points) for points in self.held_out])
-        missed = torch.cat([model.equation.solution(p, p.new_zeros(len(p))) for p in self.held_out]) - known
+        known = torch.cat([equation.exact(points) for points in self.held_out])
+        missed = torch.cat([equation.solution(p, p.new_zeros(len(p))) for p in self.held_out]) - known
         self.references = {METRIC: {"network 0": float(missed.norm() / known.norm())}}
+
+    def width(self) -> int:
+        return self.model.head.in_features
 
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
         """Points of a single sequence that all micro-batches and processes share."""

@@ -1,4 +1,4 @@
-// Activations and their derivatives, a vector at a time, in the order of ACTIVATIONS in kernels/cpp/activations.py.
+// Activations and their derivatives, a vector at a time, in the order of ACTIVATIONS in kernels/cpp/gated.py.
 #pragma once
 
 #include "vectors.h"
