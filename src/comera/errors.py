@@ -47,6 +47,12 @@ class WeightError(ComeraError, RuntimeError):
     """A write into the dense weight of a compressed layer, which is not stored; nothing was changed."""
 
 
+def check_module(model: object) -> None:
+    """Raise ConversionError for what is not a module, such as a path or a list of layers."""
+    if not hasattr(model, "named_modules"):
+        raise ConversionError(f"expected a torch.nn.Module, got {model!r:.200} ({type(model).__name__})")
+
+
 def check_fields(
     settings: object, group: str, checks: Mapping[str, tuple[bool, str]], error: type[ComeraError] = ConfigError
 ) -> None:

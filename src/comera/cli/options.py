@@ -213,6 +213,10 @@ def field_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _explain(message: str, hints: dict[str, Any]) -> str:
     """jsonargparse's message about a value of the wrong type in one line: the field, its type, the value."""
+    group = re.match(r'Parser key "(\w+)":\s+Unable to load config \'(.*?)\'', message)
+    if group:
+        first = next(field for field in hints if field.startswith(f"{group[1]}."))
+        return f"--{group[1]} is a group of options, got {group[2]!r}: set one of them, such as --{first}"
     found = re.search(r'Parser key "(?P<field>[^"]+)":.*value: (?P<value>.*)', message, re.DOTALL)
     if not found or found["field"] not in hints:
         return " ".join(message.split())

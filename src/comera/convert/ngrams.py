@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comera.convert.registry import converters
 from comera.convert.vocabulary import guard_resizing_
-from comera.errors import ConversionError, DataError, SpecError, check_fields
+from comera.errors import ConversionError, DataError, SpecError, check_fields, check_module
 from comera.nn.adapted import refuse_adapters
 from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding
@@ -159,6 +159,7 @@ def ngrams_(
 
     Source: docs/method.md §1b.
     """
+    check_module(model)
     ngrams = _format(ngrams, order, rank)
     refuse_adapters(model, ConversionError, "ngrams_", "call ngrams_ first, then adapt_")
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):

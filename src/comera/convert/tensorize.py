@@ -23,7 +23,7 @@ from comera.convert.report import TensorizeReport
 from comera.convert.rows import rows_of
 from comera.convert.select import Group, Site, all_names, find_groups, find_sites, why_nothing
 from comera.convert.swap import compress_layers_, materialize_layers_
-from comera.errors import ConversionError, SpecError
+from comera.errors import ConversionError, SpecError, check_module
 from comera.nn.adapted import refuse_adapters
 from comera.nn.size import model_size
 from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
@@ -136,6 +136,7 @@ class Plan:
         init: Literal["random", "decompose"] | None,
     ) -> Plan:
         """The plan for the arguments of `tensorize_`, which raises what this does."""
+        check_module(model)
         check_size(config, ratio)
         if config is None:
             config = TensorizeConfig(TT(order=2), TTM(order=2)) if init == "decompose" else TensorizeConfig()
@@ -273,6 +274,7 @@ def materialize_(model: nn.Module) -> nn.Module:
         >>> torch.allclose(model(inputs), expected, atol=1e-5)
         True
     """
+    check_module(model)
     if isinstance(model, CompressedLayer):
         raise ConversionError(f"materialize_ replaces layers inside a module: {_wrap(model)}")
     instead = "remove_adapters_ first, or merge_adapters_(model, materialize=True), which makes their layers dense"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 import comera.fusion.torch_layers  # noqa: F401  which registers them
+from comera.errors import check_module
 from comera.fusion.causal_lm import CausalLM
 from comera.fusion.dropout import Dropout
 from comera.fusion.merge_cache import MergeCache, caches
@@ -116,6 +117,7 @@ def fuse_(model: nn.Module, *, enabled: bool = True, keep_logits: bool = True) -
 
     Source: docs/method.md §7.
     """
+    check_module(model)
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if isinstance(value, Fused)]:
             delattr(module, name)

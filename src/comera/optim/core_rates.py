@@ -13,6 +13,10 @@ Its rate η_k is such that each term is a share of what the dense rate η allows
 The share is 1/K under Adam, whose steps may all push one direction, and 1/√K under Muon, whose steps push all
 directions alike and hence add up like random ones. Both were measured (docs/log.md).
 
+In a table of n-grams entries are about one, and σ in the dense table beside it: C_k has the rate η/σ, so that its rows
+move as far in proportion as dense ones; with `inner` each of its r₀ + 1 rows takes part in all rows, and η/(σ (r₀ + 1))
+moves these as far. P has η, as a dense weight. Measured, too.
+
 In a TTM the dense weight is one row. The last core of an adapter starts at zero, and counts as it would have been drawn
 otherwise. Source: the bound, to first order in the steps; the norms are those of the cores
 as they are. docs/method.md §9.
@@ -50,6 +54,7 @@ MUON = Reach(step=lambda d_in, d_out: 0.2 * sqrt(max(d_in, d_out)), share=lambda
 # moves by some 10 (β₂ = 0.99) to 30 (0.999) times the rate. A compressed row moves with its cores, in every step. Where
 # the table makes logits, too, every row of a dense one has a gradient in every step.
 RARE = 10.0
+LEAST_STD = 0.01  # of a table beside n-grams: a rate in proportion to the reciprocal of less would be too high
 
 
 @torch.no_grad()
@@ -60,8 +65,9 @@ def core_rates(train: TensorTrain, reach: Reach = ADAM, *, logits: bool = False)
     None where there is nothing to measure: on the meta device, and for a weight of zeros, as of rank 0.
     """
     spec = train.spec
-    if isinstance(spec, NGramSpec):  # tables are looked up as dense ones are, P multiplies as a dense weight
-        return [1.0] * spec.order
+    if isinstance(spec, NGramSpec):
+        rate = 1 / max(train.init_std, LEAST_STD) / (1 if spec.inner is None else spec.rows)
+        return [*[float(f"{rate:.3g}")] * (spec.order - 1), 1.0]
     cores = [_whole(core) for core in train.cores]
     if train.starts_at_zero and not cores[-1].is_meta and not cores[-1].any():
         generator = torch.Generator().manual_seed(0)  # of its own: the user's draws stay as they are

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from comera.distributed import check_whole
-from comera.errors import ConfigError
+from comera.errors import ConfigError, check_module
 from comera.nn.embedding import TTMProjection
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.optim.core_rates import ADAM, Reach, core_rates
@@ -106,6 +106,7 @@ def groups_for(
     weight_decay: float,
 ) -> list[dict[str, Any]]:
     """`param_groups` for an optimizer whose steps have a reach of their own for each tensor train (`core_rates`)."""
+    check_module(model)
     values = {"lr": lr, "core_lr": core_lr, "table_lr": table_lr, "rank_lr": rank_lr, "weight_decay": weight_decay}
     for name, value in values.items():
         if value is not None and (not isfinite(value) or value < 0):

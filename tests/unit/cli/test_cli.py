@@ -134,6 +134,7 @@ def test_each_method_starts_from_its_preset_and_options_override_it() -> None:
         (["--lr=1"], "unknown field --lr: did you mean train.lr?"),
         (["--colour", "red"], "unknown field --colour: no field is similar"),
         (["--train.steps", "many"], "train.steps: expected an integer or null, got many"),
+        (["--train", "fast"], "--train is a group of options, got 'fast': set one of them, such as --train."),
         (["--method", "lora"], "hashing, quotient_remainder or narrow_tables, got lora"),
         (["--compress.rank", "[1, x]"], "compress.rank: expected an integer or a list of integers, got"),
         (["--train.betas", "0.9"], "train.betas: expected a list of 2 numbers, got 0.9"),

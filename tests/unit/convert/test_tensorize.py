@@ -2,12 +2,16 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import comera
 from comera.convert import BTT, TT, TTM, LayerRow, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError, SpecError
 from comera.nn.embedding import TTMEmbedding
@@ -25,6 +29,12 @@ def assert_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]]) ->
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(id(after[name]) == ident and torch.equal(after[name], value) for name, (ident, value) in before.items())
+
+
+@pytest.mark.parametrize("convert_", [comera.ngrams_, comera.fuse_, materialize_, partial(tensorize_, ratio=3)])
+def test_what_is_no_module_is_refused(convert_: Callable[[Any], object]) -> None:
+    with pytest.raises(ConversionError, match=r"expected a torch\.nn\.Module, got 5 \(int\)"):
+        convert_(5)
 
 
 def test_layers_become_compressed_and_small_ones_stay() -> None:

@@ -11,6 +11,7 @@ from comera.nn.tensor_train import TensorTrain
 from comera.optim import param_groups
 from comera.optim.core_rates import RARE, core_rates
 from comera.rank.prune import prune_
+from comera.tt.ngram import NGramSpec
 from comera.tt.shapes import btt_spec, tt_spec, ttm_spec
 from comera.tt.spec import BTTSpec, Spec, TTSpec
 
@@ -162,3 +163,16 @@ def test_a_weight_decays_as_a_dense_one_does() -> None:
 def test_another_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match="rates must be 'flat' or 'spectral', got 'mup'"):
         param_groups(Held(LINEAR[0], 0), lr=1e-3, rates="mup")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("std", "inner", "rows"), [(0.05, None, 1), (0.05, 12, 13), (2.0, None, 1), (0.05, 1, 2)])
+def test_tables_of_ngrams_move_in_proportion_as_dense_rows_do(std: float, inner: int | None, rows: int) -> None:
+    """A step of Adam at the rate η adds η to each entry of a dense row, η / σ of it; `inner`: in all rows at once."""
+    train = made(NGramSpec(99, 16, longest=4, heads=8, inner=inner), std)
+    *tables, p = core_rates(train) or []
+    assert tables == pytest.approx([1 / std / rows] * 4, rel=5e-3)
+    assert p == 1.0
+
+
+def test_rates_of_ngrams_are_finite_beside_a_table_of_zeros() -> None:
+    assert core_rates(made(NGramSpec(99, 16, longest=2, heads=8), 0.0)) == [100.0, 100.0, 1.0]
