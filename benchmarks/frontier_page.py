@@ -20,7 +20,8 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 
 PAGE = Path(__file__).parents[1] / "docs" / "frontier.md"
 FIGURE = PAGE.with_suffix(".png")
-FAMILIES = {"dense-": GREY, "densec": GREY, "densev": ORANGE, "btt": TEAL, "tt": PURPLE}  # color by the beginning of a name
+# color by the beginning of a name
+FAMILIES = {"dense-": GREY, "densec": GREY, "densev": ORANGE, "btt": TEAL, "tt": PURPLE}
 COLUMNS = 3  # of the figure
 _ABOUT = ("machine", "threads", "python", "torch", "commit")
 
@@ -33,8 +34,9 @@ convolutions or without.** `btt2-384` is a block
 tensor train of rank 2 in about as many blocks as features in each, 384 wide, `btt8b4-384` of rank 8 in 4 × 4 blocks;
 `btt4b4e8h2b4-128` has a token embedding of rank 8 and an output head of rank 2 in 4 × 4 blocks, too;
 `tt6r30-384` is a tensor train of order 6 and rank 30. `btt8b4v32-192` and `densev32-128` have one table of plain low
-rank, 32, for token embedding and head; the layers of the latter are dense. `densev32n4r160-64` has a table of all strings of four
-tokens beside that one; `densec4-48` is dense with short convolutions of four taps. Base rates are tuned, out of those that the
+rank, 32, for token embedding and head; the layers of the latter are dense. `densev32n4r160-64` has a table of all
+strings of four tokens beside that one; `densec4-48` is dense with short convolutions of four taps. Base rates are
+tuned, out of those that the
 tables name, for 1/{tuning} of a budget of time and, on prose, for the whole of one of steps, on one half of the
 held-out text; figures are read from the other half. A case that ran a whole budget of time at several rates has the
 best of these: after a fifth of the time too high a rate can look best. Rates of block tensor trains in rows of commits

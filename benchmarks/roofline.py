@@ -36,8 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from comera.kernels.cpp.activations import ACTIVATIONS
-from comera.kernels.cpp.gated import gated, gated_backward
+from comera.kernels.cpp.gated import ACTIVATIONS, gated, gated_backward
 from comera.kernels.cpp.residual_norm import dropout
 
 WANTED = {
