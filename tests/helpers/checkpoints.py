@@ -5,14 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from comera.errors import CheckpointError
 from comera.files import write_sums
 from comera.nn.linear import TTLinear
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
-from comera.trainer.checkpoint import save_checkpoint
+from comera.trainer.checkpoint import load_checkpoint, save_checkpoint
 from comera.trainer.random_state import rng_state
 from comera.trainer.trainer_json import Progress
 from comera.tt.spec import TTSpec
@@ -79,3 +81,18 @@ def edit(folder: Path, **values: Any) -> None:
     path = folder / "trainer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     write_sums(folder)
+
+
+def assert_refused(run: Path, damage: Callable[[Path], object], message: str) -> None:
+    """A checkpoint that is damaged in its folder is an error, and loading it changes nothing."""
+    state = make()
+    train(state, 1)
+    cut(state)
+    folder = save(run, state, 1)
+    damage(folder)
+    resumed = make(seed=1)
+    train(resumed, 1)
+    before = snapshot(resumed)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(folder, *resumed, identity=IDENTITY)
+    assert_equal(snapshot(resumed), before)

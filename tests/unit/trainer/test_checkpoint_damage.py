@@ -10,7 +10,17 @@ from comera.errors import CheckpointError, ConfigError
 from comera.files import write_sums
 from comera.trainer.checkpoint import checkpoints, find_checkpoint, load_checkpoint
 
-from ...helpers.checkpoints import IDENTITY, assert_equal, cut, edit, make, save, snapshot, train, truncate
+from ...helpers.checkpoints import (
+    IDENTITY,
+    assert_equal,
+    assert_refused,
+    edit,
+    make,
+    save,
+    snapshot,
+    train,
+    truncate,
+)
 
 
 def foreign(folder: Path, name: str) -> None:
@@ -37,17 +47,7 @@ def foreign(folder: Path, name: str) -> None:
 def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
     tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
-    state = make()
-    train(state, 1)
-    cut(state)
-    folder = save(tmp_path, state, 1)
-    damage(folder)
-    resumed = make(seed=1)
-    train(resumed, 1)
-    before = snapshot(resumed)
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(folder, *resumed, identity=IDENTITY)
-    assert_equal(snapshot(resumed), before)
+    assert_refused(tmp_path, damage, message)
 
 
 def test_a_safetensors_file_of_the_right_size_and_wrong_content_is_refused(tmp_path: Path) -> None:
