@@ -13,13 +13,14 @@ in another order.
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ import comera
 from comera.cli.options import parse
 from comera.rank.objective import EarlyStage, LateStage
 from comera.recipes.code_lm import recipe as code_lm
+from comera.recipes.lm import recipe as lm
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.task import Task
@@ -139,3 +141,12 @@ def test_a_stored_configuration_is_understood() -> None:
     late = LateStage(target_size=0.3, start_step=50)
     train = replace(default.train, steps=123, max_grad_norm=0.25, late=late, rates="flat")
     assert config == replace(default, out="runs/code-lm-comera", train=train)
+
+
+def test_a_stored_run_of_small_from_before_n_grams_has_none(tmp_path: Path) -> None:
+    content = asdict(replace(lm.preset(), out="runs/lm"))
+    del content["compress"]["ngrams"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(content))), "utf-8")
+    _, config, _ = parse("train", lm.NAME, ["--config", str(tmp_path / "config.yaml")])
+    assert lm.preset().compress.ngrams == 4
+    assert config.compress == replace(lm.preset().compress, ngrams=None)

@@ -63,7 +63,8 @@ def upgrade_config(content: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(train, dict):
         content["train"] = upgrade_names(train)
         if set(train) >= _ALWAYS and isinstance(compress, dict) and "embedding_order" in compress:
-            content["compress"] = _FORMATS | compress
+            causal = "tie" in (content.get("model") or {})  # whose presets have n-grams, as a run of before has not
+            content["compress"] = _FORMATS | ({"ngrams": None} if causal else {}) | compress
     return content
 
 

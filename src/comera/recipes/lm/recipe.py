@@ -121,8 +121,9 @@ class LMConfig(base.RecipeConfig):
 def preset(method: Method = "comera", preset: Preset = "small") -> LMConfig:
     """The defaults for a method; methods differ in their learning rates."""
     config = LMConfig(method=method, preset=preset, train=PRESETS[preset][method])
-    if preset == "small":
-        return replace(config, data=LMDataConfig(block_size=128), model=ModelConfig(layers=4))
+    if preset == "small":  # n-grams pay in few steps; at those of base they were not measured
+        compress = CompressConfig(ngrams=4)
+        return replace(config, data=LMDataConfig(block_size=128), model=ModelConfig(layers=4), compress=compress)
     if preset in _LARGE:
         compress = CompressConfig(rank=16, embedding_rank=128)
         return replace(config, data=LMDataConfig(block_size=512), model=_LARGE[preset], compress=compress)
