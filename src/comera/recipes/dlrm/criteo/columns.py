@@ -29,7 +29,6 @@ from comera.files import replace_file
 from comera.recipes.data.cache import Progress
 from comera.recipes.dlrm.criteo.config import CATEGORIES, INTEGERS, CriteoConfig
 from comera.recipes.dlrm.criteo.rows import (
-    ALL_KINDS,
     BLOCK,
     CUT_SHORT,
     END_MISSING,
@@ -136,9 +135,9 @@ def read_columns(
     with Columns(folder, state.rows, sizes) as columns, closing(parsed(read, workers, rows_of)) as blocks:
         for number, (block, rows) in enumerate(blocks, 1):
             if max_rows is not None and len(rows.labels) > max_rows - state.rows:  # only as far as the last row wanted
-                last = np.delete(np.arange(rows.lines), rows.bad_lines)[max_rows - state.rows - 1]
+                last = rows.places[max_rows - state.rows - 1]
                 rows = rows_of.parse(b"\n".join([*block.text.split(b"\n")[: last + 1], b""]))
-            _note_bad(state, files, block, rows, rows_of, config.max_bad_rows)
+            _note_bad(state, files, block, rows, config.max_bad_rows)
             columns.append(rows.labels, rows.dense, rows.values)
             state.rows += len(rows.labels)
             state.place = block.end
@@ -152,20 +151,13 @@ def read_columns(
     return state
 
 
-def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, rows_of: RowFormat, limit: int) -> None:
+def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, limit: int) -> None:
     """Count the bad rows of a block; raises DataError for the first one beyond the limit."""
-    kinds = [ALL_KINDS[kind] for kind in rows.bad_kinds.tolist()]
-    found = list(zip(rows.bad_lines.tolist(), kinds, strict=True))
-    if block.cut_short:
-        found.append((0, CUT_SHORT))
-    lines: list[bytes] = []
-    for line, kind in found:
+    for line, kind, what in [*rows.bad, *([(0, CUT_SHORT, END_MISSING)] if block.cut_short else [])]:
         state.bad[kind] = state.bad.get(kind, 0) + 1
         shown = state.shown.setdefault(kind, [])
         over = sum(state.bad.values()) > limit
         if over or len(shown) < SHOWN:
-            lines = lines or block.text.split(b"\n")
-            what = END_MISSING if kind == CUT_SHORT else rows_of.explain(lines[line])
             shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
             if over:
                 raise too_many_bad(state.bad, shown[-1], limit)
