@@ -31,6 +31,7 @@ from comera.kernels.select import kernels_in_use
 from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
 from comera.pretrained.stored import StoredTensors, write_tensors
 from comera.rank.controller import RankController
+from comera.rank.state import RankState
 from comera.trainer.random_state import check_rng_state, set_rng_state
 from comera.trainer.trainer_json import FORMAT, TRAINER, Progress, TrainerState, broken, read_trainer
 
@@ -221,17 +222,14 @@ def _load_state(
     if differ := sorted({*trainer.parameters}.symmetric_difference(_trained(model, optimizer))):
         raise broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4])}")
     tensors = _read_tensors(folder, trainer)
-    before = controller.state_dict() if controller else {}
     try:
         if controller:
-            controller.load_state_dict(trainer.controller)
-        load_pretrained(model, folder)
+            RankState.of(trainer.controller)  # before anything changes
     except RankError as error:
         raise broken(folder, "a rank controller's state", str(error)) from error
-    except CheckpointError:
-        if controller:
-            controller.load_state_dict(before)
-        raise
+    load_pretrained(model, folder)
+    if controller:
+        controller.load_state_dict(trainer.controller)
     _set_optimizer_state(model, optimizer, tensors, trainer.scalars)
 
 
